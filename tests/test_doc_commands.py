@@ -22,13 +22,12 @@ from pvg_cli.main import app
 
 ROOT = Path(__file__).parent.parent
 # These pages show commands and settings of the commits that their figures come from.
-OF_OTHER_COMMITS = {"benchmarks.md", "benchmarks.template.md"}
+OF_OTHER_COMMITS = {"benchmarks.md"}
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in OF_OTHER_COMMITS),
 ]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-LADDER = re.compile(r"<!-- ladder:.*?<!-- end of the ladder -->", re.DOTALL)  # from a report of another commit
 INLINE = re.compile(r"`([^`\n]+)`")
 KEY = re.compile(rf"\b(?:{'|'.join(SECTION_NAMES)})(?:\.[a-z_0-9]+)+\b")
 FILES = (".py", ".json", ".toml", ".md", ".log")
@@ -38,7 +37,7 @@ PLACEHOLDERS = {"EXPERIMENT", "RUN", "NAME", "KEY", "FILE.py:NAME", "my.toml", "
 
 def texts(page: Path) -> tuple[list[str], str]:
     """The lines of code blocks that a reader may type, and the text outside of code blocks."""
-    text = LADDER.sub("", page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
     blocks = [body for language, body in FENCED.findall(text) if language == ""]
     rest = FENCED.sub("", text)
     lines = [line for body in blocks for line in body.splitlines()]

@@ -26,8 +26,8 @@ ABBREVIATION = re.compile(r"\b[A-Z]{2,}\b")
 
 
 def terms() -> set[str]:
-    """The words of the glossary's first columns."""
-    rows = re.findall(r"^\| (?!term \|)([^|]+) \|", (DOCS / "glossary.md").read_text(), flags=re.MULTILINE)
+    """The words of the first columns of the tables of terms."""
+    rows = re.findall(r"^\| (?!term \|)([^|]+) \|", (DOCS / "concepts.md").read_text(), flags=re.MULTILINE)
     return {term.strip(" `") for row in rows for term in row.split(",")}
 
 
@@ -73,7 +73,7 @@ def test_the_glossary_has_the_columns_of_the_rounds_table() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda path: str(path.stem))
 def test_every_experiment_is_a_recipe_with_a_command(path: Path) -> None:
-    page = (DOCS / "recipes.md").read_text()
+    page = (DOCS / "quickstart.md").read_text()
     name = load_experiment(path).name
     assert f"| `{name}` |" in page
     assert re.search(rf"^pvg train {name}\b", page, flags=re.MULTILINE)

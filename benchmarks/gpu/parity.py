@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import PartArguments, Sizes, random_model, random_rows
+from pvg.models.compute import allow_tf32, autocast
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import (
     DEFAULT_LOGITS_CHUNK,
@@ -28,7 +29,6 @@ from pvg.models.logprobs import (
     token_logprobs,
 )
 from pvg.models.packing import pack_rows, packed_attention, pad_right
-from pvg.models.precision import allow_tf32, autocast
 from pvg.models.varlen import varlen_attention, why_not_varlen
 from pvg.rollout.decoding import DecodedRow, DecodingJob
 from pvg.rollout.device_rows import DeviceRows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
     from pvg.bench.servers import OnServer
-    from pvg.bench.tuning import TuningResult
 
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
@@ -62,10 +61,6 @@ def bench(
     ablate: Annotated[
         bool,
         typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another."),
-    ] = False,
-    tune: Annotated[
-        bool,
-        typer.Option("--tune", help="Find the best batch sizes for this machine, and write them to a TOML file."),
     ] = False,
     interleave: Annotated[
         bool | None,
@@ -123,21 +118,13 @@ def bench(
     from pvg_cli.output import stdout
 
     if profile is None:
-        if overrides or sweep or ablate or tune or replay or out or server or serve:
+        if overrides or sweep or ablate or replay or out or server or serve:
             raise UsageError("--profile is missing.", "Give --profile NAME. To list the profiles: pvg bench")
         _list_profiles(as_json)
         return
     given = list(overrides or [])
     own = {"repeats": repeats, "warmup": warmup, "beside": beside}
     given += [f"{key}={value}" for key, value in own.items() if value is not None]
-    if tune:
-        if sweep or ablate or replay or server or serve or interleave is not None:
-            raise UsageError(
-                "--tune chooses its own variants.", "Use it with --set, --repeats, --warmup, --beside and --out only."
-            )
-        with _stopped("No settings were written.", as_json):
-            run_tune(profile, given, out, as_json)
-        return
     recorded = RunDirectory.open(replay, runs) if replay is not None else None
     urls = [url for given_url in server or [] for url in given_url.split(",")]
     plan = plan_bench(
@@ -154,10 +141,15 @@ def bench(
     path = _output(out, plan)
     on_servers = [word for url in urls for word in ("--server", url)] + (["--serve"] if serve else [])
     command = _command(profile, given, sweep, ablate, interleave, replay, runs, on_servers, out)
-    with _stopped("No report was written.", as_json):
+    try:
         with _progress(plan) as (on_sample, on_server):
             result = run_plan(plan, command=command, on_sample=on_sample, on_server=on_server)
         write_report(_made(path), result.report)
+    except KeyboardInterrupt:
+        say("Stopped. No report was written.")
+        if as_json:
+            emit_error("Stopped", "Stopped. No report was written.", "", EXIT_STOPPED)
+        raise typer.Exit(EXIT_STOPPED) from None
     if as_json:
         emit(result.report.plain())
         say(f"Written to {path}.")
@@ -167,18 +159,6 @@ def bench(
         stdout().print(report_text(result.report, path, _next_commands(path, result.report)))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
-
-
-@contextmanager
-def _stopped(what: str, as_json: bool) -> Iterator[None]:
-    """Let Ctrl-C end the command with a message that says `what` is missing."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        say(f"Stopped. {what}")
-        if as_json:
-            emit_error("Stopped", f"Stopped. {what}", "", EXIT_STOPPED)
-        raise typer.Exit(EXIT_STOPPED) from None
 
 
 def _say_precision(settings: BenchSettings) -> None:
@@ -226,12 +206,12 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
         path = out if out is not None else _free(REPORTS / f"{plan.base.profile.name}-{stamp}.json")
         if path.is_dir():
             raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
-    _refuse_unwritable(path, "report")
+    _refuse_unwritable(path)
     return path
 
 
-def _refuse_unwritable(path: Path, what: str) -> None:
-    """Raise an error if a file could not be written at `path`. `what`: its content, in the error's words."""
+def _refuse_unwritable(path: Path) -> None:
+    """Raise an error if the report could not be written at `path`."""
     import tempfile
 
     from pvg.errors import MissingRequirementError, UsageError, user_paths
@@ -240,7 +220,7 @@ def _refuse_unwritable(path: Path, what: str) -> None:
     with user_paths():
         if folder != REPORTS and not folder.is_dir():
             raise UsageError(
-                f"The folder {folder} of the {what} does not exist.", f"mkdir -p {shlex.quote(str(folder))}"
+                f"The folder {folder} of the report does not exist.", f"mkdir -p {shlex.quote(str(folder))}"
             )
         while not folder.exists():  # ./bench is created later, with the file
             folder = folder.parent
@@ -251,7 +231,7 @@ def _refuse_unwritable(path: Path, what: str) -> None:
             os.fsync(probe.fileno())  # some file systems allocate space only now
     except OSError as error:
         raise MissingRequirementError(
-            f"No {what} can be written to {folder}: {error.strerror}.", "Choose another file: --out FILE"
+            f"No report can be written to {folder}: {error.strerror}.", "Choose another file: --out FILE"
         ) from error
 
 
@@ -375,57 +355,3 @@ def _plain_line(taken: SampleTaken) -> None:
     label = f"{taken.label}: " if taken.label else ""
     note = " (warm-up)" if taken.warmup else ""
     say(f"{label}sample {taken.number} of {taken.of}{note}, {sample_seconds(taken.wall_s)}")
-
-
-# --- --tune ----------------------------------------------------------------------------------------------------------
-
-
-def run_tune(profile: str, overrides: Sequence[str], out: Path | None, as_json: bool) -> None:
-    """Tune a profile, write the settings, and print the measurements.
-
-    Raises the errors of `pvg.bench.tuning.tune`. Raises an error before the first measurement if `out` is unusable.
-    """
-    from pvg.bench.planning import plan_bench
-    from pvg.bench.profile import find_profile, read_profile
-    from pvg.bench.tuning import to_tune, tune
-    from pvg.errors import UsageError
-    from pvg.store.atomic import write_output
-
-    to_tune(profile, overrides)
-    _say_precision(plan_bench(profile, overrides).base)
-    name = read_profile(find_profile(profile)).name
-    path = out if out is not None else REPORTS / f"{name}-tuned.toml"
-    if path.suffix != ".toml" or path.is_dir():
-        raise UsageError(f"--out {path} is not a TOML file.", "Give a TOML file: --out FILE.toml")
-    _refuse_unwritable(path, "settings file")
-    words = ["pvg", "bench", "--profile", profile, "--tune"]
-    words += [word for override in overrides for word in ("--set", override)]
-    tuned = tune(profile, overrides, command=shlex.join(words), on_sample=_plain_line)
-    write_output(_made(path), tuned.to_toml().encode())
-    if as_json:
-        emit(
-            {
-                "settings": dict(tuned.choices),
-                "file": str(path),
-                "reports": [report.plain() for report in tuned.reports],
-            }
-        )
-        say(f"Written to {path}.")
-    else:
-        _show_tuned(tuned, path)
-
-
-def _show_tuned(tuned: TuningResult, path: Path) -> None:
-    from pvg_cli.bench_tables import failures, sweep_table
-    from pvg_cli.output import stdout
-
-    console = stdout()
-    for (key, value), report in zip(tuned.choices, tuned.reports, strict=True):
-        console.print(sweep_table(report))
-        for line in failures(report):
-            console.print(line)
-        console.print(f"{key} = {value}", style="bold", highlight=False)
-        console.print()
-    this = shlex.quote(f"@{path}")
-    console.print(f"Written to {path}. Next:", highlight=False)
-    console.print(f"  pvg train --set {this}", highlight=False, soft_wrap=True)

@@ -186,7 +186,7 @@ def number(value: float) -> str:
 
 
 # --- weight updates on vLLM servers ----------------------------------------------------------------------------------
-# The numbers cover the updates of all samples of a report. benchmarks/pages/make_benchmarks.py uses them too.
+# The numbers cover the updates of all samples of a report. benchmarks/make_page.py uses them too.
 
 PROFILE = "sync"
 TIMES = ("wall", "rpc", "queue")

@@ -46,8 +46,7 @@ def diagnose(
     from pvg_cli.output import stdout
 
     refused = _checked(fail_on or [])
-    sources, experiment_file = _sources(logs, runs)
-    found = look(sources, experiment_file=experiment_file)
+    found = look(_sources(logs, runs))
     if not found.tally.lines.events:  # otherwise --fail-on would pass for any file
         raise UsageError(
             f"There is no event in {', '.join(logs)}.",
@@ -78,26 +77,21 @@ def _checked(names: list[str]) -> frozenset[str]:
 
 
 @user_paths()
-def _sources(logs: list[str], runs: Path) -> tuple[list[str], Path | None]:
-    """The files to read, and the settings of the run if they are those of exactly one run."""
+def _sources(logs: list[str], runs: Path) -> list[str]:
+    """The files to read."""
     from pvg.reporting.diagnosis.log_events import STDIN
     from pvg.store.run_directory import RunDirectory
 
     sources: list[str] = []
-    settings: set[Path] = set()
     for log in logs:
         if log == STDIN or (Path(log).exists() and not Path(log).is_dir()):
             sources.append(log)
-            run = RunDirectory(Path(log).absolute().parent)
-            if log != STDIN and Path(log).name == run.events.name and run.experiment_file.is_file():
-                settings.add(run.experiment_file)
             continue
         run = RunDirectory.open(log, runs)
         if not run.events.exists():
             raise UsageError(f"The run {run.name!r} has no {run.events.name}.", "The game has not started yet.")
         sources.append(str(run.events))
-        settings.add(run.experiment_file)
     twice = sorted({source for source in sources if sources.count(source) > 1})
     if twice:
         raise UsageError(f"{twice[0]} is given twice.", "Give each log once.")
-    return sources, settings.pop() if len(settings) == 1 else None
+    return sources

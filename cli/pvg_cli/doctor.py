@@ -355,7 +355,7 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult(
             "gpu support",
             "notice",
-            "pvg has run on one GPU, with the torch engine; vLLM and several GPUs are untested (docs/gpu.md)",
+            "pvg has run on one GPU, with the torch engine; vLLM and several GPUs are untested (docs/scaling.md)",
             "Test them in a checkout: make gpu. Or compare a short run with one on the CPU: -s models.device=cpu",
         )
     else:

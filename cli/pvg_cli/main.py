@@ -33,7 +33,6 @@ from pvg_cli import (
     run_folders,
     score,
     serve,
-    serve_env,
     study,
     task,
     train,
@@ -78,7 +77,6 @@ def main(
 train.register(app)
 task.register(app)
 serve.register(app)
-serve_env.register(app)
 bench.register(app)
 compare.register(app)
 study.register(app)

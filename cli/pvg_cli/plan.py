@@ -1,14 +1,12 @@
-"""`pvg plan [EXPERIMENT]`: predict step time, idle share, staleness, drops and memory, before a run."""
+"""`pvg plan [EXPERIMENT]`: bounds of the step time, and the memory, before a run."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption, emit, guarded, say
+from pvg_cli.boundary import DebugOption, ExperimentOrDefault, JsonOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
     from pvg.planning.plan import ExperimentPlan
@@ -36,45 +34,28 @@ def plan(
         float | None,
         typer.Option("--gpu-gb", metavar="N", min=1, help="Memory of the GPU in GB. Default: that of --gpu."),
     ] = None,
-    measured: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="Take lengths and times from the records of a run.",
-            autocompletion=completion.runs,
-        ),
-    ] = None,
-    runs: RunsOption = Path("runs"),
     inputs: Annotated[
         list[str] | None,
         typer.Option(
             "--input", "-i", metavar="NAME=VALUE", help="Set an input of the plan: -i token_s=0.02. Repeatable."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the simulated lengths and failures.")] = 0,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Predict the step time, idle share, staleness, drops and memory of an experiment, and say what to change.
+    """Predict the least step time and the memory of an experiment, and say what to change.
 
-    Simulates sampling, training and weight updates. Loads no model: it reads their config.json.
+    Loads no model: it reads their config.json.
     """
-    from pvg.config.load import load_experiment, nearest
+    from pvg.config.load import nearest
     from pvg.errors import UsageError
     from pvg.planning.inputs import MACHINES, Inputs
-    from pvg.planning.measured import measured_in
     from pvg.planning.plan import plan_of
     from pvg.planning.shapes import read_shape
-    from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import base_source, pinned_players
     from pvg_cli.runs import resolve
 
-    run = None if measured is None else RunDirectory.open(measured, runs)
-    if run is not None and experiment is None:
-        resolved = load_experiment(run.experiment_file, overrides or [])
-    else:
-        resolved = pinned_players(resolve(experiment, overrides or []))
+    resolved = pinned_players(resolve(experiment, overrides or []))
     sources = [base_source(source) for source in (resolved.models.prover.source, resolved.models.verifier.source)]
     on_cpu = resolved.models.device == "cpu" or all(source.startswith("embedded:") for source in sources)
     name = gpu or ("cpu" if on_cpu else "h100")
@@ -86,10 +67,7 @@ def plan(
         )
     machine = MACHINES[name]
     prover, verifier = (read_shape(source, say) for source in sources)
-    values, found = Inputs.assumed(resolved, prover, verifier, machine), None
-    if run is not None:
-        from_run, found = measured_in(run)
-        values.update(from_run)
+    values = Inputs.assumed(resolved, prover, verifier, machine)
     values.assign(inputs or [])
     made = plan_of(
         resolved,
@@ -98,8 +76,6 @@ def plan(
         verifier,
         workers=workers,
         gpu_gb=gpu_gb or machine.memory_gb or None,
-        measured=found,
-        seed=seed,
     )
     if as_json:
         emit({**made.plain(), "machine": name})
@@ -113,17 +89,18 @@ def _print(made: ExperimentPlan, machine: str) -> None:
     from pvg_cli.output import stdout
 
     out = stdout()
-    world = made.world
+    work = made.work
     out.print(
         Text(
-            f"{made.experiment.name}: {world.workers} x {world.slots} rows decode, {world.concurrency:,} requests in "
-            f"flight, batches of {world.rollouts:,} rollouts, times of {machine}\n"
+            f"{made.experiment.name}: {work.workers} x {work.slots} rows decode, {work.concurrency:,} requests in "
+            f"flight, batches of {work.rollouts:,} rollouts, times of {machine}\n"
         )
     )
-    sections = [("Inputs (change them with --input NAME=VALUE)", _inputs(made)), ("One step", _step(made))]
-    if made.table:
-        sections.append(("By number of workers", _by_workers(made)))
-    sections.append(("Memory", _memory(made)))
+    sections = [
+        ("Inputs (change them with --input NAME=VALUE)", _inputs(made)),
+        ("One step, at least", _step(made)),
+        ("Memory", _memory(made)),
+    ]
     for title, table in sections:
         out.print(Text(title, style="bold"))
         out.print(table)
@@ -155,71 +132,23 @@ def _inputs(made: ExperimentPlan) -> Table:
 
 
 def _step(made: ExperimentPlan) -> Table:
-    from pvg.reporting.formats import compact, percent, short_seconds
+    from pvg.reporting.formats import short_seconds
     from pvg.reporting.table import Column, Table
 
-    outcome, bounds, seen, steps = made.outcome, made.bounds, made.measured, made.experiment.training.minibatches
-    limits = f"closed form: at least {short_seconds(bounds.least_s / steps)}"
-    if bounds.most_s is not None:
-        limits += f", at most {short_seconds(bounds.most_s / steps)}"
-    lost = f"{percent(outcome.on_arrival)} on arrival, {percent(outcome.in_queue)} in the queue, "
-    lost += f"{percent(outcome.cancelled)} cancelled"
+    bounds, steps = made.bounds, made.experiment.training.minibatches
     rows = [
-        ("step time", short_seconds(made.step_s), limits),
-        ("trainer idle", percent(outcome.idle), f"1 - training / step; {bounds.limit} is the slower side"),
-        ("waits for rollouts", percent(outcome.waiting), f"closed form: balanced at {bounds.balance:.3g} workers"),
-        ("staleness", f"{outcome.staleness:.2f}", f"largest: {outcome.staleness_max}"),
-        ("rollouts dropped", percent(outcome.dropped), lost),
-        ("tokens/s trained on", compact(outcome.tokens_per_s), f"{compact(outcome.sampled_tokens_per_s)} sampled"),
-        ("rows decoding", percent(outcome.engine_busy), "of workers x rows"),
-        ("trainer failures", percent(made.trainer_loss), "restarts and repeated steps, not in the step time"),
+        ("step time", made.step_s, "sampling runs ahead of training" if made.work.ahead else "in turns"),
+        ("training", bounds.trainer_s / steps, "with the weight update"),
+        ("sampling", bounds.sampling_s / steps, f"all rows busy; balanced at {bounds.balance:.3g} workers"),
+        ("longest rollout", bounds.longest_s, "alone in its worker"),
+        ("in turns", bounds.turns_s / steps, "sampling, then training"),
+        ("best overlap", bounds.overlap_s / steps, f"{bounds.limit} is the slower side"),
     ]
-    measured = {}
-    if seen is not None:
-        measured = {
-            "step time": short_seconds(seen.batch_s / steps),
-            "trainer idle": percent(seen.idle),
-            "staleness": f"{seen.staleness:.2f}",
-            "rollouts dropped": percent(seen.dropped),
-        }
-    columns = [Column("", wrap=False), Column("planned", "right", "strong", wrap=False)]
-    columns += [Column("measured", "right", wrap=False)] if seen is not None else []
-    table = Table([*columns, Column("", style="quiet")])
-    for name, value, note in rows:
-        table.add(name, value, *([measured.get(name, "")] if seen is not None else []), note)
-    return table
-
-
-def _by_workers(made: ExperimentPlan) -> Table:
-    from pvg.reporting.formats import compact, percent, short_seconds
-    from pvg.reporting.table import Column, Table
-
-    titles = (
-        "requests in flight",
-        "step",
-        "trainer idle",
-        "waits",
-        "dropped",
-        "staleness",
-        "tokens/s",
-        "rows decoding",
+    table = Table(
+        [Column("", wrap=False), Column("at least", "right", "strong", wrap=False), Column("", style="quiet")]
     )
-    columns = [Column("workers", "right"), *(Column(title, "right") for title in titles)]
-    table = Table(columns, caption="Each row with rollout.concurrency = workers x rows.")
-    for row in made.table:
-        found = row.outcome
-        mark = " *" if row.workers == made.world.workers else ""
-        table.add(
-            f"{row.workers}{mark}",
-            f"{row.concurrency:,}",
-            short_seconds(found.batch_s / made.experiment.training.minibatches),
-            percent(found.idle),
-            percent(found.waiting),
-            percent(found.dropped),
-            f"{found.staleness:.2f}",
-            compact(found.tokens_per_s),
-            percent(found.engine_busy),
-        )
+    for name, seconds, note in rows:
+        table.add(name, short_seconds(seconds), note)
     return table
 
 

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pvg.config.experiment import Experiment
-    from pvg.game.demonstrations import Demonstrations
-    from pvg.game.preview import GradedSolution, PlayerModels, PromptPreview
-    from pvg.game.task_check import TaskCheck
+    from pvg.game.task_check import GradedSolution, PlayerModels, PromptPreview, TaskCheck
+    from pvg.game.warm_start import Demonstrations
     from pvg.tasks.task import Task
 
 MODELS = ("models.prover.source", "models.verifier.source")
@@ -55,8 +54,7 @@ def check(
     The exit code is 1 if a check fails.
     """
     from pvg.errors import EXIT_CHECK_FAILED
-    from pvg.game.preview import preview
-    from pvg.game.task_check import ANY_TEXT, checks_of
+    from pvg.game.task_check import ANY_TEXT, checks_of, preview
 
     experiment = experiment_of(name, overrides or [])
     announce_loading()
@@ -113,7 +111,7 @@ def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModel
     """The experiment's models without weights. None, with the reason, if no model is named (`own`) or if one is not on
     this machine."""
     from pvg.errors import MissingRequirementError
-    from pvg.game.preview import open_models
+    from pvg.game.task_check import open_models
     from pvg.hub import hub_ids, is_cached
 
     if own:
@@ -129,11 +127,10 @@ def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModel
 
 def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = None) -> PromptPreview:
     """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise, also for `demonstrations`."""
-    from pvg.game.demonstrations import tokens_of
-    from pvg.game.preview import open_models, preview
-    from pvg.game.prompt_checks import writable_solution
+    from pvg.game.prompt_checks import about_test_problems, writable_solution
     from pvg.game.roles import prompt_builder
-    from pvg.game.tested_problems import about_test_problems
+    from pvg.game.task_check import open_models, preview
+    from pvg.game.warm_start import tokens_of
 
     announce_loading()
     with ExitStack() as opened:

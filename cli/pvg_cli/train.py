@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from pvg.config.experiment import Experiment
-    from pvg.game.demonstrations import Demonstrations
     from pvg.game.run import GameOutcome
+    from pvg.game.warm_start import Demonstrations
     from pvg.store.run_directory import RunDirectory
     from pvg.workers.torchrun import Meeting
     from pvg_cli.run_display import RunWatcher
@@ -153,7 +153,7 @@ def _train(
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     """The demonstrations of the warm start; None without one. Raises what is wrong with its file."""
     from pvg.config.warmup import DemonstrationWarmup
-    from pvg.game.demonstrations import read_demonstrations
+    from pvg.game.warm_start import read_demonstrations
 
     section = plan.experiment.warmup
     return read_demonstrations(section) if isinstance(section, DemonstrationWarmup) else None

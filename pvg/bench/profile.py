@@ -39,7 +39,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.cpu import without_slow_bfloat16
 
 OWN_KEYS = ("warmup", "repeats", "beside")  # keys of a profile that --set may change
-ABSENT_IF_EMPTY = ("sweep", "tune", "on_servers", "beside")  # keys that a report has only with a value
+ABSENT_IF_EMPTY = ("sweep", "on_servers", "beside")  # keys that a report has only with a value
 WORKLOAD = "workload."
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
@@ -75,13 +75,6 @@ class SweepValue(Section):
         return self
 
 
-class TuningRange(Section):
-    """A setting whose best value depends on the machine, and the values that `--tune` tries."""
-
-    key: str
-    values: Annotated[tuple[int, ...], Field(strict=False, min_length=2)]
-
-
 class Profile(Section):
     """A validated profile file. `headline` is the measure that tables compare. `profile` is the workload: one of pvg's
     by name, or `FILE.py:NAME`, a function in a user's file (pvg.bench.workloads).
@@ -102,7 +95,6 @@ class Profile(Section):
     workload: dict[str, Any] = Field(default_factory=dict)
     ladder: tuple[Rung, ...] = Field(default=(), strict=False)
     sweep: tuple[SweepValue, ...] = Field(default=(), strict=False)
-    tune: tuple[TuningRange, ...] = Field(default=(), strict=False)
     interleave: bool = False
     on_servers: str = ""
 

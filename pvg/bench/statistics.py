@@ -1,4 +1,4 @@
-"""Statistics for few samples: the ratio of two medians with its interval, and a rank test. Numpy only.
+"""Statistics for few samples: the ratio of two medians with its interval, and a rank test.
 
     ratio_of_medians([1.00, 1.02, ...], [1.10, 1.13, ...])   # RatioInterval(ratio=1.10, low=1.04, high=1.15)
     ratio_of_pairs([1.00, 1.02, ...], [1.10, 1.13, ...])     # for samples that were taken in turn
@@ -144,17 +144,10 @@ def least_p_value(n: int, m: int) -> float:
 
 
 def student_quantile(probability: float, degrees: int) -> float:
-    """The quantile (0.5 <= probability < 1) of Student's t distribution with `degrees` >= 1 degrees of freedom."""
-    low, high = 0.0, 1.0
-    while _student_cdf(high, degrees) < probability:
-        low, high = high, 2 * high
-    for _ in range(64):
-        middle = (low + high) / 2
-        if _student_cdf(middle, degrees) < probability:
-            low = middle
-        else:
-            high = middle
-    return high
+    """The quantile of Student's t distribution with `degrees` degrees of freedom."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, probability))
 
 
 def _logs(values: Sequence[float]) -> NDArray[np.float64]:
@@ -208,17 +201,3 @@ def _ways(doubled_ranks: NDArray[np.int64], n: int) -> NDArray[np.int64]:
         ways[1:, rank:] += ways[:-1, :-rank].copy()
     counted: NDArray[np.int64] = ways[n]
     return counted
-
-
-def _student_cdf(t: float, degrees: int) -> float:
-    """For t >= 0; the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
-    angle = math.atan(t / math.sqrt(degrees))
-    square = math.cos(angle) ** 2
-    first = degrees % 2
-    total = term = (math.cos(angle) if first else 1.0) if degrees > 1 else 0.0
-    for k in range(2 + first, degrees - 1, 2):
-        term *= square * (k - 1) / k
-        total += term
-    if first:
-        return 0.5 + (angle + math.sin(angle) * total) / math.pi
-    return 0.5 + math.sin(angle) * total / 2

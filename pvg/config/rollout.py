@@ -32,7 +32,7 @@ class TorchSampling(Section):
 
 
 class ServerSampling(Section):
-    """vLLM servers sample (docs/vllm.md). Their addresses are in `[serving]`."""
+    """vLLM servers sample (docs/scaling.md). Their addresses are in `[serving]`."""
 
     kind: Literal["vllm"] = "vllm"
     timeout_s: Positive | None = Field(
@@ -83,7 +83,7 @@ class NoPrefetch(Section):
 
 
 class SamplingAhead(Section):
-    """Groups are sampled ahead of the trainer (docs/pipeline.md). The trainer takes the least stale groups first
+    """Groups are sampled ahead of the trainer (docs/scaling.md). The trainer takes the least stale groups first
     (`fresh`), or the oldest first, which drops few (`old`)."""
 
     kind: Literal["fresh", "old"] = "fresh"

@@ -7,30 +7,30 @@ from the prover of the round before.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from pvg.errors import ConfigurationError
 from pvg.game.batch_logprobs import EarlyReference, with_logprobs
-from pvg.game.play_credit import RewardedDecision, phase_statistics, rewarded_decisions
 from pvg.game.players import Players
 from pvg.game.prefetch import Prefetcher
 from pvg.game.prover_phase import PhaseSource, ProverPhase, open_round_learner, save_prover
 from pvg.game.session import Session
-from pvg.game.state_cache import CachedState, StateCache
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
-from pvg.games.game import ExplainsRules
+from pvg.games.game import ExplainsRules, GameRules
 from pvg.models.language_model import LanguageModel
 from pvg.records import Group, Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
-from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, game_start, play_games
+from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
 from pvg.rollout.gathering import SampleCall
 from pvg.rollout.partial import PartialSampling
 from pvg.seeds import generator_for, seed_for
@@ -43,6 +43,167 @@ from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
     from pvg.workers.training import ModelInWorkers
+
+
+# Rewards and groups of decisions in whole games, as pure functions of played games.
+
+
+RewardKind = Literal["horizon", "dense"]
+Grouping = Literal["first", "phase", "stratified"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardedDecision:
+    """A rollout to train on, its reward, and the number of its group."""
+
+    rollout: Rollout
+    reward: float
+    group: int
+
+
+def rewarded_decisions(
+    game: GameRules[Any],
+    played: Sequence[Sequence[PlayedGame[Any]]],
+    seats: Sequence[str | None],
+    *,
+    reward: RewardKind,
+    groups: Grouping,
+    illegal: float = 0.0,
+) -> list[RewardedDecision]:
+    """The decisions of the policy after each fork, with rewards and groups. `played[n]`: the continuations of start n.
+    `seats[n]`: the seat whose decisions count there; None: all. `illegal` is subtracted for an illegal decision.
+
+    Groups are numbered in the order of their first decisions. A group may have a single decision.
+    """
+    found: list[RewardedDecision] = []
+    numbers: dict[Hashable, int] = {}
+    for start, continuations in enumerate(played):
+        for one in continuations:
+            for decision in one.decisions:
+                counts = decision.number >= one.fork if groups != "first" else decision.number == one.fork
+                if decision.rollout is None or not counts or seats[start] not in (None, decision.seat):
+                    continue
+                key = _group_of(game, start, decision, groups)
+                gain = change_in_value(game, one, decision, reward) - illegal * (not decision.action.legal)
+                found.append(RewardedDecision(decision.rollout, gain, numbers.setdefault(key, len(numbers))))
+    return found
+
+
+def change_in_value(
+    game: GameRules[Any], played: PlayedGame[Any], decision: SeatDecision[Any], reward: RewardKind
+) -> float:
+    """The change in the seat's value from the decision on: to the end, or to the seat's next decision."""
+    until = len(played.states) - 1
+    if reward == "dense":
+        later = (d.number for d in played.decisions if d.seat == decision.seat and d.number > decision.number)
+        until = next(later, until)
+    return game.values(played.states[until])[decision.seat] - game.values(decision.state)[decision.seat]
+
+
+def _group_of(game: GameRules[Any], start: int, decision: SeatDecision[Any], groups: Grouping) -> Hashable:
+    if groups == "stratified":
+        return decision.phase, math.floor(game.values(decision.state)[decision.seat])
+    return start, decision.seat, decision.number
+
+
+def phase_statistics(played: Sequence[Sequence[PlayedGame[Any]]]) -> list[dict[str, Any]]:
+    """One row per phase, ordered by name: the number of decisions, the mean number of decisions requested together,
+    mean tokens of prompts and completions, and the median and largest latency in seconds. Scripts are left out."""
+    by_phase: dict[str, dict[str, tuple[Rollout, int]]] = {}
+    for continuations in played:
+        for one in continuations:
+            for decision in one.decisions:
+                if decision.rollout is not None:
+                    rows = by_phase.setdefault(decision.phase, {})
+                    rows[decision.rollout.id] = (decision.rollout, decision.batch)
+    return [_phase_row(phase, list(rows.values())) for phase, rows in sorted(by_phase.items())]
+
+
+def _phase_row(phase: str, rows: Sequence[tuple[Rollout, int]]) -> dict[str, Any]:
+    latencies = sorted(rollout.timing.queued_s + rollout.timing.service_s for rollout, _ in rows)
+    count = len(rows)
+    return {
+        "phase": phase,
+        "decisions": count,
+        "batch": sum(batch for _, batch in rows) / count,
+        "prompt_tokens": sum(len(rollout.prompt_ids) for rollout, _ in rows) / count,
+        "completion_tokens": sum(len(rollout.completion_ids) for rollout, _ in rows) / count,
+        "latency_p50_s": latencies[count // 2],
+        "latency_max_s": latencies[-1],
+    }
+
+
+def points(values: Mapping[str, float], seat: str) -> float:
+    """The result of a match for `seat`: 1 if its value is above every other seat's, 0.5 if it equals the highest of the
+    others, else 0. NaN in a game of one seat."""
+    if len(values) == 1:
+        return math.nan
+    best = max(value for other, value in values.items() if other != seat)
+    return 0.5 if values[seat] == best else float(values[seat] > best)
+
+
+# `StateCache`: states that recent policies reached, from which further games start.
+
+
+@dataclass(frozen=True, slots=True)
+class CachedState:
+    """`problem`: the start of the game that reached it. `dump`: `GameRules.dump` of the state."""
+
+    version: int
+    problem: Problem
+    dump: bytes
+
+    @property
+    def start(self) -> Problem:
+        """The problem of a game from this state; its id names the state."""
+        origin = self.problem.id.partition("@")[0]  # which may be a cached state itself
+        return replace(self.problem, id=f"{origin}@{hashlib.sha256(self.dump).hexdigest()[:12]}")
+
+
+class StateCache:
+    """Keeps at most `size` states of the last `age` versions, about equally many of each version.
+
+    The content depends only on what was offered and on the generators, so a resumed run has the same content.
+    """
+
+    def __init__(self, size: int, age: int) -> None:
+        self._size, self._age = size, age
+        self._states: list[CachedState] = []
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def offer(self, states: Sequence[CachedState], version: int, generator: np.random.Generator) -> None:
+        """Add a random sample of the `states` that policy `version` reached, and drop old ones."""
+        count = min(len(states), -(-self._size // self._age))
+        chosen = sorted(generator.choice(len(states), count, replace=False).tolist()) if count else []
+        self._states = [state for state in self._states if version - state.version < self._age]
+        self._states = [*self._states, *(states[place] for place in chosen)][-self._size :]
+
+    def draw(self, count: int, version: int, generator: np.random.Generator) -> list[CachedState]:
+        """At most `count` distinct states, none older than the limit at policy `version`."""
+        fresh = [state for state in self._states if version - state.version < self._age]
+        chosen = generator.permutation(len(fresh))[:count]
+        return [fresh[place] for place in chosen.tolist()]
+
+    # --- resuming ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> list[list[Any]]:
+        """JSON data that restores the cache."""
+        return [
+            [s.version, s.problem.id, s.problem.question, s.problem.answer, dict(s.problem.metadata), s.dump.hex()]
+            for s in self._states
+        ]
+
+    def load_state(self, state: Sequence[Sequence[Any]]) -> None:
+        self._states = [
+            CachedState(version, Problem(id_, question, answer, _metadata(metadata)), bytes.fromhex(dump))
+            for version, id_, question, answer, metadata, dump in state
+        ]
+
+
+def _metadata(data: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(data)
 
 
 def play_task(session: Session) -> Play:

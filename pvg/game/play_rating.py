@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from pvg.config.task import PlayReference
 from pvg.game.mint import load_source
-from pvg.game.play_credit import points
-from pvg.game.play_phase import base_policy, encoder, play_task
+from pvg.game.play_phase import base_policy, encoder, play_task, points
 from pvg.game.session import Session, finite
 from pvg.records import BASE_SOURCE, Rollout, source_of_round
 from pvg.rollout.game_records import game_record

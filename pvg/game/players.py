@@ -21,12 +21,11 @@ from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.models import open_model, pick_device
-from pvg.models.compute import ComputeExecutor, compute_executor, width_of
+from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import refuse_without_head
 from pvg.models.low_rank import LowRankAdapter
-from pvg.models.precision import allow_tf32
 from pvg.models.starts import open_verifier, verifier_is_on_base
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role

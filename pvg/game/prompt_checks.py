@@ -1,6 +1,6 @@
 """Whether prompts, verifier inputs and solutions fit the models: checks before a game, which need no weights.
 
-`pvg train` makes them after it has opened the models, `pvg train --dry-run` without weights (pvg.game.preview).
+`pvg train` makes them after it has opened the models, `pvg train --dry-run` without weights (pvg.game.task_check).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 
 from pvg.config.experiment import Experiment
 from pvg.config.rules import TWO_ROLE_REWARDS
-from pvg.errors import ConfigurationError, shortened
+from pvg.errors import ConfigurationError, counted, shortened
 from pvg.game.roles import PromptBuilder
 from pvg.records import Half, Int32, Problem, Role
 from pvg.rollout.episodes import completion_room
-from pvg.tasks.known import correct_solution
-from pvg.tasks.task import Task
+from pvg.tasks.task import HasNote, Task, correct_solution
 from pvg.verifier.template import VerifierTemplate
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
+
 
 TRIED = 20  # problems whose correct solutions are tried
 # Between the steps of a solution and its answer. A model of few characters has some of them.
@@ -154,3 +154,27 @@ def _check_context(max_length: int, need: int, key: str) -> None:
             f"{key} takes at most {max_length} tokens; the longest problem and completion may need {need}.",
             "Lower rollout.max_tokens, or choose a model with a longer context.",
         )
+
+
+# What a user should know about the test problems of a run: how many there are, and whether that is enough.
+
+
+# With fewer problems, the 95 % interval of an accuracy covers half of all possible values.
+FEWEST = 10
+
+
+def about_test_problems(experiment: Experiment, task: Task, problems: Sequence[Problem]) -> list[str]:
+    """One line, or none if the task has enough test problems and a file with them. `problems`: all of them."""
+    there, wanted = len(problems), experiment.game.test.problems
+    parts = [task.note] if isinstance(task, HasNote) and task.note else []
+    if there < wanted:
+        parts.append(f"A round tests with {counted(there, 'problem')}, not with game.test.problems = {wanted:,}.")
+    if there < FEWEST:
+        parts.append(f"Fewer than {FEWEST} are too few for reliable figures: {_remedy(experiment)}.")
+    return [" ".join(parts)] if parts else []
+
+
+def _remedy(experiment: Experiment) -> str:
+    if hasattr(experiment.task, "test_path"):
+        return "add problems, or set task.test_path to a file with test problems"
+    return "raise task.test_problems" if hasattr(experiment.task, "test_problems") else "add test problems"

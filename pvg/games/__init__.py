@@ -6,8 +6,7 @@ from typing import Any
 
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, imported, is_reference, load
-from pvg.games.checked import CheckedGame
-from pvg.games.game import GameRules
+from pvg.games.game import CheckedGame, GameRules
 
 __all__ = ["GAMES", "OTHER_PROJECTS", "is_game", "open_game"]
 

@@ -9,7 +9,7 @@ OpenEnv's protocol is JSON over a WebSocket at /ws. A request is {"type": "reset
 This was found by reading openenv 0.10 and 0.3, and is tested against openenv 0.10.
 
 `task.game = "openenv:http://127.0.0.1:8010"` is the game. Such a game has one seat, "player", and its value is the sum
-of the rewards. A server of pvg (`pvg serve-env`) names the seats and their values itself.
+of the rewards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREFIX = "openenv:"
 PROMPT, ACTION = "prompt", "message"  # the usual fields of an observation and of an action
 EXECUTION_ERROR = "EXECUTION_ERROR"  # OpenEnv's code for an exception of the environment
 CAPACITY_REACHED = "CAPACITY_REACHED"  # OpenEnv's code for a server whose sessions are all in use
-PLAYER = "player"  # the seat of an environment that names none
+PLAYER = "player"  # the seat
 TIMEOUT_S = 60.0  # for a connection, and for a reply
 MOST_BYTES = 16 * 2**20  # of a reply
 URL = re.compile(r"(?:https?|wss?)://[^/\s?#@]+(?:/[^\s?#]*)?")
@@ -132,7 +132,7 @@ class OpenEnvClient:
                 raise self._lost(str(error)) from None
             raise ServerUnavailableError(
                 f"No environment answers at {self.url}: {error or type(error).__name__}.",
-                "Start the server, or correct the URL. `pvg serve-env` starts a server of pvg.",
+                "Start the server, or correct the URL.",
             ) from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             await self._close()
@@ -230,7 +230,6 @@ class OpenEnvEnvironment:
         self._prompt, self._action = prompt_field, action_field
         self._seed, self._texts, self._digests = 0, list[str](), list[str]()
         self._sum = 0.0  # of the rewards
-        self._values: dict[str, float] = {}  # of the seats; empty if the server names none
 
     def reset(self, seed: int) -> Shown:
         self._seed, self._texts, self._sum = seed, [], 0.0
@@ -239,11 +238,7 @@ class OpenEnvEnvironment:
         except OpenEnvRefusal as error:
             if error.code != CAPACITY_REACHED:
                 raise
-            raise NoRoomError(
-                str(error), "End other sessions, or let the server have more (pvg serve-env --sessions)."
-            ) from None
-        seat, values = _seat_and_values(reply)
-        self._values = values if seat or (reply.done and "seat" in reply.observation) else {}
+            raise NoRoomError(str(error), "End other sessions, or let the server have more.") from None
         shown = self._shown(reply)
         self._digests = [shown.digest()]
         return shown
@@ -276,37 +271,20 @@ class OpenEnvEnvironment:
         except OpenEnvRefusal as error:
             if error.code != EXECUTION_ERROR:
                 raise
-            shown = Shown("", "", self._worth(), error.message)
+            shown = Shown("", "", ((PLAYER, self._sum),), error.message)
         self._texts.append(text)
         self._digests.append(shown.digest())
         return shown
 
     def _shown(self, reply: OpenEnvReply) -> Shown:
         self._sum += reply.reward or 0.0
-        seat, note = PLAYER, reply.observation.get("note")
-        if self._values:
-            seat, values = _seat_and_values(reply)
-            if values.keys() != self._values.keys() or not (seat or reply.done):
-                raise ServerUnavailableError(f"The environment at {self._client.url} changed the names of its seats.")
-            self._values = values
+        note = reply.observation.get("note")
         return Shown(
-            seat="" if reply.done else seat,
+            seat="" if reply.done else PLAYER,
             prompt="" if reply.done else prompt_of(self._client.url, reply.observation, self._prompt),
-            values=self._worth(),
+            values=((PLAYER, self._sum),),
             note=one_line(note) if isinstance(note, str) else "",
         )
-
-    def _worth(self) -> tuple[tuple[str, float], ...]:
-        return tuple(self._values.items()) or ((PLAYER, self._sum),)
-
-
-def _seat_and_values(reply: OpenEnvReply) -> tuple[str, dict[str, float]]:
-    """The seat that decides, and the values of all seats, as a server of pvg sends them. Otherwise empty."""
-    seat, values = reply.observation.get("seat"), reply.observation.get("values")
-    if not isinstance(values, dict) or not all(isinstance(value, int | float) for value in values.values()):
-        return "", {}
-    found = {str(name): float(value) for name, value in values.items()}
-    return seat if isinstance(seat, str) and seat in found else "", found
 
 
 # --- blocking calls ---------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pvg.errors import ConfigurationError
+from pvg.models.compute import product_tolerance
 from pvg.models.packing import pack_rows
-from pvg.models.precision import product_tolerance
 from pvg.models.shared_prompts import packed_hidden
 from pvg.records import Int32
 

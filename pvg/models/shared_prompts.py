@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from pvg.errors import ConfigurationError
+from pvg.models.compute import product_tolerance
 from pvg.models.fused_layers import fused_hidden, knows
 from pvg.models.packing import PackedRows, pack_rows, packed_attention
-from pvg.models.precision import product_tolerance
 
 # The name under which transformers finds the attention of packed rows.
 ATTENTION = "pvg_shared_prompts"
 REMEDY = "Set training.shared_prompts = false."
 # Largest difference between a packed row and the same row alone, relative to the largest hidden state. In 16 bits, of
-# a shallow model (pvg.models.precision.product_tolerance).
+# a shallow model (pvg.models.compute.product_tolerance).
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 5e-2
 # The check takes tokens from all over the vocabulary (the stride is prime). A vocabulary often begins with special

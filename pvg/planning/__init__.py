@@ -1,8 +1,6 @@
-"""The planner: predicts step time, idle share, staleness, drops and memory of an experiment before it runs.
+"""The planner: the memory of an experiment, and bounds of its step time, before it runs.
 
-    world = World(...)                       # what the prediction depends on (pvg.planning.world)
-    outcome = simulate(world, batches=40)    # the discrete-event model (pvg.planning.simulation)
-    bounds_of(world)                         # closed-form bounds (pvg.planning.bounds)
+    plan = plan_of(experiment, inputs, prover, verifier)     # pvg.planning.plan
 
-Importing this package does not load torch. docs/planning.md compares it with measurements.
+Importing this package does not load torch.
 """

@@ -1,46 +1,74 @@
-"""Closed-form bounds of a batch's time, beside the discrete-event model.
+"""Bounds of a batch's time in closed form.
 
 With R rollouts of mean length L, n rows at once, and d(r) the seconds of a decoding step of a worker with r rows:
 
     trainer   = L R train_token_s + other_s + update_s
-    work      = R (L + request steps) / n     decoding steps, if all rows are busy all the time
-    sampling  = work d(mean rows of a busy worker), in a pipeline + pause_s
-    longest   = the longest rollout, alone in its worker
+    sampling  = R (L + request steps) / n decoding steps of d(mean rows of a busy worker): all rows are always busy
+    longest   = the batch's longest rollout, alone in its worker
+    overlap   = max(trainer, sampling)                  the best case if sampling runs ahead of training
+    in turns  = trainer + max(sampling, longest)        the best case if they take turns
 
-A pipeline's batch takes at least max(trainer, sampling). It takes longer if lengths vary, or if few batches are ahead.
-A batch in turns takes at least trainer + max(sampling, longest) + score_s. The lower bounds do not hold if long
-rollouts are dropped or cut: the batch then trains on shorter ones.
-
-The upper bound of a batch in turns is that of a greedy order of independent work (Graham 1969): all rows are busy until
-the last rollout begins, and this one takes at most the longest rollout's time in a full worker. If more requests are in
-flight than the workers have rows, a request may wait in its worker while another worker has a free row. Then it waits
-at most for the requests that its worker had before it. The bound takes the longest rollout for each of them, so it is
-loose in this case. It holds without failures.
-
-All bounds are about means: one batch may be outside.
+A real batch takes longer: rows wait for the longest rollouts, and rollouts that became stale are sampled again. All
+bounds are about means. They do not hold if a deadline cuts long rollouts, because a batch then trains on shorter ones.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pvg.planning.world import World
-from pvg.records import Role
+from pvg.errors import ConfigurationError
+
+QUANTILES = 2048  # lengths in the pool of a log-normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """What one batch asks for. Times in seconds, lengths in tokens.
+
+    `longest`: the expected length of the longest of the `rollouts`. `workers` processes or servers decode at most
+    `slots` rollouts each, and `concurrency` requests are in flight at most. A decoding step takes `token_s` + `row_s` x
+    rows. `request_s`: of a request besides its tokens. `ahead`: batches that sampling may be ahead; 0: in turns.
+    """
+
+    rollouts: int
+    mean_length: float
+    longest: float
+    workers: int
+    slots: int
+    concurrency: int
+    token_s: float
+    row_s: float
+    request_s: float
+    train_token_s: float
+    other_s: float
+    update_s: float
+    ahead: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The most rollouts that are decoded at once."""
+        return min(self.workers * self.slots, self.concurrency, self.rollouts * (1 + self.ahead))
+
+    def decoding_s(self, rows: float) -> float:
+        """Seconds of a decoding step of a worker with `rows` rows."""
+        return self.token_s + self.row_s * rows
 
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """Seconds of a batch. `least_s`: a lower bound of its mean time. `most_s`: an upper bound without failures; None
-    for a pipeline, where drops have no closed form. `balance`: workers at which sampling takes as long as training."""
+    """Seconds of a batch; the module says what each is. `balance`: workers, each with all its rows busy, at which
+    sampling takes as long as training; infinite if the trainer takes no time."""
 
     trainer_s: float
     sampling_s: float
     longest_s: float
-    least_s: float
-    most_s: float | None
+    overlap_s: float
+    turns_s: float
     balance: float
 
     @property
@@ -49,52 +77,50 @@ class StepBounds:
         return "sampling" if self.sampling_s > self.trainer_s else "training"
 
 
-def bounds_of(world: World) -> StepBounds:
-    training_s = world.training_s(world.mean_length * world.rollouts)
-    trainer_s = training_s + world.other_s + world.update_s
-    request_steps = world.request_s / world.decoding_s(1)
-    steps = world.rollouts * (world.mean_length + request_steps)
-    rows = world.rows
-    work = steps / rows
-    sampling_s = work * world.decoding_s(max(1.0, rows / world.workers))
-    longest_s = world.longest * world.decoding_s(1) + world.request_s
-    if world.ahead is not None:
-        sampling_s += world.pause_s
-        least_s, most_s = max(trainer_s, sampling_s), None
-    else:
-        sampled_s = sampling_s if world.cut else max(sampling_s, _longest_of_batch(world))
-        least_s = trainer_s + sampled_s + world.score_s
-        # A deadline only shortens the longest rollouts, so it keeps the upper bound.
-        last = (1 + _waits(world)) * (world.longest + request_steps)
-        full = min(world.slots, math.ceil(rows / world.workers))
-        most_s = trainer_s + (work + last) * world.decoding_s(full) + world.score_s
-    available_s = trainer_s - (world.pause_s if world.ahead else 0.0)
-    per_worker = steps * world.decoding_s(world.slots) / world.slots
-    balance = per_worker / available_s if available_s > 0 else math.inf
-    return StepBounds(trainer_s, sampling_s, longest_s, least_s, most_s, balance)
+def bounds_of(work: BatchWork) -> StepBounds:
+    trainer_s = work.train_token_s * work.mean_length * work.rollouts + work.other_s + work.update_s
+    steps = work.rollouts * (work.mean_length + work.request_s / work.decoding_s(1))
+    sampling_s = steps / work.rows * work.decoding_s(max(1.0, work.rows / work.workers))
+    longest_s = work.longest * work.decoding_s(1) + work.request_s
+    of_one_worker_s = steps * work.decoding_s(work.slots) / work.slots
+    return StepBounds(
+        trainer_s,
+        sampling_s,
+        longest_s,
+        max(trainer_s, sampling_s),
+        trainer_s + max(sampling_s, longest_s),
+        of_one_worker_s / trainer_s if trainer_s else math.inf,
+    )
 
 
-def _waits(world: World) -> float:
-    """How many times the longest rollout's time a request may wait in its worker while another worker has a free row.
-    Workers share requests evenly when these are sent, so a request finds at most `before` others in its worker."""
-    before = (min(world.concurrency, world.rollouts) - 1) // world.workers
-    return before / world.slots if world.workers > 1 and before >= world.slots else 0.0
+def expected_longest(lengths: NDArray[np.int64], count: int) -> float:
+    """The expected longest of `count` draws from the pool `lengths`."""
+    values = np.sort(lengths)
+    chances = (np.arange(1, len(values) + 1) / len(values)) ** count
+    return float(values @ np.diff(chances, prepend=0.0))
 
 
-def _longest_of_batch(world: World) -> float:
-    """The expected seconds of a batch's longest rollout, alone in its worker. With F_r the distribution of a role's
-    lengths, the longest of k_r rollouts of each role has the distribution prod_r F_r^k_r. A batch has one of two
-    numbers of sneaky groups, because a share is rounded at random to whole groups."""
-    exact = world.groups * world.sneaky_share
-    up = exact - math.floor(exact)
-    values = np.unique(np.concatenate([world.lengths[role] for role in world.roles]))
-    below = {role: np.searchsorted(np.sort(pool), values, "right") / len(pool) for role, pool in world.lengths.items()}
-    chances = np.zeros(len(values))
-    for sneaky, share in ((math.floor(exact), 1 - up), (math.ceil(exact), up)):
-        counts = {Role.SNEAKY: sneaky, Role.HELPFUL: world.groups - sneaky}
-        product = np.ones(len(values))
-        for role in world.roles:
-            product *= below[role] ** (counts[role] * world.group_size)
-        chances += share * product
-    expected = float(values @ np.diff(chances, prepend=0.0))
-    return expected * world.decoding_s(1) + world.request_s
+def lognormal_lengths(mean: float, sigma: float, longest: int) -> NDArray[np.int64]:
+    """A pool of lengths whose distribution is log-normal, cut off at `longest`. `sigma`: the standard deviation of the
+    logarithm. `mean`: the mean after the cut.
+
+    The pool has the quantiles (i + 1/2) / n of the distribution, so it has no sampling noise. Raises ConfigurationError
+    for a mean that these lengths cannot have.
+    """
+    if not 1 <= mean <= longest:
+        raise ConfigurationError(
+            f"The mean length is {mean:g}, but must be between 1 and the longest, {longest}.",
+            "Change mean_tokens, or rollout.max_tokens.",
+        )
+    if not 0 <= sigma <= 4:
+        raise ConfigurationError(f"sigma is {sigma:g}, but must be between 0 and 4.")
+    normal = NormalDist()
+    scores = np.array([normal.inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
+    low, high = 0.0, math.log(longest) + 4 * sigma + 1  # of the median's logarithm
+    for _ in range(60):
+        middle = (low + high) / 2
+        if np.clip(np.exp(middle + sigma * scores), 1, longest).mean() < mean:
+            low = middle
+        else:
+            high = middle
+    return np.clip(np.rint(np.exp(low + sigma * scores)), 1, longest).astype(np.int64)

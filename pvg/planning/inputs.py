@@ -1,9 +1,8 @@
-"""What a prediction depends on besides the experiment: measured in a run, given by the user, or assumed.
+"""What a prediction depends on besides the experiment: estimated, assumed, or given by the user.
 
     inputs = Inputs.assumed(experiment, prover, verifier, MACHINES["h100"])
-    inputs.update(measured_in(run))           # from a run's records
     inputs.assign(["token_s=0.02"])           # from the user
-    world = world_of(experiment, inputs, workers=8)
+    work = work_of(experiment, inputs, workers=8)
 
 Each value has a source, which the report shows.
 """
@@ -14,18 +13,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
-from pvg.config.rollout import CuttingDeadline, SamplingAhead, TorchSampling
+from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.warmup import DemonstrationWarmup
 from pvg.errors import UsageError, counted
+from pvg.planning.bounds import BatchWork, expected_longest, lognormal_lengths
 from pvg.planning.memory import BYTES
 from pvg.planning.shapes import ModelShape
-from pvg.planning.world import AheadLimits, Cut, Lengths, World, lognormal_lengths
-from pvg.records import Role
 from pvg.reporting.formats import compact, short_seconds
 
 # --- GPUs by their data sheets, and how well they are used -----------------------------------------------------------
@@ -60,12 +56,10 @@ DECODING_SHARE = 0.5
 TRAINING_SHARE = 0.3
 # Bytes per second of a weight update through a shared folder, written and read once. Assumed.
 UPDATE_BYTES_PER_S = 1e9
-# Hours between two interruptions of one GPU: Llama 3 had 419 in 54 days on 16,384 GPUs (arXiv 2407.21783).
-GPU_HOURS_BETWEEN_FAILURES = 54 * 24 * 16384 / 419
 
 # --- the inputs -------------------------------------------------------------------------------------------------------
 
-# Name -> (unit, meaning). docs/planning.md has this table.
+# Name -> (unit, meaning).
 INPUTS: dict[str, tuple[str, str]] = {
     "mean_tokens": ("tokens", "mean length of a completion"),
     "sigma": ("", "standard deviation of the logarithm of the length (log-normal, cut at rollout.max_tokens)"),
@@ -76,15 +70,9 @@ INPUTS: dict[str, tuple[str, str]] = {
     "train_token_s": ("s", "training per completion token, with the reference's log-probs"),
     "other_s": ("s", "other work of the trainer per batch: scores, credit, records"),
     "update_s": ("s", "weight update: the trainer waits"),
-    "pause_s": ("s", "part of the update in which workers do not decode"),
-    "score_s": ("s", "from a group's last rollout to its arrival in the buffer"),
-    "mtbf_h": ("hours", "mean time between failures of a worker"),
-    "restart_s": ("s", "time until a failed worker is back"),
-    "trainer_mtbf_h": ("hours", "mean time between failures of the trainer"),
-    "trainer_restart_s": ("s", "time until a failed trainer continues, without the steps that it repeats"),
 }
 MOST = 1e12
-POSITIVE = frozenset({"mean_tokens", "prompt_tokens", "token_s", "mtbf_h", "trainer_mtbf_h"})
+POSITIVE = frozenset({"mean_tokens", "prompt_tokens", "token_s"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +83,13 @@ class PlanInput:
 
 @dataclass(slots=True)
 class Inputs:
-    """Values by name, and measured lengths by role (empty: log-normal)."""
-
     values: dict[str, PlanInput] = field(default_factory=dict)
-    lengths: dict[Role, Lengths] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
         return self.values[name].value
 
-    def update(self, other: Inputs) -> None:
-        self.values.update(other.values)
-        self.lengths.update(other.lengths)
-
     def assign(self, assignments: Iterable[str]) -> None:
-        """Set values from `NAME=VALUE`. A given length replaces measured ones. Raises UsageError."""
+        """Set values from `NAME=VALUE`. Raises UsageError."""
         for assignment in assignments:
             name, separator, text = assignment.partition("=")
             if name not in INPUTS:
@@ -127,10 +108,6 @@ class Inputs:
                     f"--input {assignment}: {name} must be a number {least}.", f"Example: --input {name}=1.5"
                 )
             self.values[name] = PlanInput(value, "given")
-            if name in ("mean_tokens", "sigma"):
-                self.lengths.clear()
-            if name == "update_s" and self.values["pause_s"].source != "given":
-                self.values["pause_s"] = PlanInput(min(value, self["pause_s"]), self.values["pause_s"].source)
 
     @classmethod
     def assumed(cls, experiment: Experiment, prover: ModelShape, verifier: ModelShape, machine: MachineSpeed) -> Inputs:
@@ -154,7 +131,6 @@ class Inputs:
         update = 0.5 + sent / UPDATE_BYTES_PER_S if served else 0.0
         place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
         on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
-        failures = "assumed: Llama 3's rate per GPU"
         found = {
             "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
             "sigma": (0.6, "assumed"),
@@ -165,12 +141,6 @@ class Inputs:
             "train_token_s": (operations * prover.parameters * tokens / flops, place),
             "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
             "update_s": (update, "estimate: 1 GB/s"),
-            "pause_s": (0.0 if lora else update / 2, "assumed: adapters pause nothing" if lora else "assumed: half"),
-            "score_s": (0.0, "assumed"),
-            "mtbf_h": (GPU_HOURS_BETWEEN_FAILURES / gpus, failures),
-            "restart_s": (300.0, "assumed"),
-            "trainer_mtbf_h": (GPU_HOURS_BETWEEN_FAILURES, failures),
-            "trainer_restart_s": (300.0, "assumed"),
         }
         return cls({name: PlanInput(value, source) for name, (value, source) in found.items()})
 
@@ -196,24 +166,17 @@ def overlaps(experiment: Experiment) -> bool:
     return separate or not isinstance(experiment.rollout.engine, TorchSampling)
 
 
-def world_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = None) -> World:
-    """The world of the experiment. `workers`: instead of the experiment's own."""
+def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = None) -> BatchWork:
+    """The work of a batch of the experiment. `workers`: instead of the experiment's own."""
     rollout, training = experiment.rollout, experiment.training
     configured, slots = workers_of(experiment)
-    lengths = {role: np.minimum(pool, rollout.max_tokens) for role, pool in inputs.lengths.items()}
-    if not lengths:
-        pool = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
-        lengths = dict.fromkeys(Role, pool)
-    prefetch, deadline, cut = rollout.prefetch, rollout.deadline, None
-    if isinstance(deadline, CuttingDeadline):
-        cut = Cut(deadline.seconds, deadline.min_rollouts, training.groupless)
-    ahead = None
-    if isinstance(prefetch, SamplingAhead) and overlaps(experiment):
-        ahead = AheadLimits(prefetch.batches, prefetch.staleness_budget, prefetch.kind)
-    return World(
-        groups=training.groups,
-        group_size=rollout.group_size,
-        lengths=lengths,
+    rollouts = training.groups * rollout.group_size
+    lengths = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
+    ahead = isinstance(rollout.prefetch, SamplingAhead) and overlaps(experiment)
+    return BatchWork(
+        rollouts=rollouts,
+        mean_length=float(lengths.mean()),
+        longest=expected_longest(lengths, rollouts),
         workers=workers or configured,
         slots=slots,
         concurrency=rollout.concurrency,
@@ -221,15 +184,9 @@ def world_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = No
         row_s=inputs["row_s"],
         request_s=inputs["request_s"],
         train_token_s=inputs["train_token_s"],
-        sneaky_share=experiment.game.sneaky_share,
         other_s=inputs["other_s"],
         update_s=inputs["update_s"],
-        pause_s=inputs["pause_s"],
-        score_s=inputs["score_s"],
-        mtbf_s=3600 * inputs["mtbf_h"],
-        restart_s=inputs["restart_s"],
-        ahead=ahead,
-        cut=cut,
+        ahead=rollout.prefetch.batches if ahead else 0,
     )
 
 
@@ -247,8 +204,8 @@ def not_modelled(experiment: Experiment) -> list[str]:
             f"train_token_s, are those of one process. A rank keeps 1/{ranks} of the trained weights, gradients and "
             "optimizer, and has all weights of a layer for a moment"
         )
-    if experiment.rollout.deadline.kind == "continue":
-        found.append("rollout.deadline = 'continue' is not modelled: the plan waits for all rollouts of a batch")
+    if experiment.rollout.deadline.kind != "none":
+        found.append("rollout.deadline is not modelled: the plan waits for all rollouts of a batch")
     if experiment.training.dynamic_sampling:
         found.append("training.dynamic_sampling is not modelled: resampled groups take longer than planned")
     if experiment.rollout.prefetch.kind != "none" and not overlaps(experiment):
@@ -272,10 +229,3 @@ def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
         f"the warm start comes before the first step, and no time above includes it: {counted(section.steps, 'step')} "
         f"of {counted(section.batch, 'solution')}, about {short_seconds(seconds)} if a solution has mean_tokens"
     ]
-
-
-def lost_to_trainer_failures(inputs: Inputs, batch_s: float, batches: int) -> float:
-    """Share of the time that failures of the trainer cost: the restart, and half of the `batches` from one commit to
-    the next. A batch takes `batch_s` seconds."""
-    each_s = inputs["trainer_restart_s"] + batch_s * batches / 2
-    return each_s / (3600 * inputs["trainer_mtbf_h"] + each_s)

@@ -74,7 +74,7 @@ def _open_torch(setting: EngineSetup) -> Engine:
 
 
 def _is_continuous(section: Rollouts, engine: TorchSampling, *, on_cpu: bool) -> bool:
-    """The choice of `rollout.engine.batching`. "auto": whole batches are faster on a CPU (docs/pipeline.md), unless
+    """The choice of `rollout.engine.batching`. "auto": whole batches are faster on a CPU (docs/scaling.md), unless
     someone needs single rollouts early: a deadline, or a trainer that works beside the engine."""
     if engine.batching != "auto":
         return engine.batching == "continuous"

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.models.compute import product_tolerance
 from pvg.models.packing import pad_right, token_budget_batches
-from pvg.models.precision import product_tolerance
 from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest, Sampling

@@ -44,7 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pvg.models.precision import product_tolerance
+from pvg.models.compute import product_tolerance
 
 Zeros = Callable[[tuple[int, ...]], Tensor]
 
@@ -172,7 +172,7 @@ LEAN_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 # Their frequencies depend on the text's length, so they cannot be tabulated.
 CHANGING_ROTARY = frozenset({"dynamic", "longrope"})
 # Largest difference from the module's logits relative to their norm: covers rounding in another order only. In 16 bits
-# and TF32, of a shallow model (pvg.models.precision.product_tolerance).
+# and TF32, of a shallow model (pvg.models.compute.product_tolerance).
 PARITY_FLOAT32 = 1e-4
 PARITY_REDUCED = {torch.float32: 5e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 PARITY_ROWS, PARITY_TOKENS = 3, 7

@@ -3,8 +3,8 @@
     results = collect(plan, command="pvg study quick")
     write_results(folder.results, results)
 
-It keeps the values of every seed, so that readers can compute other statistics. `python -m pvg.study.results` writes
-the JSON Schema `study.schema.json` from these classes.
+It keeps the values of every seed, so that readers can compute other statistics. `pvg schemas study.json` prints
+the JSON Schema of these classes.
 
 Invariant: only complete games count, and only evaluations that match the study. Missing values appear in `n` and in
 `cells`, never as a number.
@@ -23,7 +23,6 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from pvg.bench.report import schema_of
 from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, progress_of
@@ -34,9 +33,6 @@ from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, 
 from pvg.telemetry.processor import processor
 from pvg.telemetry.waits import usable_cores
 from pvg.version import code_version
-
-SCHEMA_VERSION = 1
-SCHEMA_FILE = Path(__file__).with_name("study.schema.json")
 
 
 class StudyRecord(BaseModel):
@@ -323,12 +319,3 @@ def csv_text(results: StudyResults) -> str:
                         )
                     )
     return text.getvalue()
-
-
-def json_schema() -> bytes:
-    """The JSON Schema of a study's results, as shipped with pvg."""
-    return schema_of(StudyResults, f"pvg study results, schema version {SCHEMA_VERSION}")
-
-
-if __name__ == "__main__":
-    SCHEMA_FILE.write_bytes(json_schema())

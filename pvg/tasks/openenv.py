@@ -8,7 +8,8 @@ A problem is a seed. `reset(seed=...)` must give the same prompt again, because 
 environment must use the seed, and its episodes must end after one step. An environment of several steps is a game:
 `game = "openenv:URL"` (pvg.games.openenv).
 
-A completion is correct if its reward reaches `threshold`. A server of pvg also sends the other parts of a grade.
+A completion is correct if its reward reaches `threshold`. A server may send the other parts of a grade: `well_formed`,
+`answer` and `note`.
 """
 
 from __future__ import annotations

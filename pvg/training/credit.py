@@ -51,7 +51,7 @@ class ValueTracker:
     uses the number of versions published since.
 
     A problem without rollouts in a role starts at the role's level with the weight of `PRIOR` rollouts. The level is a
-    moving average over batches, read before its update. The curriculum (pvg.game.curriculum) tracks success rates with
+    moving average over batches, read before its update. The curriculum (pvg.game.orders) tracks success rates with
     this class.
     """
 

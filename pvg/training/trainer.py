@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
-from pvg.models.precision import autocast
+from pvg.models.compute import autocast
 from pvg.models.shared_prompts import same_attention
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.metrics import Metrics

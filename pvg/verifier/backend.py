@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pvg.models.compute import scoring_autocast
 from pvg.models.packing import PaddedBatch, batches, pad_batch
-from pvg.models.precision import scoring_autocast
 from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import span, submit_in
 
@@ -187,7 +187,7 @@ class ScoreBackend(Protocol):
 
 class TorchBackend:
     """Runs forward passes of `model` in the executor's thread. The caller owns the model. `precision`: of the passes
-    on a GPU (pvg.models.precision.scoring_autocast)."""
+    on a GPU (pvg.models.compute.scoring_autocast)."""
 
     def __init__(
         self,

@@ -40,8 +40,7 @@ from pvg.servers.transports.versions import VersionFolders, torch_dtype
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import span
 from pvg.verifier.backend import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
-from pvg.verifier.score_servers import CONCURRENCY, ScoreServers, ServerScores, in_thread
-from pvg.verifier.served_heads import ServedImplicit, served_head
+from pvg.verifier.score_servers import CONCURRENCY, ScoreServers, ServedImplicit, ServerScores, in_thread, served_head
 
 Claim = tuple[object, int]  # a scorer's backend, and the number of its weight changes
 

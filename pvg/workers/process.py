@@ -34,11 +34,11 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
+from pvg.models.compute import autocast
 from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_batch
-from pvg.models.precision import autocast
 from pvg.models.starts import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats

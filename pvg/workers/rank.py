@@ -39,8 +39,8 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import WorkerLostError
 from pvg.models import open_model
+from pvg.models.compute import autocast
 from pvg.models.logprobs import check_logits
-from pvg.models.precision import autocast
 from pvg.models.shared_prompts import check_packing
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch

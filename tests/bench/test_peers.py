@@ -40,7 +40,7 @@ import work  # noqa: E402
 from arithmetic import step_operations  # noqa: E402
 from sides import Side, SideFailedError  # noqa: E402
 
-from benchmarks.pages.peer_tables import peer_lines  # noqa: E402
+from benchmarks.make_page import peer_lines  # noqa: E402
 
 SMALL = {
     "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "work.prompts=8"],
@@ -325,15 +325,9 @@ def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
     )  # fmt: skip
     lines = list(peer_lines([grpo, verifier]))
     text = "\n".join(lines)
-    step, rollout, pairs = [line for line in lines if line.startswith("| ") and "`" in line]
-    assert "one GRPO step: 256 rollouts (32 prompts x 8) of 48 tokens, KL to a reference, a Llama of 0.86M" in step
+    step, rollout, pairs = [line for line in lines if line.startswith("| ") and "_s` |" in line]
     assert "| 1.2 s | 0.6 s | 2.00x" in step
     assert rollout.startswith("|  | `rollout_s` | 0.6 s | 0.3 s | 2.00x")
-    assert "2,048 pairs of 1,024 solutions of 45 tokens, batches of 128 pairs" in pairs
     assert "| 100 pairs/s | 400 pairs/s | 4.00x" in pairs
-    assert "`python compare.py grpo`, 2026-11-21, 1 + 5 samples of each side in turn, 2 threads." in text
-    assert (
-        "Completion tokens: TRL 48, pvg 48. pvg's step requires 110 GFLOP, and takes 66 % of its time for them" in text
-    )
-    assert "at the machine's matmul rate, 130 GFLOP/s. TRL's side: trl 1.16.0." in text
-    assert "Solutions forwarded: TRL 4,096, pvg 1,024." in text
+    assert "- `python compare.py grpo`: 1 + 5 samples" in text
+    assert "TRL's side: trl 1.16.0." in text

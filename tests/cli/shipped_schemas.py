@@ -1,4 +1,4 @@
-"""Checks a document that a command printed with --json against the schema that pvg ships for it."""
+"""Checks a document that a command printed with --json against its schema."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-import orjson
 
-from pvg_cli.contracts import known_schemas
+from pvg_cli import documents
 
 GROUPS = ("config", "runs", "task")  # commands with commands of their own
 PLAIN_SCHEMAS = ("config-schema", "schemas-named")  # these print a JSON Schema
 
 
 @cache
+def schemas() -> dict[str, Any]:
+    return documents.schemas()
+
+
 def validator(name: str) -> jsonschema.Draft202012Validator:
-    schema = orjson.loads(known_schemas()[name].read_bytes())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
+    return jsonschema.Draft202012Validator(schemas()[name])
 
 
 def check_document(arguments: Sequence[str], document: Any) -> None:
@@ -40,7 +41,7 @@ def document_name(arguments: Sequence[str], document: Any) -> str:
     variants = {
         "train": "train-dry-run" if "--dry-run" in rest else "train",
         "study": "study-list" if not rest else "study-plan" if "--dry-run" in rest else "study",
-        "bench": "bench-tune" if "--tune" in rest else "bench" if {"-p", "--profile"} & set(rest) else "bench-profiles",
+        "bench": "bench" if {"-p", "--profile"} & set(rest) else "bench-profiles",
         "report": {"reports": "report-benchmarks", "runs": "report-runs"}.get(of_report, "report"),
         "serve": "serve-verifier" if "--player" in rest else "serve",
         "schemas": "schemas-named" if rest else "schemas",

@@ -41,26 +41,6 @@ def test_json_is_one_document_with_everything() -> None:
     assert document["with_load"]["queue_ms"]["busy"] == 3600.0
 
 
-def test_advice_fits_the_settings_of_the_run() -> None:
-    """The torch engine has no connections to servers. The log alone does not tell the engine."""
-    for name in ("first", "second"):
-        QUEUED.write(begin(Path("runs"), name).events)
-    QUEUED.write(Path("events.log"))
-    for arguments, known in (
-        (("first",), True),
-        (("runs/first/events.log",), True),
-        (("first", "events.log"), True),  # the log of a server
-        (("events.log",), False),
-        (("first", "second"), False),
-    ):
-        document = pvg("diagnose", *arguments, "--json").document
-        assert document["settings_known"] is known, arguments
-        assert ("weights.client" in document["findings"][0]["settings"]) is not known
-    text = " ".join(pvg("diagnose", "first").out.split())
-    assert "advice pvg knows no setting of this run that would help." in text
-    assert "The settings of the run are unknown" in " ".join(pvg("diagnose", "events.log").out.split())
-
-
 def test_what_is_found_fails_only_where_that_is_asked_for() -> None:
     QUEUED.write(Path("events.log"))
     assert pvg("diagnose", "events.log", "--fail-on", "loop-lag").code == 0

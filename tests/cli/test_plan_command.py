@@ -49,7 +49,7 @@ def served(empty_folder: Path) -> str:
 def test_the_plan_of_the_default_experiment() -> None:
     called = pvg("plan")
     assert called.code == 0
-    for text in ("mean_tokens", "step time", "closed form", "trained weights", "train the verifier", "KV cache"):
+    for text in ("mean_tokens", "step time", "best overlap", "trained weights", "train the verifier", "KV cache"):
         assert text in called.out
 
 
@@ -68,21 +68,12 @@ def test_a_plan_loads_no_torch(served: str) -> None:
 
 
 def test_it_says_how_many_workers_would_balance_training(served: str) -> None:
-    called = pvg("plan", served, *SLOW_SAMPLING, "--json")
-    document = called.document
-    assert document["planned"]["waiting_s"] > 0.3 * document["planned"]["batch_s"]
+    document = pvg("plan", served, *SLOW_SAMPLING, "--json").document
     (advice,) = [line for line in document["advice"] if "The trainer waits" in line]
-    number = int(advice.split(": ")[1].split()[0])
-    balanced = pvg("plan", served, *SLOW_SAMPLING, "--json", "--workers", str(number), "-s", "rollout.concurrency=9999")
-    planned = balanced.document["planned"]
-    assert planned["waiting_s"] <= 0.06 * planned["batch_s"]
-
-
-def test_the_table_by_workers_has_the_knee(served: str) -> None:
-    rows = pvg("plan", served, *SLOW_SAMPLING, "--json").document["by_workers"]
-    assert [row["workers"] for row in rows][:3] == [1, 2, 4]
-    assert rows[-1]["step_s"] < rows[0]["step_s"]
-    assert rows[-1]["step_s"] > 0.95 * rows[-2]["step_s"]
+    number = str(int(advice.split(": ")[1].split()[0]))
+    balanced = pvg("plan", served, *SLOW_SAMPLING, "--json", "--workers", number, "-s", "rollout.concurrency=9999")
+    assert balanced.document["step_s"] < 0.8 * document["step_s"]
+    assert not any("The trainer waits" in line for line in balanced.document["advice"])
 
 
 def test_memory_against_a_gpu(served: str) -> None:
@@ -98,7 +89,8 @@ def test_memory_against_a_gpu(served: str) -> None:
 
 def test_in_turns_it_tries_prefetch(served: str) -> None:
     called = pvg("plan", served, "-s", "rollout.prefetch=none", *SLOW_SAMPLING, "--json")
-    assert called.document["bounds"]["most_s"] > called.document["bounds"]["least_s"]
+    bounds = called.document["bounds"]
+    assert called.document["step_s"] == bounds["turns_s"] > bounds["overlap_s"]
     assert any("rollout.prefetch = 'fresh'" in line for line in called.document["advice"])
 
 
@@ -126,7 +118,6 @@ def test_memory_advice_names_nothing_that_is_set(served: str) -> None:
     ("arguments", "message"),
     [
         (["no-such-experiment"], "no-such-experiment"),
-        (["--from", "no-such-run"], "There is no run"),
         (["--gpu", "h1000"], "Did you mean 'h100'?"),
         (["-i", "tokens_s=1"], "Did you mean 'token_s'?"),
         (["-i", "token_s=soon"], "token_s must be a number above 0"),
@@ -154,7 +145,7 @@ def test_a_config_that_is_not_json_is_refused(served: str) -> None:
 def test_help_is_a_process_of_its_own() -> None:
     called = pvg_process("plan", "--help")
     assert called.code == 0
-    assert "--from" in called.out
+    assert "--workers" in called.out
 
 
 def test_it_says_that_a_warm_start_comes_first_and_how_long(served: str) -> None:

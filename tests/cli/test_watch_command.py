@@ -185,7 +185,9 @@ def test_a_game_is_followed_through_a_kill_and_a_resume_to_its_end() -> None:
     try:
         wait_for((run / "experiment.toml").is_file)
         with watching("game") as watch:
-            assert f"process {game.pid}" in watch.until("(1 of 1)")
+            watch.until(f"process {game.pid}")
+            wait_for((run / "metrics.jsonl").is_file)
+            wait_for(lambda: b"train_verifier" in (run / "metrics.jsonl").read_bytes())
             game.kill()
             game.wait()
             watch.until("is gone and did not end the run")

@@ -9,13 +9,12 @@ from pathlib import Path
 import pyarrow as pa
 from game.kill_drill import small_experiment
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "servers"))
-from environment_servers import served
+sys.path.insert(0, str(Path(__file__).parent.parent / "games"))
+from environment_servers import TaskEnvironment, served
 
 from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.records import Split
-from pvg.servers.environments import TaskEnvironment
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.telemetry.observer import SilentObserver
@@ -28,7 +27,7 @@ def test_a_prover_is_trained_and_every_grade_is_that_of_the_task(tmp_path: Path)
     data["game"] |= {"rounds": 1, "mint_problems": 12}
     data["verifier"]["steps"] = data["training"]["steps"] = 3
     task = open_task(build_experiment({"task": {"kind": "modchain", "problems": 512, "test_problems": 64}}).task)
-    with served(TaskEnvironment("modchain", task)) as server:
+    with served(TaskEnvironment(task)) as server:
         data["task"] = {"kind": "openenv", "url": server.url, "problems": 200, "test_problems": 16, "sessions": 2}
         experiment = build_experiment(data)
         run = RunDirectory.create(tmp_path, "served", experiment)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from test_configurations import changed
 
-from pvg.game.curriculum import Curriculum, curriculum_of
-from pvg.game.orders import ProverOrders
+from pvg.game.orders import Curriculum, ProverOrders, curriculum_of
 from pvg.records import Problem, Role
 from pvg.seeds import draw_cyclic
 

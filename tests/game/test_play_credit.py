@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from pvg.game.play_credit import phase_statistics, points, rewarded_decisions
+from pvg.game.play_phase import CachedState, StateCache, phase_statistics, points, rewarded_decisions
 from pvg.game.play_rating import elo, interval, match_metrics
-from pvg.game.state_cache import CachedState, StateCache
 from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan

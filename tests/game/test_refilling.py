@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pvg.game.dynamic_sampling import ScoredGroups, refilled
+from pvg.game.on_policy import ScoredGroups, refilled
 from pvg.records import Group, Problem, Role
 
 H, S = Role.HELPFUL, Role.SNEAKY

@@ -12,17 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import StateError, UsageError
-from pvg.games.diplomacy.board import Board
-from pvg.games.diplomacy.game import LONGEST_TEXT, Diplomacy
+from pvg.games.diplomacy.board import Board, place
+from pvg.games.diplomacy.game import LONGEST_TEXT, Diplomacy, prompt_text, verbose_json
 from pvg.games.diplomacy.legal import Legality, orders_of
-from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.movement import adjudicate
 from pvg.games.diplomacy.orders import LONGEST_ORDER, Order, parse, parse_orders, write
 from pvg.games.diplomacy.phases import deciders, step
 from pvg.games.diplomacy.position import Position, packed
-from pvg.games.diplomacy.setup import place
-from pvg.games.diplomacy.standard import standard_board
-from pvg.games.diplomacy.text import prompt_text, verbose_json
+from pvg.games.diplomacy.standard import mini_board, standard_board
 from pvg.records import Role
 
 BOARD = standard_board()

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu.parity import requests_of
 from benchmarks.gpu.sizes import SMALL, random_model
+from pvg.models.compute import allow_tf32
 from pvg.models.language_model import LanguageModel
-from pvg.models.precision import allow_tf32
 from pvg.rollout.device_rows import DeviceRows
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine

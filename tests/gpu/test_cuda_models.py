@@ -13,10 +13,10 @@ import torch
 from benchmarks.gpu.parity import check_attention, check_chunks, check_training
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import DEEP, SMALL, random_model, random_rows
+from pvg.models.compute import allow_tf32, scoring_autocast
 from pvg.models.heads import ScalarHead
 from pvg.models.logprobs import check_logits, shared_prompt_outputs
 from pvg.models.packing import pack_rows
-from pvg.models.precision import allow_tf32, scoring_autocast
 from pvg.models.shared_prompts import check_packing
 from pvg.models.varlen import why_not_varlen
 from pvg.rollout.lean import LeanDecoder

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu.sizes import SMALL, random_model
 from benchmarks.gpu.steps import RepeatedBatch, batch_of
 from pvg.config.load import build_experiment
-from pvg.models.precision import allow_tf32
+from pvg.models.compute import allow_tf32
 from pvg.telemetry.device import gpu_number, peak_memory
 from pvg.telemetry.spans import CudaClock
 from pvg.training.losses import PolicyObjective

@@ -13,8 +13,8 @@ import torch
 from benchmarks.gpu.sizes import DEEP, random_model
 from pvg.errors import ConfigurationError
 from pvg.models import shared_prompts
+from pvg.models.compute import rounding_tolerance
 from pvg.models.packing import PackedRows, pack_rows
-from pvg.models.precision import rounding_tolerance
 from pvg.models.shared_prompts import check_packing
 from pvg.rollout.lean import LeanDecoder, NotLeanError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pvg.errors import ConfigurationError
-from pvg.models.precision import allow_tf32, autocast, product_tolerance, scoring_autocast
+from pvg.models.compute import allow_tf32, autocast, product_tolerance, scoring_autocast
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -12,6 +12,7 @@ from event_logs import Log, steps
 from pvg.config.load import valid_keys
 from pvg.errors import UsageError
 from pvg.reporting.diagnosis import SIGNATURES, Diagnosis, diagnose
+from pvg.reporting.diagnosis.advice import ADVICE
 from pvg.reporting.diagnosis.log_events import DONE_TRACES, OPEN_TRACES, parse_line
 from pvg.reporting.diagnosis.tally import NAMES, LogTally
 from pvg.telemetry.waits import LagLimits, LagWindow
@@ -217,6 +218,17 @@ def test_what_the_program_itself_does_to_the_loop_is_not_blamed_on_the_machine(t
     assert "pvg profile EXPERIMENT --stage e2e" in finding.remedy
 
 
+def test_other_programs_are_blamed_only_if_some_run(tmp_path: Path) -> None:
+    """A machine that pvg alone uses: its threads wait for cores, because it has more threads than cores."""
+    log = steps(waited_ms=1000.0, threads=8)
+    for _ in range(10):
+        log.add("machine", event="sample", cores=2, busy_cores=1.9, own_cores=1.85)
+    (finding,) = of(log, tmp_path).findings
+    assert finding.signature == "shared-machine"
+    assert "Stop other programs" not in finding.remedy
+    assert finding.settings == ("models.threads",)
+
+
 @pytest.mark.parametrize(
     ("threads", "settings", "advice"),
     [(1, (), "reserve cores"), (2, ("models.threads",), "With one thread"), (8, ("models.threads",), "lower the")],
@@ -236,6 +248,17 @@ def test_shorter_completions_are_advised_where_some_are_cut(trunc_pct: float, ad
     for finding in found.findings:
         assert ("rollout.max_tokens" in finding.settings) is advised
         assert ("completions" in finding.remedy) is advised
+
+
+@pytest.mark.parametrize(("phase", "sampling"), [("train_prover", True), ("train_verifier", False), ("warmup", False)])
+def test_sampling_is_blamed_only_for_the_steps_that_wait_for_rollouts(
+    phase: str, sampling: bool, tmp_path: Path
+) -> None:
+    log = steps(idle_ms=3000.0, trunc_pct=0.0)
+    log.lines = [line.replace("phase=train_prover", f"phase={phase}") for line in log.lines]
+    (finding,) = of(log, tmp_path).findings
+    assert finding.signature == "starved-trainer"
+    assert ("rollout.prefetch.kind" in finding.settings) is sampling
 
 
 def test_a_loop_that_stands_still_without_crossing_a_level(tmp_path: Path) -> None:
@@ -282,9 +305,8 @@ def test_every_setting_that_is_named_exists(tmp_path: Path) -> None:
     others += [with_workers(0.3, 0.4), with_workers(0.6, 0.9)]
     findings = [finding for made in (log, *others) for finding in of(made, tmp_path).findings]
     assert {finding.signature for finding in findings} == set(SIGNATURES)
-    for finding in findings:
-        assert set(finding.settings) <= set(valid_keys())
-        assert finding.evidence
+    assert all(finding.evidence for finding in findings)
+    assert {key for advice in ADVICE.values() for key in advice.settings} <= set(valid_keys())
 
 
 # --- pairing ----------------------------------------------------------------------------------------------------------

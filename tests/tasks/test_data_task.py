@@ -24,13 +24,12 @@ from pvg.config.experiment import Experiment
 from pvg.config.prompts import ChatPrompts
 from pvg.config.task import DataTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
+from pvg.game.prompt_checks import about_test_problems
 from pvg.game.roles import prompt_renderer
-from pvg.game.tested_problems import about_test_problems
 from pvg.records import Problem, Role, Wording
 from pvg.tasks import open_task
 from pvg.tasks.data import Data
-from pvg.tasks.expressions import value_of
-from pvg.tasks.graders import Choice, grader_of
+from pvg.tasks.graders import Choice, grader_of, value_of
 from pvg.tasks.wordings import WORDINGS
 
 REGEX = {"pattern": "Color: ([a-z ]+)", "form": "End with a line 'Color: ' followed by the color."}

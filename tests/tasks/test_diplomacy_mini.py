@@ -16,25 +16,26 @@ from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
+from pvg.games.diplomacy.board import place
 from pvg.games.diplomacy.legal import orders_of as legal_orders
-from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.movement import adjudicate, occupant
 from pvg.games.diplomacy.orders import Order
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
+from pvg.games.diplomacy.standard import mini_board
 from pvg.models.characters import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.diplomacy.mini import (
+    PROVINCES,
     DiplomacyMini,
     listed_problems,
+    orders_of,
     plan_problem,
     positions,
     replies_to,
     usable_problems,
 )
-from pvg.tasks.diplomacy.mini_movement import PROVINCES, orders_of
 from pvg.tasks.task import AnswersQuestions, ConcealsText, LocatesFlaws, SplitsSteps
 
 TASK = DiplomacyMini(DiplomacyMiniTask())

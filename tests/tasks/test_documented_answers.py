@@ -20,14 +20,12 @@ from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.game.preview import graded_solutions
 from pvg.game.roles import prompt_renderer
-from pvg.game.task_check import checks_of
+from pvg.game.task_check import checks_of, graded_solutions
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
-from pvg.tasks.known import correct_solution
 from pvg.tasks.reasoning_gym import ORDERED_BY_HASH, UNSAFE_GRADERS, WORDING
-from pvg.tasks.task import Task
+from pvg.tasks.task import Task, correct_solution
 from pvg.tasks.wordings import wording_of
 
 WORDS, ALL = ("chat", "text"), ("tag", "plain", "chat", "text")

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "servers"))
-from environment_servers import Sums, end_sessions, served
+sys.path.insert(0, str(Path(__file__).parent.parent / "games"))
+from environment_servers import Refusal, Sums, TaskEnvironment, served
 
 from pvg.config.load import build_experiment
 from pvg.config.task import OpenEnvTask
 from pvg.errors import ConfigurationError, ServerUnavailableError
-from pvg.servers.environments import BadRequestError, TaskEnvironment
 from pvg.tasks import open_task
 from pvg.tasks.openenv import OpenEnv
 
@@ -23,14 +22,9 @@ from pvg.tasks.openenv import OpenEnv
 class Foreign:
     """An environment of another project, with the field names of its author: one step, whose reward is a share."""
 
-    name, description = "foreign", ""
-
     def __init__(self, steps: int = 1, prompts: int = 1000, seeded: bool = True, over: bool = False) -> None:
         self.steps, self.prompts, self.seeded, self.over = steps, prompts, seeded, over
         self.resets = 0
-
-    def schema(self) -> dict[str, Any]:
-        return {}
 
     def episode(self) -> Foreign:
         return self
@@ -43,15 +37,12 @@ class Foreign:
 
     def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
         if set(action) != {"reply"}:
-            raise BadRequestError("Invalid message")
+            raise Refusal("Invalid message")
         if action["reply"] == "boom":
-            raise BadRequestError("could not parse", "EXECUTION_ERROR")
+            raise Refusal("could not parse", "EXECUTION_ERROR")
         self.left -= 1
         reward = {"none": None, "half": 0.5, "yes": True}.get(action["reply"], 0.0)
         return {"observation": {"question": ""}, "reward": reward, "done": self.left == 0}
-
-    def state(self) -> dict[str, Any]:
-        return {}
 
 
 def section(url: str, **settings: Any) -> OpenEnvTask:
@@ -67,7 +58,7 @@ def task() -> Iterator[OpenEnv]:
 
 def test_a_task_that_pvg_serves_gives_the_grades_of_the_task_itself() -> None:
     own = {"prompt_field": "prompt", "action_field": "message", "sessions": 3}
-    with served(TaskEnvironment("sums", Sums())) as server, OpenEnv(section(server.url, **own)) as task:
+    with served(TaskEnvironment(Sums())) as server, OpenEnv(section(server.url, **own)) as task:
         problems = list(task.problems("train"))
         assert len({problem.question for problem in [*problems, *task.problems("test")]}) == 10
         assert problems == list(task.problems("train"))
@@ -120,7 +111,7 @@ def test_an_environment_that_is_no_task(environment: Foreign, settings: dict[str
 def test_a_server_that_stops_and_one_that_lost_the_session() -> None:
     with served(Foreign()) as server, OpenEnv(section(server.url)) as task:
         problem = next(task.problems("train"))
-        end_sessions(server)
+        server.end_sessions()
         assert task.grade(problem, "yes").correct
     with pytest.raises(ServerUnavailableError, match="No environment answers at"):
         task.grade(problem, "yes")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.game.curriculum import bucket_counts, buckets_of, draw_from_buckets, uncertainty_weights
+from pvg.game.orders import bucket_counts, buckets_of, draw_from_buckets, uncertainty_weights
 
 EDGES = (0.2, 0.8)
 SHARES = (0.25, 0.5, 0.25)

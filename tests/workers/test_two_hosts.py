@@ -1,4 +1,4 @@
-"""Runs on two hosts, which are network namespaces with an address and a name each: the walks of docs/clusters.md."""
+"""Runs on two hosts, which are network namespaces with an address and a name each: the walks of docs/scaling.md."""
 
 from __future__ import annotations
 

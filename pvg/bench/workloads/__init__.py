@@ -95,7 +95,7 @@ def _sync(settings: BenchSettings) -> Workload:
 
 
 WORKLOADS: WorkloadTable = {
-    name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "contention", "games")
+    name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "games")
 } | {"sync": _sync}
 
 # Workloads that can take their work from a recorded run (`--replay RUN`).

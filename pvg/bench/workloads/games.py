@@ -15,22 +15,19 @@ figures leave out what a model does with a prompt, and that trained models write
 The model is the experiment's embedded prover with a longer context. It does not know the language of these prompts. A
 token is a piece of the text (`pieces`), about as long as a token of a usual vocabulary; its id is a checksum.
 
-The switches, each with its slow side (pvg.bench.workloads.slow_games):
+The switches, each with its slow side:
 
 - `prompts`: "verbose" lists the whole board and all legal orders of the power as indented JSON.
 - `together`: false plays one game after the other. The powers of one game still decide together.
-- `states`: "copied" keeps a game as mutable objects and copies it deeply before each phase.
-- `legality`: "listed" checks an order against the list of all legal orders of its power.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -39,13 +36,11 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import ChangedWorkError
 from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import digest_of, model_facts
-from pvg.bench.workloads.slow_games import MutableGame, advanced, listed_orders
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError
-from pvg.games.diplomacy.game import Diplomacy
+from pvg.games.diplomacy.game import Diplomacy, prompt_text, verbose_json
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.text import prompt_text, verbose_json
 from pvg.games.game import Action
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, compute_executor, width_of
@@ -88,8 +83,6 @@ class GamesSettings(Section):
     seed: int = 0
     prompts: Literal["verbose", "compact"] = "compact"
     together: bool = True
-    states: Literal["copied", "values"] = "values"
-    legality: Literal["listed", "written"] = "written"
 
 
 def make(settings: BenchSettings) -> Workload:
@@ -105,93 +98,54 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class NumberedPosition(NamedTuple):
-    """A position of game `number`: the state on the fast side."""
+    """A position of game `number`."""
 
     number: int
     position: Position
 
 
-class BenchState(Protocol):
-    """A state of either side."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def position(self) -> Position: ...
-
-
 Recorded = Mapping[tuple[int, str, str], str]  # number of the game, phase, seat -> the orders
-S = TypeVar("S", bound=BenchState)
 
 
-class RecordedGame(ABC, Generic[S]):
-    """Diplomacy in which recorded orders replace the text of each completion. Subclasses choose the state."""
+class RecordedGame:
+    """Diplomacy in which recorded orders replace the text of each completion."""
 
     def __init__(self, rules: Diplomacy, recorded: Recorded, workload: GamesSettings) -> None:
         self.rules, self._recorded, self._workload = rules, recorded, workload
 
-    @abstractmethod
-    def begin(self, number: int) -> S: ...
-
-    @abstractmethod
-    def after(self, state: S, position: Position, actions: Mapping[str, Action]) -> S: ...
-
     def opening(self, split: Split, number: int) -> Problem:
         return Problem(f"diplomacy-{number}", "", "", {"number": number})
 
-    def start(self, problem: Problem) -> S:
-        return self.begin(problem.metadata["number"])
+    def start(self, problem: Problem) -> NumberedPosition:
+        return NumberedPosition(problem.metadata["number"], self.rules.board.start)
 
-    def seats(self, state: S) -> Sequence[str]:
+    def seats(self, state: NumberedPosition) -> Sequence[str]:
         return self.rules.seats(state.position)
 
-    def phase(self, state: S) -> str:
+    def phase(self, state: NumberedPosition) -> str:
         return self.rules.phase(state.position)
 
-    def prompt(self, state: S, seat: str, role: Role) -> str:
+    def prompt(self, state: NumberedPosition, seat: str, role: Role) -> str:
         form = verbose_json if self._workload.prompts == "verbose" else prompt_text
         with span("prompt"):
             return form(self.rules.board, state.position, self.rules.board.powers.index(seat))
 
-    def parse(self, state: S, seat: str, text: str) -> Action:
-        text, board = self._recorded[state.number, state.position.phase, seat], self.rules.board
+    def parse(self, state: NumberedPosition, seat: str, text: str) -> Action:
         with span("parse"):
-            if self._workload.legality == "written":
-                return self.rules.parse(state.position, seat, text)
-            orders = listed_orders(board, state.position, board.powers.index(seat), text)
-            return Action(orders, text)
+            return self.rules.parse(state.position, seat, self._recorded[state.number, state.position.phase, seat])
 
-    def step(self, state: S, actions: Mapping[str, Action], seed: int) -> S:
+    def step(self, state: NumberedPosition, actions: Mapping[str, Action], seed: int) -> NumberedPosition:
         with span("adjudicate"):
-            position = self.rules.step(state.position, actions, seed)
-        return self.after(state, position, actions)
+            return NumberedPosition(state.number, self.rules.step(state.position, actions, seed))
 
-    def values(self, state: S) -> Mapping[str, float]:
+    def values(self, state: NumberedPosition) -> Mapping[str, float]:
         return self.rules.values(state.position)
 
-    def dump(self, state: S) -> bytes:
+    def dump(self, state: NumberedPosition) -> bytes:
         return self.rules.dump(state.position)
 
-    def load(self, data: bytes) -> S:
+    def load(self, data: bytes) -> NumberedPosition:
         raise NotImplementedError("the benchmark stores no state")
-
-
-class ValueGame(RecordedGame[NumberedPosition]):
-    def begin(self, number: int) -> NumberedPosition:
-        return NumberedPosition(number, self.rules.board.start)
-
-    def after(self, state: NumberedPosition, position: Position, actions: Mapping[str, Action]) -> NumberedPosition:
-        return NumberedPosition(state.number, position)
-
-
-class CopiedGame(RecordedGame[MutableGame]):
-    def begin(self, number: int) -> MutableGame:
-        return MutableGame.begin(self.rules.board, number)
-
-    def after(self, state: MutableGame, position: Position, actions: Mapping[str, Action]) -> MutableGame:
-        board = self.rules.board
-        orders = {board.powers.index(seat): action.move for seat, action in actions.items()}
-        return advanced(board, state, position, orders)
 
 
 class Recording(NamedTuple):
@@ -234,8 +188,7 @@ class Games:
     async def open(self) -> None:
         experiment, workload = self._experiment, self._workload
         self._recording = record(self._rules, workload.games, workload.seed)
-        kind = ValueGame if workload.states == "values" else CopiedGame
-        self._game: RecordedGame[Any] = kind(self._rules, self._recording.orders, workload)
+        self._game = RecordedGame(self._rules, self._recording.orders, workload)
         async with AsyncExitStack() as stack:
             executor = self._executor
             if executor is None:
@@ -282,7 +235,7 @@ class Games:
             "engine_batch": self._engine.stats.since(before).mean_batch,
         }
 
-    async def _played(self) -> list[PlayedGame[Any]]:
+    async def _played(self) -> list[PlayedGame[NumberedPosition]]:
         game, workload = self._game, self._workload
         starts = [
             GameStart(problem, game.start(problem))
@@ -290,7 +243,7 @@ class Games:
         ]
         call = SampleCall(0, "bench", 0, seed_for(workload.seed, "bench", "requests"), "bench")
         batches = [starts] if workload.together else [[start] for start in starts]
-        played: list[PlayedGame[Any]] = []
+        played: list[PlayedGame[NumberedPosition]] = []
         for batch in batches:
             found = await play_games(self._dispatcher, batch, game, call, encode=self._encode)
             played += [each for group in found for each in group]
@@ -301,7 +254,7 @@ class Games:
             plain = self._model.tokenizer.vocab_size - FIRST_PLAIN
             return np.array([FIRST_PLAIN + crc32(piece.encode()) % plain for piece in pieces(text)], dtype=np.int32)
 
-    def _check(self, played: Sequence[PlayedGame[Any]]) -> None:
+    def _check(self, played: Sequence[PlayedGame[NumberedPosition]]) -> None:
         """Raises ChangedWorkError if the games ended elsewhere than the recorded ones."""
         if tuple(self._game.dump(game.states[-1]) for game in played) != self._recording.ends:
             raise ChangedWorkError("The games did not end in the positions in which the recorded games ended.")

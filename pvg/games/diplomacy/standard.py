@@ -91,3 +91,22 @@ def pairs(table: str) -> list[tuple[str, str]]:
 
 def _provinces(table: str, kind: Kind) -> dict[str, tuple[str, Kind]]:
     return {entry[:3]: (entry[4:], kind) for entry in table.replace("\n", ";").split(";") if entry}
+
+
+# A map of eight provinces with armies only, small enough that every reply of the other side can be tried.
+
+
+_BORDERS = ("ab", "bc", "ad", "bd", "bf", "cf", "de", "ef", "dg", "eg", "eh", "fh", "gh")
+
+
+@cache
+def mini_board() -> Board:
+    """Two powers, no supply centres. The start is one example; the task places its own units."""
+    return build_board(
+        "mini",
+        {name: (name.upper(), "land") for name in "abcdefgh"},
+        land=[(border[0], border[1]) for border in _BORDERS],
+        water=[],
+        powers={"White": (), "Black": ()},
+        start={"White": ("A d", "A e", "A g"), "Black": ("A b", "A f")},
+    )

@@ -23,9 +23,6 @@ from pvg.reporting.table import Column, Table
 from pvg.reporting.terminal import HEADING, QUIET
 from pvg.telemetry.waits import LAG_LIMITS, LagLimits
 
-GENERAL = (
-    "The settings of the run are unknown, so the advice is general. Give one run by its name to get fitting advice."
-)
 QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 
@@ -62,7 +59,6 @@ class Diagnosis:
         return {
             "sources": list(self.sources),
             "seconds": self.seconds,
-            "settings_known": self.tally.experiment is not None,
             "lines": asdict(lines),
             "findings": [asdict(finding) for finding in self.findings],
             "nothing_stands_out": not self.findings,
@@ -76,15 +72,9 @@ class Diagnosis:
         }
 
 
-def diagnose(
-    sources: Sequence[str | Path], limits: LagLimits = LAG_LIMITS, *, experiment_file: Path | None = None
-) -> Diagnosis:
-    """Read the logs once and look for every signature. `experiment_file`: the settings of the run that wrote the logs;
-    with them, each piece of advice is checked to apply.
-
-    Raises UsageError for a log that cannot be read, ConfigurationError for damaged settings.
-    """
-    tally = read_logs(sources, experiment_file)
+def diagnose(sources: Sequence[str | Path], limits: LagLimits = LAG_LIMITS) -> Diagnosis:
+    """Read the logs once and look for every signature. Raises UsageError for a log that cannot be read."""
+    tally = read_logs(sources)
     looked = {name: look(tally, limits) for name, look in SIGNATURES.items()}
     findings = [found for found in looked.values() if isinstance(found, Finding)]
     related = {name: relation.related(LEAST_PAIRS) for name, relation in tally.relations.items()}
@@ -97,7 +87,7 @@ def diagnose(
         load={name: found for name, found in related.items() if found is not None} if tally.load_known else {},
         phases=tally.phases,
         tally=tally,
-        notes=(*_notes(tally), *([GENERAL] if findings and tally.experiment is None else [])),
+        notes=tuple(_notes(tally)),
     )
 
 
@@ -210,10 +200,9 @@ def _finding(number: int, finding: Finding) -> Group:
     body.add_row("seen", Text(finding.says))
     measured, threshold = _figure(finding.measured, finding), _figure(finding.threshold, finding)
     body.add_row("criterion", Text(f"{finding.criterion}: {measured} (threshold {threshold})"))
-    changes = finding.changes or finding.settings
-    if changes:
-        body.add_row("change", Text(", ".join(changes), style="cyan"))
-    body.add_row("" if changes else "advice", Text(finding.remedy))
+    if finding.settings:
+        body.add_row("change", Text(", ".join(finding.settings), style="cyan"))
+    body.add_row("" if finding.settings else "advice", Text(finding.remedy))
     for place, evidence in enumerate(finding.evidence):
         line = Text.assemble((evidence.where, "bold"), (f"  {evidence.text}", QUIET), overflow="fold")
         body.add_row("evidence" if place == 0 else "", line)

@@ -34,8 +34,7 @@ LEAST_PAIRS = 20  # fewer updates with a known load show no relation
 RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
 FULL = 0.9  # of the machine's cores; with more free cores no thread has to wait
 UNSAMPLED = frozenset({"train_verifier", "warmup"})  # the steps of these phases do not wait for rollouts
-ABOUT_CORES = ("own-cores", "fewer-threads", "fewer-processes")  # what helps threads that wait for a core
-NOTHING_TO_SET = "pvg knows no setting of this run that would help."
+NOTHING_TO_SET = "pvg knows no setting that would help."
 STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
 
 
@@ -48,8 +47,7 @@ class Evidence:
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A signature that was seen. `measured` is compared with `threshold`, both as `criterion` says; `cost_s` seconds
-    are lost, `share` of the time the log spans (None where that is unknown). `changes`: the settings with new values,
-    as `--set` takes them; empty if the settings of the run are unknown."""
+    are lost, `share` of the time the log spans (None where that is unknown)."""
 
     signature: str
     says: str
@@ -59,7 +57,6 @@ class Finding:
     cost_s: float
     share: float | None
     settings: tuple[str, ...]
-    changes: tuple[str, ...]
     remedy: str
     evidence: tuple[Evidence, ...]
 
@@ -69,7 +66,6 @@ Looked = Finding | str | None
 
 class _Remedies(TypedDict):
     settings: tuple[str, ...]
-    changes: tuple[str, ...]
     remedy: str
 
 
@@ -138,9 +134,7 @@ def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=DOMINATES,
         cost_s=cost_ms / 1e3,
         share=_share(tally, cost_ms),
-        **_remedies(
-            tally, "adapters-only", "smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches"
-        ),
+        **_remedies(tally, "smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches"),
         evidence=_evidence(tally, "rpc_ms"),
     )
 
@@ -167,7 +161,7 @@ def checkpoint(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=CHECKPOINT_SHARE,
         cost_s=cost.total / 1e3,
         share=_share(tally, cost.total),
-        **_remedies(tally, "rarer-commits", "larger-chunks", "faster-disk"),
+        **_remedies(tally, "rarer-commits", "faster-disk"),
         evidence=_evidence(tally, name),
     )
 
@@ -240,7 +234,7 @@ def _straggling_batches(tally: LogTally) -> Looked:
 def _straggling(
     tally: LogTally, says: str, criterion: str, measured: float, threshold: float, cost_ms: float
 ) -> Finding:
-    shorter = ["shorter-solutions", "discouraged-length"] if tally.truncated else []
+    shorter = ["shorter-solutions"] if tally.truncated else []
     return Finding(
         signature="stragglers",
         says=says,
@@ -275,10 +269,10 @@ def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
     else:
         criterion, measured, threshold = "blocked time / time", _share(tally, tally.lagged_ms) or 0, LEAST_SHARE
     says += f". It was blocked for at least {milliseconds(tally.lagged_ms)} in all"
-    advice: tuple[str, ...] = ("profile", "uvloop", "crowded-loop")
+    advice: tuple[str, ...] = ("profile", "uvloop", "fewer-requests")
     if tally.lagged_shared_ms > tally.lagged_ms / 2:
         says += f", {milliseconds(tally.lagged_shared_ms)} of it while pvg's threads waited for cores that were busy"
-        advice = ABOUT_CORES
+        advice = ("cores",)
     else:
         says += ". Something computes on it that should run in a thread"
     return Finding(
@@ -315,7 +309,7 @@ def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
         threshold=SHARED,
         cost_s=longest_ms / 1e3,
         share=_share(tally, longest_ms),
-        **_remedies(tally, *ABOUT_CORES),
+        **_remedies(tally, "cores"),
         evidence=_evidence(tally, "longest_wait_ms"),
     )
 
@@ -339,7 +333,7 @@ def _shared_by_use(tally: LogTally) -> Looked:
         threshold=SHARED,
         cost_s=lost_ms / 1e3,  # at most: with all cores, pvg might not have used them
         share=_share(tally, lost_ms),
-        **_remedies(tally, *ABOUT_CORES),
+        **_remedies(tally, "cores"),
         evidence=_evidence(tally, "machine.others"),
     )
 
@@ -410,7 +404,6 @@ def _remedies(tally: LogTally, *rules: str, then: str = NOTHING_TO_SET) -> _Reme
         sentences.append(then)
     return {
         "settings": tuple(dict.fromkeys(key for advice in found for key in advice.settings)),
-        "changes": tuple(dict.fromkeys(override for advice in found for override in advice.overrides)),
         "remedy": " ".join(sentences),
     }
 

@@ -25,8 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pvg.config.experiment import Experiment
-from pvg.config.load import load_experiment
 from pvg.reporting.diagnosis.log_events import (
     SERVER_EVENTS,
     STDIN,
@@ -42,7 +40,6 @@ from pvg.telemetry.waits import CoreTime
 
 RESTART_S = 3600.0  # a clock that jumps by more belongs to another session (or machine); no step takes longer
 TICK_MS = 100.0  # between two samples of the event loop, where its line does not say: 10 Hz
-TRAINED = ("train_", "warmup")  # the labels of checkpoints of training phases begin with them
 NAMES = 64  # most kinds of events and phases; a log of garbage must not fill the memory
 REST = "(others)"
 
@@ -104,12 +101,8 @@ class LogTally:
     threads: float | None = None  # torch's threads in the newest process, and the cores that it may use
     usable_cores: float | None = None
     machine_cores: float | None = None
-    chunk_write_ms: float = 0.0  # checkpoints of phases that only sample: one for each chunk of rollouts
     truncated: bool = False  # whether any rollout hit the length limit
-    most_in_flight: float = 0.0  # requests in generation; 0: the log does not say
     most_workers: float = 0.0  # worker processes at the same time
-    experiment: Experiment | None = None  # the settings of the run; None: unknown, or several
-    experiment_file: Path | None = None
     pairing: UpdatePairing = field(init=False)
     _driver: dict[int, LogSpan] = field(default_factory=lambda: defaultdict(LogSpan))
     _all: dict[int, LogSpan] = field(default_factory=lambda: defaultdict(LogSpan))
@@ -158,7 +151,6 @@ class LogTally:
         if event.tag == "weights":
             if (load := event.number("inflight")) is not None:
                 self._load[event.source] = load
-                self.most_in_flight = max(self.most_in_flight, self.load or 0.0)
             self.pairing.add(event, self.load)
         elif event.tag == "step" and event.name == "done":
             self._step(event)
@@ -184,8 +176,6 @@ class LogTally:
             self._note(name, values[key], event)
         if event.tag == "gen":
             self._generation(event, values)
-        elif event.tag == "ckpt" and not event.fields.get("label", TRAINED[0]).startswith(TRAINED):
-            self.chunk_write_ms += values.get("write_ms") or 0.0
         elif event.tag == "rollout":
             middle_ms, longest_ms = values.get("group_p50_ms"), values.get("group_max_ms")
             if middle_ms is not None and longest_ms is not None:
@@ -217,7 +207,6 @@ class LogTally:
             self._load[event.source] = inflight
         elif event.name == "batch.done" and completions is not None and event.source in self._load:
             self._load[event.source] = max(0.0, self._load[event.source] - completions)
-        self.most_in_flight = max(self.most_in_flight, self.load or 0.0)
 
     def _lag(self, values: dict[str, float | None], event: Event) -> None:
         """Add a lower bound of the time in which the loop was blocked. Each sample is the lag of one tick. During a
@@ -286,14 +275,9 @@ def _sum(one: CoreTime | None, other: CoreTime | None) -> CoreTime | None:
     return one if other is None else other if one is None else one + other
 
 
-def read_logs(sources: Sequence[str | Path], experiment_file: Path | None = None) -> LogTally:
-    """Read all of `sources` (files, plain or gzip; "-" is standard input) once. `experiment_file`: the settings of the
-    run that wrote them. Raises UsageError for a missing log, ConfigurationError for damaged settings."""
-    tally = LogTally(
-        tuple("standard input" if str(source) == STDIN else str(source) for source in sources),
-        experiment=None if experiment_file is None else load_experiment(experiment_file),
-        experiment_file=experiment_file,
-    )
+def read_logs(sources: Sequence[str | Path]) -> LogTally:
+    """Read all of `sources` (files, plain or gzip; "-" is standard input) once. Raises UsageError for a missing log."""
+    tally = LogTally(tuple("standard input" if str(source) == STDIN else str(source) for source in sources))
     with ExitStack() as stack:
         readers = [
             EventReader(stack.enter_context(open_log(source)), label, tally.lines, number)

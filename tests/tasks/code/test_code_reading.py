@@ -14,7 +14,7 @@ from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.tasks.code import Code
 from pvg.tasks.code.problem import code_of
-from pvg.tasks.code.reading import CodeEntry, UnusableError, read_entries
+from pvg.tasks.code.task import CodeEntry, UnusableError, read_entries
 
 APPS_CALL: dict[str, Any] = {
     "problem_id": 7,

@@ -16,9 +16,9 @@ from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyPlanTask
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
+from pvg.games.diplomacy.board import place
 from pvg.games.diplomacy.orders import parse
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
 from pvg.games.diplomacy.standard import standard_board
 from pvg.records import Problem, Role
 from pvg.tasks import LocatesFlaws, open_task

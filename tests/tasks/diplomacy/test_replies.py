@@ -8,16 +8,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from pvg.games.diplomacy.board import Board
+from pvg.games.diplomacy.board import Board, place
 from pvg.games.diplomacy.legal import orders_of
-from pvg.games.diplomacy.mini import mini_board
 from pvg.games.diplomacy.orders import Order, parse
 from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.setup import place
-from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy.standard import mini_board, standard_board
 from pvg.tasks.diplomacy.contests import Contest
-from pvg.tasks.diplomacy.plans import ClaimedPlan, judge, read_plan
-from pvg.tasks.diplomacy.replies import reply_space
+from pvg.tasks.diplomacy.plans import ClaimedPlan, judge, read_plan, reply_space
 
 MOST_REPLIES = 4000
 
