@@ -29,7 +29,7 @@ OWN = {
     "SECURITY.md": "SECURITY.md",
 }
 # Other files of the repository that guides link to. The site has a copy of each in files/.
-ATTACHED = ("CITATION.cff", "pvg/evaluation/report.schema.json")
+ATTACHED = ("CITATION.cff",)
 # Folders of code that other processes run: it is not part of the importable package.
 ELSEWHERE = {"server_side", "inside"}
 API = """# Python API

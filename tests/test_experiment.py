@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import PreviousStart
 from pvg.config.load import (
     NAMES_ELSEWHERE,
     assign,
@@ -643,14 +640,3 @@ def test_what_is_wrong_with_a_file_of_settings_names_it(tmp_path: Path) -> None:
     (tmp_path / "odd.toml").write_text("rollout.engine.max_row = 8\n")
     with pytest.raises(ConfigurationError, match=r"odd\.toml"):
         load_experiment(path, [f"@{tmp_path / 'odd.toml'}"])
-
-
-def test_runs_that_began_before_a_round_could_start_from_the_previous_one_or_grow_keep_their_hash() -> None:
-    run = Experiment()
-    plain = run.hashed()
-    assert plain["game"].pop("start") == {"kind": "base"}
-    assert plain["game"].pop("growing") is False
-    assert run.hash() == hashlib.sha256(orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
-    for change in ({"start": PreviousStart()}, {"growing": True}):
-        other = run.model_copy(update={"game": run.game.model_copy(update=change)})
-        assert other.hash() != run.hash()

@@ -67,10 +67,6 @@ def test_the_json_schema_describes_every_setting() -> None:
             assert described, (section["title"], name)
 
 
-def test_a_former_name_is_explained_as_the_new_one() -> None:
-    assert explained("rollout.prompts") == explained("prompts.kind")
-
-
 def test_a_section_is_explained_with_its_settings() -> None:
     told = explained("game.test")
     assert told["meaning"].startswith("Fresh samples")

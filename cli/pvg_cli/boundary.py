@@ -130,7 +130,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def emit(document: Mapping[str, Any]) -> None:
-    """Write the command's one JSON document, with its `schema_version`. documents.py has the types of all documents."""
+    """Write the command's one JSON document, with its `schema_version`. `pvg_cli.documents` has their types."""
     print_json({"schema_version": SCHEMA_VERSION, **document})
 
 

@@ -3,9 +3,8 @@
     write_report(path, report)
     report = read_report(path)
 
-A report keeps the raw samples, so that readers can compute other statistics. `python -m pvg.bench.report` writes the
-JSON Schema `report.schema.json` from these classes. Reading the environment imports no package for its version and
-starts no GPU work.
+A report keeps the raw samples, so that readers can compute other statistics. `pvg schemas benchmark-report` prints the
+JSON Schema of these classes. Reading the environment imports no package for its version and starts no GPU work.
 
 Invariant: a report with status "ok" has every metric of every variant, `repeats` times each. A failed report has the
 reason, and its failed variants have no metrics.
@@ -113,7 +112,6 @@ def gpu_and_driver() -> tuple[str | None, str | None]:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 SCHEMA_VERSION = 1
-SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 # JSON Schema has no validators, so this states in JSON Schema what Variant checks.
 FAILED_HAS_NO_METRICS: dict[str, Any] = {
@@ -279,22 +277,3 @@ def write_report(path: Path, report: BenchReport) -> None:
         raise MissingRequirementError(error.message, elsewhere) from error
     except OSError as error:
         raise MissingRequirementError(f"Cannot write the report {path}: {error.strerror}.", elsewhere) from error
-
-
-def json_schema() -> bytes:
-    """The JSON Schema of a report, as shipped with pvg."""
-    return schema_of(BenchReport, f"pvg benchmark report, schema version {SCHEMA_VERSION}")
-
-
-def schema_of(document: type[BaseModel], title: str) -> bytes:
-    """The JSON Schema of a document, as a file."""
-    schema = {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        **document.model_json_schema(mode="serialization"),
-        "title": title,
-    }
-    return orjson.dumps(schema, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
-
-
-if __name__ == "__main__":
-    SCHEMA_FILE.write_bytes(json_schema())

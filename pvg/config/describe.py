@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from pvg.config.base import kinds_of
 from pvg.config.experiment import TABLES, Experiment
-from pvg.config.load import RENAMED, nearest_key, read_toml, shipped_directories
+from pvg.config.load import nearest_key, read_toml, shipped_directories
 from pvg.errors import UsageError
 
 KIND = "Choice. It decides which settings the table has."
@@ -177,11 +177,8 @@ def _meanings(section: Any) -> Mapping[str, str]:
 
 
 def explained(key: str) -> dict[str, Any]:
-    """What `pvg config explain KEY` tells of a setting, a tagged table or a section, as plain data.
-
-    A former name of a setting stands for the new one. Raises UsageError for an unknown key, with the nearest one.
-    """
-    key = RENAMED.get(key, key)
+    """What `pvg config explain KEY` tells of a setting, a tagged table or a section, as plain data. Raises UsageError
+    for an unknown key, with the nearest one."""
     if key in TABLES:
         table = TABLES[key]
         kinds = {", ".join(kinds_of(section)): about(section) for section in table.sections}

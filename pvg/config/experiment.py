@@ -110,8 +110,6 @@ class Experiment(AllSections):
         """The settings that change results, as plain data. A resumed run must share them with the original run, except
         MEMORY_SETTINGS. Another run whose player is a model may move: only the digest of its weights counts."""
         found = {key: value for key, value in self.plain().items() if key not in UNHASHED_SECTIONS}
-        if self.warmup.kind == "none":  # as in runs that began before this section existed
-            del found["warmup"]
         for player in ("prover", "verifier"):
             section = found["models"][player]
             section["source"] = without_folder(section["source"])
@@ -127,13 +125,7 @@ class Experiment(AllSections):
 
 def digest_of(hashed: Mapping[str, Any]) -> str:
     """`Experiment.hash`, from the `hashed` settings."""
-    game = dict(hashed["game"])
-    if game.get("start") == {"kind": "base"}:  # as in runs that began before this setting existed
-        del game["start"]
-    if not game.get("growing"):
-        game.pop("growing", None)
-    found = {**hashed, "game": game}
-    return hashlib.sha256(orjson.dumps(found, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+    return hashlib.sha256(orjson.dumps(hashed, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
 
 
 def without_memory_settings(hashed: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
-# Settings with a new name. pvg still reads the old one, so earlier files and runs keep working.
-RENAMED = {"rollout.prompts": "prompts.kind"}
 TOML_SYNTAX = 'Write tables as [name], and settings as number = 2 or text = "words". Write each key once.'
 
 
@@ -145,14 +143,13 @@ def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | N
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """The data of a TOML file of a `kind`. Raises UsageError or ConfigurationError, naming the file."""
     try:
-        data = parse_toml(read_input(path).decode(), str(path))
+        return parse_toml(read_input(path).decode(), str(path))
     except FileNotFoundError:
         raise UsageError(f"There is no {kind} file {path}.") from None
     except OSError as error:
         raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}.", "Save it as a text in UTF-8.") from None
-    return with_new_names(data, str(path)) if kind == "experiment" else data
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:
@@ -171,28 +168,10 @@ def parse_toml(text: str, origin: str) -> dict[str, Any]:
 
 def build_experiment(data: dict[str, Any], origin: str = "", overrides: dict[str, str] | None = None) -> Experiment:
     """Validate plain data. `origin` and `overrides` (key -> its origin) serve only the error message."""
-    data = with_new_names(data, origin)
     try:
         return Experiment.model_validate(data)
     except ValidationError as error:
         raise _explain(error, data, origin, overrides or {}) from None
-
-
-def with_new_names(data: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """The data with each renamed setting under its new name. Raises ConfigurationError if both names are set."""
-    data = copy.deepcopy(data)
-    for old, new in RENAMED.items():
-        section, leaf = old.split(".")
-        node = data.get(section)
-        if not isinstance(node, dict) or leaf not in node:
-            continue
-        value, table = node.pop(leaf), new.partition(".")[0]
-        if table in data:
-            raise ConfigurationError(
-                f"{old} is the old name of {new}, and both are set{f' ({origin})' if origin else ''}.", f"Remove {old}."
-            )
-        assign(data, new, value)
-    return data
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -268,7 +247,6 @@ def chooses_task(key: str) -> bool:
 
 
 def _chooses_kind(key: str) -> bool:
-    key = RENAMED.get(key, key)
     return key in TABLES or key.removesuffix(".kind") in TABLES
 
 
@@ -278,7 +256,6 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
 
     `value` is copied: a later key inside a table does not change the caller's table.
     """
-    key = RENAMED.get(key, key)
     if key in TABLES and not isinstance(value, dict):
         key += ".kind"
     *sections, leaf = key.split(".")

@@ -3,7 +3,7 @@
     write_report(path, report)
     report = read_report(path)
 
-`python -m pvg.evaluation.report` writes the JSON Schema `report.schema.json` from these classes.
+`pvg schemas evaluation.json` prints the JSON Schema of these classes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pvg.store.atomic import read_stored, write_atomic
 from pvg.store.run_directory import RunDirectory
 
 REPORT_FILE = "evaluation.json"
-SCHEMA_FILE = Path(__file__).with_name("report.schema.json")
 
 
 class StrictRecord(BaseModel):
@@ -267,14 +266,6 @@ def read_report(path: Path) -> EvaluationReport:
         ) from None
 
 
-def schema() -> dict[str, Any]:
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **EvaluationReport.model_json_schema()}
-
-
-def schema_text() -> bytes:
-    return orjson.dumps(schema(), option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
-
-
 # --- notes: limits of the numbers, in sentences -----------------------------------------------------------------------
 
 
@@ -355,7 +346,3 @@ def notes_of_results(rounds: Sequence[Mapping[str, Any]], error_rate: float) -> 
         "solutions (evaluate.attack_error_rate). So it could not succeed, which says nothing about the verifier."
         for kind, numbers in found.items()
     ]
-
-
-if __name__ == "__main__":
-    SCHEMA_FILE.write_bytes(schema_text())

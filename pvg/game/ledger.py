@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from pydantic import ValidationError
 
 from pvg.config.experiment import Experiment, digest_of, why_kept, without_memory_settings
-from pvg.config.load import differences, with_new_names
-from pvg.config.sections import AllSections
+from pvg.config.load import differences
 from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase, later_rounds_begin_with
@@ -353,7 +351,7 @@ def check_same_code(state: GameState, experiment: Experiment) -> None:
 def check_same_configuration(state: GameState, experiment: Experiment) -> list[str]:
     """The changes of MEMORY_SETTINGS, as text. Raises StateError, naming the changed settings, if a run is resumed with
     another configuration."""
-    before, now = _as_today(state.config), experiment.hashed()
+    before, now = dict(state.config), experiment.hashed()
     changed = differences(without_memory_settings(before), without_memory_settings(now))
     if changed:
         raise StateError(
@@ -371,23 +369,11 @@ def extended(state: GameState, experiment: Experiment) -> GameState:
         return state
     longer = {**state.config, "game": {**state.config["game"], "rounds": wanted}}
     # Not that of `experiment`, which may have other MEMORY_SETTINGS.
-    state = replace(state, config=longer, config_hash=digest_of(_as_today(longer)))
+    state = replace(state, config=longer, config_hash=digest_of(longer))
     if state.phase is not Phase.COMPLETE:
         return state
     first = later_rounds_begin_with(self_play=experiment.task.kind == "play")
     return replace(state, phase=first, round=state.round + 1)
-
-
-def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that an earlier pvg may have started: with today's names, and with the defaults of settings
-    that it did not have. Settings that cannot be read today stay as they are."""
-    renamed = with_new_names(dict(config))
-    try:
-        sections = AllSections.model_validate(renamed)
-    except ValidationError:
-        return renamed
-    # Not validated as a whole: the state has no sections that may change, such as [serving].
-    return Experiment.model_construct(**{name: getattr(sections, name) for name in AllSections.model_fields}).hashed()
 
 
 def shards_of(state: GameState, round_: int, phase: str) -> list[ShardInfo]:

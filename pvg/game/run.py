@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 
 from pvg.config.experiment import Experiment
@@ -239,7 +238,6 @@ async def open_session(
         session = Session(playing, task, ledger, players, prompts, observer, stop, tracer)
         if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.WARMUP, Phase.SOLVE):
             prompts.solutions = await read_solutions(session)
-        await refuse_other_prompts(session)
         check_prompts_fit(experiment, prompts, session.halves(), session.test_problems(), players.base.max_length)
     with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
@@ -249,21 +247,6 @@ async def open_session(
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
     return session
-
-
-async def refuse_other_prompts(session: Session) -> None:
-    """Raises StateError if an earlier version of pvg began the run and wrote other prompts: the two halves of the run
-    could not be compared. Only such a version named the setting rollout.prompts."""
-    if "prompts" not in session.state.config.get("rollout", {}):
-        return
-    problems = {problem.id: problem for problem in session.problems("verifier")}
-    for rollout in await session.ledger.read_rollouts_where(0, Phase.MINT.value, ["000/mint/00000"]):
-        order = session.order(problems[rollout.problem_id], rollout.role, 0, 1)
-        if not np.array_equal(order.prompt_ids, rollout.prompt_ids):
-            raise StateError(
-                "This run began with an earlier version of pvg, which wrote other prompts for its task.",
-                "Finish it with that version, or start a new run with --name.",
-            )
 
 
 def _note_gpu(device: torch.device, observer: Observer) -> None:

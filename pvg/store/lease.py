@@ -60,14 +60,13 @@ def this_namespace() -> str:
 
 
 def sees(driver: Driver) -> bool:
-    """Whether this process would see the driver's process, if it lived. False for a lease of an older version."""
+    """Whether this process would see the driver's process, if it lived."""
     return driver.get("boot") == this_boot() and driver.get("namespace") == this_namespace()
 
 
 def is_elsewhere(driver: Driver) -> bool:
-    """Whether the driver ran on another host or in another container. A lease of an older version names no
-    container, and counts as from this one."""
-    return driver.get("boot") != this_boot() or driver.get("namespace", this_namespace()) != this_namespace()
+    """Whether the driver ran on another host or in another container."""
+    return driver.get("boot") != this_boot() or driver.get("namespace") != this_namespace()
 
 
 def is_gone(driver: Driver) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ MANIFEST_SCHEMA = 1
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`inputs` and `outputs` name files and what identifies them. `finished`: seconds since 1970. `peak_memory`: the
-    maximum over the processes of the run so far, in bytes; empty in manifests of older versions.
+    maximum over the processes of the run so far, in bytes.
 
     A metric that is NaN or infinite reads back as None. `machine`: torch, device and threads, which affect the last
-    bits of the results ("" in manifests of older versions).
+    bits of the results.
     """
 
     round: int
@@ -33,9 +33,9 @@ class Manifest:
     code_version: str
     metrics: Mapping[str, float | None]
     finished: float
+    peak_memory: Mapping[str, float]
+    machine: str
     schema: int = MANIFEST_SCHEMA
-    machine: str = ""
-    peak_memory: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_manifest(
@@ -57,7 +57,7 @@ def write_manifest(
     If a process was killed between this and the commit, the repeated phase replaces the manifest.
     """
     given = (round_, phase, inputs, outputs, config_hash, code_version, metrics)
-    manifest = Manifest(*given, finished=time.time(), peak_memory=peak_memory, machine=machine)
+    manifest = Manifest(*given, time.time(), peak_memory, machine)
     path = run.manifest / f"round-{round_:03d}-{phase}.json"
     make_directory(run.manifest)
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY

@@ -434,10 +434,7 @@ class RunDirectory:
 
     def verify_journal(self, state: State, path: Path) -> None:
         """Check the journal `path` (metrics or spans) against a committed state. Raises DamagedFileError with the
-        lines.
-
-        States of older versions have no marks; then this checks nothing.
-        """
+        lines. A state without marks checks nothing."""
         verify(path, [JournalMark(*mark) for mark in state.get("marks", {}).get(path.stem, ())])
 
     def _signs_of_commits(self) -> list[str]:

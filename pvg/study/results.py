@@ -3,8 +3,8 @@
     results = collect(plan, command="pvg study quick")
     write_results(folder.results, results)
 
-It keeps the values of every seed, so that readers can compute other statistics. `python -m pvg.study.results` writes
-the JSON Schema `study.schema.json` from these classes.
+It keeps the values of every seed, so that readers can compute other statistics. `pvg schemas study.json` prints
+the JSON Schema of these classes.
 
 Invariant: only complete games count, and only evaluations that match the study. Missing values appear in `n` and in
 `cells`, never as a number.
@@ -23,20 +23,15 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict
 
-from pvg.bench.report import schema_of
 from pvg.errors import MissingRequirementError, PvgError
 from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, progress_of
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.power import detectable
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
 from pvg.telemetry.processor import processor
 from pvg.telemetry.waits import usable_cores
 from pvg.version import code_version
-
-SCHEMA_VERSION = 1
-SCHEMA_FILE = Path(__file__).with_name("study.schema.json")
 
 
 class StudyRecord(BaseModel):
@@ -269,13 +264,9 @@ def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[Comp
 
 
 def _of_one_measure(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
-    """The comparisons of all arms for one measure, adjusted over these arms, with what they could have found."""
-    tests = sum(comparison.p is not None for comparison in comparisons)
+    """The comparisons of all arms for one measure, adjusted over these arms."""
     adjusted = _holm([comparison.p for comparison in comparisons])
-    return [
-        replace(found, p_adjusted_arms=p, detectable=detectable(found.spread, found.n, tests))
-        for found, p in zip(comparisons, adjusted, strict=True)
-    ]
+    return [replace(found, p_adjusted_arms=p) for found, p in zip(comparisons, adjusted, strict=True)]
 
 
 def _holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -323,12 +314,3 @@ def csv_text(results: StudyResults) -> str:
                         )
                     )
     return text.getvalue()
-
-
-def json_schema() -> bytes:
-    """The JSON Schema of a study's results, as shipped with pvg."""
-    return schema_of(StudyResults, f"pvg study results, schema version {SCHEMA_VERSION}")
-
-
-if __name__ == "__main__":
-    SCHEMA_FILE.write_bytes(json_schema())

@@ -4,24 +4,18 @@
     endpoint.url
     endpoint.close()
 
-Invariants: it listens on the loopback interface by default. It shows only values of the newest point of each kind, so
-values that no longer exist disappear. A client keeps a connection for at most LIMIT_S, and there are at most
-CONNECTIONS at once. `close` frees the port.
+Invariants: it listens on the loopback interface alone. It shows only values of the newest point of each kind, so values
+that no longer exist disappear. `close` frees the port.
 """
 
 from __future__ import annotations
 
 import re
-import socket
-import sys
 import threading
-import time
 from collections.abc import Mapping
-from typing import Any, get_args
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
@@ -29,59 +23,7 @@ from pvg.telemetry.catalogue import PLACES_IN_NAMES, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
-
-CONNECTIONS = 16  # at once; a scrape needs one
-POLL_S = 0.1  # between two looks at whether the endpoint closes; closing waits for the next one
-LIMIT_S = 10.0  # for a whole request and its answer; Prometheus's own timeout is 10 s
-
-
-class BoundedServer(ThreadingWSGIServer):
-    """A thread per connection. Closes connections beyond CONNECTIONS at once, and every half second those older than
-    `limit_s`."""
-
-    limit_s = LIMIT_S
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self._began: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
-        super().__init__(*args, **more)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        with self._lock:
-            free = len(self._began) < CONNECTIONS
-            if free:
-                self._began[request] = time.monotonic()
-            return free
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._began.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        super().service_actions()
-        self.end_connections(self.limit_s)
-
-    def end_connections(self, limit_s: float = 0.0) -> None:
-        """Shut down connections that have been open for longer than `limit_s`, which ends their threads."""
-        now = time.monotonic()
-        with self._lock:
-            for request, began in self._began.items():
-                if now - began > limit_s:
-                    try:
-                        request.shutdown(socket.SHUT_RDWR)
-                    except OSError:  # the client has already closed it
-                        continue
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that have disconnected; print all other errors, as the base class does."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-
-class QuietHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log no requests: they would disturb the run's display."""
+HOST = "127.0.0.1"
 
 
 class MetricsEndpoint(MetricSink):
@@ -90,7 +32,7 @@ class MetricsEndpoint(MetricSink):
     Raises MissingRequirementError if it cannot listen on the port.
     """
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, port: int) -> None:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._shown: dict[str, set[Series]] = {}
@@ -98,24 +40,19 @@ class MetricsEndpoint(MetricSink):
         self._alerts = Counter("pvg_alerts", "Alerts of this process, by kind.", ("kind",), registry=self._registry)
         for kind in get_args(AlertKind):
             self._alerts.labels(kind)  # starts at 0, so that `increase` counts the first alert
-        application = make_wsgi_app(self._registry)
         try:
-            self._server = make_server(host, port, application, BoundedServer, handler_class=QuietHandler)
+            self._server, self._thread = start_http_server(port, HOST, self._registry)
         except OSError as error:
             raise MissingRequirementError(
-                f"The metrics endpoint cannot listen on {host}:{port} ({error.strerror or error}).",
+                f"The metrics endpoint cannot listen on {HOST}:{port} ({error.strerror or error}).",
                 "Choose another port with --metrics-port, or 0 for none.",
             ) from error
-        self.host, self.port = host, int(self._server.server_port)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(POLL_S,), name="metrics endpoint server", daemon=True
-        )
-        self._thread.start()
+        self.port = int(self._server.server_port)
         self._closed = False
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}/metrics"
+        return f"http://{HOST}:{self.port}/metrics"
 
     def write(self, point: MetricPoint) -> None:
         """Replace the values of the last point of the same kind and phase, or add to them if the point is not
@@ -140,7 +77,6 @@ class MetricsEndpoint(MetricSink):
                 return
             self._closed = True
         self._server.shutdown()
-        self._server.end_connections()
         self._server.server_close()
         self._thread.join()
 

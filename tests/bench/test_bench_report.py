@@ -20,10 +20,8 @@ from tiny_workload import TinyWorkload, write_profile
 
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import (
-    SCHEMA_FILE,
     BenchReport,
     git_state,
-    json_schema,
     read_environment,
     read_report,
     usable_cores,
@@ -50,12 +48,7 @@ def report(*overrides: str, **options: Any) -> BenchReport:
 
 
 def schema() -> Any:
-    return orjson.loads(SCHEMA_FILE.read_bytes())
-
-
-def test_the_shipped_schema_is_that_of_the_classes() -> None:
-    assert SCHEMA_FILE.read_bytes() == json_schema(), "run: python -m pvg.bench.report"
-    jsonschema.Draft202012Validator.check_schema(schema())
+    return BenchReport.model_json_schema(mode="serialization")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Checks a document that a command printed with --json against the schema that pvg ships for it."""
+"""Checks a document that a command printed with --json against its schema."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-import orjson
 
-from pvg_cli.contracts import known_schemas
+from pvg_cli import documents
 
 GROUPS = ("config", "runs", "task")  # commands with commands of their own
 PLAIN_SCHEMAS = ("config-schema", "schemas-named")  # these print a JSON Schema
 
 
 @cache
+def schemas() -> dict[str, Any]:
+    return documents.schemas()
+
+
 def validator(name: str) -> jsonschema.Draft202012Validator:
-    schema = orjson.loads(known_schemas()[name].read_bytes())
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
+    return jsonschema.Draft202012Validator(schemas()[name])
 
 
 def check_document(arguments: Sequence[str], document: Any) -> None:

@@ -1,4 +1,4 @@
-"""The contracts for other programs: shipped schemas, error documents, and the page that lists all of them."""
+"""The contracts for other programs: schemas, error documents, and the page about them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,21 @@ import pytest
 import typer
 from calling import Called, pvg, pvg_process
 from run_samples import begin, played
-from shipped_schemas import GROUPS, document_name, validator
+from shipped_schemas import GROUPS, document_name, schemas, validator
 
 from pvg.config.describe import json_schema as settings_schema
 from pvg.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT, EXIT_USAGE
 from pvg.store.shards import SCHEMAS as SCHEMAS_OF_SHARDS
 from pvg.store.state import STATE_SCHEMA
 from pvg_cli.boundary import EXIT_DEFECT, EXIT_STOPPED
-from pvg_cli.contracts import known_schemas
-from pvg_cli.documents import DOCUMENTS, PAGE, SCHEMAS, json_schema, with_table
+from pvg_cli.documents import DOCUMENTS, FILES
 from pvg_cli.main import app
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_shipped_schemas_are_those_of_the_classes() -> None:
-    assert {path.name for path in SCHEMAS.iterdir()} == {f"{name}.schema.json" for name in DOCUMENTS}
-    for name in DOCUMENTS:
-        assert (SCHEMAS / f"{name}.schema.json").read_bytes() == json_schema(name), "run: python -m pvg_cli.documents"
-
-
 def test_every_schema_is_valid_and_has_a_version() -> None:
-    for name, path in known_schemas().items():
-        schema = orjson.loads(path.read_bytes())
+    for name, schema in schemas().items():
         jsonschema.Draft202012Validator.check_schema(schema)
         assert schema["properties"]["schema_version"]["const"] >= 1, name
 
@@ -53,22 +45,14 @@ def test_every_command_with_json_has_a_schema() -> None:
     assert set(DOCUMENTS) - names == set()
 
 
-def test_the_page_lists_every_document() -> None:
-    page = (ROOT / PAGE).read_text()
-    assert with_table(page) == page, "run: python -m pvg_cli.documents"
-    for command in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
-        assert f"pvg {command}" in page
-
-
 def test_schemas_lists_and_prints_them() -> None:
     assert "train-dry-run" in pvg("schemas").out
     entries = pvg("schemas", "--json").document["schemas"]
-    assert {entry["name"] for entry in entries} == set(known_schemas())
-    assert all(Path(entry["path"]).is_file() for entry in entries)
-    assert orjson.loads(pvg("schemas", "train").out) == orjson.loads(json_schema("train"))
+    assert {entry["name"] for entry in entries} == set(DOCUMENTS) | set(FILES)
+    assert orjson.loads(pvg("schemas", "train").out) == schemas()["train"]
     wrong = pvg("schemas", "trian", "--json")
     assert wrong.code == 2
-    assert "Did you mean 'train'?" in wrong.document["error"]["message"]
+    assert "'train'" in wrong.document["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +134,7 @@ def test_a_process_prints_one_document_and_nothing_else() -> None:
 
 
 def test_the_page_has_the_versions_and_exit_codes_of_the_code() -> None:
-    page = (ROOT / PAGE).read_text()
+    page = (ROOT / "docs/contracts.md").read_text()
     codes = {EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_ENVIRONMENT, EXIT_DEFECT, EXIT_STOPPED}
     listed = {int(line.split("|")[1]) for line in page.splitlines() if re.match(r"\| \d+ \|", line)}
     assert listed == {0, *codes}

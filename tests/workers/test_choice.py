@@ -59,8 +59,7 @@ def test_a_resumed_run_keeps_its_workers():
     assert with_workers(build_experiment({**divided, "cluster": "ray"}), resumed).cluster == RayCluster(
         workers=3, trainers=1
     )
-    before_workers = Experiment()  # a run of an older version has none in its file
-    assert with_workers(Experiment(), before_workers).cluster == AutoCluster()
+    assert with_workers(Experiment(), Experiment()).cluster == AutoCluster()
 
 
 def test_a_run_resumes_on_the_kind_of_cluster_that_is_given():
