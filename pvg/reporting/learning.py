@@ -8,11 +8,10 @@ from markupsafe import Markup
 from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.charts import WINDOW, HistogramKind, ReferenceLine, line_chart, mirrored_histogram
 from pvg.reporting.formats import NumberStyle, metric_display, percent
-from pvg.reporting.outcome import outcome
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import LegendKey, PageSection, chart, elements
-from pvg.reporting.terminal import rounds_table
+from pvg.reporting.terminal import outcome, rounds_table
 
 HELPFUL, SNEAKY, VERIFIER_STYLE, INK = "helpful", "sneaky", "verifier", "ink"
 WARMUP = "warmup"

@@ -34,7 +34,6 @@ from pvg.reporting.formats import (
     value_text,
 )
 from pvg.reporting.machine import workers_text
-from pvg.reporting.outcome import outcome
 from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
 from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
@@ -125,6 +124,51 @@ def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:
     """The table, and below it what it says, one line per sentence."""
     says = outcome(rounds)
     return Group(rounds_table(rounds), *([Text()] if says else []), *map(Sentence, says))
+
+
+def outcome(rounds: Mapping[int, Mapping[str, float]]) -> list[str]:
+    """Sentences on the roles and the verifier, from the metrics by round. A sentence whose metrics were not measured is
+    left out; self-play has none."""
+    if not rounds:
+        return []
+    found = [
+        _before_and_after(rounds, "helpful_accuracy", "of the helpful role's solutions were correct"),
+        _before_and_after(rounds, "sneaky_error_rate", "of the sneaky role's solutions were wrong (flaws)"),
+        _own_flaws(rounds),
+        _previous_flaws(rounds),
+    ]
+    return [sentence for sentence in found if sentence]
+
+
+def _before_and_after(rounds: Mapping[int, Mapping[str, float]], metric: str, says: str) -> str:
+    number, base = max(rounds), base_metrics(rounds)
+    if metric not in rounds[number]:
+        return ""
+    after = metric_text(metric, rounds[number][metric])
+    if metric not in base:
+        return f"{after} {says} after round {number}."
+    return f"{metric_text(metric, base[metric])} {says} before the game, and {after} after round {number}."
+
+
+def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
+    metric, last = "fooled_rate", max(rounds)
+    shares = {number: rounds[number][metric] for number in sorted(rounds) if metric in rounds[number]}
+    if last not in shares:
+        return ""
+    says = f"The verifier of round {last} accepted {metric_text(metric, shares[last])} of its round's flaws."
+    worst = max(shares, key=lambda number: shares[number])
+    most = metric_text(metric, shares[worst])
+    if most == metric_text(metric, shares[last]):
+        return says
+    return f"{says} The highest share was {most}, in round {worst}."
+
+
+def _previous_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
+    metric = "fooled_rate_previous"
+    shares = [metrics[metric] for metrics in rounds.values() if metric in metrics]
+    if not shares:
+        return ""
+    return f"Each new verifier accepted at most {metric_text(metric, max(shares))} of the previous round's flaws."
 
 
 class Sentence:

@@ -1,4 +1,4 @@
-"""Reading logs: both forms of a line, other programs' lines, damage of every kind, compressed and cut off."""
+"""Reading logs: other programs' lines, damage of every kind, compressed and cut off."""
 
 from __future__ import annotations
 
@@ -15,31 +15,11 @@ from pvg.reporting.diagnosis import diagnose
 from pvg.reporting.diagnosis.log_events import LONGEST_LINE, EventReader, LineCounts, MalformedLineError, parse_line
 from pvg.telemetry.events import format_event
 
-OLD = (
-    "[weights] client.done t=4789.766857 trace=d59d6f6a95b94c36 version=1 engines=1 failed=0 "
-    "client.send=4789.580634 wall_ms=186.223 rpc_ms=185.990 queue_ms=0.233"
-)
-
 
 def read(content: bytes) -> tuple[list[str], LineCounts]:
     counts = LineCounts()
     events = list(EventReader(io.BytesIO(content), "x.log", counts))
     return [f"{event.tag}:{event.name}:{event.line}" for event in events], counts
-
-
-def test_the_old_form_and_the_new_say_the_same() -> None:
-    for text in (OLD, OLD.replace("client.done", "", 1).replace("trace=", "event=client.done trace=")):
-        event = parse_line(text, 0, 1)
-        assert event is not None
-        assert (event.name, event.t, event.number("wall_ms")) == ("client.done", 4789.766857, 186.223)
-        assert event.number("client.send") == 4789.580634
-
-
-def test_an_old_log_gives_timings(tmp_path: Path) -> None:
-    (tmp_path / "old.log").write_text(f"{OLD}\n" * 6)
-    timings = diagnose([tmp_path / "old.log"]).timings
-    assert (timings["queue_ms"].n, timings["queue_ms"].p50) == (1, 0.233)  # one trace id: one update, told six times
-    assert timings["wall_ms"].max == 186.223
 
 
 def test_every_line_the_product_writes_is_read() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pvg.reporting.outcome import outcome
+from pvg.reporting.terminal import outcome
 
 FIRST = {
     "base_helpful_accuracy": 0.613,

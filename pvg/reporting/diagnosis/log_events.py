@@ -4,8 +4,7 @@
         for event in EventReader(log):
             event.tag, event.name, event.number("wall_ms")
 
-A tag may follow another program's prefix. In old logs the name of the event is a bare word. No line is fatal:
-unreadable lines are counted, with an example.
+A tag may follow another program's prefix. No line is fatal: unreadable lines are counted, with an example.
 
 Invariant: memory does not depend on the log, nor on the length of a line.
 """
@@ -36,7 +35,6 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 _TAG = re.compile(rf"\[({'|'.join(TAGS)})\](?=\s|$)")
 _FIELD = re.compile(r'([A-Za-z_][\w.-]*)=("[^"]*"|\S*)')
-_WORD = re.compile(r"\s*([A-Za-z_][\w.-]*)(?=\s|$)")
 
 
 class MalformedLineError(ValueError):
@@ -87,12 +85,10 @@ def parse_line(text: str, source: int, line: int) -> Event | None:
     fields: dict[str, str] = dict(_FIELD.findall(rest))
     if '"' in rest:
         fields = {key: value.strip('"') for key, value in fields.items()}
-    word = _WORD.match(rest)
-    name = fields.get("event") or (word[1] if word else "")
     t = _number(fields, "t")
     if t is None:
         raise MalformedLineError("it has no time (t=)")
-    return Event(found[1], name, t, fields, text[found.start() :][:SHOWN_TEXT], source, line)
+    return Event(found[1], fields.get("event", ""), t, fields, text[found.start() :][:SHOWN_TEXT], source, line)
 
 
 def _number(fields: dict[str, str], key: str) -> float | None:
