@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -74,22 +75,25 @@ def main(
     """Play, train and measure prover-verifier games with language models."""
 
 
-train.register(app)
-task.register(app)
-serve.register(app)
-bench.register(app)
-compare.register(app)
-study.register(app)
-report.register(app)
-watch.register(app)
-run_folders.register(app)
-evaluate.register(app)
-score.register(app)
-export.register(app)
-config.register(app)
-contracts.register(app)
-doctor.register(app)
-diagnose.register(app)
-profile.register(app)
-plan.register(app)
-init.register(app)
+# The groups of commands in `pvg --help`, in this order.
+GROUPS: dict[str, tuple[ModuleType, ...]] = {
+    "Play": (train, task),
+    "Look": (report, watch, run_folders, diagnose),
+    "Measure": (evaluate, study, bench, compare, profile, plan),
+    "Share": (score, export, serve),
+    "Set up": (init, config, doctor, contracts),
+}
+
+
+def _register(panel: str, modules: tuple[ModuleType, ...]) -> None:
+    commands, groups = len(app.registered_commands), len(app.registered_groups)
+    for module in modules:
+        module.register(app)
+    for command in app.registered_commands[commands:]:
+        command.rich_help_panel = panel
+    for group in app.registered_groups[groups:]:
+        group.rich_help_panel = panel
+
+
+for panel, modules in GROUPS.items():
+    _register(panel, modules)

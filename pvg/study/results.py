@@ -28,7 +28,6 @@ from pvg.store.atomic import write_output
 from pvg.study.cells import CellProgress, StudyFolder, progress_of
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.power import detectable
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
 from pvg.telemetry.processor import processor
 from pvg.telemetry.waits import usable_cores
@@ -265,13 +264,9 @@ def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[Comp
 
 
 def _of_one_measure(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
-    """The comparisons of all arms for one measure, adjusted over these arms, with what they could have found."""
-    tests = sum(comparison.p is not None for comparison in comparisons)
+    """The comparisons of all arms for one measure, adjusted over these arms."""
     adjusted = _holm([comparison.p for comparison in comparisons])
-    return [
-        replace(found, p_adjusted_arms=p, detectable=detectable(found.spread, found.n, tests))
-        for found, p in zip(comparisons, adjusted, strict=True)
-    ]
+    return [replace(found, p_adjusted_arms=p) for found, p in zip(comparisons, adjusted, strict=True)]
 
 
 def _holm(p_values: Sequence[float | None]) -> list[float | None]:

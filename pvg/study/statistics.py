@@ -11,7 +11,7 @@
 - Censored values ("not found within N") rank above all numbers. They have shares, medians and ranks, but no means. They
   are compared by signed ranks (Wilcoxon), with everything from N on tied at N; the p value is exact in the same way.
 - The smallest of several p values is small by chance. Holm's adjustment keeps the error rate for the whole family: the
-  arms of one measure, or all comparisons of a study. `pvg.study.power` says which differences remain visible.
+  arms of one measure, or all comparisons of a study.
 - A trend is Kendall's tau-b of a seed's rounds. Its p value compares the taus with 0, with seeds as units, because the
   rounds of one run are not independent but seeds are.
 """
@@ -27,8 +27,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-from pvg.bench.statistics import student_quantile
+from pvg.errors import counted
 from pvg.study.measures import MeasuredValue, cap_of, capped, numbers
 
 CONFIDENCE = 0.95
@@ -66,8 +67,6 @@ class PairedComparison:
     with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs;
     `least_p` is the smallest possible with n pairs. `p_adjusted_arms`: Holm's, over the arms of the measure.
     `p_adjusted`: Holm's, over all comparisons of the study. `spread`: the standard deviation of the differences.
-    `detectable`: the smallest true difference that the test finds in 4 of 5 studies with these seeds, this spread and
-    Holm's correction over the arms; None if these seeds can find none, and without a spread.
     """
 
     n: int
@@ -83,7 +82,6 @@ class PairedComparison:
     p_adjusted: float | None = None
     p_adjusted_arms: float | None = None
     spread: float | None = None
-    detectable: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +137,7 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     if n < LEAST_FOR_INTERVAL:
         return None, None
     mean = statistics.fmean(values)
-    reach = student_quantile((1 + CONFIDENCE) / 2, n - 1) * statistics.stdev(values) / math.sqrt(n)
+    reach = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(values) / math.sqrt(n)
     return mean - reach, mean + reach
 
 
@@ -218,6 +216,19 @@ def least_p(n: int) -> float:
 def seeds_needed(comparisons: int) -> int:
     """The smallest number of seeds with which one of that many comparisons can reach LEVEL after Holm's adjustment."""
     return math.ceil(math.log2(2 * max(1, comparisons) / LEVEL))
+
+
+def shortfall(seeds: int, tests: int, effect: str) -> str:
+    """Why `seeds` seeds can show no significant `effect` ("difference between arms") in a family of `tests` tests, and
+    how many seeds can. Empty if these seeds can."""
+    if seeds < 1 or tests < 1 or tests * least_p(seeds) <= LEVEL:
+        return ""
+    corrected = f", and {min(1.0, tests * least_p(seeds)):.3g} with Holm's correction over {tests} arms"
+    return (
+        f"{counted(seeds, 'seed')} cannot show a significant {effect}: the smallest possible p value is "
+        f"{least_p(seeds):.3g}{corrected if tests > 1 else ''}. "
+        f"At least {seeds_needed(tests)} seeds are necessary for p <= {LEVEL}."
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

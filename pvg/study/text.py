@@ -15,9 +15,8 @@ from pvg.errors import counted
 from pvg.reporting.formats import ABSENT, NumberStyle, value_text
 from pvg.reporting.table import Column, Table, TableCell, escaped
 from pvg.study.plan import StudyPlan
-from pvg.study.power import shortfall
 from pvg.study.results import CellRecord, MeasureRecord, StudyResults
-from pvg.study.statistics import LEAST_FOR_INTERVAL, PairedComparison, SeedSummary, Trend
+from pvg.study.statistics import LEAST_FOR_INTERVAL, PairedComparison, SeedSummary, Trend, shortfall
 
 if TYPE_CHECKING:
     from pvg.reporting.table import LegendKey
@@ -27,9 +26,6 @@ MEASURE = Column("measure", once=True)
 LONG_NAME = 14  # characters of an arm's name that a terminal of 80 columns has room for
 DIFFERENCE, TREND = "difference between arms", "trend over the rounds"
 HOLM = "Holm's p is corrected for the arms of one measure, not for several measures."
-DETECTS = (
-    "Detects: the true difference that these seeds and this spread show in 4 of 5 studies (–: none, or not computable)."
-)
 
 
 def measure_text(measure: MeasureRecord, value: float | None) -> str:
@@ -109,9 +105,9 @@ def p_text(p: float | None) -> str:
 
 
 def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[str]:
-    """Difference, interval, signs, p, p adjusted over the arms and over all comparisons, detectable difference."""
+    """Difference, interval, signs, p, p adjusted over the arms and over all comparisons."""
     if not found.n:
-        return [ABSENT] * 7
+        return [ABSENT] * 6
     difference = "by rank" if found.test == "signed ranks" else change_text(measure, found.difference)
     return [
         difference,
@@ -120,7 +116,6 @@ def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[st
         p_text(found.p),
         p_text(found.p_adjusted_arms),
         p_text(found.p_adjusted),
-        change_text(measure, found.detectable).removeprefix("+"),
     ]
 
 
@@ -251,7 +246,7 @@ def markdown_text(results: StudyResults) -> str:
         ]
     if results.comparisons:
         heading = f"### Against {results.reference}, paired by seed"
-        parts += [heading, f"{HOLM} {DETECTS}", comparisons_table(results).to_markdown()]
+        parts += [heading, HOLM, comparisons_table(results).to_markdown()]
     if trends := trends_table(results):
         parts += ["### Over the rounds", HOLM, trends.to_markdown()]
     if warnings := cautions(results):
@@ -315,9 +310,8 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
         Column("p", "right", wrap=False),
         Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
         Column(f"Holm's p of all {results.family}", "right", on="pages"),
-        Column("detects", "right", wrap=False, hint=DETECTS),
     )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=f"{HOLM} {DETECTS}")
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
         measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policies import tiny_model
+from virtual_time import run_in_virtual_time
 
-from benchmarks.virtual_time import run_in_virtual_time
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder

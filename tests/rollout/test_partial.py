@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_deadlines import TOKENIZER, AnyTask
+from virtual_time import run_in_virtual_time
 
 from benchmarks.stragglers import HeavyTailedEngine
-from benchmarks.virtual_time import run_in_virtual_time
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall

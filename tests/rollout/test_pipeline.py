@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_groups import made_group
+from virtual_time import run_in_virtual_time
 
-from benchmarks.virtual_time import run_in_virtual_time
 from pvg.errors import StateError
 from pvg.records import Group, Role
 from pvg.rollout.dispatcher import all_or_none

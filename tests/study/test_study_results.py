@@ -14,7 +14,6 @@ from pvg.study.cells import note_failure
 from pvg.study.measures import EVALUATION, MeasuredValue
 from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
-from pvg.study.power import detectable
 from pvg.study.results import StudyResults, collect, csv_text, write_results
 from pvg.study.statistics import summarise
 from pvg.study.text import cautions, change_text, markdown_text, means_table, placed, plan_cautions, rounds_text
@@ -152,10 +151,9 @@ def test_a_caution_is_about_the_measures_whose_seeds_are_too_few() -> None:
     label = next(measure.label for measure in results.measures if measure.name == "helpful_accuracy")
     assert told.startswith(f"For {label}: 6 seeds cannot show a significant difference between arms:")
     assert "over 2 arms" in told
-    assert "4 of 5 studies (–: none, or not computable)." in markdown_text(results)
 
 
-def test_enough_seeds_have_a_detectable_difference() -> None:
+def test_the_spread_of_the_differences() -> None:
     plan = small(SEVEN)
     for cell in plan.cells:
         noise = 0.01 * (cell.seed % 3) if cell.arm == "src" else 0.0
@@ -164,9 +162,6 @@ def test_enough_seeds_have_a_detectable_difference() -> None:
     (accuracy,) = [one.comparison for one in results.comparisons if one.measure == "helpful_accuracy"]
     # differences of 0, 1, 2, 0, 1, 2, 0 points: mean 6/7, sum of squares 10 - 36/7 = 34/7, 6 degrees of freedom
     assert accuracy.spread == pytest.approx(0.01 * (34 / 42) ** 0.5)
-    assert accuracy.detectable == detectable(accuracy.spread, 7, 1)
-    assert f"| {100 * (accuracy.detectable or 0.0):.1f} pp |" in markdown_text(results)
-    assert "these seeds and this spread show in 4 of 5 studies" in check(study_page(results)).text
 
 
 def test_a_plan_says_what_its_seeds_cannot_show() -> None:
@@ -253,7 +248,7 @@ def test_figures_read_well() -> None:
     assert rounds_text(share, [summarise([MeasuredValue(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
-    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 | – |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
     assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 | 0.031 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
     assert "| helpful accuracy | src | 43.0 % (40.0 to 46.0 %) | 63.0 % (60.0 to 66.0 %) |" in text

@@ -17,6 +17,7 @@ from pvg.study.statistics import (
     kendall_tau,
     least_p,
     seeds_needed,
+    shortfall,
     sign_flip_p,
     signed_ranks,
     summarise,
@@ -203,3 +204,23 @@ def test_steps_to_exploit_that_end_in_not_found_rise() -> None:
     found = trend([rising, never_found, rising[::-1]])
     assert (found.up, found.down, found.flat, found.change) == (1, 1, 1, None)
     assert found.tau == pytest.approx((1 + 0 - 1) / 3)
+
+
+def test_too_few_seeds_are_named_with_the_number_that_is_enough() -> None:
+    assert shortfall(5, 1, "difference") == (
+        "5 seeds cannot show a significant difference: the smallest possible p value is 0.0625. "
+        "At least 6 seeds are necessary for p <= 0.05."
+    )
+    assert shortfall(7, 4, "trend") == (  # 2 / 128, times 4
+        "7 seeds cannot show a significant trend: the smallest possible p value is 0.0156, and 0.0625 with Holm's "
+        "correction over 4 arms. At least 8 seeds are necessary for p <= 0.05."
+    )
+    assert shortfall(1, 3, "difference").startswith("1 seed cannot")
+    assert "p value is 1, and 1 with" in shortfall(1, 3, "difference")
+    assert shortfall(6, 1, "difference") == shortfall(0, 1, "difference") == shortfall(5, 0, "difference") == ""
+
+
+@given(st.integers(1, 200))
+def test_the_number_that_is_named_is_the_smallest_that_is_enough(tests: int) -> None:
+    assert shortfall(seeds_needed(tests), tests, "difference") == ""
+    assert shortfall(seeds_needed(tests) - 1, tests, "difference") != ""

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from test_ray_workers import weights
 from test_torchrun import GAME, expected, train, trains
-
-from benchmarks.two_hosts import Host, missing, two_hosts
+from two_hosts import Host, missing, two_hosts
 
 __all__ = ["expected"]  # a fixture
 

@@ -216,7 +216,7 @@ class EndToEnd:
         return phase
 
     def derived(self) -> dict[str, float]:
-        """Means over the steps of the last sample; pvg/telemetry/catalogue.py explains the names. With workers also the
+        """Means over the steps of the last sample; pvg/telemetry/catalogue.toml has their names. With workers also the
         share of its time that the exchange with them takes (pvg.workers.load.ExchangeMeter). (The runner adds the
         shares of the budget.)"""
         found = {}
