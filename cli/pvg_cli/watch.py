@@ -70,7 +70,7 @@ def watch(
                 async with WatchServer.start(directory, candidate) as server:
                     ready = True
                     _announce(server, directory, as_json)
-                    await server.follow()
+                    await asyncio.Event().wait()  # until Ctrl-C
             except PortInUseError as error:
                 if not error.taken or candidate == candidates[-1]:
                     raise

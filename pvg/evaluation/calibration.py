@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse.linalg import LinearOperator, cg
+from scipy.special import expit
 
 from pvg.evaluation.intervals import Estimate, Float64, Ints, mean_of, share_of
 
@@ -26,7 +28,7 @@ SOLVED = 1e-10  # relative residual of the inner solve
 
 def sigmoid(x: NDArray[Any]) -> Float64:
     """1 / (1 + e^-x), without overflow."""
-    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * x.astype(np.float64))))
+    return np.asarray(expit(x.astype(np.float64)))
 
 
 def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
@@ -57,26 +59,16 @@ def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
 
 
 def _solve(design_ND: Float64, curvature_N: Float64, penalty_D: Float64, right_D: Float64) -> Float64:
-    """x with (design' diag(curvature) design + diag(penalty)) x = right, by conjugate gradients (Hestenes and Stiefel
-    1952) with the diagonal as preconditioner."""
+    """x with (design' diag(curvature) design + diag(penalty)) x = right, by conjugate gradients with the diagonal as
+    preconditioner."""
+    size = len(right_D)
     diagonal_D = np.einsum("nd,n,nd->d", design_ND, curvature_N, design_ND, optimize=True) + penalty_D
-    x_D = np.zeros_like(right_D)
-    residual_D = right_D.copy()
-    eased_D = residual_D / diagonal_D
-    direction_D = eased_D.copy()
-    size = float(residual_D @ eased_D)
-    enough = SOLVED**2 * size
-    for _ in range(CONJUGATE_STEPS):
-        if size <= enough:
-            break
-        image_D = design_ND.T @ (curvature_N * (design_ND @ direction_D)) + penalty_D * direction_D
-        length = size / float(direction_D @ image_D)
-        x_D += length * direction_D
-        residual_D -= length * image_D
-        eased_D = residual_D / diagonal_D
-        before, size = size, float(residual_D @ eased_D)
-        direction_D = eased_D + (size / before) * direction_D
-    return x_D
+    system = LinearOperator(
+        (size, size), lambda x_D: design_ND.T @ (curvature_N * (design_ND @ x_D)) + penalty_D * x_D, dtype=np.float64
+    )
+    eased = LinearOperator((size, size), lambda x_D: x_D / diagonal_D, dtype=np.float64)
+    x_D, _ = cg(system, right_D, rtol=SOLVED, maxiter=CONJUGATE_STEPS, M=eased)
+    return np.asarray(x_D)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------

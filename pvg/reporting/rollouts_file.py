@@ -6,8 +6,7 @@
         if stored.count:
             write_page(path, rollouts_file(stored, run, summary, "report.html", fingerprint))
 
-The page has the form, the list and the colours of `pvg watch` (pvg.reporting.rollouts_page). templates/rollouts.js
-filters as `RolloutIndex.find` does; a test compares the two in a browser.
+`pvg report` writes it beside a run's page, and `pvg watch` serves it. templates/rollouts.js filters and sorts.
 
 The solutions are in script elements that a browser does not execute: JSON, compressed, as base64. The first element has
 the columns that filters need. The others are blocks of texts, which the script unpacks when it shows or searches them.
@@ -31,7 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import orjson
 
@@ -39,12 +38,10 @@ import pvg
 from pvg.errors import counted
 from pvg.records import Rollout
 from pvg.reporting.formats import phase_label
-from pvg.reporting.rollouts import ROLES, RolloutGrade, RolloutQuery, grade_word
-from pvg.reporting.rollouts_page import ROWS, markup, query_form
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.shown_solutions import rollout_side, shortened
 from pvg.reporting.solutions import committed_shards, phase_of, threshold_of, verdict_word
-from pvg.reporting.table import PageKind, elements, page, showable
+from pvg.reporting.table import PageKind, TemplateMacros, elements, page, showable
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -56,11 +53,26 @@ LONGEST = 100_000  # characters of one text
 LARGE_BYTES = 20_000_000  # shards of this size take about a second to pack
 HEAD_BYTES = 1_000_000  # the fingerprint is in the first bytes of the page
 LEVEL = 5  # of gzip
-GRADES: tuple[str, ...] = get_args(RolloutGrade)
+ROWS = 50  # of one page of the list
+ROLES = ("helpful", "sneaky")
+# "flaw": a wrong sneaky solution that is well formed (and proven, if its task requires that).
+GRADES = ("correct", "wrong", "malformed", "flaw")
+ORDERS = {
+    "newest": "newest",
+    "oldest": "oldest",
+    "highest": "highest score",
+    "lowest": "lowest score",
+    "longest": "longest",
+    "shortest": "shortest",
+}
+# The fields of the form that are numbers. All ranges include their ends.
+NUMBERS = {"first_step": "step from", "last_step": "step to", "lowest": "score from", "highest": "score to"}
 VERDICTS = ("", "accepted", "refused")
 NUMBERED = ("role", "grade", "verdict", "phase", "source", "problem")  # these columns are numbers of words
 COLUMNS = (*NUMBERED, "round", "step", "group", "tokens", "score", "reward")
 TEXTS = ("id", "text", "mark", "said", "before", "after")
+
+markup = TemplateMacros("rollouts.html.j2")
 
 
 @dataclass
@@ -128,7 +140,6 @@ class _Packer:
         if rollout.round not in self._thresholds:
             self._thresholds[rollout.round] = threshold_of(self._summary, rollout.round)
         threshold = self._thresholds[rollout.round]
-        grade = rollout.grade
         problem = (_shown(rollout.problem_id), _cut(rollout.question), _cut(rollout.reference))
         texts = _texts(rollout, threshold)
         is_new = problem not in self._numbers.get("problem", {})
@@ -138,7 +149,7 @@ class _Packer:
         self._room -= size
         row = {
             "role": rollout.role.value,
-            "grade": grade_word(correct=grade.correct, well_formed=grade.well_formed, flaw=rollout.is_flaw),
+            "grade": _grade_word(rollout),
             "verdict": verdict_word(rollout.score, threshold),
             "phase": (phase, phase_label(phase)),
             "source": _shown(rollout.source),
@@ -181,6 +192,13 @@ class _Packer:
         self._stored.words = {name: list(self._numbers.get(name, ())) for name in NUMBERED}
         self._stored.words["problem"] = [name for name, *_ in self._stored.words["problem"]]
         return self._stored
+
+
+def _grade_word(rollout: Rollout) -> str:
+    """The narrowest of GRADES that fits."""
+    if not rollout.grade.well_formed:
+        return "malformed"
+    return "correct" if rollout.grade.correct else "flaw" if rollout.is_flaw else "wrong"
 
 
 def _texts(rollout: Rollout, threshold: float | None) -> dict[str, Any]:
@@ -239,18 +257,27 @@ def rollouts_file(
     `page_fingerprint`, so that `is_current` knows the page. A page about damaged shards has none, because they may be
     repaired."""
     title = elements.title("All rollouts", summary.name)
-    rounds = sorted(set(stored.columns["round"]))
-    form = query_form(RolloutQuery(), rounds, [phase for phase, _ in stored.words["phase"]], action="")
+    choices = {
+        "role": [(role, role) for role in ROLES],
+        "grade": [(grade, grade) for grade in GRADES],
+        "round": [(round_, round_) for round_ in sorted(set(stored.columns["round"]))],
+        "phase": stored.words["phase"],
+    }
+    form = markup.form(choices, ORDERS, NUMBERS)
     packed = _packed({**stored.columns, "words": stored.words, "starts": stored.starts, "page": ROWS})
     mark = "" if stored.problems else fingerprint
     body = [elements.notes(_notes(stored, run)), markup.browser(form, mark), markup.packed(packed, stored.blocks)]
-    kind = PageKind(
+    return page(f"{summary.name}: rollouts", [title, *body], [], rollouts_kind(report))
+
+
+def rollouts_kind(report: str) -> PageKind:
+    """What the page may do. `report`: the address of the run's page."""
+    return PageKind(
         scripts=("page.js", "rollouts.js"),
         policy="form-action 'none'; base-uri 'none'",
         sheets=("rollouts.css",),
         links=((report, "Report"),),
     )
-    return page(f"{summary.name}: rollouts", [title, *body], [], kind)
 
 
 def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
@@ -260,7 +287,7 @@ def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
     newest = (
         f"This page has the newest {counted(stored.count, 'solution')} of {everything}, so that a browser can open it."
     )
-    return [f"{newest} To see all of them: pvg watch {run.argument}", *stored.problems]
+    return [f"{newest} The files in {run.argument}/rollouts have all of them.", *stored.problems]
 
 
 # --- a page that is already there -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +24,11 @@ from pvg.reporting.learning import learning_section, rounds_section, scores_sect
 from pvg.reporting.machine import machine_section, throughput_section
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.shown_solutions import shown_solution
-from pvg.reporting.solutions import (
-    RoundScores,
-    SolutionPair,
-    round_scores,
-    solution_pairs,
-)
+from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, solution_pairs
 from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import RolloutShards
 from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
@@ -81,7 +75,6 @@ def collect(
     examples: int,
     *,
     playing: bool = False,
-    shards: RolloutShards | None = None,
 ) -> RunData:
     """Read scores, solutions and spans. A damaged shard is noted under `problems`.
 
@@ -93,7 +86,7 @@ def collect(
     scores: list[RoundScores] = []
     pairings: list[SolutionPair] = []
     try:
-        scores = round_scores(run, summary, shards)
+        scores = round_scores(run, summary)
         pairings = solution_pairs(run, examples, 1 if playing else None) if examples else []
         if examples and experiment.task.kind in DRAWN_TASKS:
             from pvg.reporting.boards import SECTIONS
@@ -122,13 +115,14 @@ def thresholds_of(scores: Sequence[RoundScores]) -> dict[int, float]:
     return {found.round: found.threshold for found in scores if found.threshold is not None}
 
 
-def run_page(data: RunData) -> str:
-    sections = [build() for build in run_sections(data).values()]
-    kind = PageKind(links=((data.rollouts, "All rollouts"),) if data.rollouts else ())
-    return page(f"{data.summary.name}: pvg report", run_header(data), sections, kind)
+def run_page(data: RunData, now: Sequence[object] = (), kind: PageKind | None = None) -> str:
+    """The whole page. `pvg watch` adds `now`, where the run is, below the title, and has its own `kind`."""
+    kind = kind or PageKind(links=((data.rollouts, "All rollouts"),) if data.rollouts else ())
+    title, *rest = _header(data)
+    return page(f"{data.summary.name}: pvg report", [title, *now, *rest], _sections(data), kind)
 
 
-def run_header(data: RunData) -> list[object]:
+def _header(data: RunData) -> list[object]:
     """Title, state, facts, notes and key figures."""
     summary = data.summary
     word, kind = state_word(data.state, summary.status, summary.damaged)
@@ -145,25 +139,24 @@ def run_header(data: RunData) -> list[object]:
     ]
 
 
-def run_sections(data: RunData) -> dict[str, Callable[[], PageSection]]:
-    """The sections by name, in order. Each is drawn when it is called."""
+def _sections(data: RunData) -> list[PageSection]:
     summary = data.summary
     no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
-    return {
-        "alerts": lambda: _alerts(summary),
-        "rounds": lambda: rounds_section(summary),
-        "evaluation": lambda: evaluation_section(data.evaluation),
-        "learning": lambda: learning_section(summary),
-        "scores": lambda: scores_section(data.scores, no_scores),
-        "drawing": lambda: data.drawing or PageSection("drawing", "Drawing", []),
-        "solutions": lambda: solutions_section(data.pairings, thresholds_of(data.scores), data.rollouts),
-        "time": lambda: time_section(summary),
-        "gantt": lambda: _timeline(data),
-        "throughput": lambda: throughput_section(summary),
-        "machine": lambda: machine_section(summary),
-        "settings": lambda: settings_section(data.experiment),
-        "onwards": lambda: _onwards(summary, running=data.state in ("running", "silent")),
-    }
+    return [
+        _alerts(summary),
+        rounds_section(summary),
+        evaluation_section(data.evaluation),
+        learning_section(summary),
+        scores_section(data.scores, no_scores),
+        *([data.drawing] if data.drawing else []),
+        solutions_section(data.pairings, thresholds_of(data.scores), data.rollouts),
+        time_section(summary),
+        _timeline(data),
+        throughput_section(summary),
+        machine_section(summary),
+        settings_section(data.experiment),
+        _onwards(summary, running=data.state in ("running", "silent")),
+    ]
 
 
 def _timeline(data: RunData) -> PageSection:

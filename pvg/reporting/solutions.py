@@ -245,10 +245,9 @@ class RoundScores:
         return float((scores >= self.threshold).mean()) if self.threshold is not None and len(scores) else None
 
 
-def round_scores(run: RunDirectory, summary: RunSummary, shards: RolloutShards | None = None) -> list[RoundScores]:
-    """The scores of every round with scored solutions, in order. `shards`: what reads them; default: a new object.
-    Raises DamagedFileError for a damaged shard."""
-    shards, infos = shards or RolloutShards(run.path), committed_shards(run)
+def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
+    """The scores of every round with scored solutions, in order. Raises DamagedFileError for a damaged shard."""
+    shards, infos = RolloutShards(run.path), committed_shards(run)
     found = []
     for round_ in sorted({info.round for info in infos}):
         own = [info for info in infos if info.round == round_]

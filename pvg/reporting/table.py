@@ -62,15 +62,13 @@ class LegendKey:
 @dataclass(frozen=True, slots=True)
 class PageSection:
     """A part of the page under a heading, with `lead` as the sentence below it. The page leaves out a section whose
-    body is empty. `style`: a style sheet of templates/ that this section needs, besides page.css. `part`: its name on a
-    live page (pvg.reporting.live_page), which replaces the section and keeps an empty one hidden."""
+    body is empty. `style`: a style sheet of templates/ that this section needs, besides page.css."""
 
     anchor: str
     title: str
     body: Sequence[object]
     lead: str = ""
     style: str = ""
-    part: str = ""
 
     @property
     def shown(self) -> bool:
@@ -90,7 +88,7 @@ class PageKind:
 
 
 OFFLINE = PageKind()
-LIVE_SCRIPT = "live.js"  # replaces the header and the sections with a `part`
+LIVE_SCRIPT = "live.js"  # loads the page again and replaces what has changed
 
 
 def showable(value: object) -> object:
@@ -143,7 +141,7 @@ chart = TemplateMacros("charts.html.j2")
 
 def page(title: str, header: Sequence[object], sections: Sequence[PageSection], kind: PageKind = OFFLINE) -> str:
     """The whole page as one file."""
-    shown = [section for section in sections if section.shown or section.part]
+    shown = [section for section in sections if section.shown]
     sheets = dict.fromkeys(["page.css", *sorted({section.style for section in shown if section.style}), *kind.sheets])
     values: dict[str, Any] = {
         "title": title,

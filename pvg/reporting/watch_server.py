@@ -1,47 +1,38 @@
-"""The server of `pvg watch`: the live page of one run, its events, and its stored solutions.
+"""The server of `pvg watch`: the page of one run, and the page with all its solutions.
 
     async with WatchServer.start(run, port=0) as server:
         print(server.url)
 
 | address | answer |
 |---|---|
-| `/` | the live page |
-| `/events` | server-sent events: `run`, with the state of the run as JSON |
-| `/parts/NAME` | one part of the page, as JSON: title and HTML |
-| `/rollouts` | the list of stored solutions; the fields of the form are its parameters |
-| `/rollouts/ROUND/SHARD/ROW` | one solution |
+| `/` | the report, which loads itself again; 304 if it has the ETag that the browser names |
+| `/rollouts.html` | the page with all solutions |
 
 Invariants: it listens on 127.0.0.1 only, and answers only requests whose Host header names this machine. Otherwise a
 page of another site could read the run with a DNS name that points here. It answers GET and HEAD only. One thread reads
-the run; nothing is read while no browser is connected. A client that reads slowly misses events, but not the last one.
+the run, and only when a browser asks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import time
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
 from urllib.parse import urlsplit
 
-import orjson
 from aiohttp import web
 
 from pvg.errors import MissingRequirementError, PvgError, reason
-from pvg.reporting.live_page import INTERVAL_S, SHARE, LiveRun, live_kind
-from pvg.reporting.rollouts_page import KIND, rollout_page, rollouts_page
+from pvg.reporting.live_page import LIVE, ROLLOUTS, LiveRun
+from pvg.reporting.rollouts_file import rollouts_kind
 from pvg.reporting.table import PageKind, policy_of
 from pvg.store.run_directory import RunDirectory
 
 HOST = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-MOST_STREAMS = 32  # event streams at once
-KEEP_ALIVE_S = 15.0  # between two bytes of a stream, so that a tunnel does not close it
-READ_S = 2.0  # of new shards per request; a page that has not read all of them says so
-RETRY_MS = 2000
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -49,22 +40,16 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 
-Answer = TypeVar("Answer")
-
 
 class WatchServer:
     """Use `WatchServer.start`."""
 
     url: str
     port: int
-    _follower: asyncio.Task[None]
 
     def __init__(self, run: RunDirectory) -> None:
         self._live = LiveRun(run)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pvg-watch")
-        self._streams: set[asyncio.Event] = set()
-        self._event = b""
-        self._connected = asyncio.Event()
 
     @classmethod
     @asynccontextmanager
@@ -77,15 +62,11 @@ class WatchServer:
         app.add_routes(
             [
                 web.get("/", server._page),
-                web.get("/events", server._stream),
-                web.get("/parts/{name}", server._part),
-                web.get("/rollouts", server._list),
-                web.get(r"/rollouts/{round:\d+}/{label}/{row:\d+}", server._rollout),
+                web.get(f"/{ROLLOUTS}", server._rollouts),
             ]
         )
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        server._follower = asyncio.create_task(server._follow())
         try:
             try:
                 await web.TCPSite(runner, HOST, port).start()
@@ -99,111 +80,23 @@ class WatchServer:
             server.url = f"http://{HOST}:{server.port}/"
             yield server
         finally:
-            server._follower.cancel()
-            await asyncio.gather(server._follower, return_exceptions=True)
             await runner.cleanup()
             server._thread.shutdown(cancel_futures=True)
 
-    async def follow(self) -> None:
-        """Returns never. Raises the error that ends the following of the run."""
-        await self._follower
-
-    # --- the run ---------------------------------------------------------------------------------------------------
-
-    async def _work(self, function: Callable[[], Answer]) -> Answer:
+    async def _work(self, function: Callable[[], str]) -> str:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def _follow(self) -> None:
-        """Look at the run once a second while a browser is connected, less often if that takes long; wake up the
-        streams."""
-        while True:
-            await self._connected.wait()
-            began = time.monotonic()
-            event = await self._work(self._look)
-            took_s = time.monotonic() - began
-            if event != self._event:
-                self._event = event
-                for woken in self._streams:
-                    woken.set()
-            if not self._streams:
-                self._connected.clear()
-            await asyncio.sleep(max(INTERVAL_S, SHARE * took_s))
-
-    def _look(self) -> bytes:
-        self._live.update()
-        return orjson.dumps(self._live.event(), option=orjson.OPT_NON_STR_KEYS)
-
-    # --- answers ---------------------------------------------------------------------------------------------------
-
-    async def _page(self, _: web.Request) -> web.Response:
-        def draw() -> str:
-            self._live.update()
-            return self._live.page()
-
-        return _html(await self._work(draw), live_kind())
-
-    async def _part(self, request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        found = await self._work(lambda: self._live.part(name))
-        if found is None:
-            raise web.HTTPNotFound(text=f"This page has no part {name!r}.")
-        answer = web.Response(body=orjson.dumps(found), content_type="application/json")
-        answer.enable_compression()
+    async def _page(self, request: web.Request) -> web.Response:
+        text = await self._work(self._live.page)
+        tag = hashlib.sha256(text.encode()).hexdigest()
+        if any(known.value == tag for known in request.if_none_match or ()):
+            return web.Response(status=304, headers={"ETag": f'"{tag}"'})
+        answer = _html(text, LIVE)
+        answer.etag = tag
         return answer
 
-    async def _stream(self, request: web.Request) -> web.StreamResponse:
-        if len(self._streams) >= MOST_STREAMS:
-            raise web.HTTPServiceUnavailable(text=f"{MOST_STREAMS} pages are open already. Close one.")
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"})
-        await answer.prepare(request)
-        woken = asyncio.Event()
-        self._streams.add(woken)
-        self._connected.set()
-        try:
-            await answer.write(b"retry: %d\n\n" % RETRY_MS)
-            event = await self._work(self._look)
-            while True:
-                await answer.write(b"event: run\ndata: " + event + b"\n\n")
-                while not await _within(woken.wait(), KEEP_ALIVE_S):
-                    await answer.write(b": still here\n\n")
-                woken.clear()
-                event = self._event
-        except ConnectionError:
-            return answer  # the browser is gone
-        finally:
-            self._streams.discard(woken)
-
-    async def _list(self, request: web.Request) -> web.Response:
-        fields = dict(request.query)
-
-        def draw() -> str:
-            unread = self._read()
-            return rollouts_page(self._live.rollouts, self._live.followed.summary, fields, unread)
-
-        return _html(await self._work(draw), KIND)
-
-    async def _rollout(self, request: web.Request) -> web.Response:
-        found = request.match_info
-        round_, label, row = int(found["round"]), found["label"], int(found["row"])
-
-        def draw() -> str | None:
-            self._read()
-            place = self._live.rollouts.place_of(round_, label, row)
-            followed = self._live.followed
-            if place is None:
-                return None
-            return rollout_page(self._live.rollouts, place, followed.summary, followed.experiment)
-
-        text = await self._work(draw)
-        if text is None:
-            raise web.HTTPNotFound(text="This run has no such solution, or pvg watch has not read it yet.")
-        return _html(text, KIND)
-
-    def _read(self) -> int:
-        """Bring the index up to date. Returns the number of files that are left."""
-        self._live.update()
-        self._live.rollouts.extend(self._live.followed.shards)
-        return self._live.rollouts.read_more(READ_S)
+    async def _rollouts(self, _: web.Request) -> web.Response:
+        return _html(await self._work(self._live.solutions), rollouts_kind("/"))
 
 
 class PortInUseError(MissingRequirementError):
@@ -243,11 +136,3 @@ def _html(text: str, kind: PageKind) -> web.Response:
     )
     answer.enable_compression()
     return answer
-
-
-async def _within(waiting: Awaitable[object], seconds: float) -> bool:
-    try:
-        await asyncio.wait_for(waiting, seconds)
-    except TimeoutError:
-        return False
-    return True

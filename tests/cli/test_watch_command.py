@@ -1,4 +1,4 @@
-"""`pvg watch` as a user runs it: a separate process, real HTTP, server-sent events, and a run in a third process."""
+"""`pvg watch` as a user runs it: a separate process, real HTTP, and a run in a third process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 import pytest
@@ -49,21 +49,13 @@ class Watching:
             self.get(path, **headers)
         return caught.value.code
 
-    @contextmanager
-    def events(self) -> Iterator[Iterator[dict[str, Any]]]:
-        with self.open("events") as answer:
-            yield events_of(answer)
-
-
-def events_of(answer: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The data of server-sent events, read as a browser reads them."""
-    name = ""
-    for line in answer:
-        if line.startswith(b"event: "):
-            name = line[7:].strip().decode()
-        elif line.startswith(b"data: "):
-            assert name == "run"
-            yield orjson.loads(line[6:])
+    def until(self, words: str) -> str:
+        """The text of the page as soon as it contains `words`."""
+        began = time.monotonic()
+        while words not in (text := Page(self.get()).text):
+            assert time.monotonic() - began < PATIENCE_S, text[:2000]
+            time.sleep(0.2)
+        return text
 
 
 @contextmanager
@@ -91,25 +83,15 @@ def watching(name: str, *options: str) -> Iterator[Watching]:
         process.communicate()
 
 
-def until(events: Iterator[dict[str, Any]], fits: Any) -> dict[str, Any]:
-    began = time.monotonic()
-    for event in events:
-        if fits(event):
-            return event
-        assert time.monotonic() - began < PATIENCE_S, event
-    raise AssertionError("the stream ended")
-
-
 def test_it_says_its_address_and_how_to_forward_it_and_ends_at_ctrl_c() -> None:
     played(Path("runs"))
     with watching("first") as watch:
         assert watch.url.startswith("http://127.0.0.1:")
         port = watch.url.rstrip("/").rpartition(":")[2]
         assert watch.document["forward"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ")
-        with watch.events() as events:
-            assert next(events)["state"] == "finished"
-            watch.process.send_signal(signal.SIGINT)  # with a browser still connected
-            out, err = watch.process.communicate(timeout=PATIENCE_S)
+        assert "complete" in Page(watch.get()).text
+        watch.process.send_signal(signal.SIGINT)
+        out, err = watch.process.communicate(timeout=PATIENCE_S)
         assert watch.process.returncode == 130
         assert out == ""
         assert f"Watching first: {watch.url}" in err
@@ -134,7 +116,7 @@ def test_the_server_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_page_is_live_and_guards_itself() -> None:
+def test_the_page_guards_itself() -> None:
     run = played(Path("runs"))
     before = contents(run)
     with watching("first") as watch, watch.open() as answer:
@@ -144,20 +126,18 @@ def test_the_page_is_live_and_guards_itself() -> None:
         assert "default-src 'none'" in policy
         assert "connect-src 'self'" in policy
         assert "frame-ancestors 'none'" in policy
-        assert {attributes.get("data-part") for _, attributes in page.tags} >= {"head", "learning", "workers", "rounds"}
         assert not [a for _, a in page.tags if {"src", "action"} & a.keys()]
         assert "87.5 %" in page.text
-        assert orjson.loads(watch.get("parts/rounds"))["title"] == "Rounds"
+        assert watch.refused(**{"If-None-Match": answer.headers["ETag"]}) == 304
         # A name that an attacker's DNS server points to 127.0.0.1 is refused; a forwarded port is not.
         assert watch.refused(Host="evil.example") == 403
-        assert watch.refused("events", Host="evil.example:8765") == 403
-        assert watch.refused("rollouts", Host="") == 403
-        assert watch.refused("rollouts", Host="[") == 403
+        assert watch.refused("rollouts.html", Host="evil.example:8765") == 403
+        assert watch.refused("rollouts.html", Host="") == 403
+        assert watch.refused("rollouts.html", Host="[") == 403
         assert watch.get(Host="localhost:9999")
         assert watch.get(Host="[::1]:9999")
-        assert watch.refused("parts/nothing") == 404
-        assert watch.refused("rollouts/0/checkpoint-00000/999") == 404
-        assert watch.refused("rollouts/0/..%2f..%2fstate/0") == 404
+        assert watch.refused("nothing") == 404
+        assert watch.refused("..%2fstate.json") == 404
         assert watch.refused("../state.json") == 404
     assert contents(run) == before
 
@@ -166,46 +146,32 @@ def contents(run: RunDirectory) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_the_rollouts_of_a_run_are_found_and_shown() -> None:
+def test_the_page_with_all_solutions_is_served() -> None:
     played(Path("runs"))
-    with watching("first") as watch:
-        page = Page(watch.get("rollouts?role=sneaky&grade=flaw&order=highest&text=TEXT"))
-        links = [str(a["href"]) for _, a in page.tags if str(a.get("class")).startswith("hit ")]
-        assert [link.rpartition("/")[2] for link in links] == ["7", "1", "0"]  # old (99.0), strong (2.5), weak (-1.0)
-        one = Page(watch.get(links[1].removeprefix("/")))
-        assert "text of strong" in one.text
-        assert "score +2.500" in one.text
+    with watching("first") as watch, watch.open("rollouts.html") as answer:
+        assert "form-action 'none'" in answer.headers["Content-Security-Policy"]
+        page = Page(answer.read().decode())
+        assert page.wrong == []
+        assert "columns" in {attributes.get("id") for _, attributes in page.tags}
 
 
-def test_events_follow_a_run_that_grows_is_cut_back_and_ends() -> None:
-    """Two browsers see the same, and one that leaves disturbs nobody."""
+def test_the_page_follows_a_run_that_grows_is_cut_back_and_ends() -> None:
     run = begin(Path("runs"), "growing")
-    with watching("growing") as watch, watch.events() as first:
-        assert next(first)["state"] == "waiting"
+    with watching("growing") as watch:
+        watch.until("Nothing is recorded yet.")
         with run.lock():
             tell(run, step("train_prover", 1, helpful_accuracy=0.25))
-            found = until(first, lambda event: event["metrics"])
-            assert (found["state"], found["metrics"]) == ("running", {"helpful_accuracy": 0.25})
-            assert "step 1 of 60" in found["texts"]["place"]
-            with watch.events() as second:
-                tell(run, step("train_prover", 2, helpful_accuracy=0.5))
-                fits = lambda event: event["metrics"]["helpful_accuracy"] == 0.5  # noqa: E731
-                assert until(first, fits)["revision"] >= found["revision"]
-                until(second, fits)
+            assert "25.0 %" in watch.until("step 1 of 60")
             commit(
                 run, state("train_prover"), {"mint-00000": [rollout("a", Role.SNEAKY, correct=False, score=1.0)] * 3}
             )
-            until(first, lambda event: event["solutions"] == 3)
+            watch.until("3 stored solutions")
             # As a resume leaves the file: cut back, then continued with other records.
             os.truncate(run.metrics, 0)
             tell(run, *(step("train_prover", number, helpful_accuracy=0.75) for number in (1, 2, 3)))
-            until(first, lambda event: event["metrics"]["helpful_accuracy"] == 0.75)
+            assert "75.0 %" in watch.until("step 3 of 60")
             tell(run, {"kind": "run", "time": 2.0, "status": "interrupted", "seconds": 1.0, "budget": {}})
-        stopped = until(first, lambda event: event["ended"])
-        assert stopped["state"] == "stopped"
-        assert stopped["texts"]["sign"] == "Continue it with: pvg train --resume growing"
-        assert "75.0 %" in orjson.loads(watch.get("parts/head"))["html"]
-        assert "stopped" in Page(watch.get()).text
+        watch.until("Continue it with: pvg train --resume growing")
 
 
 @pytest.mark.drill
@@ -218,37 +184,22 @@ def test_a_game_is_followed_through_a_kill_and_a_resume_to_its_end() -> None:
     run = Path("runs/game")
     try:
         wait_for((run / "experiment.toml").is_file)
-        with watching("game") as watch, watch.events() as events:
-            phases: list[str] = []
-            for event in events:
-                progress = event["progress"]
-                phases += [progress["phase"]] if progress and progress["phase"] not in phases else []
-                if "train_verifier" in phases:
-                    break
-            assert event["state"] == "running"
-            assert event["process"] == game.pid
+        with watching("game") as watch:
+            watch.until(f"process {game.pid}")
+            wait_for((run / "metrics.jsonl").is_file)
+            wait_for(lambda: b"train_verifier" in (run / "metrics.jsonl").read_bytes())
             game.kill()
             game.wait()
-            died = until(events, lambda event: event["state"] != "running")
-            assert died["state"] == "died"
+            watch.until("is gone and did not end the run")
             game = subprocess.Popen([*ENTRY, "train", "--resume", "game"], **output)
-            end = until(events, lambda event: event["ended"] and event["state"] != "died")
-            assert end["state"] == "finished"
-            assert end["rounds"][0]["metrics"]["helpful_accuracy"] > 0
+            watch.until("1 round done")
             assert game.wait(PATIENCE_S) == 0
             state_ = RunDirectory(run).load_state().state
             assert state_ is not None
-            final = until(events, lambda event: True) if end["solutions"] != rows(state_) else end
-            assert final["solutions"] == rows(state_)
-            assert "complete" in orjson.loads(watch.get("parts/head"))["html"]
-            assert f"{rows(state_):,} solutions of {rows(state_):,}" in Page(watch.get("rollouts")).text
+            watch.until(f"{sum(shard['rows'] for shard in state_['shards']):,} stored solutions")
     finally:
         game.kill()
         game.wait()
-
-
-def rows(plain: dict[str, Any]) -> int:
-    return sum(shard["rows"] for shard in plain["shards"])
 
 
 def wait_for(fits: Any) -> None:

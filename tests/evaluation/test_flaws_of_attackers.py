@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pvg.evaluation.flaws_of_attackers import MOST_KINDS, written_flaws
+from pvg.evaluation.attacks import MOST_KINDS, written_flaws
 from pvg.evaluation.samples import ScoredRollouts
 from pvg.records import Grade, Problem, Role, Rollout, VersionSpan, flaw_kind
 

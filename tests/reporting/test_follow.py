@@ -12,13 +12,15 @@ from pathlib import Path
 
 import orjson
 import pytest
+from page_checks import Page
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.config.game import Game
 from pvg.records import Role
 from pvg.reporting import follow
 from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
-from pvg.reporting.live_page import ROLLOUTS, LiveRun, workers_section
+from pvg.reporting.live_page import LiveRun
+from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.lease import this_boot, this_namespace
 from pvg.store.run_directory import RunDirectory
@@ -243,51 +245,27 @@ def test_time_left_in_a_phase_counts_the_steps_that_take_longer(tmp_path: Path) 
 # --- the page ----------------------------------------------------------------------------------------------------
 
 
-def test_the_live_page_of_a_run_without_records_fills_up(tmp_path: Path) -> None:
+def test_the_live_page_fills_up_and_changes_at_once_with_the_state(tmp_path: Path) -> None:
     run = begin(tmp_path)
     live = LiveRun(run)
-    assert "Nothing is recorded yet." in live.page()
-    assert live.part("learning") == {"title": "Learning", "html": ""}
-    before = live.revision
+    first = live.page()
+    assert "Nothing is recorded yet." in first
+    assert live.page() is first
     tell(run, step("train_prover", 1, helpful_accuracy=0.5), step("train_prover", 2, helpful_accuracy=0.75))
     lease(run)
-    live.update()  # another state: this revision does not wait
-    assert live.revision > before
-    assert "75.0 %" in live.part("head")["html"]  # type: ignore[index]
-    assert "Both roles" in live.part("learning")["html"]  # type: ignore[index]
-    assert live.part("nothing") is None
-    event = live.event()
-    assert (event["state"], event["metrics"], event["progress"]["step"]) == ("running", {"helpful_accuracy": 0.75}, 2)
+    second = live.page()  # another state, so the page does not wait
+    assert "75.0 %" in second
+    assert "step 2 of 60" in second
+    assert "Both roles" in second
 
 
-def test_the_page_shows_the_same_sections_as_the_report_when_the_run_has_ended(tmp_path: Path) -> None:
-    from pvg.reporting.run_page import collect, run_page
-
+def test_the_live_page_has_the_sections_of_the_report_and_all_solutions(tmp_path: Path) -> None:
     run = played(tmp_path)
-    live, report = LiveRun(run), run_page(replace(collect(run, read_run(run), 2), rollouts=ROLLOUTS))
-    for name in ("rounds", "learning", "scores", "solutions", "time", "settings"):
-        html = live.part(name)["html"]  # type: ignore[index]
-        assert html
-        assert html.strip() in report
-
-
-def test_workers_are_shown_as_ready_down_or_stale(tmp_path: Path) -> None:
-    run = telemetered(tmp_path)
-    reading = {"up": 1.0, "restarts": 2.0, "busy": 0.5, "w0_up": 1.0, "w0_busy": 0.5, "w0_restarts": 0.0}
-    tell(run, {"kind": "workers", "time": 2000.0, "metrics": {**reading, "w1_up": 0.0, "w1_restarts": 2.0}})
-    summary = read_run(run)
-    (table,) = workers_section(summary, now=2001.0).body
-    assert [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows] == [  # type: ignore[attr-defined]
-        ["worker 0", "ready", "50.0 %", "0"],
-        ["worker 1", "down", "", "2"],
-    ]
-    (table,) = workers_section(summary, now=2100.0).body
-    assert [row[1].text for row in table.rows] == ["stale", "down"]  # type: ignore[attr-defined]
-    live = LiveRun(run)
-    assert live.part("workers") == {"title": "Workers", "html": ""}  # nothing plays the run
-    lease(run)
-    live.update()
-    assert "worker 1" in live.part("workers")["html"]  # type: ignore[index]
+    live, report = LiveRun(run), run_page(collect(run, read_run(run), 2))
+    anchors = [found["id"] for name, found in Page(report).tags if name == "section"]
+    assert [found["id"] for name, found in Page(live.page()).tags if name == "section"] == anchors
+    assert 'id="columns"' in live.solutions()
+    assert live.solutions() is live.solutions()
 
 
 def test_following_locks_and_writes_nothing(tmp_path: Path) -> None:
@@ -297,7 +275,7 @@ def test_following_locks_and_writes_nothing(tmp_path: Path) -> None:
     with run.lock():  # another driver holds the lock, and reading needs none
         live = LiveRun(run)
         live.page()
-        live.event()
+        live.solutions()
     after = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.path.rglob("*")}
     ours = {run.lock_file, *run.path.glob("lease-*.json"), run.path}
     assert {p: v for p, v in before.items() if p not in ours} == {p: v for p, v in after.items() if p not in ours}

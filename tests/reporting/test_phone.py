@@ -10,13 +10,11 @@ import pytest
 from bench_samples import ladder, one
 from browser import Browser, needs_browser
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
-from test_rollouts import indexed
 
 from pvg.records import Role
 from pvg.reporting.bench_page import bench_page
 from pvg.reporting.live_page import LiveRun
 from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
-from pvg.reporting.rollouts_page import rollout_page, rollouts_page
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.several_page import several_page
@@ -58,7 +56,7 @@ def wordy(root: Path) -> RunDirectory:
 
 def pages_of(root: Path) -> dict[str, str]:
     run, summary = wordy(root), read_run(wordy(root / "again"))
-    index, stored = indexed(run), stored_rollouts(run, summary)
+    stored = stored_rollouts(run, summary)
     watched = telemetered(root)
     return {
         "report": run_page(collect(run, summary, 2)),
@@ -67,8 +65,6 @@ def pages_of(root: Path) -> dict[str, str]:
         "several": several_page([run, played(root)], [summary, read_run(played(root / "third"))]),
         "bench": bench_page([Path("a.json"), Path("b.json")], [one(), ladder()]),
         "watch": LiveRun(watched).page(),
-        "watch list": rollouts_page(index, summary, {}, 0),
-        "watch solution": rollout_page(index, 0, summary, run.experiment()),
     }
 
 
@@ -91,8 +87,10 @@ def test_line_breaks_of_a_solution_are_lines_of_the_list_up_to_a_limit(tmp_path:
     text = "\n".join(f"line {n}" for n in range(40))
     commit(run, state("complete"), {"mint-00000": [rollout("a", Role.HELPFUL, correct=True, score=None, text=text)]})
     path = tmp_path / "list.html"
-    path.write_text(rollouts_page(indexed(run), read_run(run), {}, 0))
+    summary = read_run(run)
+    path.write_text(rollouts_file(stored_rollouts(run, summary), run, summary, "report.html"))
     browser.open(path.as_uri())
+    browser.run("new Promise(done => setTimeout(done, 300))")
     line = "parseFloat(getComputedStyle(document.querySelector('.hit-text')).lineHeight)"
     height = "document.querySelector('.hit-text').getBoundingClientRect().height"
     assert browser.run(f"Math.round({height} / {line})") == 6

@@ -1,68 +1,45 @@
-// Follows a run: an event says that there is something new, and the parts that are on the screen are fetched again.
+// Reloads the page of a run that is played, and replaces the header and the sections that have changed.
 "use strict";
 (() => {
-  const parts = [...document.querySelectorAll("[data-part]")], near = new Set(), shown = new Map(), texts = new Map();
-  let revision = 0, busy = false;
+  const main = document.querySelector("main"), nav = document.querySelector("nav.contents"), lost = document.getElementById("lost");
+  const shown = new Map(); // id of a section, "" for the header -> its markup as it was received
+  let tag = "", newest = null;
 
-  const link = (part) => document.querySelector(`[data-of="${part}"]`);
   const inUse = (part) => part.matches(":hover") && !document.querySelector(".tip").hidden
-    || [getSelection()].some((chosen) => chosen && !chosen.isCollapsed && part.contains(chosen.anchorNode));
-  const replace = (part, found) => {
-    const open = new Set([...part.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
-    const across = [...part.querySelectorAll(".scroll")].map((box) => box.scrollLeft);
-    part.innerHTML = found.html;
-    part.hidden = !found.html;
-    for (const summary of part.querySelectorAll("details > summary")) if (open.has(summary.textContent)) summary.parentNode.open = true;
-    part.querySelectorAll(".scroll").forEach((box, place) => { box.scrollLeft = across[place] || 0; });
-    const entry = link(part.dataset.part);
-    if (entry) { entry.hidden = !found.html; entry.textContent = found.title; }
-    part.dispatchEvent(new Event("pvg-new", { bubbles: true }));
+    || (!getSelection().isCollapsed && part.contains(getSelection().anchorNode));
+  const replace = (old, fresh) => {
+    const open = new Set([...old.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));
+    const across = [...old.querySelectorAll(".scroll")].map((box) => box.scrollLeft);
+    for (const summary of fresh.querySelectorAll("details > summary")) if (open.has(summary.textContent)) summary.parentNode.open = true;
+    old.replaceWith(fresh);
+    fresh.querySelectorAll(".scroll").forEach((box, place) => { box.scrollLeft = across[place] || 0; });
+    fresh.dispatchEvent(new Event("pvg-new", { bubbles: true }));
   };
-  const refresh = async (part) => {
-    const name = part.dataset.part, wanted = revision;
-    const answer = await fetch("parts/" + name + "?revision=" + wanted);
-    if (!answer.ok) return;
-    const text = await answer.text();
-    shown.set(part, wanted);
-    if (texts.get(part) !== text) { texts.set(part, text); replace(part, JSON.parse(text)); }
+  const apply = () => {
+    const wanted = [...newest.querySelector("main").children], ids = new Set(wanted.map((part) => part.id));
+    document.title = newest.title;
+    nav.replaceChildren(...[...newest.querySelector("nav.contents").children].map((link) => link.cloneNode(true)));
+    for (const part of [...main.children]) if (!ids.has(part.id)) part.remove();
+    wanted.forEach((part, place) => {
+      const old = [...main.children].find((one) => one.id === part.id), text = part.outerHTML;
+      if (old && (shown.get(part.id) === text || inUse(old))) return;
+      shown.set(part.id, text);
+      const fresh = part.cloneNode(true);
+      if (old) { replace(old, fresh); return; }
+      main.insertBefore(fresh, main.children[place] || null);
+      fresh.dispatchEvent(new Event("pvg-new", { bubbles: true }));
+    });
   };
-  const work = async () => {
-    if (busy || document.hidden) return;
-    busy = true;
+  const look = async () => {
+    if (document.hidden) return;
     try {
-      for (const part of parts) if ((near.has(part) || part.hidden) && (shown.get(part) || 0) < revision && !inUse(part)) await refresh(part);
-    } catch { /* the connection is lost: the event source says so, and comes back */ } finally { busy = false; }
+      const answer = await fetch("/", { headers: { "If-None-Match": tag } });
+      lost.hidden = true;
+      if (answer.ok) { newest = new DOMParser().parseFromString(await answer.text(), "text/html"); tag = answer.headers.get("ETag"); }
+      if (newest) apply(); // again for parts that were in use
+    } catch { lost.hidden = false; }
   };
-  const seen = new IntersectionObserver((all) => {
-    for (const one of all) if (one.isIntersecting) near.add(one.target); else near.delete(one.target);
-    work();
-  }, { rootMargin: "400px" });
-  parts.forEach((part) => seen.observe(part));
-  setInterval(work, 2000); // for parts that were in use
-
-  const lost = document.getElementById("lost");
-  const show = (event) => {
-    const found = JSON.parse(event.data);
-    lost.hidden = true;
-    document.title = found.title;
-    for (const [name, text] of Object.entries(found.texts)) {
-      const node = document.getElementById("live-" + name);
-      if (node && node.textContent !== text) node.textContent = text;
-    }
-    const bar = document.getElementById("live-bar");
-    if (bar) bar.value = found.share;
-    revision = found.revision;
-    work();
-  };
-  // A page in the background does not listen, because a browser opens only six connections to one address.
-  let source = null;
-  const listen = () => {
-    if (document.hidden) { source?.close(); source = null; return; }
-    if (source) return;
-    source = new EventSource("events");
-    source.addEventListener("run", show);
-    source.addEventListener("error", () => { lost.hidden = false; });
-  };
-  document.addEventListener("visibilitychange", listen);
-  listen();
+  const follow = async () => { await look(); setTimeout(follow, 2000); };
+  document.addEventListener("visibilitychange", look);
+  follow();
 })();

@@ -42,7 +42,7 @@
     };
   };
 
-  // --- finding, as RolloutIndex.find does
+  // --- finding
   const queryOf = (fields) => {
     const query = {}, problems = [];
     const label = (name) => form.elements[name].labels[0].firstChild.textContent;
