@@ -474,7 +474,6 @@ class DiagnoseDocument(JsonDocument):
     nothing_stands_out: bool
     not_seen: dict[str, str]
     timings_ms: dict[str, TimingSummary]
-    relative_error: float
     with_load: dict[str, LoadCorrelation]
     steps_ms: dict[str, dict[str, float]]
     updates: UpdateCounts

@@ -127,12 +127,12 @@ def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModel
 
 def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = None) -> PromptPreview:
     """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise, also for `demonstrations`."""
+    announce_loading()
     from pvg.game.prompt_checks import about_test_problems, writable_solution
     from pvg.game.roles import prompt_builder
     from pvg.game.task_check import open_models, preview
     from pvg.game.warm_start import tokens_of
 
-    announce_loading()
     with ExitStack() as opened:
         task = _opened(experiment, opened)
         models = open_models(experiment)

@@ -153,10 +153,14 @@ def _train(
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     """The demonstrations of the warm start; None without one. Raises what is wrong with its file."""
     from pvg.config.warmup import DemonstrationWarmup
-    from pvg.game.warm_start import read_demonstrations
 
     section = plan.experiment.warmup
-    return read_demonstrations(section) if isinstance(section, DemonstrationWarmup) else None
+    if not isinstance(section, DemonstrationWarmup):
+        return None
+    announce_loading()
+    from pvg.game.warm_start import read_demonstrations
+
+    return read_demonstrations(section)
 
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:

@@ -424,9 +424,9 @@ def test_the_time_between_two_sessions_does_not_count(tmp_path: Path) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_memory_does_not_grow_with_the_log() -> None:
+def test_the_tables_of_updates_events_and_phases_do_not_grow_with_the_log() -> None:
     """200,000 lines, each with a new trace id, event or phase. What the last tenth adds to what is held is traced: it
-    replaces entries of full tables."""
+    replaces entries of full tables. Only the numbers remain, 8 bytes each in arrays that may move as a whole."""
     lines = (
         line
         for number in range(50_000)
@@ -446,10 +446,10 @@ def test_memory_does_not_grow_with_the_log() -> None:
         tally.add(event)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert tally.sketch("wall_ms").n == 50_000 - DONE_TRACES
+    assert tally.quantity("wall_ms").n == 50_000 - DONE_TRACES
     assert tally.pairing.halves.evicted >= 50_000 - OPEN_TRACES
     assert len(tally.phases) == NAMES + 1  # and one for the rest
-    assert held < 6e6
+    assert held < 8e6
 
 
 def test_a_missing_log_is_a_mistake_of_the_user(tmp_path: Path) -> None:

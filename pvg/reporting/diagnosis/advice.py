@@ -78,7 +78,7 @@ def advised(tally: LogTally, *names: str) -> list[Advice]:
 
 def others_run(tally: LogTally) -> bool:
     """Whether other programs used cores. On some systems logs do not say; then: yes."""
-    others = tally.sketch("machine.others")
+    others = tally.quantity("machine.others")
     return not others.n or others.total / others.n >= OTHERS_CORES
 
 

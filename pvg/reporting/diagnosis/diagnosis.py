@@ -17,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.reporting.diagnosis.signatures import LEAST_PAIRS, SIGNATURES, Finding, milliseconds, percent
-from pvg.reporting.diagnosis.tally import EXACT_VALUES, RELATIVE_ERROR, LoadCorrelation, LogTally, read_logs
+from pvg.reporting.diagnosis.tally import LoadCorrelation, LogTally, read_logs
 from pvg.reporting.formats import duration
 from pvg.reporting.table import Column, Table
 from pvg.reporting.terminal import HEADING, QUIET
@@ -28,7 +28,7 @@ QUANTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class TimingSummary:
-    """A quantity over the log, milliseconds. Quantiles are exact, or within 1% (tally.RELATIVE_ERROR)."""
+    """A quantity over the log, milliseconds."""
 
     n: int
     p50: float
@@ -36,7 +36,6 @@ class TimingSummary:
     p99: float
     max: float
     total: float
-    exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,6 @@ class Diagnosis:
             "nothing_stands_out": not self.findings,
             "not_seen": self.not_seen,
             "timings_ms": {name: asdict(timing) for name, timing in self.timings.items()},
-            "relative_error": RELATIVE_ERROR,
             "with_load": {name: asdict(related) for name, related in self.load.items()},
             "steps_ms": self.phases,
             "updates": asdict(halves),
@@ -83,7 +81,7 @@ def diagnose(sources: Sequence[str | Path], limits: LagLimits = LAG_LIMITS) -> D
         seconds=tally.elapsed_s,
         findings=tuple(sorted(findings, key=lambda finding: -finding.cost_s)),
         not_seen={name: found for name, found in looked.items() if isinstance(found, str)},
-        timings={name: _timing(tally, name) for name in tally.sketches},
+        timings={name: _timing(tally, name) for name in tally.quantities},
         load={name: found for name, found in related.items() if found is not None} if tally.load_known else {},
         phases=tally.phases,
         tally=tally,
@@ -92,9 +90,9 @@ def diagnose(sources: Sequence[str | Path], limits: LagLimits = LAG_LIMITS) -> D
 
 
 def _timing(tally: LogTally, name: str) -> TimingSummary:
-    sketch = tally.sketch(name)
-    quantiles = {label: sketch.quantile(share) for label, share in QUANTILES.items()}
-    return TimingSummary(n=sketch.n, **quantiles, max=sketch.largest, total=sketch.total, exact=sketch.exact)
+    found = tally.quantity(name)
+    quantiles = {label: found.quantile(share) for label, share in QUANTILES.items()}
+    return TimingSummary(n=found.n, **quantiles, max=found.largest, total=found.total)
 
 
 def _notes(tally: LogTally) -> list[str]:
@@ -221,8 +219,6 @@ def _timings_table(found: Diagnosis) -> Table:
             values = (timing.p50, timing.p95, timing.p99, timing.max)
             in_all = "" if name.startswith("lag.") else milliseconds(timing.total)  # percentiles of windows have no sum
             table.add(label, f"{timing.n:,}", *(milliseconds(value) for value in values), in_all)
-    if not all(timing.exact for timing in found.timings.values()):
-        table.caption = f"percentiles of more than {EXACT_VALUES:,} values are within {percent(RELATIVE_ERROR)}"
     return table
 
 

@@ -71,7 +71,7 @@ class _Remedies(TypedDict):
 
 def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
     """Weight updates wait before the engine loads them, longer under higher load."""
-    queue = tally.sketch("queue_ms")
+    queue = tally.quantity("queue_ms")
     if queue.n < LEAST_EVENTS:
         return f"{queue.n} weight updates with wall and rpc times ([weights] client.done); {LEAST_EVENTS} are needed"
     _, share = tally.part_of_wall("queue_ms") or (0.0, 0.0)
@@ -89,7 +89,7 @@ def front_end_queue(tally: LogTally, limits: LagLimits) -> Looked:
         says += (
             f". It does not grow with the load ({across(waits)}): look at the network and at the client's event loop."
         )
-    if (in_server := tally.sketch("in_server_ms")).n:
+    if (in_server := tally.quantity("in_server_ms")).n:
         says += f" Once received, an update waits {milliseconds(in_server.quantile(0.5))} in the server (median)."
     return Finding(
         signature="front-end-queue",
@@ -109,11 +109,11 @@ RELATED = ("queue_ms", "rpc_ms")
 
 def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
     """The engine itself takes long to load the weights."""
-    rpc = tally.sketch("rpc_ms")
+    rpc = tally.quantity("rpc_ms")
     if rpc.n < LEAST_EVENTS:
         return f"{rpc.n} weight updates with an rpc time ([weights] client.done or rpc.done); {LEAST_EVENTS} are needed"
     known = tally.part_of_wall("rpc_ms")
-    if known is None and tally.sketch("wall_ms").n:
+    if known is None and tally.quantity("wall_ms").n:
         return "no weight update with both a wall and an rpc time"
     cost_ms, share = known or (rpc.total, 1.0)  # the server's log alone
     share = min(1.0, share)  # the clocks of two processes
@@ -142,7 +142,7 @@ def engine_reload(tally: LogTally, limits: LagLimits) -> Looked:
 def checkpoint(tally: LogTally, limits: LagLimits) -> Looked:
     """Steps wait for checkpoints. If the log has waits, they are the cost, and writing happens in the background.
     Otherwise the whole time of writing is the cost."""
-    write, wait = tally.sketch("write_ms"), tally.sketch("wait_ms")
+    write, wait = tally.quantity("write_ms"), tally.quantity("wait_ms")
     if write.n + wait.n < LEAST_EVENTS:
         return f"{write.n + wait.n} checkpoints ([ckpt] write.done or wait.done); {LEAST_EVENTS} are needed"
     name, cost = ("wait_ms", wait) if wait.n else ("write_ms", write)
@@ -176,7 +176,7 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
     if share < STARVED_SHARE or not costs(tally, sums["idle_ms"]):
         return None
     says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
-    longest, batch = tally.sketch("longest_ms"), tally.sketch("dur_ms")
+    longest, batch = tally.quantity("longest_ms"), tally.quantity("dur_ms")
     sampling = ["more-requests", "sample-ahead"]
     if longest.n and batch.n and longest.total > 1.5 * batch.total:
         sampling = ["more-rows", *sampling]
@@ -202,16 +202,16 @@ def starved_trainer(tally: LogTally, limits: LagLimits) -> Looked:
 
 def stragglers(tally: LogTally, limits: LagLimits) -> Looked:
     """One slow rollout delays its group, and the group delays the batch."""
-    excess, longest = tally.sketch("group_excess_ms"), tally.sketch("longest_ms")
+    excess, longest = tally.quantity("group_excess_ms"), tally.quantity("longest_ms")
     if excess.n < LEAST_EVENTS:
         if longest.n < LEAST_EVENTS:
             return f"group times ([rollout] batch): {excess.n}; {LEAST_EVENTS} are needed"
         return _straggling_batches(tally)
-    slowest = tally.sketch("group_max_ms")
+    slowest = tally.quantity("group_max_ms")
     share = excess.total / slowest.total if slowest.total else 0.0
     if share < STRAGGLING_SHARE or not costs(tally, excess.total):
         return None
-    middle = tally.sketch("group_p50_ms")
+    middle = tally.quantity("group_p50_ms")
     says = (
         f"The slowest group of a batch waits {milliseconds(slowest.quantile(0.5))} for its last rollout, the middle "
         f"group {milliseconds(middle.quantile(0.5))} (medians over {excess.n} batches)."
@@ -221,7 +221,7 @@ def stragglers(tally: LogTally, limits: LagLimits) -> Looked:
 
 def _straggling_batches(tally: LogTally) -> Looked:
     """Without group times: batches whose longest request took far longer than that of the middle batch."""
-    longest = tally.sketch("longest_ms")
+    longest = tally.quantity("longest_ms")
     middle, tail = longest.quantile(0.5), longest.quantile(0.99)
     ratio, cost_ms = tail / max(middle, 1e-3), longest.excess_over(middle)
     if ratio < STRAGGLING_RATIO or not costs(tally, cost_ms):
@@ -251,17 +251,17 @@ def _straggling(
 def loop_lag(tally: LogTally, limits: LagLimits) -> Looked:
     """The event loop is blocked, so requests, weight updates and all other work on it are late. Either something
     computes on the loop, or other programs use the cores."""
-    if not tally.sketch("lag.max_ms").n:
+    if not tally.quantity("lag.max_ms").n:
         return "measurements of the event loop ([loop] lag)"
     crossed = {
-        name: tally.sketch(f"lag.{name}_ms").largest / 1e3 / limit
+        name: tally.quantity(f"lag.{name}_ms").largest / 1e3 / limit
         for name, limit in (("p90", limits.p90_s), ("p99", limits.p99_s), ("max", limits.max_s))
     }
     name, ratio = max(crossed.items(), key=lambda item: item[1])
     if ratio <= 1.0 and not costs(tally, tally.lagged_ms):
         return None
-    largest = tally.sketch(f"lag.{name}_ms").largest
-    says = f"The event loop was late by {milliseconds(tally.sketch('lag.max_ms').largest)} at worst"
+    largest = tally.quantity(f"lag.{name}_ms").largest
+    says = f"The event loop was late by {milliseconds(tally.quantity('lag.max_ms').largest)} at worst"
     if ratio > 1.0:
         level = milliseconds(largest / ratio)
         says += f"; the {name} of a window reached {milliseconds(largest)} (warning level {level})"
@@ -315,7 +315,7 @@ def shared_machine(tally: LogTally, limits: LagLimits) -> Looked:
 
 
 def _shared_by_use(tally: LogTally) -> Looked:
-    busy, others = tally.sketch("machine.busy"), tally.sketch("machine.others")
+    busy, others = tally.quantity("machine.busy"), tally.quantity("machine.others")
     if not others.n or not tally.machine_cores:
         return "how long threads waited for a core ([loop] lag), and which programs used the cores ([machine] sample)"
     used, share = busy.total / busy.n, others.total / max(busy.total, 1e-9)
@@ -339,7 +339,7 @@ def _shared_by_use(tally: LogTally) -> Looked:
 
 
 def _why_shared(tally: LogTally) -> str:
-    others = tally.sketch("machine.others")
+    others = tally.quantity("machine.others")
     if others.n and others_run(tally):
         return f"because other programs used {others.total / others.n:.1f} of {tally.machine_cores or 0:g} cores"
     if others.n:
@@ -350,7 +350,7 @@ def _why_shared(tally: LogTally) -> str:
 
 def idle_workers(tally: LogTally, limits: LagLimits) -> Looked:
     """The workers wait for the driver."""
-    busy = tally.sketch("workers.busy")
+    busy = tally.quantity("workers.busy")
     if not busy.n:  # a run without workers
         return None
     if busy.n < LEAST_EVENTS:
@@ -373,7 +373,7 @@ def idle_workers(tally: LogTally, limits: LagLimits) -> Looked:
 
 def unbalanced_workers(tally: LogTally, limits: LagLimits) -> Looked:
     """One worker has much more to do than the others, which wait for it."""
-    busy, most = tally.sketch("workers.busy"), tally.sketch("workers.most")
+    busy, most = tally.quantity("workers.busy"), tally.quantity("workers.most")
     if not busy.n:  # a run without workers
         return None
     if busy.n < LEAST_EVENTS:

@@ -1,7 +1,7 @@
-"""All quantities that the diagnosis reads from logs, collected event by event in bounded memory.
+"""All quantities that the diagnosis reads from logs, collected event by event.
 
     tally = read_logs(["events.log", "server.log.gz"])
-    tally.sketch("queue_ms").quantile(0.95)
+    tally.quantity("queue_ms").quantile(0.95)
 
 Quantities are named as in the log (`wall_ms`, `queue_ms`, `rpc_ms`, `write_ms`, `wait_ms`, `dur_ms`, ...), with a
 prefix where two tags share a name (`step.wall_ms`).
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from scipy.stats import spearmanr
 
 from pvg.reporting.diagnosis.log_events import (
     SERVER_EVENTS,
@@ -43,7 +43,7 @@ TICK_MS = 100.0  # between two samples of the event loop, where its line does no
 NAMES = 64  # most kinds of events and phases; a log of garbage must not fill the memory
 REST = "(others)"
 
-# Fields that go into a sketch unchanged: tag, event, field -> name of the quantity. Fields of [weights] and [step] have
+# Fields that are collected unchanged: tag, event, field -> name of the quantity. Fields of [weights] and [step] have
 # separate functions.
 PLAIN = {
     ("ckpt", "write.done"): {"write_ms": "write_ms"},
@@ -87,7 +87,7 @@ class LogTally:
     sources: tuple[str, ...]
     lines: LineCounts = field(default_factory=LineCounts)
     kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
-    sketches: dict[str, Sketch] = field(default_factory=lambda: defaultdict(Sketch))
+    quantities: dict[str, Quantity] = field(default_factory=lambda: defaultdict(Quantity))
     relations: dict[str, LoadRelation] = field(default_factory=lambda: defaultdict(LoadRelation))
     worst: dict[str, WorstEvents] = field(default_factory=lambda: defaultdict(WorstEvents))
     phases: dict[str, dict[str, float]] = field(default_factory=dict)  # phase -> steps, wall_ms, train_ms, idle_ms
@@ -113,8 +113,8 @@ class LogTally:
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
-    def sketch(self, name: str) -> Sketch:
-        return self.sketches.get(name) or Sketch()
+    def quantity(self, name: str) -> Quantity:
+        return self.quantities.get(name) or Quantity()
 
     @property
     def elapsed_s(self) -> float:
@@ -264,7 +264,7 @@ class LogTally:
     def _note(self, name: str, value: float | None, event: Event, load: float | None = None) -> None:
         if value is None:
             return
-        self.sketches[name].add(value)
+        self.quantities[name].add(value)
         self.worst[name].add(value, event)
         load = self.load if load is None and name in ("write_ms", "wait_ms") else load
         if name in RELATED and load is not None:
@@ -308,80 +308,37 @@ def _with_time_so_far(events: Iterable[Event], number: int) -> Iterator[tuple[fl
         yield latest, number, event
 
 
-# Streams of numbers in bounded memory: quantiles, the correlation of two quantities, the largest values.
-#
-# - `Sketch`: n, sum and maximum exactly; quantiles exactly up to EXACT_VALUES values, then within RELATIVE_ERROR.
-# - `LoadRelation`: pairs of (load, value), all of them up to PAIRS, then a uniform sample; rank correlation, and the
-#   medians of both halves of the load.
-# - `WorstEvents`: the few largest values with their lines.
-#
-# `pvg diagnose` is deterministic: the sample is drawn with a fixed seed.
+# Numbers of a log, 8 bytes each: quantiles, the correlation of two quantities, the largest values.
 
-EXACT_VALUES = 4096  # 32 kB a sketch: the updates and steps of most runs
-RELATIVE_ERROR = 0.01  # of a quantile beyond that; a smaller error would change no decision
-SMALLEST, LARGEST = 1e-6, 1e15  # milliseconds: a nanosecond, and 30,000 years; at most 2,420 bins between them
-PAIRS = 2048  # the standard error of a rank correlation is then 0.02
 WORST = 3  # lines of evidence per quantity
 
-_GAMMA = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
-_LOG_GAMMA = math.log(_GAMMA)
 
-
-class Sketch:
-    """Quantiles of non-negative numbers (Masson, Rim and Lee, DDSketch, 2019: bins of equal ratio)."""
+class Quantity:
+    """All values of one quantity, not negative."""
 
     def __init__(self) -> None:
-        self.n = 0
         self.total = 0.0
         self.largest = 0.0
-        self._values: array[float] | None = array("d")
-        self._bins: dict[int, int] = {}  # bin i holds (gamma^(i-1), gamma^i]
+        self._values = array("d")
 
     @property
-    def exact(self) -> bool:
-        return self._values is not None
+    def n(self) -> int:
+        return len(self._values)
 
     def add(self, value: float) -> None:
-        self.n += 1
         self.total += value
         self.largest = max(self.largest, value)
-        if self._values is None:
-            self._count(value)
-            return
         self._values.append(value)
-        if len(self._values) > EXACT_VALUES:
-            for kept in self._values:
-                self._count(kept)
-            self._values = None
 
     def quantile(self, share: float) -> float:
-        """The value below which `share` of all lie, interpolated while exact. Raises ValueError without values."""
+        """The value below which `share` of all lie, interpolated. Raises ValueError without values."""
         if not self.n:
-            raise ValueError("A sketch without values has no quantiles.")
-        if self._values is not None:
-            return float(np.quantile(np.frombuffer(self._values), share))
-        rank, seen = share * (self.n - 1), 0
-        for place in sorted(self._bins):
-            seen += self._bins[place]
-            if seen > rank:
-                return min(_middle(place), self.largest)
-        return self.largest
+            raise ValueError("A quantity without values has no quantiles.")
+        return float(np.quantile(np.array(self._values), share))
 
     def excess_over(self, level: float) -> float:
         """The sum of the amounts above `level`."""
-        if self._values is not None:
-            return sum(value - level for value in self._values if value > level)
-        return sum(number * max(0.0, _middle(place) - level) for place, number in self._bins.items())
-
-    def _count(self, value: float) -> None:
-        clamped = min(max(value, SMALLEST), LARGEST)
-        place = math.ceil(math.log(clamped) / _LOG_GAMMA)
-        self._bins[place] = self._bins.get(place, 0) + 1
-
-
-def _middle(place: int) -> float:
-    """The value of a bin that is at most RELATIVE_ERROR away from all in it."""
-    return 2 * _GAMMA**place / (_GAMMA + 1)
+        return sum(value - level for value in self._values if value > level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,48 +355,29 @@ class LoadCorrelation:
 
 class LoadRelation:
     def __init__(self) -> None:
-        self.n = 0
-        self._pairs: list[tuple[float, float]] = []
-        self._random = random.Random(0)
+        self._loads, self._values = array("d"), array("d")
 
     def add(self, load: float, value: float) -> None:
-        """Keep the pair, or replace another one: every pair is kept with the same probability."""
-        self.n += 1
-        if len(self._pairs) < PAIRS:
-            self._pairs.append((load, value))
-        elif (place := self._random.randrange(self.n)) < PAIRS:
-            self._pairs[place] = (load, value)
+        self._loads.append(load)
+        self._values.append(value)
 
     def related(self, least: int) -> LoadCorrelation | None:
         """None with fewer than `least` pairs, or where the load never changed."""
-        if self.n < least or not self._pairs:
+        loads, values = np.array(self._loads), np.array(self._values)
+        if len(loads) < max(least, 1):
             return None
-        loads, values = np.array(self._pairs).T
         border = float(np.median(loads))
         busy = loads > border if border < loads.max() else loads >= border
         if busy.all():
             return None
         return LoadCorrelation(
-            n=self.n,
-            correlation=spearman(loads, values),
+            n=len(loads),
+            correlation=0.0 if np.ptp(values) == 0 else float(spearmanr(loads, values).statistic),
             idle_load=float(np.median(loads[~busy])),
             busy_load=float(np.median(loads[busy])),
             idle=float(np.median(values[~busy])),
             busy=float(np.median(values[busy])),
         )
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The correlation of the ranks of two [n] arrays, equal values sharing their mean rank; 0 where one is constant."""
-    ranks_a, ranks_b = _ranks(a), _ranks(b)
-    if ranks_a.std() == 0 or ranks_b.std() == 0:
-        return 0.0
-    return float(np.corrcoef(ranks_a, ranks_b)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, place, number = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(number) - (number - 1) / 2)[place]
 
 
 class WorstEvents:
