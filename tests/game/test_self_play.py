@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -157,7 +159,8 @@ class Still:
 
 
 def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(GAMES, "still", Still)
+    monkeypatch.setitem(sys.modules, "still_game", SimpleNamespace(Still=Still))
+    monkeypatch.setitem(GAMES, "still", "still_game:Still")
     with pytest.raises(ConfigurationError, match="decides nothing after the forks of batch 0"):
         played(changed(game="still", references=[], warmup=0), tmp_path)
 
