@@ -25,7 +25,7 @@ from pvg_cli.compare_table import interval
 DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m benchmarks.make_page"
 BEGIN, END = f"<!-- reports: {COMMAND} -->", "<!-- end of the reports -->"
-ORDER = ("rollout", "rollout-vllm", "trainer", "e2e", "verifier", "sync", "sync-vllm", "games", "loop", "stragglers")
+ORDER = ("rollout", "rollout-vllm", "trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "stragglers")
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's reports
 OTHER_LAYOUT = "scaling"  # the page has their tables as text: their workload is no longer in the repository
 PEERS = "peers"
