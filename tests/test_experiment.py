@@ -303,7 +303,6 @@ OTHER_KINDS = [
     (["rollout.prefetch.max_staleness=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),
     (["weights.transport=lora", "weights.transport.keep_kv=true"], "belongs to kind 'filesystem', not to 'lora'"),
     (["training.importance=truncated", "training.importance.low=0.1"], "belongs to kind 'masked', not to 'truncated'"),
-    (["training.curriculum.edges=[0.1, 0.9]"], "training.curriculum.edges belongs to kind 'buckets', not to 'none'"),
     (["training.loss=ppo"], "training.loss: there is no kind 'ppo'; its kinds are grpo, "),
 ]
 
@@ -433,7 +432,6 @@ POSSIBLE = [
     ["training.micro_batch_tokens=49"],
     ["verifier.micro_batch_tokens=98"],
     ["verifier.score_tokens=49"],
-    ["verifier.pairing=problem", "verifier.pairs=12", "verifier.pairing.solutions_per_problem=7"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
     ["rollout.concurrency=256"],
@@ -562,7 +560,6 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        ({"game": {"reward": {"kind": "src", "misaligned": 5.0}}}, "game.reward.misaligned"),
         ({"game": {"reward": {"kind": "decoupled", "floor": 0.5}}}, "game.reward.floor"),
         ({"game": {"reward": "cgc"}, "training": {"overlong_buffer": 8}}, "training.overlong_buffer"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": {"coefficient": 0.1}}}, "training.kl"),

@@ -34,10 +34,6 @@ IMPOSSIBLE = [
     ({"kl": {"coefficient": 0.0}}, {}, "training.kl.coefficient"),
     ({"kl": "adaptive", "loss": "dapo"}, {}, "'dapo' has no KL term"),
     ({"entropy": {"kind": "adaptive", "coefficient": 0.5}}, {}, "training.entropy.coefficient"),
-    ({"curriculum": {"kind": "buckets", "edges": [0.8, 0.2]}}, {}, "must rise"),
-    ({"curriculum": {"kind": "buckets", "edges": [0.5]}}, {}, "1 training.curriculum.edges make 2 buckets"),
-    ({"curriculum": {"kind": "buckets", "shares": [0.5, 0.5, 0.5]}}, {}, "sum to 1.5, not to 1"),
-    ({"curriculum": {"kind": "buckets", "edges": [0.0, 0.5]}}, {}, "training.curriculum.edges.0"),
     ({"loss": "rae"}, {"prefetch": "fresh", "engine": "vllm", "deadline": "cut"}, "so a batch has no deadline"),
 ]
 POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -48,7 +44,6 @@ POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"importance": {"kind": "truncated", "high": 0.9}}, {}),
     ({"kl": "adaptive"}, {}),
     ({"entropy": {"kind": "bonus", "coefficient": 0.5}}, {}),
-    ({"curriculum": {"kind": "buckets", "edges": [0.5], "shares": [0.0, 1.0]}}, {}),
     ({"loss": "rae"}, {"group_size": 1, "prefetch": "fresh", "engine": "vllm"}),
     ({"loss": "rae"}, {"group_size": 1, "deadline": "continue"}),
 ]

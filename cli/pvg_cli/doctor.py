@@ -207,7 +207,7 @@ def check_transports(runs: Path) -> Iterator[CheckResult]:
         "weights by GPU",
         "notice",
         "weights.transport = 'nccl' and 'ipc' are experimental: no GPU has run them",
-        "To try one: -s weights.transport=nccl -s weights.transport.experimental=true",
+        "To try one: -s weights.transport=nccl",
     )
 
 

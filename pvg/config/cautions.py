@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.game import DecoupledReward, SimultaneousSchedule, SrcReward
+from pvg.config.game import DecoupledReward, SimultaneousSchedule
 from pvg.config.prompt_rules import prompt_warnings
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.rules import rollouts_of_deadline
@@ -25,8 +25,6 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
     reward = experiment.game.reward
     if experiment.task.kind == "play":  # its reward is a change in value
         return
-    if isinstance(reward, SrcReward) and reward.misaligned >= 0:
-        yield f"game.reward.misaligned = {reward.misaligned} rewards what src should punish; set it below 0"
     if isinstance(reward, DecoupledReward) and reward.floor >= 0:
         yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
     if reward.kind == "cgc" and experiment.training.overlong_buffer:
@@ -64,6 +62,8 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
 
 def _server_warnings(experiment: AllSections) -> Iterator[str]:
     serving, verifier, models = experiment.serving, experiment.verifier, experiment.models
+    if (transport := experiment.weights.transport.kind) in ("nccl", "ipc"):
+        yield f"weights.transport = {transport!r} is experimental: no GPU has run it; the tested one is 'filesystem'"
     if verifier.engine == "torch":
         for key in ("verifier_servers", "reference_servers"):
             if getattr(serving, key):

@@ -20,7 +20,7 @@ from pvg.config.rollout import TorchSampling
 from pvg.config.sections import AllSections, value_of
 from pvg.config.servers import Serving
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.verifier import ProblemPairing
+from pvg.config.verifier import SOLUTIONS_PER_PROBLEM
 from pvg.extensions import is_reference
 
 # Rewards that compare a score with the other scores of its problem and role.
@@ -81,14 +81,9 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
             f"rollout.engine.max_rows = {rollout.engine.max_rows} is above rollout.concurrency = "
             f"{rollout.concurrency}, so a batch is never full; lower the first, or raise the second"
         )
-    if isinstance(verifier.pairing, ProblemPairing):
-        most = verifier.pairing.solutions_per_problem
-        pairs = (most // 2) * (most - most // 2)
-        if verifier.pairs < pairs:
-            yield (
-                f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem with "
-                f"verifier.pairing.solutions_per_problem = {most}; raise the first, or lower the second"
-            )
+    pairs = (SOLUTIONS_PER_PROBLEM // 2) ** 2
+    if verifier.pairing == "problem" and verifier.pairs < pairs:
+        yield f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem; raise it"
     if training.kl.kind == "adaptive" and training.loss.kind == "dapo":
         yield "training.kl = 'adaptive' has no effect: training.loss = 'dapo' has no KL term; set training.kl to 'none'"
     if training.overlong_buffer > rollout.max_tokens:
@@ -335,7 +330,7 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         )
     if reward in TWO_ROLE_REWARDS and (why := same_prompt(experiment)):
         yield f"game.reward = {reward!r} pays the two roles for opposite things, but {why}"
-    if game.stop.kind == "score_parity" and one_role:
+    if game.stop == "score_parity" and one_role:
         yield (
             f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
             "set game.stop to 'steps'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -14,8 +13,6 @@ from pvg.config.base import ByKind, Count, Fraction, Positive, Section
 from pvg.config.models import Adapters, NoAdapters
 from pvg.extensions import Reference
 
-Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], Field(strict=False, min_length=1)]
-Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
 Clip = Annotated[float, Field(gt=0.0)] | None
 ClipLow = Annotated[
     Clip,
@@ -74,7 +71,6 @@ class OwnLoss(Section):
 
 
 Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | SpoLoss | OwnLoss, ByKind("grpo")]
-Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
 
 
 class NoKl(Section):
@@ -82,7 +78,6 @@ class NoKl(Section):
 
     kind: Literal["none"] = "none"
     coefficient: ClassVar[float] = 0.0
-    estimator: ClassVar[Estimator] = "k3_k2"
     target: ClassVar[float | None] = None
 
 
@@ -93,10 +88,6 @@ class FixedKl(Section):
     coefficient: Positive = Field(
         0.02, description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base."
     )
-    estimator: Estimator = Field(
-        "k3_k2",
-        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
-    )
     target: ClassVar[float | None] = None
 
 
@@ -105,10 +96,6 @@ class AdaptiveKl(Section):
 
     kind: Literal["adaptive"] = "adaptive"
     coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty in the first step.")
-    estimator: Estimator = Field(
-        "k3_k2",
-        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
-    )
     target: Positive = Field(0.05, description="KL in nats per token at which the coefficient stays as it is.")
 
 
@@ -224,46 +211,6 @@ Importance = Annotated[
 ]
 
 
-class AllProblems(Section):
-    """All problems, one after the other."""
-
-    kind: Literal["none"] = "none"
-
-
-class BucketCurriculum(Section):
-    """Problems by difficulty: tracked success rates put each problem into a bucket, and each bucket has its share."""
-
-    kind: Literal["buckets"] = "buckets"
-    edges: Rates = Field((0.2, 0.8), description="Success rates between the buckets, rising: hard, middle, easy.")
-    shares: Shares = Field(
-        (0.25, 0.5, 0.25), description="Share of each role's groups in a batch, from hard to easy. They sum to 1."
-    )
-
-    @model_validator(mode="after")
-    def _buckets(self) -> BucketCurriculum:
-        edges, shares = self.edges, self.shares
-        if any(low >= high for low, high in pairwise(edges)):
-            raise ValueError(f"training.curriculum.edges = {list(edges)} must rise")
-        if len(shares) != len(edges) + 1:
-            raise ValueError(
-                f"training.curriculum.shares has {len(shares)} shares, but {len(edges)} training.curriculum.edges make "
-                f"{len(edges) + 1} buckets"
-            )
-        if abs(sum(shares) - 1.0) > 1e-6:
-            raise ValueError(f"training.curriculum.shares = {list(shares)} sum to {sum(shares):g}, not to 1")
-        return self
-
-
-class PrioritisedCurriculum(Section):
-    """Problems with an uncertain outcome are drawn more often."""
-
-    kind: Literal["prioritised"] = "prioritised"
-    edges: ClassVar[Rates] = (0.2, 0.8)  # only for the metrics success_hard and success_easy
-
-
-CurriculumSection = Annotated[AllProblems | BucketCurriculum | PrioritisedCurriculum, ByKind("none")]
-
-
 class Training(Section):
     """Prover training: one step is one optimizer step over a batch of groups. FILE.py:NAME names a loss
     of your own."""
@@ -272,7 +219,10 @@ class Training(Section):
     kl: Kl = FixedKl()
     entropy: Entropy = NoEntropy()
     importance: Importance = NoImportance()
-    curriculum: CurriculumSection = AllProblems()
+    curriculum: Literal["none", "buckets", "prioritised"] = Field(
+        "none",
+        description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
+    )
     adapters: Adapters = NoAdapters()
     groups: Count = Field(32, description="Groups sampled per batch. More groups make steadier, slower steps.")
     steps: Annotated[int, Field(ge=0)] = Field(

@@ -158,4 +158,4 @@ def check_attacks(experiment: Experiment) -> None:
             'Add one that it can earn: -s \'evaluate.attacks=["cgc","goodhart"]\'',
         )
     for kind in kinds:
-        attacker_experiment(experiment, kind, f"attacks/{kind}", section.attack_cgc_floor)
+        attacker_experiment(experiment, kind, f"attacks/{kind}", None)

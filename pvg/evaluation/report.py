@@ -313,7 +313,7 @@ def _notes_of_attacks(experiment: Experiment) -> list[str]:
             "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights "
             "them equally."
         )
-    if experiment.training.curriculum.kind != "none" or experiment.training.dynamic_sampling:
+    if experiment.training.curriculum != "none" or experiment.training.dynamic_sampling:
         found.append(
             "Attackers, and a baseline of the tax that pvg trains, use neither the run's curriculum nor its dynamic"
             " sampling."

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.config.game import StopAfterSteps, StopAtScoreParity
 from pvg.errors import StateError, counted
 from pvg.game.batch_logprobs import LogprobSource
 from pvg.game.on_policy import OnPolicySource
@@ -53,7 +52,7 @@ class StopRule:
     A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
     """
 
-    stop: StopAfterSteps | StopAtScoreParity
+    stop: str  # `game.stop`
     sneaky: float | None = None
     helpful: float | None = None
     seen: int = 0
@@ -64,7 +63,7 @@ class StopRule:
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        if not isinstance(self.stop, StopAtScoreParity) or self.seen < MIN_STEPS:
+        if self.stop != "score_parity" or self.seen < MIN_STEPS:
             return False
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
@@ -116,7 +115,7 @@ async def train_prover(session: Session) -> None:
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = await open_round_verifier(session, session.state.round)
-        from_previous = session.experiment.game.start.kind == "previous"
+        from_previous = session.experiment.game.start == "previous"
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=from_previous))
     try:
         with session.players.divided_workers():

@@ -132,12 +132,9 @@ def _limits(experiment: Experiment) -> ConnectionLimits:
     serving, concurrency = experiment.serving, experiment.rollout.concurrency
     cluster = experiment.server_cluster
     hosts = len(serving.servers) if cluster is None else cluster.workers or 1
-    if serving.connections is None:
-        limits = replace(ConnectionLimits.derive(concurrency + hosts * experiment.weights.canary_prompts), hosts=hosts)
-    else:
-        limits = ConnectionLimits(serving.connections, serving.connections, hosts)
-    limits.assert_covers(concurrency)
-    return limits
+    if serving.connections is not None:
+        return ConnectionLimits(serving.connections, serving.connections, hosts)
+    return replace(ConnectionLimits.derive(concurrency + hosts * experiment.weights.canary_prompts), hosts=hosts)
 
 
 class VllmEngine(Engine):
@@ -329,7 +326,7 @@ class VllmEngine(Engine):
         shared = self._section.share_prefix and server.settled
         own = label if shared else f"{label}/{request.id}"
         model = self.served.model_name(label)
-        body = generation(request, salt=salt(own), model=model, seeded=self._section.seeded, stream=streamed)
+        body = generation(request, salt=salt(own), model=model, stream=streamed)
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
             cut = tracked.cut

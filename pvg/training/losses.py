@@ -396,7 +396,7 @@ class PolicyObjective:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
         if self.needs_reference:
             assert reference_BL is not None
-            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl.estimator)
+            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL)
         if (bonus := self._control.bonus) > 0.0:
             assert outputs.entropies_BL is not None
             cost_BL = cost_BL - bonus * outputs.entropies_BL

@@ -3,30 +3,19 @@
 With d = log pi - log ref on tokens sampled from pi (Schulman's estimators): k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1.
 k1 and k3 estimate the KL without bias; k3 has a low variance and is never negative. As *losses*, only k2 has the
 gradient of the KL, E[d grad log pi]. k1's gradient is 0 in expectation, k3's is that of the reverse KL(ref || pi). So
-value and gradient are chosen separately:
-
-    k3_k2, k1_k2    the value of the first with the gradient of k2
-    k2              both of k2; its value is biased
-    k3              both of k3: the penalty of the GRPO paper (arXiv 2402.03300)
+the penalty has the value of k3 and the gradient of k2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pvg.config.training import MOST_ENTROPY_BONUS, Training
-
-Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
-
-
-def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """d, elementwise, in nats; positive or negative."""
-    return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
@@ -40,22 +29,10 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(-difference) + difference
 
 
-def kl_penalty(logprobs: Tensor, reference: Tensor, estimator: Estimator = "k3_k2") -> Tensor:
-    """The penalty, elementwise, in nats; differentiable in `logprobs`."""
-    return PENALTIES[estimator](logprobs, reference)
-
-
-def _k3_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
+def kl_penalty(logprobs: Tensor, reference: Tensor) -> Tensor:
+    """The penalty, elementwise, in nats, with k3's value and k2's gradient; differentiable in `logprobs`."""
     gradient = k2(logprobs, reference)
     return gradient + (k3(logprobs, reference) - gradient).detach()
-
-
-def _k1_k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    gradient = k2(logprobs, reference)
-    return gradient + (k1(logprobs, reference) - gradient).detach()
-
-
-PENALTIES: dict[Estimator, Callable[[Tensor, Tensor], Tensor]] = {"k3_k2": _k3_k2, "k1_k2": _k1_k2, "k2": k2, "k3": k3}
 
 
 # --- adaptive coefficients --------------------------------------------------------------------------------------------

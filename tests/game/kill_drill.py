@@ -114,8 +114,6 @@ def play_experiment() -> Experiment:
         "warmup": 2,
         "groups": "phase",
         "cache_share": 0.5,
-        "cache_size": 8,
-        "cache_age": 4,
     }
     plain["rollout"]["max_tokens"] = 6
     return build_experiment(plain)

@@ -49,7 +49,7 @@ def spec_for(
     return server_spec(experiment, purpose, interpreter, folder, log=tmp_path / "log", port=8123, host=host)
 
 
-NCCL = ("weights.transport=nccl", "weights.transport.experimental=true")
+NCCL = ("weights.transport=nccl",)
 
 
 def value(spec: ServerSpec, option: str) -> str:
@@ -84,11 +84,9 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
 def test_switches_and_extra_arguments(tmp_path: Path) -> None:
     spec = spec_for(
         tmp_path,
-        "serving.max_model_len=512",
         "rollout.dtype=bfloat16",
         'serving.extra_args=["--seed", "7"]',
     )
-    assert value(spec, "--max-model-len") == "512"
     assert value(spec, "--dtype") == "bfloat16"
     assert spec.command[-2:] == ("--seed", "7")
 
@@ -120,7 +118,7 @@ def test_a_provers_server_tells_the_experts_of_its_tokens_where_it_can(tmp_path:
 
 @pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("ipc", "pvg_ipc")])
 def test_device_transports_name_their_backend(tmp_path: Path, transport: str, backend: str) -> None:
-    spec = spec_for(tmp_path, f"weights.transport={transport}", "weights.transport.experimental=true", interpreter=GPU)
+    spec = spec_for(tmp_path, f"weights.transport={transport}", interpreter=GPU)
     assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": backend}
 
 

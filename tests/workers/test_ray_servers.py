@@ -232,7 +232,7 @@ def test_a_node_without_the_driver_s_folder_is_refused_unless_the_transport_need
     check_folder(Weights(root=tmp_path), "here")
     with pytest.raises(MissingRequirementError, match=r"is not the driver's, but weights.transport = 'filesystem'"):
         check_folder(Weights(root=tmp_path), "elsewhere")
-    check_folder(Weights.model_validate({"root": tmp_path, "transport": {"kind": "nccl", "experimental": True}}), "x")
+    check_folder(Weights.model_validate({"root": tmp_path, "transport": {"kind": "nccl"}}), "x")
 
 
 def test_a_node_s_vllm_must_be_for_what_ray_reserves():
@@ -264,7 +264,7 @@ def test_a_ray_cluster_has_servers_instead_of_workers_if_vllm_samples(tmp_path):
             {"serving": {"tensor_parallel": 2}, "cluster": {"kind": "ray", "gpus_per_worker": 1}},
             "is below serving.tensor_parallel",
         ),
-        ({"weights": {"transport": {"kind": "ipc", "experimental": True}}}, "needs trainer and server on one GPU"),
+        ({"weights": {"transport": {"kind": "ipc"}}}, "needs trainer and server on one GPU"),
         (
             {"rollout": {"engine": "torch"}, "cluster": {"kind": "ray", "workers": 2, "gpus_per_worker": 1}},
             "is for vLLM servers",
