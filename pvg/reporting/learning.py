@@ -20,7 +20,7 @@ from pvg.reporting.charts import (
 from pvg.reporting.formats import NumberStyle, metric_display, percent
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores
-from pvg.reporting.table import LegendKey, PageSection, chart, elements
+from pvg.reporting.table import PageSection, elements
 from pvg.reporting.terminal import outcome, rounds_table
 
 HELPFUL, SNEAKY, VERIFIER_STYLE, INK = "helpful", "sneaky", "verifier", "ink"
@@ -335,7 +335,6 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
         for found, kinds in zip(scores, counted, strict=True)
     ]
     beyond = int(((everything < low) | (everything > high)).sum())
-    keys = chart.legend([LegendKey(kind.name, kind.style, shape="box") for kind in counted[0]])
     lead = (
         "Scores of each round's verifier for its prover's solutions. It accepts scores to the right of the line. "
         + (
@@ -345,7 +344,7 @@ def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
         )
         + (f" Of {len(everything)} scores, {beyond} outside the range are in the outermost bars." if beyond else "")
     )
-    return PageSection("scores", "Scores", [keys, elements.grid(charts)], lead)
+    return PageSection("scores", "Scores", [elements.grid(charts)], lead)
 
 
 def _kinds(found: RoundScores, edges: np.ndarray) -> list[HistogramKind]:

@@ -41,7 +41,10 @@
   // Heights of stacked series: values above and below 0 are added apart.
   const heights = (series) => {
     const up = [], down = [];
-    return series.map((one) => one.y.map((v, at) => { const side = v < 0 ? down : up; return side[at] = (side[at] || 0) + v; }));
+    return series.map((one) => one.y.map((v, at) => {
+      const side = v < 0 ? down : up;
+      return v ? side[at] = (side[at] || 0) + v : null;
+    }));
   };
   const where = (x) => (u, value) => {
     if (value === null || value === undefined) return "";
@@ -102,13 +105,19 @@
     const across = { ...axis, label: x.label, labelSize: 16, size: 26, grid: { show: false } };
     if (x.ticks.length) {
       across.splits = (u, _, low, high) => {
-        const every = Math.ceil(x.ticks.length * 9 * Math.max(...x.ticks.map((one) => one[1].length)) / width);
-        return x.ticks.filter(([at], place) => place % every === 0 && at >= low && at <= high).map((one) => one[0]);
+        let free = -Infinity; // where the label before ends
+        return x.ticks.map((one) => one[0]).filter((at, place) => {
+          const middle = (at - low) / (high - low) * (width - 60), half = 3.5 * x.ticks[place][1].length;
+          if (at < low || at > high || middle - half < free) return false;
+          free = middle + half;
+          return true;
+        });
       };
       across.values = (u, places) => places.map((at) => x.ticks.find((one) => one[0] === at)[1]);
     } else across.values = (u, places) => places.map((at) => x.style === "seconds" ? tick.seconds(at) : Math.abs(at) >= 1000 ? compact(at) : digits(at, 6));
     const up = { ...axis, size: 56, values: (u, places) => places.map((v) => v === null ? null : (tick[y.style] || compact)(v)) };
     if (y.style === "bytes") up.incrs = Array.from({ length: 60 }, (_, power) => 2 ** power);
+    if (y.scale === "asinh") up.splits = (u, _, low, high) => [0, 10, 100, 1e3, 1e4, 1e5].flatMap((v) => v ? [v, -v] : [v]).filter((v) => v >= low && v <= high).sort((a, b) => a - b);
     const one = (series, number) => ({
       label: series.name,
       class: series.look === "faint" ? "faint" : null,
