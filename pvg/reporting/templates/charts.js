@@ -35,6 +35,7 @@
     const all = [...stack.flat(), ...(spec.intervals || []).flatMap((one) => [...one.low, ...one.high]), ...(spec.references || []).map((one) => one[0])];
     const known = all.filter((v) => v !== null && v !== undefined && (scale !== "log" || v > 0));
     let low = Math.min(...known, ...(zero ? [0] : [])), high = Math.max(...known, ...(zero ? [0] : []));
+    if (low === high) high = low + (Math.abs(low) || 1);
     if (scale === "log") return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.floor(Math.log10(low)) + 1, Math.ceil(Math.log10(high)))];
     return uPlot.rangeNum(low, high, 0.1, true);
   };
@@ -146,7 +147,7 @@
     const spec = JSON.parse(box.dataset.chart), width = box.clientWidth;
     box.plot?.destroy();
     const order = spec.stacked ? [...spec.series].reverse() : spec.series;
-    const stack = spec.stacked ? heights(spec.series).reverse() : order.map((one) => one.y);
+    const stack = spec.stacked ? heights(spec.series).reverse() : order.map((one) => spec.y.scale === "log" ? one.y.map((v) => v > 0 ? v : null) : one.y);
     const data = spec.stacked ? [order[0].x, ...stack] : uPlot.join(order.map((one, at) => [one.x, stack[at]]));
     box.plot = new uPlot(options(spec, order, ends(spec, stack), width), data, box);
   };
