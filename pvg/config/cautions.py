@@ -62,8 +62,8 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
 
 def _server_warnings(experiment: AllSections) -> Iterator[str]:
     serving, verifier, models = experiment.serving, experiment.verifier, experiment.models
-    if (transport := experiment.weights.transport.kind) in ("nccl", "ipc"):
-        yield f"weights.transport = {transport!r} is experimental: no GPU has run it; the tested one is 'filesystem'"
+    if experiment.weights.transport.kind == "nccl":
+        yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
     if verifier.engine == "torch":
         for key in ("verifier_servers", "reference_servers"):
             if getattr(serving, key):

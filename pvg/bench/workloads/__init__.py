@@ -90,12 +90,8 @@ def _lazily(module: str) -> MakeWorkload:
     return make
 
 
-def _sync(settings: BenchSettings) -> Workload:
-    return _lazily("sync_servers" if settings.experiment.rollout.engine.kind == "vllm" else "sync")(settings)
-
-
-WORKLOADS: WorkloadTable = {name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline")} | {
-    "sync": _sync
+WORKLOADS: WorkloadTable = {
+    name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "sync")
 }
 
 # Workloads that can take their work from a recorded run (`--replay RUN`).
