@@ -503,8 +503,6 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
         )
     if training.router_replay:
         yield f"{without} training.router_replay; set training.router_replay to false"
-    if training.micro_batch_memory_mb:
-        yield f"{without} training.micro_batch_memory_mb; set training.micro_batch_tokens in its place"
     if getattr(experiment.cluster, "trainers", None) is not None:
         yield f"{without} cluster.trainers, because workers do not train the prover then; leave out cluster.trainers"
     if experiment.models.device not in ("auto", "cpu", "cuda"):

@@ -234,10 +234,6 @@ class Training(Section):
     micro_batch_tokens: Count = Field(
         16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
     )
-    micro_batch_memory_mb: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
-    )
     micro_batch_rollouts: Count | None = Field(
         None, description="Maximum number of rollouts per micro-batch. Unset: as many as the tokens allow."
     )

@@ -259,8 +259,6 @@ class ProverPhase:
             executor=session.players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
-            events=session.ledger.log,
             workers=self.workers,
             ranks=self.ranks,
         )

@@ -312,7 +312,6 @@ class _Learning:
             gradient_checkpointing=training.gradient_checkpointing,
             waits_for="demonstrations",
             section="training",
-            events=session.ledger.log,
         )
         if (checkpoint := session.ledger.read_checkpoint()) is not None:
             self.trainer.load_state(*checkpoint)

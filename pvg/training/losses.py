@@ -45,8 +45,7 @@ from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import Credit, normalised
-from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches, recompute_logprobs
-from pvg.training.memory import MicroBatchMemory, MicroBatchSize
+from pvg.training.forward import ForwardSettings, batch_outputs, forward_batches, recompute_logprobs
 from pvg.training.penalties import PenaltyControl, k3, kl_penalty
 
 Kind = Literal["none", "truncated", "masked"]
@@ -114,8 +113,6 @@ def importance_metrics(ratios_N: Tensor, kind: Kind, low: float, high: float) ->
     metrics.add_mean("start_outside", cut, ratios_N.numel())
     return metrics
 
-
-BYTES_PER_MB = 1_000_000
 
 # --- per-token objectives ----------------------------------------------------------------------------------------
 
@@ -272,11 +269,6 @@ class PolicyObjective:
         self._section = section
         self._max_tokens = rollout.max_tokens
         self._forward = ForwardSettings.of(section, rollout.temperature, pad_id)
-        # The trainer fills it with measurements. None: every step uses the section's token budget.
-        self.memory: MicroBatchMemory[PolicyBatch] | None = None
-        if section.micro_batch_memory_mb:
-            limit = section.micro_batch_memory_mb * BYTES_PER_MB
-            self.memory = MicroBatchMemory(limit, section.micro_batch_tokens, self._size)
 
     @property
     def credit(self) -> Credit | None:
@@ -353,22 +345,14 @@ class PolicyObjective:
 
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
         """Micro-batches of a prepared batch: within the token budget, with at most micro_batch_rollouts rows each.
-        Leaves out rows of weight 0. With micro_batch_memory_mb, uses the learned budget and micro-batches of similar
-        size.
+        Leaves out rows of weight 0.
 
         Raises ConfigurationError if a single row exceeds the token budget.
         """
         assert batch.row_weights_N is not None, "prepare the batch before splitting it"
-        section = self._section
         rows = np.flatnonzero(batch.row_weights_N != 0.0)
-        forward = self._forward
-        if self.memory is not None and rows.size:
-            forward = replace(forward, token_budget=self.memory.budget(int(batch.lengths_N[rows].max())))
-        parts = forward_batches(batch, rows, forward, section.micro_batch_rollouts, balanced=self.memory is not None)
+        parts = forward_batches(batch, rows, self._forward, self._section.micro_batch_rollouts)
         return [batch.select(part) for part in parts]
-
-    def _size(self, micro_batch: PolicyBatch) -> MicroBatchSize:
-        return MicroBatchSize(int(micro_batch.lengths_N.max()), batch_positions(micro_batch, self._forward))
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""

@@ -596,7 +596,6 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
     [
         ({"training": {"adapters": "lora"}}, r"set training\.adapters to 'none'"),
         ({"training": {"router_replay": True}}, r"set training\.router_replay to false"),
-        ({"training": {"micro_batch_memory_mb": 100}}, r"set training\.micro_batch_tokens"),
         ({"models": {"device": "cuda:1"}}, r"set models\.device to 'cpu' or 'cuda'"),
         (
             {"cluster": {**RANKS, "workers": 2, "trainers": 1}, "rollout": {"prefetch": "fresh"}},

@@ -184,7 +184,6 @@ class TrainerWorkload:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
             waits_for="batches",  # recorded ones, so the trainer never waits for rollouts
         )
 
