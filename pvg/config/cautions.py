@@ -44,7 +44,7 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             "rollout.engine.batching has no effect with rollout.engine.decoding = 'module', which decodes whole batches"
         )
-    if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
+    if training.loss == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
         yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
         yield (
@@ -93,20 +93,19 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
                 "lower the batches"
             )
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
-    if stale and training.loss.kind == "rloo" and training.importance.kind == "none":
+    if stale and training.loss == "rloo" and training.importance == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
             "'decoupled'"
         )
-    if training.minibatches > 1 and training.loss.kind == "rloo":
+    if training.minibatches > 1 and training.loss == "rloo":
         yield (
             "training.loss = 'rloo' has no ratio, so later minibatches ignore that the weights have changed; set "
             "training.minibatches to 1, or training.loss to 'grpo'"
         )
-    if not stale and training.importance.kind in ("decoupled", "unweighted"):
+    if not stale and training.importance in ("decoupled", "unweighted"):
         yield (
-            f"training.importance = {training.importance.kind!r} has no effect without rollout.prefetch: no rollout is "
-            "stale"
+            f"training.importance = {training.importance!r} has no effect without rollout.prefetch: no rollout is stale"
         )
     deadline = rollout.deadline
     if deadline.kind != "none" and deadline.min_rollouts == rollouts_of_deadline(experiment):

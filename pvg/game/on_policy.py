@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.training import SpoLoss
 from pvg.game.batch_logprobs import EarlyReference, compute_logprobs, with_logprobs
 from pvg.game.orders import Curriculum, ProverOrders, curriculum_of
 from pvg.game.prefetch import Prefetcher
@@ -216,8 +215,8 @@ class OnPolicySource:
     def __post_init__(self) -> None:
         experiment = self.session.experiment
         loss = experiment.training.loss
-        self.tracker = ValueTracker() if isinstance(loss, SpoLoss) else None
-        self.baseline = RoleBaseline() if experiment.training.loss.kind == "rae" else None
+        self.tracker = ValueTracker() if loss == "spo" else None
+        self.baseline = RoleBaseline() if experiment.training.loss == "rae" else None
         self.curriculum = curriculum_of(experiment)
         self.orders = ProverOrders(self.session, self.curriculum, environment_of(self.session, self.scorer))
         self.early = None
@@ -374,7 +373,7 @@ class OnPolicySource:
             advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
             metrics |= value_metrics(rewards_N, values_N, advantages_N)
         else:
-            loss = self.session.experiment.training.loss.kind
+            loss = self.session.experiment.training.loss
             advantages_N = advantages(loss, rewards_N, group_ids_N, role_ids_N, credit=self.objective.credit)
         return await self.session.players.off_loop(partial(batch_of, rollouts, advantages_N)), metrics
 

@@ -90,7 +90,7 @@ def learning_experiment() -> Experiment:
         "dynamic_sampling": 4,
         "curriculum": "buckets",
         "kl": {"kind": "adaptive", "target": 0.001},
-        "entropy": {"kind": "adaptive", "target": 3.0},
+        "entropy_bonus": 0.001,
         "minibatches": 2,
         "steps": 14,
     }

@@ -227,7 +227,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     [
         pytest.param({}, id="packed"),
         pytest.param(
-            {"shared_prompts": False, "gradient_checkpointing": True, "entropy": {"kind": "adaptive"}},
+            {"shared_prompts": False, "gradient_checkpointing": True, "entropy_bonus": 0.001},
             id="padded and checkpointed, with an entropy bonus",
             marks=pytest.mark.drill,
         ),

@@ -183,7 +183,7 @@ class EndToEnd:
             "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,
-            "loss": training.loss.kind,
+            "loss": training.loss,
             "kl": training.kl.coefficient,
             "seed": experiment.seed,
         }

@@ -308,7 +308,7 @@ class PipelinedSteps:
             "groups": experiment.training.groups,
             "group_size": experiment.rollout.group_size,
             "concurrency": experiment.rollout.concurrency,
-            "loss": experiment.training.loss.kind,
+            "loss": experiment.training.loss,
             "kl": experiment.training.kl.coefficient,
             "seed": experiment.seed,
         }

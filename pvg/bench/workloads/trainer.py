@@ -156,13 +156,13 @@ class TrainerWorkload:
             prefix="bench/fixed",
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return [policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)]
+        return [policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss)]
 
     def _recorded(self) -> list[PolicyBatch]:
         assert self._replay is not None
         recorded = recorded_batches(self._replay, self._workload.batches)
         self._places = [batch.place for batch in recorded]
-        loss = self._experiment.training.loss.kind
+        loss = self._experiment.training.loss
         return [policy_batch(batch.rollouts, rewards_of(self._replay, batch), loss) for batch in recorded]
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
@@ -206,7 +206,7 @@ class TrainerWorkload:
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
-            "loss": self._experiment.training.loss.kind,
+            "loss": self._experiment.training.loss,
             "kl": self._kl,
             "optimizer_steps": self._steps,
             "rollouts": self._rollouts,
