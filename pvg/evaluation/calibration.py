@@ -73,7 +73,7 @@ def _solve(design_ND: Float64, curvature_N: Float64, penalty_D: Float64, right_D
 
 # --- calibration ------------------------------------------------------------------------------------------------------
 
-RIDGE = 1e-6  # on both parameters, because a separable set has no finite best fit without it
+PLATT_RIDGE = 1e-6  # on both parameters, because a separable set has no finite best fit without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, 
     targets_N = np.where(correct_N, (positives + 1.0) / (positives + 2.0), 1.0 / (negatives + 2.0))
     scale = max(1.0, float(np.abs(scores_N).max()))  # unscaled scores and ones are badly conditioned
     design_N2 = np.stack([scores_N.astype(np.float64) / scale, np.ones(len(scores_N))], axis=1)
-    a, b = fit(design_N2, targets_N, np.full(2, RIDGE))
+    a, b = fit(design_N2, targets_N, np.full(2, PLATT_RIDGE))
     return float(a) / scale, float(b)
 
 

@@ -38,8 +38,7 @@ from numpy.typing import NDArray
 
 from pvg.config.operation import Evaluate
 from pvg.config.verifier import Verifier
-from pvg.evaluation import calibration as calibrated
-from pvg.evaluation.calibration import fit, sigmoid
+from pvg.evaluation.calibration import brier, cross_fitted, ece, fit, platt, reliability, sigmoid
 from pvg.evaluation.detection import auc_of, band, roc, wins
 from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, ratio, share_of
 from pvg.evaluation.samples import ScoredRollouts
@@ -331,8 +330,8 @@ def separability(own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], we
 def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) -> dict[str, Any]:
     """Raw sigmoid(score) and the cross-fitted Platt probability, over all solutions of the round's prover."""
     fold_P = folds_of([problem.id for problem in own.pool], FOLDS)
-    fitted_N = calibrated.cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
-    slope, offset = calibrated.platt(own.scores_N, own.correct_N)
+    fitted_N = cross_fitted(own.scores_N, own.correct_N, own.problems_N, fold_P)
+    slope, offset = platt(own.scores_N, own.correct_N)
     return {
         "raw_is_probability": verifier.loss == "cross_entropy" and verifier.ensemble.kind == "none",
         "raw": _calibrated(sigmoid(own.scores_N), own, weights_BP),
@@ -343,12 +342,12 @@ def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) ->
 
 
 def _calibrated(predicted_N: Float64, own: ScoredRollouts, weights_BP: Float64) -> dict[str, Any]:
-    bins = calibrated.reliability(predicted_N, own.correct_N, own.problems_N, BINS, CONFIDENCE)
-    error, by_chance = calibrated.ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP, CONFIDENCE)
+    bins = reliability(predicted_N, own.correct_N, own.problems_N, BINS, CONFIDENCE)
+    error, by_chance = ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP, CONFIDENCE)
     return {
         "ece": error.plain(),
         "ece_by_chance": by_chance,
-        "brier": calibrated.brier(predicted_N, own.correct_N, own.problems_N, weights_BP, CONFIDENCE).plain(),
+        "brier": brier(predicted_N, own.correct_N, own.problems_N, weights_BP, CONFIDENCE).plain(),
         "bins": [{"predicted": found.predicted, "correct": found.correct.plain()} for found in bins],
     }
 
