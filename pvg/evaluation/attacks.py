@@ -24,11 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.evaluation.detection import ROUNDING
-from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, percentile, share_of
-from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
-from pvg.evaluation.opponents import KINDS, attacker_experiment
-from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
+from pvg.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.opened_run import (
+    REFERENCE_RANGE,
+    ROUND,
+    EvaluationContext,
+    SampleSet,
+    ScoredRollouts,
+    digest,
+    first_version,
+    sampled,
+)
+from pvg.evaluation.report import KINDS, attacker_experiment
 from pvg.evaluation.training import PolicyTraining, kept_policy, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.verifier.backend import ScoringModel

@@ -14,7 +14,7 @@ import pytest
 import torch
 from evaluation_drill import evaluated_experiment
 
-from pvg.evaluation.rounds import LOCALISED
+from pvg.evaluation.runner import LOCALISED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from test_runner import changed, copy_of, evaluated, played
@@ -22,8 +22,7 @@ from test_runner import changed, copy_of, evaluated, played
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun, committed_shards
-from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
-from pvg.evaluation.report import REPORT_FILE
+from pvg.evaluation.report import PARTS, REPORT_FILE, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.game.players import Players
 from pvg.game.protocols import ChallengeEnvironment
 from pvg.game.round_verifier import read_verifier

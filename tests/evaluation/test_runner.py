@@ -21,8 +21,19 @@ from page_checks import check
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
-from pvg.evaluation.opponents import PARTS, attacker_experiment, check_attacks, parse_parts, parse_rounds
-from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, read_report, report_of
+from pvg.evaluation.report import (
+    PARTS,
+    REPORT_FILE,
+    EvaluationReport,
+    attacker_experiment,
+    check_attacks,
+    notes,
+    notes_of_results,
+    parse_parts,
+    parse_rounds,
+    read_report,
+    report_of,
+)
 from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.game.ledger import Ledger, check_same_code
@@ -201,7 +212,7 @@ def test_a_baseline_that_diverges_costs_the_tax_alone(
         trained.append(1)
         raise TrainingDivergedError("a number that is not finite", "")
 
-    monkeypatch.setattr("pvg.evaluation.baseline.train", diverging)
+    monkeypatch.setattr("pvg.evaluation.training.train", diverging)
     run = copy_of(measured, tmp_path)
     other = changed(evaluated_experiment(), evaluate={"baseline_probes": 3})
     for parts in (("tax", "calibration"), ("tax", "calibration"), ("calibration",)):
