@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import NormalDist
 from typing import Any
 
@@ -136,7 +135,6 @@ PERCENTS = tuple(range(101))
 FEWEST = 5
 
 ROUNDING = 1e-9  # tolerance for a count that was computed from a share
-BLOCK = 2**14  # numbers per array in a block of resamples; arrays that fit the cache are about three times as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +232,25 @@ def band(
     2005, Pointwise ROC confidence bounds, ROCML (they fail at the curve's ends)."""
     if not len(positive_N) or not len(negative_M):
         return []
-    cut = partial(_cut, *_ranked(positive_N, problems_N, negative_M, problems_M))
-    value_K = cut(np.ones((1, weights_BP.shape[1])))[0]
-    solutions, problems = len(positive_N) + len(negative_M), len(np.union1d(problems_N, problems_M))
-    rows = max(1, BLOCK // solutions)
-    blocks = [cut(weights_BP[first : first + rows]) for first in range(0, len(weights_BP), rows)]
-    replicates_KB = np.concatenate(blocks).T
+    scores_S = np.concatenate([positive_N, negative_M])
+    order_S = np.argsort(-scores_S, kind="stable")
+    ranked_S, positive_S = scores_S[order_S], order_S < len(positive_N)
+    problems_S = np.concatenate([problems_N, problems_M])[order_S]
+    ends_L = np.append(np.flatnonzero(ranked_S[1:] != ranked_S[:-1]), len(ranked_S) - 1)  # of each distinct score
+
+    def cut(weights_P: Float64) -> Float64:
+        """The true-positive rates [K] of a resample. Where its curve is vertical, the top counts."""
+        drawn_S = weights_P[problems_S]
+        true_C, false_C = (
+            np.append(0.0, np.cumsum(drawn_S * chosen_S)[ends_L]) for chosen_S in (positive_S, ~positive_S)
+        )
+        if not true_C[-1] or not false_C[-1]:
+            return np.full(len(PERCENTS), np.nan)
+        return np.asarray(np.interp(np.array(PERCENTS) * false_C[-1] / 100, false_C, true_C) / true_C[-1])
+
+    value_K = cut(np.ones(weights_BP.shape[1]))
+    replicates_KB = np.array([cut(weights_P) for weights_P in weights_BP]).T
+    solutions, problems = len(scores_S), len(np.unique(problems_S))
     points = []
     for percent, value, replicates_B in zip(PERCENTS, value_K, replicates_KB, strict=True):
         found = percentile(float(value), replicates_B, confidence, solutions, problems)
@@ -250,42 +261,3 @@ def band(
                 found = replace(found, low=None, high=None)
         points.append((percent / 100, found))
     return points
-
-
-def _ranked(
-    positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints
-) -> tuple[Ints, NDArray[np.bool_], Ints]:
-    """All S solutions in order of decreasing scores: their problems [S], whether each is a positive [S], and the index
-    of the last solution of each of L distinct scores [L]."""
-    scores_S = np.concatenate([positive_N, negative_M])
-    order_S = np.argsort(-scores_S, kind="stable")
-    ranked_S = scores_S[order_S]
-    ends_L = np.append(np.flatnonzero(ranked_S[1:] != ranked_S[:-1]), len(ranked_S) - 1)
-    return np.concatenate([problems_N, problems_M])[order_S], order_S < len(positive_N), ends_L
-
-
-def _cut(problems_S: Ints, positive_S: NDArray[np.bool_], ends_L: Ints, weights_BP: Float64) -> Float64:
-    """float64 [B, K]: the true-positive rate at each of K false-positive rates, by resample; NaN without a curve.
-
-    Where a curve is vertical, its top counts; where scores are tied, it is a straight line, as in `roc` and the AUC."""
-    drawn_BS = weights_BP[:, problems_S]
-    true_BC, false_BC = _corners(drawn_BS * positive_S, ends_L), _corners(drawn_BS * ~positive_S, ends_L)
-    trues_B1, falses_B1 = true_BC[:, -1:], false_BC[:, -1:]
-    wanted_BK = np.array(PERCENTS) * falses_B1 / 100
-    # One search for all resamples: each one's counts are shifted above those of the previous one. Counts are whole.
-    moved_B1 = np.arange(len(weights_BP))[:, None] * (1 + falses_B1.max())
-    left_BK = np.searchsorted((false_BC + moved_B1).ravel(), np.floor(wanted_BK) + moved_B1, side="right") - 1
-    right_BK = np.minimum(left_BK + 1, true_BC.size - 1)  # read only where there is one
-    true, false = true_BC.ravel(), false_BC.ravel()
-    beyond_BK = wanted_BK - false[left_BK]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slope_BK = (true[right_BK] - true[left_BK]) / (false[right_BK] - false[left_BK])
-        cut_BK = (true[left_BK] + np.where(beyond_BK > 0, beyond_BK * slope_BK, 0.0)) / trues_B1
-    return np.where((trues_B1 > 0) & (falses_B1 > 0), cut_BK, np.nan)
-
-
-def _corners(drawn_BS: Float64, ends_L: Ints) -> Float64:
-    """float64 [B, 1+L]: the number of accepted solutions at each corner of the curve, from none to all."""
-    counts_BC = np.zeros((len(drawn_BS), 1 + len(ends_L)))
-    counts_BC[:, 1:] = np.cumsum(drawn_BS, axis=1)[:, ends_L]
-    return counts_BC

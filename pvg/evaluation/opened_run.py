@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Raised when a measure's definition changes, which makes results of older versions stale.
-DEFINITIONS = 1
-
 # Weight versions that a unit may publish, with one range per unit. Versions only increase in an engine, and must not
 # depend on which process computes a unit. So units are computed in the order of their ranges.
 VERSIONS = 110_000  # above the maximum of evaluate.attack_steps
@@ -74,7 +71,7 @@ ROUND = 16  # ranges per round
 
 def digest(*parts: Any) -> str:
     """The digest of plain data; equal parts have equal digests."""
-    data = orjson.dumps([DEFINITIONS, *parts], option=orjson.OPT_SORT_KEYS)
+    data = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
@@ -136,22 +133,6 @@ def _sha256(path: Path) -> str:
         raise StateError(f"{path} is missing.", "Restore the run from a copy.") from None
 
 
-def read_json(path: Path, key: str) -> dict[str, Any] | None:
-    """Content that an evaluation wrote to `path`, with a digest and `key`; None without a file. Raises
-    DamagedFileError."""
-    try:
-        found = orjson.loads(read_stored(path))
-    except FileNotFoundError:
-        return None
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict) or not {"digest", key} <= found.keys():
-        raise DamagedFileError(
-            f"{path} is damaged.", "Remove it and evaluate again; pvg then computes its content again."
-        )
-    return found
-
-
 class ResultFiles:
     """Finished results by name, one file each, replaced atomically."""
 
@@ -161,9 +142,10 @@ class ResultFiles:
         remove_temporaries(folder)
 
     def read(self, name: str, wanted: str) -> Any | None:
-        """The result of `name` if it was computed for the digest `wanted`, otherwise None."""
-        found = read_json(self._folder / f"{name}.json", "result")
-        return None if found is None or found["digest"] != wanted else found["result"]
+        """The result of `name` if it was computed for the digest `wanted`, otherwise None. Raises DamagedFileError."""
+        path = self._folder / f"{name}.json"
+        found = self._content(path) if path.exists() else {}
+        return found["result"] if found.get("digest") == wanted else None
 
     def exists(self, name: str) -> bool:
         """Whether there is a result of `name`, for any settings."""
@@ -172,6 +154,23 @@ class ResultFiles:
     def write(self, name: str, for_: str, result: Any) -> None:
         data = orjson.dumps({"digest": for_, "result": result}, option=orjson.OPT_INDENT_2)
         write_atomic(self._folder / f"{name}.json", data)
+
+    def all(self) -> Iterator[Any]:
+        """Every result, for any settings."""
+        for path in sorted(self._folder.glob("*.json")):
+            yield self._content(path)["result"]
+
+    @staticmethod
+    def _content(path: Path) -> dict[str, Any]:
+        try:
+            found = orjson.loads(read_stored(path))
+        except orjson.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict) or not {"digest", "result"} <= found.keys():
+            raise DamagedFileError(
+                f"{path} is damaged.", "Remove it and evaluate again; pvg then computes its content again."
+            )
+        return found
 
 
 class MissingResult(Exception):
@@ -202,6 +201,7 @@ class EvaluationContext:
     computing: bool = True  # False: a result that is not on disk is MissingResult
     config: str = field(init=False)  # the digest of the run's settings; MEMORY_SETTINGS of `experiment` may differ
     units: ResultFiles = field(init=False)
+    manifests: ResultFiles = field(init=False)  # the shards of each set of samples
     shards: RolloutShards = field(init=False)
     verifiers: dict[int, FrozenVerifier] = field(default_factory=dict)  # the open ones, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
@@ -209,6 +209,7 @@ class EvaluationContext:
     def __post_init__(self) -> None:
         self.config = self.ledger.directory.experiment().hash()
         self.units = ResultFiles(self.folder / "units")
+        self.manifests = ResultFiles(self.folder / "samples")
         self.shards = RolloutShards(self.folder)
 
     @property
@@ -256,10 +257,6 @@ def remove_folder(path: Path) -> None:
         removed = temporary_beside(path)
         path.rename(removed)
         shutil.rmtree(removed)
-
-
-def committed_shards(manifests: list[Mapping[str, Any]]) -> list[ShardInfo]:
-    return [ShardInfo.from_plain(plain) for manifest in manifests for plain in manifest["shards"]]
 
 
 # --- the frozen verifier of a round -----------------------------------------------------------------------------------
@@ -343,17 +340,15 @@ async def questions(context: EvaluationContext, asking: FrozenVerifier) -> Envir
     return environment_of(context, scorer)
 
 
-# Fresh samples: the same problems for every policy, sampled once and shared by all parts.
-
-
-MANIFESTS = "samples"
+# --- fresh samples ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """What to sample: `size` solutions of each problem in each role. `policy`: a digest of the policy. `name`: the
-    policy's name in the evaluation. `round`: for the path of the shards and for the display. In a challenge game the
-    verifier of round `asking` asks about the steps; later verifiers score the same dialogues."""
+    """What to sample: `size` solutions of each problem in each role, the same problems for every policy. `policy`: a
+    digest of the policy. `name`: the policy's name in the evaluation. `round`: for the path of the shards and for the
+    display. `load` publishes the policy. In a challenge game the verifier of round `asking` asks about the steps; later
+    verifiers score the same dialogues."""
 
     name: str
     round: int
@@ -361,6 +356,7 @@ class SampleSet:
     roles: tuple[Role, ...]
     size: int
     policy: str
+    load: Callable[[], Awaitable[None]]
     asking: int = 0
 
     @property
@@ -375,42 +371,38 @@ def digest_of(context: EvaluationContext, wanted: SampleSet) -> str:
     return digest("samples", context.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
 
 
-async def sampled(context: EvaluationContext, wanted: SampleSet, load: Callable[[], Awaitable[None]]) -> list[Rollout]:
+async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout]:
     """The set's rollouts in order of problems and roles, read from disk or sampled.
 
-    `load` publishes the policy; it is called only if something must be sampled. Raises InterruptedByUser after a chunk
-    if a stop was requested."""
+    Each chunk is one shard, and a manifest names the committed ones: a killed process leaves at most one shard without
+    a name, which the next start removes. Raises InterruptedByUser after a chunk if a stop was requested."""
     for_ = digest_of(context, wanted)
-    shards = _committed(context, wanted.name, for_)
+    shards = _committed(context, wanted)
     chunks = _chunks(context, wanted)
     if len(shards) < len(chunks):
         context.begin(wanted.name)
         done = sum(shard.rows for shard in shards)
         info = PhaseInfo(wanted.round, context.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
         context.observer.phase_started(info)
-        await load()
+        await wanted.load()
         with open_frozen_verifier(context, wanted.asking) as asking:
             environment = await questions(context, asking)
             for number in range(len(shards), len(chunks)):
                 rollouts = await _sample(context, wanted, number, chunks[number], environment)
                 label = f"{wanted.name}-{for_[:8]}-{number:05d}"
                 shards.append(context.shards.write(wanted.round, label, rollouts))
-                _write_manifest(context, wanted.name, for_, shards)
+                context.manifests.write(wanted.name, for_, [shard.plain() for shard in shards])
                 done += len(rollouts)
-                context.observer.progressed(Progress(done, _shown_metrics(rollouts)))
+                metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
+                del metrics["tokens_per_s"]
+                context.observer.progressed(Progress(done, metrics))
                 context.check_stop()
         context.observer.phase_finished(info, {})
     return [rollout for shard in shards for rollout in context.shards.read(shard)]
 
 
 def is_complete(context: EvaluationContext, wanted: SampleSet) -> bool:
-    return sum(shard.rows for shard in _committed(context, wanted.name, digest_of(context, wanted))) == wanted.rollouts
-
-
-def _shown_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
-    del metrics["tokens_per_s"]
-    return metrics
+    return sum(shard.rows for shard in _committed(context, wanted)) == wanted.rollouts
 
 
 def _chunks(context: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
@@ -443,27 +435,16 @@ async def _sample(
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-# --- what is committed -------------------------------------------------------------------------------------------
-
-
-def _write_manifest(context: EvaluationContext, name: str, for_: str, shards: list[ShardInfo]) -> None:
-    plain = {"digest": for_, "shards": [shard.plain() for shard in shards]}
-    make_directory(context.folder / MANIFESTS)
-    write_atomic(context.folder / MANIFESTS / f"{name}.json", orjson.dumps(plain, option=orjson.OPT_INDENT_2))
-
-
-def _committed(context: EvaluationContext, name: str, for_: str) -> list[ShardInfo]:
-    path = context.folder / MANIFESTS / f"{name}.json"
-    manifest = read_json(path, "shards")
-    return [] if manifest is None or manifest["digest"] != for_ else committed_shards([manifest])
+def _committed(context: EvaluationContext, wanted: SampleSet) -> list[ShardInfo]:
+    return [
+        ShardInfo.from_plain(plain) for plain in context.manifests.read(wanted.name, digest_of(context, wanted)) or ()
+    ]
 
 
 def recover(context: EvaluationContext) -> int:
-    """Remove files of killed processes and of stale sets; returns their number."""
-    folder = context.folder / MANIFESTS
-    remove_temporaries(folder)
-    found = (read_json(path, "shards") for path in sorted(folder.glob("*.json")))
-    return len(context.shards.recover(committed_shards([manifest for manifest in found if manifest is not None])))
+    """Remove shards of killed processes and of stale sets; returns their number."""
+    committed = [ShardInfo.from_plain(plain) for shards in context.manifests.all() for plain in shards]
+    return len(context.shards.recover(committed))
 
 
 # --- samples as arrays -------------------------------------------------------------------------------------------

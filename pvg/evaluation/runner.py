@@ -33,7 +33,6 @@ from pvg.evaluation.attacks import (
     check,
     final_samples,
     reference_of,
-    sample_attacker,
 )
 from pvg.evaluation.intervals import CONFIDENCE, RESAMPLES, Float64, draws
 from pvg.evaluation.opened_run import (
@@ -96,16 +95,14 @@ from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.version import code_version
 
-# The parts of one round: the samples that each part needs, and its results. Results on disk are not computed again.
-
+# --- the parts of one round -------------------------------------------------------------------------------------------
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
 ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
-
 LOCALISED = 256  # most flawed solutions of a round that are scored step by step; each costs a pass per step
-# Raised when a measure's definition changes, which makes earlier measurements stale. Unlike `opened_run.DEFINITIONS`,
-# it keeps what took hours: samples and trained attackers.
-MEASURED = 2
+# Raised when a measure's definition changes. Earlier measurements are then stale; samples and attackers, which took
+# hours, are kept.
+MEASURED = 1
 
 
 def bootstrap(context: EvaluationContext, problems: int) -> Float64:
@@ -114,26 +111,16 @@ def bootstrap(context: EvaluationContext, problems: int) -> Float64:
 
 
 def base_set(context: EvaluationContext) -> SampleSet:
-    return SampleSet(BASE_SOURCE, 0, context.test_problems(), BOTH, context.experiment.evaluate.samples, BASE_SOURCE)
-
-
-async def base_samples(context: EvaluationContext) -> list[Rollout]:
-    return await sampled(
-        context, base_set(context), lambda: load_source(context, BASE_SOURCE, first_version(BASE_RANGE))
-    )
+    load = partial(load_source, context, BASE_SOURCE, first_version(BASE_RANGE))
+    size = context.experiment.evaluate.samples
+    return SampleSet(BASE_SOURCE, 0, context.test_problems(), BOTH, size, BASE_SOURCE, load)
 
 
 def round_set(context: EvaluationContext, round_: int) -> SampleSet:
     """Both roles of a round's prover on the test problems."""
-    name, size = source_of_round(round_), context.experiment.evaluate.samples
-    return SampleSet(name, round_, context.test_problems(), BOTH, size, context.ledger.players_of(round_), round_)
-
-
-async def round_samples(context: EvaluationContext, round_: int) -> list[Rollout]:
-    version = first_version(SAMPLES_RANGE + round_)
-    return await sampled(
-        context, round_set(context, round_), lambda: load_source(context, source_of_round(round_), version)
-    )
+    name, size, policy = source_of_round(round_), context.experiment.evaluate.samples, context.ledger.players_of(round_)
+    load = partial(load_source, context, name, first_version(SAMPLES_RANGE + round_))
+    return SampleSet(name, round_, context.test_problems(), BOTH, size, policy, load, round_)
 
 
 class RoundParts:
@@ -146,49 +133,25 @@ class RoundParts:
         self.round = frozen.round
         self.source = source_of_round(frozen.round)
         self.section = context.experiment.evaluate
-        self._statistics = [CONFIDENCE, RESAMPLES]
+        self.kinds = attack_kinds(context.experiment)
+        self.base, self.own = base_set(context), round_set(context, frozen.round)
 
     @cached_property
     def _draws(self) -> Float64:
         return bootstrap(self.context, len(self.context.test_problems()))
 
     @property
-    def _kinds(self) -> list[str]:
-        return attack_kinds(self.context.experiment)
+    def _reference(self) -> SampleSet:
+        pool, round_ = self.context.prover_problems(), self.round
+        load = partial(load_source, self.context, self.source, first_version(REFERENCE_RANGE + ROUND * round_))
+        name, size = f"reference-{self.source}", self.section.samples
+        return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.frozen.digest, load, round_)
 
-    # --- samples ---------------------------------------------------------------------------------------------------
-
-    async def _scored(self, wanted: SampleSet, rollouts: Sequence[Rollout], pool: Sequence[Problem]) -> ScoredRollouts:
+    async def _scored(self, wanted: SampleSet) -> ScoredRollouts:
+        """A set of samples with the scores of this round's verifier."""
+        rollouts = await sampled(self.context, wanted)
         scores_N = await self.frozen.scores(wanted.name, rollouts, digest_of(self.context, wanted))
-        return ScoredRollouts(rollouts, scores_N, pool)
-
-    async def base(self) -> ScoredRollouts:
-        return await self._scored(
-            base_set(self.context), await base_samples(self.context), self.context.test_problems()
-        )
-
-    async def of_round(self, round_: int) -> ScoredRollouts:
-        """The samples of this or an earlier round's prover, scored by this round's verifier."""
-        rollouts = await round_samples(self.context, round_)
-        return await self._scored(round_set(self.context, round_), rollouts, self.context.test_problems())
-
-    async def own(self) -> ScoredRollouts:
-        return await self.of_round(self.round)
-
-    def _reference_set(self) -> SampleSet:
-        pool, size = self.context.prover_problems(), self.section.samples
-        name, round_ = f"reference-{self.source}", self.round
-        return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.frozen.digest, round_)
-
-    async def _reference(self) -> ScoredRollouts:
-        wanted = self._reference_set()
-        version = first_version(REFERENCE_RANGE + ROUND * self.round)
-        rollouts = await sampled(self.context, wanted, lambda: load_source(self.context, self.source, version))
-        return await self._scored(wanted, rollouts, wanted.problems)
-
-    async def _of_attacker(self, target: AttackTarget, kind: str) -> ScoredRollouts:
-        rollouts = await sample_attacker(self.context, target, kind)
-        return await self._scored(final_samples(self.context, target, kind), rollouts, self.context.test_problems())
+        return ScoredRollouts(rollouts, scores_N, wanted.problems)
 
     def _of(self, *sets: SampleSet) -> list[str]:
         """The digests on which a part depends that reads these sets with this round's verifier."""
@@ -197,7 +160,7 @@ class RoundParts:
     async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of a part of this round, from disk or computed by `work`."""
         context, unit = self.context, f"{name}-{self.source}"
-        for_ = digest(name, MEASURED, inputs, self._statistics)
+        for_ = digest(name, MEASURED, inputs)
         found = context.units.read(unit, for_)
         if found is None:
             context.begin(unit)
@@ -207,10 +170,15 @@ class RoundParts:
 
     # --- the parts -------------------------------------------------------------------------------------------------
 
+    def named(self, part: str) -> Callable[[], Awaitable[Any]]:
+        """The method of a part of PARTS except the tax, which needs a baseline."""
+        found: Callable[[], Awaitable[Any]] = getattr(self, part.replace("-", "_"))
+        return found
+
     async def exploit(self) -> list[dict[str, Any]]:
         """Where computing is not allowed: the attacks that are stored, if there are any and none is stale."""
         target, found, missing = await self.target(), [], None
-        for kind in self._kinds:
+        for kind in self.kinds:
             try:
                 found.append(await self._exploit(target, kind))
             except MissingResult as error:
@@ -224,8 +192,12 @@ class RoundParts:
     async def _exploit(self, target: AttackTarget, kind: str) -> dict[str, Any]:
         result = {**await self._attack(target, kind), "reference": target.reference}
         if result["status"] in ATTACKED:
-            inputs = [attack_digest(self.context, target, kind), *self._of(round_set(self.context, self.round))]
-            work = partial(self._check, target, kind)
+
+            async def work() -> Any:
+                fresh, own = await self._scored(final_samples(self.context, target, kind)), await self._scored(self.own)
+                return await self._compute(lambda: check(fresh, own, target.threshold, self._draws))
+
+            inputs = [attack_digest(self.context, target, kind), *self._of(self.own)]
             result["check"] = await self._unit(f"check-{kind}", inputs, work)
         return result
 
@@ -238,71 +210,58 @@ class RoundParts:
             self.context.units.write(name, for_, found)
         return dict(found)
 
-    async def _check(self, target: AttackTarget, kind: str) -> Any:
-        fresh, own = await self._of_attacker(target, kind), await self.own()
-        return await self._compute(lambda: check(fresh, own, target.threshold, self._draws))
-
     async def target(self) -> AttackTarget:
         """The target of this round's attacks, from samples of the round itself."""
-        context = self.context
-        facts = await self.frozen.facts()
-        inputs = self._of(round_set(context, self.round), base_set(context), self._reference_set())
-        found = await self._unit("reference", inputs, self._read_target)
-        return AttackTarget(self.round, self.frozen.digest, facts["threshold"], **found)
 
-    async def _read_target(self) -> dict[str, Any]:
-        own, base, reference = await self.own(), await self.base(), await self._reference()
-        weights_BP = bootstrap(self.context, len(reference.pool))
-        scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
-        return {
-            "reference": reference_of(reference, weights_BP, CONFIDENCE).plain(),
-            "lowest": float(scores_N.min()),
-            "highest": float(scores_N.max()),
-        }
+        async def work() -> dict[str, Any]:
+            own, base = await self._scored(self.own), await self._scored(self.base)
+            reference = await self._scored(self._reference)
+            weights_BP = bootstrap(self.context, len(reference.pool))
+            scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
+            return {
+                "reference": reference_of(reference, weights_BP, CONFIDENCE).plain(),
+                "lowest": float(scores_N.min()),
+                "highest": float(scores_N.max()),
+            }
+
+        facts = await self.frozen.facts()
+        found = await self._unit("reference", self._of(self.own, self.base, self._reference), work)
+        return AttackTarget(self.round, self.frozen.digest, facts["threshold"], **found)
 
     async def best_of_n(self) -> Any:
         async def work() -> Any:
-            sources = {self.source: await self.own(), BASE_SOURCE: await self.base()}
+            sources = {self.source: await self._scored(self.own), BASE_SOURCE: await self._scored(self.base)}
             return await self._compute(lambda: measures.best_of_n(sources, self.section, self._draws))
 
-        return await self._unit(
-            "best-of-n", self._of(round_set(self.context, self.round), base_set(self.context)), work
-        )
+        return await self._unit("best-of-n", self._of(self.own, self.base), work)
 
     async def detection(self) -> Any:
         """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
         were trained after the last request for detection are left out until the next request."""
-        context, own = self.context, round_set(self.context, self.round)
-        threshold = (await self.frozen.facts())["threshold"]
+        context, threshold = self.context, (await self.frozen.facts())["threshold"]
 
         async def work() -> Any:
-            samples = await self.own()
+            samples = await self._scored(self.own)
             return await self._compute(lambda: measures.completeness(samples, threshold))
 
-        found = await self._unit("detection", self._of(own), work)
-        sources = [await self._flaws(BASE_SOURCE, base_set(context), self.base, threshold)]
-        for number in range(self.round + 1):
-            earlier = round_set(context, number)
-            sources.append(await self._flaws(earlier.name, earlier, partial(self.of_round, number), threshold))
-        for kind, target in (await self._attackers()).items():
-            fresh, read = final_samples(context, target, kind), partial(self._of_attacker, target, kind)
+        found = await self._unit("detection", self._of(self.own), work)
+        sources = [await self._flaws(BASE_SOURCE, self.base, threshold)]
+        for earlier in (round_set(context, number) for number in range(self.round + 1)):
+            sources.append(await self._flaws(earlier.name, earlier, threshold))
+        for kind, fresh in (await self._attackers()).items():
             with suppress(MissingResult):
-                sources.append(await self._flaws(f"attack-{kind}", fresh, read, threshold))
+                sources.append(await self._flaws(f"attack-{kind}", fresh, threshold))
         return {**found, "sources": sources}
 
-    async def _flaws(
-        self, name: str, wanted: SampleSet, samples: Callable[[], Awaitable[ScoredRollouts]], threshold: float
-    ) -> Any:
-
+    async def _flaws(self, name: str, wanted: SampleSet, threshold: float) -> Any:
         async def work() -> Any:
-            own, flaws = await self.own(), await samples()
+            own, flaws = await self._scored(self.own), await self._scored(wanted)
             return await self._compute(lambda: measures.detection(name, own, flaws, threshold, self._draws))
 
-        inputs = self._of(round_set(self.context, self.round), wanted)
-        return await self._unit(f"detection-{name}", inputs, work)
+        return await self._unit(f"detection-{name}", self._of(self.own, wanted), work)
 
-    async def _attackers(self) -> Mapping[str, AttackTarget]:
-        """The attackers of this round with stored samples, whether or not attacks are requested now."""
+    async def _attackers(self) -> Mapping[str, SampleSet]:
+        """The stored samples of this round's attackers, whether or not attacks are requested now."""
         computing, self.context.computing = self.context.computing, False
         try:
             target = await self.target()
@@ -310,28 +269,23 @@ class RoundParts:
             return {}
         finally:
             self.context.computing = computing
-        return {
-            kind: target for kind in self._kinds if is_complete(self.context, final_samples(self.context, target, kind))
-        }
+        found = {kind: final_samples(self.context, target, kind) for kind in self.kinds}
+        return {kind: wanted for kind, wanted in found.items() if is_complete(self.context, wanted)}
 
     async def separability(self) -> Any:
         async def work() -> Any:
-            own, tokenizer = await self.own(), self.context.players.base.tokenizer
+            own, tokenizer = await self._scored(self.own), self.context.players.base.tokenizer
             read = solutions_read(own.rollouts, self.context.task, tokenizer.encode, tokenizer.end_ids)
             return await self._compute(lambda: measures.separability(own, read, self._draws))
 
-        settings = [measures.NGRAMS, measures.FOLDS]
-        return await self._unit(
-            "separability", [digest_of(self.context, round_set(self.context, self.round)), settings], work
-        )
+        return await self._unit("separability", [digest_of(self.context, self.own)], work)
 
     async def calibration(self) -> Any:
         async def work() -> Any:
-            own, verifier = await self.own(), self.context.experiment.verifier
+            own, verifier = await self._scored(self.own), self.context.experiment.verifier
             return await self._compute(lambda: measures.calibration(own, verifier, self._draws))
 
-        settings = [measures.BINS, measures.FOLDS]
-        return await self._unit("calibration", [*self._of(round_set(self.context, self.round)), settings], work)
+        return await self._unit("calibration", self._of(self.own), work)
 
     async def localisation(self) -> Any:
         async def work() -> Any:
@@ -339,11 +293,10 @@ class RoundParts:
                 return {"known": False}
             return await self._localisation(self.context.task)
 
-        settings = [LOCALISED]
-        return await self._unit("localisation", [*self._of(round_set(self.context, self.round)), settings], work)
+        return await self._unit("localisation", self._of(self.own), work)
 
     async def _localisation(self, task: LocatesFlaws) -> Any:
-        rollouts = await round_samples(self.context, self.round)
+        rollouts = await sampled(self.context, self.own)
         chosen = flawed(task, rollouts, self.context.test_problems(), LOCALISED)
         encode = self.context.players.base.tokenizer.encode
         prefixes = [
@@ -352,7 +305,7 @@ class RoundParts:
             for text in (rollout.solution,)
             for end in (0, *task.cuts(text))
         ]
-        limits = digest(digest_of(self.context, round_set(self.context, self.round)), len(chosen))
+        limits = digest(digest_of(self.context, self.own), len(chosen))
         scores_N = await self.frozen.scores(f"prefixes-{self.source}", prefixes, limits)
         lengths = [1 + len(task.cuts(rollout.solution)) for rollout, _, _ in chosen]
         split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
@@ -360,13 +313,15 @@ class RoundParts:
         return await self._compute(lambda: measures.localisation(split, flaws, places, self._draws))
 
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
-        context, wanted = self.context, round_set(self.context, self.round)
+        of = digest_of(self.context, self.own)
 
         async def work() -> Any:
-            rollouts = [r for r in await round_samples(context, self.round) if r.role is Role.HELPFUL]
-            of = digest_of(context, wanted)
             policy = await policy_totals(
-                context, self.source, of, rollouts, lambda: read_prover(context, self.source)[0]
+                self.context,
+                self.source,
+                of,
+                [r for r in await sampled(self.context, self.own) if r.role is Role.HELPFUL],
+                lambda: read_prover(self.context, self.source)[0],
             )
             totals = [found for _, found in baseline.points]
             estimate = await self._compute(lambda: tax(policy, totals, self._draws, CONFIDENCE))
@@ -379,7 +334,7 @@ class RoundParts:
                 "kl_range": [min(kls), max(kls)],
             }
 
-        return await self._unit("tax", [digest_of(context, wanted), baseline.digest], work)
+        return await self._unit("tax", [of, baseline.digest], work)
 
     async def _compute(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the compute thread, so that the event loop can update the display."""
@@ -543,14 +498,14 @@ async def _compute(context: EvaluationContext, rounds: Sequence[int], request: E
     baseline: CorrectnessBaseline | None = None
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
     begin_part()
-    await base_samples(context)
+    await sampled(context, base_set(context))
     for round_ in _sampled_rounds(rounds, request):
         begin_part()
-        await round_samples(context, round_)
+        await sampled(context, round_set(context, round_))
     if "tax" in request.parts:
         begin_part()
         try:
-            baseline = await _baseline(context)
+            baseline = await baseline_of(context, base_set(context))
         except TrainingDivergedError as error:  # the other parts do not need the baseline
             context.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
     for round_ in rounds:
@@ -587,7 +542,7 @@ def _measured(request: EvaluationRequest) -> list[str]:
 async def _measure(
     context: EvaluationContext, parts: RoundParts, wanted: Sequence[str], baseline: CorrectnessBaseline | None
 ) -> None:
-    works = {part: _work(parts, part) for part in wanted}
+    works = {part: parts.named(part) for part in wanted}
     if baseline is not None:
         works["tax"] = lambda: parts.tax(baseline)
     if not works:
@@ -600,25 +555,10 @@ async def _measure(
     context.observer.phase_finished(info, {})
 
 
-def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
-    return {
-        "exploit": parts.exploit,
-        "best-of-n": parts.best_of_n,
-        "detection": parts.detection,
-        "separability": parts.separability,
-        "calibration": parts.calibration,
-        "localisation": parts.localisation,
-    }[part]
-
-
 @contextmanager
 def _judged(context: EvaluationContext, round_: int) -> Iterator[RoundParts]:
     with open_frozen_verifier(context, round_) as frozen:
         yield RoundParts(context, frozen)
-
-
-async def _baseline(context: EvaluationContext) -> CorrectnessBaseline:
-    return await baseline_of(context, base_set(context), lambda: base_samples(context))
 
 
 # --- the report --------------------------------------------------------------------------------------------------
@@ -633,7 +573,7 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
     diverged = False
     try:
         try:
-            baseline = await _baseline(context)
+            baseline = await baseline_of(context, base_set(context))
         except MissingResult:
             baseline = None
         except TrainingDivergedError as error:
@@ -692,7 +632,7 @@ async def _assemble_round(
                         raise MissingResult(part, stale=context.units.exists(f"{part}-{parts.source}"))
                     found["tax"] = await parts.tax(baseline)
                 else:
-                    found[part.replace("-", "_")] = await _work(parts, part)()
+                    found[part.replace("-", "_")] = await parts.named(part)()
             except MissingResult as missing:
                 if missing.stale:
                     stale.append(f"{part} of round {round_}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -366,22 +366,21 @@ def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: fl
     }
 
 
-async def baseline_of(
-    context: EvaluationContext, start: SampleSet, of_start: Callable[[], Awaitable[list[Rollout]]]
-) -> CorrectnessBaseline:
-    """The baseline's probes. Trains, samples and measures what is missing. `start`: the base prover's samples, which
-    `of_start` returns. Raises TrainingDivergedError if the training of the baseline diverges, or has diverged in an
-    earlier call."""
+async def baseline_of(context: EvaluationContext, start: SampleSet) -> CorrectnessBaseline:
+    """The baseline's probes. Trains, samples and measures what is missing. `start`: the base prover's samples.
+
+    Raises TrainingDivergedError if the training of the baseline diverges, or has diverged in an earlier call."""
     marks = [digest_of(context, start)]
-    helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
+    helpful = [r for r in await sampled(context, start) if r.role is Role.HELPFUL]
     points = [(BASE_SOURCE, await policy_totals(context, BASE_SOURCE, marks[0], helpful, None))]
     training = _baseline_training(context)
     await _trained(context, training)
     size, pool = context.experiment.evaluate.samples, context.test_problems()
     for place, steps in enumerate(training.saved_steps):
-        wanted = SampleSet(f"{UNIT}-{steps:06d}", 0, pool, (Role.HELPFUL,), size, digest(training.digest, steps))
-        version = first_version(BASELINE_RANGE + 1 + place)
-        rollouts = await sampled(context, wanted, partial(training.publish, context, steps, version))
+        load = partial(training.publish, context, steps, first_version(BASELINE_RANGE + 1 + place))
+        policy = digest(training.digest, steps)
+        wanted = SampleSet(f"{UNIT}-{steps:06d}", 0, pool, (Role.HELPFUL,), size, policy, load)
+        rollouts = await sampled(context, wanted)
         marks.append(digest_of(context, wanted))
         read = partial(training.tensors, context, steps)
         totals = await policy_totals(context, wanted.name, marks[-1], rollouts, read, shown=True)

@@ -313,7 +313,7 @@ def stub_study(problems: list[Problem], samples: dict[str, list[Rollout]], **sec
 def given_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an evaluation samples is what its study holds under the set's name."""
 
-    async def sampled(study: Any, wanted: SampleSet, load: Any) -> list[Rollout]:
+    async def sampled(study: Any, wanted: SampleSet) -> list[Rollout]:
         return study.samples[wanted.name]
 
     monkeypatch.setattr("pvg.evaluation.runner.sampled", sampled)
