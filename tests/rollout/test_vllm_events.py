@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from vllm_drills import Drill, request, run, tensors, until
 
-from pvg.servers.pool import ConnectionLimits
 from pvg.servers.publishing import Publisher
 from pvg.telemetry.events import EventLog
 
@@ -74,7 +73,7 @@ def test_the_wait_of_updates_behind_generation_is_measured(tmp_path: Path) -> No
             await asyncio.gather(*tasks)
         log.close()
 
-    run(use, tmp_path, servers=1, shared=True, limits=ConnectionLimits(4, 4), token_ms=1.0, probe_every_s=3600.0)
+    run(use, tmp_path, servers=1, shared=True, concurrency=4, token_ms=1.0, probe_every_s=3600.0)
     sent = [int(fields["inflight"]) for fields in lines(path, "weights", "client.send")]
     assert sent == [0, *[BUSY, QUIET] * 12]
     done = [float(fields["queue_ms"]) for fields in lines(path, "weights", "client.done")]
