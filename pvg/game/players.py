@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pvg.workers.rank_group import RankGroup
     from pvg.workers.ranks import Committed, ModelInRanks
     from pvg.workers.ray_servers import RayServers
+    from pvg.workers.scoring import ScoringCopies
     from pvg.workers.training import ModelInWorkers
 
 T = TypeVar("T")
@@ -271,10 +272,13 @@ class Players:
         sampled ahead. Open the phase and its models inside."""
         return nullcontext() if self.workers is None else self.workers.divided()
 
-    async def prepare_scoring(self, verifier: ScoringModel) -> None:
-        """Open the workers' copies of a verifier before its first score. Does nothing without workers."""
-        if self.workers is not None:
-            await self._slots.prepare(verifier)
+    def scoring_copies(self, verifier: ScoringModel) -> list[ScoringCopies]:
+        """The workers' copies of a verifier, to prepare before its first score; none without workers."""
+        if self.workers is None:
+            return []
+        from pvg.workers.scoring import ScoringCopies
+
+        return [ScoringCopies(self._slots, verifier)]
 
     def prover_workers(self, experiment: Experiment, learner: nn.Module) -> ModelInWorkers[PolicyBatch] | None:
         """Computes the gradients of `learner` in the workers; None without workers, or if ranks train it. `experiment`:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
+from pvg.errors import counted
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder
@@ -176,6 +177,11 @@ class Session:
             group_p50_ms=spreads_ms[len(spreads_ms) // 2],
             group_max_ms=spreads_ms[-1],
         )
+
+    def tell_lost(self, rollouts: int, step: int, how: str) -> None:
+        """Log and show that unfinished rollouts are lost."""
+        self.ledger.log.event("rollout", event="lost", rollouts=rollouts, step=step)
+        self.observer.noticed(f"{counted(rollouts, 'rollout')} {how} (rollout.deadline).")
 
     def tell_about_excluded_sources(self, excluded: Mapping[str, str]) -> None:
         """Raise an alert for each source of the mixture without any pairs: the verifier learns nothing from it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +14,7 @@ from pvg.store.samples import SampleColumns
 from pvg.verifier.calibration import acceptance_threshold, auc
 
 if TYPE_CHECKING:
+    from pvg.game.groups import ScoredGroups
     from pvg.rollout.engine import EngineStats
     from pvg.servers.publishing import SyncTiming
     from pvg.verifier.scorer import ScorerStats
@@ -239,4 +241,63 @@ def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:
         "cache_hits": float(after.hits),
         "cache_misses": float(after.misses),
         "cache_evictions": float(after.evictions),
+    }
+
+
+# --- of a training batch ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """A time in seconds, and the counts of an engine and a scorer until then."""
+
+    at: float
+    engine: EngineStats
+    scorer: ScorerStats
+
+
+class BatchClock:
+    """Measures the sampling of batches: from `begin`, or from the end of the sampling before, to `sampled`."""
+
+    def __init__(self, now: Callable[[], Counters]) -> None:
+        self._now = now
+        self._since = self._until = now()
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        self._since = self._now()
+
+    def sampled(self) -> None:
+        self._until = self._now()
+        self.seconds = self._until.at - self._since.at
+
+    def resampled(self, seconds: float) -> None:
+        """Further groups took `seconds`, after others had been scored."""
+        self._until, self.seconds = self._now(), self.seconds + seconds
+
+    @property
+    def engine(self) -> EngineStats:
+        """The engine's counts during the sampling."""
+        return self._until.engine.since(self._since.engine)
+
+    def end(self) -> dict[str, float]:
+        """Metrics of the score cache for this batch. The next batch begins where this one's sampling has ended."""
+        scorer = self._now().scorer
+        found = cache_metrics(self._since.scorer, scorer)
+        self._since = replace(self._until, scorer=scorer)
+        return found
+
+
+def batch_metrics(
+    scored: ScoredGroups, threshold: float, engine: EngineStats, seconds: float, version: int
+) -> dict[str, float]:
+    """Metrics of all sampled rollouts of a batch. `engine`: its counts over these `seconds`; `version`: its current
+    version."""
+    rollouts = scored.rollouts
+    return {
+        **play_metrics(RolloutColumns(rollouts, scored.scores_N), threshold),
+        "reward_mean": float(scored.rewards_N.mean()),
+        **cut_metrics(scored.groups),
+        **sampling_metrics(rollouts, engine, seconds),
+        **staleness_metrics(rollouts, version),
     }
