@@ -17,8 +17,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from pvg.bench.compare import FieldDifference, MetricComparison, ReportSide
-from pvg.bench.profiling import ProfileFile
-from pvg.bench.py_spy import CostlyFrame
+from pvg.bench.profiling import CostlyOperator, ProfileFile
 from pvg.bench.report import BenchReport, TimeBudget
 from pvg.config.experiment import BatchArithmetic
 from pvg.evaluation.report import EvaluationReport
@@ -376,10 +375,7 @@ class ProfileDocument(JsonDocument):
 
     folder: str
     title: str
-    frames: list[CostlyFrame]
-    frames_from: Literal["", "py-spy", "torch"]
-    samples: int
-    waiting_samples: int
+    operators: list[CostlyOperator]
     passes: list[ProfilePass]
     slower_by: dict[str, float]
     budget: TimeBudget | None

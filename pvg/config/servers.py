@@ -99,9 +99,9 @@ class LoraTransport(Section):
 
 
 class DeviceTransport(Section):
-    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL or by CUDA IPC."""
+    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL."""
 
-    kind: Literal["nccl", "ipc"] = "nccl"
+    kind: Literal["nccl"] = "nccl"
     experimental: bool = Field(False, description="Must be true: you know that no GPU has run this transport.")
     checksums: Checksums = Field("first", description=CHECKSUMS)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from markupsafe import Markup
 
 from pvg.evaluation.report import CalibrationErrors, EvaluationReport, NumberRecord, RoundEvaluation
-from pvg.reporting.axes import ChartLine, XAxis, round_axis
-from pvg.reporting.charts import ReferenceLine, line_chart
+from pvg.reporting.charts import ChartLine, ReferenceLine, XAxis, line_chart, round_axis
 
 SHADES = 6  # run-0 to run-5 of the style sheet
 KINDS = ("src", "cgc", "goodhart")
@@ -91,14 +90,10 @@ def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
              spread=[(x, low, high) for x, _, low, high in flaws.band if low is not None and high is not None])
         for place, flaws in enumerate(last.detection.sources)
     ]  # fmt: skip
-    x = XAxis(0.0, 1.0, "false-positive rate", _shares())
+    x = XAxis(0.0, 1.0, "false-positive rate")
     areas = "Areas: a separate interval at each false-positive rate; the whole curve is inside less often."
     title, note = f"ROC of round {last.round}, by source of flaws", areas if any(line.spread for line in lines) else ""
     return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
-
-
-def _shares() -> tuple[tuple[float, str], ...]:
-    return tuple((n / 4, f"{25 * n} %") for n in range(5))
 
 
 def _sizes(rounds: Sequence[RoundEvaluation]) -> list[int]:
@@ -161,7 +156,7 @@ def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         line("sigmoid(score)", "verifier", last.calibration.raw),
         line("Platt fit, held out", "run-1", last.calibration.fitted),
     ]
-    x = XAxis(0.0, 1.0, "predicted", _shares())
+    x = XAxis(0.0, 1.0, "predicted")
     return line_chart(f"Reliability, round {last.round}", lines, x, "share", unit="correct, by predicted probability")
 
 
@@ -179,7 +174,5 @@ def _tax_chart(report: EvaluationReport) -> Markup:
         for p, round_ in provers
         if p.kl.value is not None
     ]
-    low = min([0.0, *kls])
-    ticks = tuple((low + (high - low) * i / 4, f"{low + (high - low) * i / 4:.3g}") for i in range(5))
-    x = XAxis(low, high, "KL to the start, nats per solution", ticks)
+    x = XAxis(min([0.0, *kls]), 1.05 * high, "KL to the start, nats per solution")
     return line_chart("Accuracy at a KL", lines, x, "share", unit="helpful accuracy on test problems")

@@ -5,8 +5,18 @@ from __future__ import annotations
 import numpy as np
 from markupsafe import Markup
 
-from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
-from pvg.reporting.charts import WINDOW, HistogramKind, ReferenceLine, line_chart, mirrored_histogram
+from pvg.reporting.charts import (
+    PROVER,
+    VERIFIER,
+    WINDOW,
+    ChartLine,
+    HistogramKind,
+    ReferenceLine,
+    StepAxis,
+    line_chart,
+    mirrored_histogram,
+    round_axis,
+)
 from pvg.reporting.formats import NumberStyle, metric_display, percent
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores

@@ -16,7 +16,7 @@ from pvg.reporting.formats import compact, duration, phase_label
 from pvg.reporting.rollouts_file import page_fingerprint, rollouts_file, stored_rollouts
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.table import LIVE_SCRIPT, PageKind, elements
+from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements
 from pvg.store.run_directory import RunDirectory
 
 INTERVAL_S = 1.0  # between two looks at the run
@@ -24,7 +24,7 @@ SHARE = 20.0
 EXAMPLES = 2  # per round
 ROLLOUTS = "rollouts.html"  # the address of the page with all solutions
 LIVE = PageKind(
-    scripts=("page.js", LIVE_SCRIPT),
+    scripts=(*CHARTS, "page.js", LIVE_SCRIPT),
     policy="connect-src 'self'; base-uri 'none'",
     sheets=("watch.css",),
     links=((ROLLOUTS, "All rollouts"),),

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, Point, StepAxis, XAxis, nice_axis, without_gaps
-from pvg.reporting.charts import line_chart
+from pvg.reporting.charts import PROVER, VERIFIER, ChartLine, Point, StepAxis, XAxis, line_chart
 from pvg.reporting.formats import NumberStyle, duration, peak_memory_texts, percent, short_seconds, value_text
 from pvg.reporting.run_summary import RunSummary, SamplerReading, lag_summary, reading_ranges
 from pvg.reporting.table import PageSection, elements
@@ -142,6 +141,22 @@ def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
     return facts_found
 
 
+def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], list[int]]:
+    """Seconds since the first of the sorted `times` without pauses above `longest`, and the index after each pause.
+
+    A run that stopped in the evening and resumed in the morning should not show the night.
+    """
+    places: list[float] = []
+    breaks: list[int] = []
+    skipped = 0.0
+    for index, time in enumerate(times):
+        if index and time - times[index - 1] > longest:
+            skipped += time - times[index - 1] - longest
+            breaks.append(index)
+        places.append(time - times[0] - skipped)
+    return places, breaks
+
+
 class ReadingClock:
     """The times of readings as an x axis, without the pauses between two processes."""
 
@@ -152,14 +167,8 @@ class ReadingClock:
         self.places, self.breaks = without_gaps(times, max(LEAST_PAUSE, 10 * apart[len(apart) // 2]))
 
     def across(self) -> XAxis:
-        end = self.places[-1] if self.places[-1] > 0 else 1.0
-        unit, factor = ("seconds", 1.0) if end < 120 else ("minutes", 60.0) if end < 7200 else ("hours", 3600.0)
-        axis = nice_axis([0.0, end / factor], "number", zero=True, most_ticks=5)
-        ticks = tuple(
-            (at * factor, label) for at, (_, label) in zip(axis.ticks, axis.labels(), strict=True) if at * factor <= end
-        )
-        label = f"{unit} since the first reading" + (", pauses left out" if self.breaks else "")
-        return XAxis(0.0, end, label, ticks, style="seconds")
+        label = "since the first reading" + (", pauses left out" if self.breaks else "")
+        return XAxis(0.0, self.places[-1] or 1.0, label, style="seconds")
 
     def line(
         self, value: Callable[[dict[str, float]], float | None], name: str, style: str, dash: str = ""
@@ -293,7 +302,7 @@ def _lag_chart(readings: list[SamplerReading]) -> Markup:
             ("lag_max_s", "longest", "trouble-1", "dotted"),
         )
     ]
-    return line_chart("Lag", lines, clock.across(), "seconds", unit="delay, logarithmic scale", log=True, height=200)
+    return line_chart("Lag", lines, clock.across(), "seconds", unit="delay, logarithmic scale", log=True)
 
 
 def _lag_text(readings: list[SamplerReading]) -> str:

@@ -15,8 +15,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.axes import PROVER
-from pvg.reporting.charts import spark
+from pvg.reporting.charts import PROVER, spark
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
 from pvg.reporting.budget_parts import in_order
-from pvg.reporting.charts import WINDOW, line_chart, stacked_row
+from pvg.reporting.charts import PROVER, VERIFIER, WINDOW, ChartLine, StepAxis, line_chart, round_axis
 from pvg.reporting.follow import RunState, state_of, state_word
 from pvg.reporting.formats import (
     ABSENT,
@@ -25,7 +24,7 @@ from pvg.reporting.formats import (
 from pvg.reporting.run_page import UNSET, flat_settings, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
-from pvg.reporting.time_sections import box_key, whole_budget
+from pvg.reporting.time_sections import box_key, budget_rows, whole_budget
 from pvg.store.run_directory import RunDirectory
 
 COLOURS = 6
@@ -148,10 +147,9 @@ def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
         lines = []
         for run in runs:
             steps = StepAxis(run.summary.steps, phase, lengths)
-            line = steps.line(metric, run.name, run.style, run.dash)
-            lines.append(ChartLine(run.name, line.pieces, run.style, run.dash, smooth=True, bare=True))
+            lines.append(steps.line(metric, run.name, run.style, run.dash, bare=True))
         style: NumberStyle = "number" if metric_display(metric).style == "auc" else metric_display(metric).style
-        charts.append(line_chart(title, lines, axis.across(), style, unit=unit, keyed=False))
+        charts.append(line_chart(title, lines, axis.across(), style, unit=unit))
     return charts
 
 
@@ -173,9 +171,7 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
             for run in runs
         ]
         label = metric_display(metric).label
-        charts.append(
-            line_chart(label[0].upper() + label[1:], lines, x, metric_display(metric).style, unit=unit, keyed=False)
-        )
+        charts.append(line_chart(label[0].upper() + label[1:], lines, x, metric_display(metric).style, unit=unit))
     body = [chart.legend([run.key for run in runs]), elements.grid(charts)]
     return PageSection(
         "rounds",
@@ -256,19 +252,15 @@ def _difference(name: str, value: float | None, first: float | None) -> TableCel
 
 def _time(runs: Sequence[ComparedRun]) -> PageSection:
     budgets = [whole_budget(run.summary) for run in runs]
-    longest = max((sum(budget.values()) for budget in budgets), default=0.0)
-    if not longest:
+    if not any(budgets):
         return PageSection("time", "Time", [])
-    rows = []
-    for run, budget in zip(runs, budgets, strict=True):
-        seconds = duration(sum(budget.values()))
-        rows.append((run.name, stacked_row(budget, longest, f"{run.name}: {seconds}"), seconds))
+    rows = budget_rows({run.name: (budget, "") for run, budget in zip(runs, budgets, strict=True)})
     parts = in_order(total_budget(budgets))
     table = Table(_columns("part", runs))
     for part in parts:
         seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
         table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
-    body = [chart.legend([box_key(part) for part in parts]), chart.bar_rows(rows), table]
+    body = [chart.legend([box_key(part) for part in parts]), rows, table]
     return PageSection("time", "Time", body, "Exposed seconds by part, over the whole run.")
 
 

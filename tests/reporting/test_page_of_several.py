@@ -45,8 +45,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
     assert "training.learning_rate 0.0001 0.5" in page.text
     assert "The runs ended in different rounds." in page.text
-    drawn = [a for _, a in page.tags if "data-ys" in a]
-    assert {a["data-name"] for a in drawn} == {"first", "other"}
+    assert {line["name"] for chart in page.charts for line in chart["series"]} == {"first", "other"}
 
 
 def test_a_mean_is_named_only_where_one_is_drawn(tmp_path: Path) -> None:
@@ -69,12 +68,9 @@ def test_a_step_stands_at_the_same_place_in_every_run(tmp_path: Path) -> None:
         runs[1], step("train_prover", 5, helpful_accuracy=0.9), step("train_prover", 1, round_=1, helpful_accuracy=0.9)
     )
     page = check(several_page(runs, [read_run(run) for run in runs]))
-    places = {
-        str(a["data-name"]): a["data-xs"]
-        for _, a in page.tags
-        if a.get("data-name") in ("a", "b") and str(a.get("data-ys", "")).endswith(("0.3", "0.9"))
-    }
-    assert places == {"a": "1,2,3,6,7,8", "b": "5,6"}
+    (chart,) = [one for one in page.charts if one["x"]["bands"] and one["series"][0]["y"][0] == 0.1]
+    places = {line["name"]: [x for x, y in zip(line["x"], line["y"], strict=True) if y] for line in chart["series"]}
+    assert places == {"a": [1, 2, 3, 6, 7, 8], "b": [5, 6]}
 
 
 def test_only_settings_in_which_two_runs_differ() -> None:

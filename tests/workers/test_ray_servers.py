@@ -264,7 +264,6 @@ def test_a_ray_cluster_has_servers_instead_of_workers_if_vllm_samples(tmp_path):
             {"serving": {"tensor_parallel": 2}, "cluster": {"kind": "ray", "gpus_per_worker": 1}},
             "is below serving.tensor_parallel",
         ),
-        ({"weights": {"transport": {"kind": "ipc", "experimental": True}}}, "needs trainer and server on one GPU"),
         (
             {"rollout": {"engine": "torch"}, "cluster": {"kind": "ray", "workers": 2, "gpus_per_worker": 1}},
             "is for vLLM servers",
