@@ -64,7 +64,7 @@ from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
 from pvg.game.session import Session
-from pvg.game.simultaneous import FrozenVerifier
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.records import Group, Problem, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
@@ -285,7 +285,7 @@ class LoopWorkload:
             reading=players.batching,
         )
         objective = PolicyObjective(self._experiment.training, self._experiment.rollout, tokenizer.pad_id)
-        return open_batches(session, scorer, FrozenVerifier(THRESHOLD), objective, players.base)
+        return open_batches(session, scorer, FixedVerifier(THRESHOLD), objective, players.base)
 
     def _bytes_written(self) -> int:
         if isinstance(self._ledger, JsonLedger):

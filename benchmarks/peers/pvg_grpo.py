@@ -31,7 +31,7 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
-from pvg.game.simultaneous import FrozenVerifier
+from pvg.game.simultaneous import FixedVerifier
 from pvg.models.starts import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
@@ -105,7 +105,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         scorer: Any = Unscored()
         source = TimedSource(
-            open_batches(session, scorer, FrozenVerifier(0.0), objective, learner, workers),
+            open_batches(session, scorer, FixedVerifier(0.0), objective, learner, workers),
             ModelSize.of(learner),
             reference=objective.needs_reference,
         )

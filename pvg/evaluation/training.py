@@ -19,7 +19,7 @@ from pvg.game.ledger import Ledger
 from pvg.game.parts import TrainingStop
 from pvg.game.prover_phase import open_prover_phase, save_policy
 from pvg.game.session import Session, finite
-from pvg.game.simultaneous import FrozenVerifier
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.starts import open_learner
 from pvg.store.atomic import make_directory, read_stored, write_atomic
@@ -124,7 +124,7 @@ async def _train_to(
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                phase = open_prover_phase(session, info, verifier, FrozenVerifier(threshold), learner, rule)
+                phase = open_prover_phase(session, info, verifier, FixedVerifier(threshold), learner, rule)
             await phase.play()
         phase.tell_unfinished()
         meta = {

@@ -27,6 +27,7 @@ from pvg.game.round_verifier import read_verifier
 from pvg.game.session import Session
 from pvg.game.simultaneous import open_verifier_in_round
 from pvg.game.states import GameState, Phase
+from pvg.game.statistics import BatchClock
 from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
@@ -228,6 +229,7 @@ def open_batches(
         partial(pay, game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer),
         credit_of(training.loss.kind, objective.credit),
         logprobs,
+        BatchClock(players, scorer),
     )
 
 

@@ -1,21 +1,18 @@
 """The prover's round: sample, score, pay, credit, step, publish. This file is the loop of the game.
 
-    batches = GameBatches(session, orders, groups, ...)             # pvg.game.prover_phase opens both
-    phase = TrainingPhase(session, info, learner, batches, ...)
+    phase = TrainingPhase(session, info, learner, GameBatches(session, ...), ...)    # see pvg.game.prover_phase
     await phase.play()
 
 `GameBatches` makes a batch of rollouts with advantages and log-probs. `TrainingPhase` takes optimizer steps on it,
 publishes the new policy, and commits. What varies is given in (pvg.game.parts): where groups come from, how rewards
 become advantages, whether the verifier learns too, when to stop.
 
-Token ids and log-probs come from the sampler unchanged. All sampled rollouts are recorded, counted and tracked, not
-only those trained on.
+Token ids and log-probs come from the sampler unchanged. All sampled rollouts are recorded and counted.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +27,7 @@ from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Credit, GroupSource, Helper, Progress, Tensors, TrainingStop, VerifierInRound
 from pvg.game.rewards import BatchRewards
 from pvg.game.session import Session, finite
-from pvg.game.statistics import BatchClock, Counters, batch_metrics, mean_score, sync_metrics
+from pvg.game.statistics import BatchClock, batch_metrics, mean_score, sync_metrics
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
@@ -64,7 +61,17 @@ class TrainingPhase:
 
     def __post_init__(self) -> None:
         self.version = self.session.state.version
-        self._resume()
+        checkpoint, progress = self.session.ledger.read_checkpoint(), self.session.state.progress
+        if checkpoint is None:
+            return
+        tensors, lost = self.batches.load_state(checkpoint[0], progress["batches"])
+        self.trainer.load_state(tensors, checkpoint[1])
+        if lost:
+            self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
+        self.version, self.stopped = progress["version"], progress["stopped"]
+        self.stop_rule.load_state(progress["stop_rule"])
+        self.alerts.load_state(progress["alerts"])
+        self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
 
     @property
     def done(self) -> int:
@@ -126,19 +133,6 @@ class TrainingPhase:
         }
         await self.session.commit_trainer(self.trainer, tensors, version=self.version, progress=progress)
 
-    def _resume(self) -> None:
-        checkpoint, progress = self.session.ledger.read_checkpoint(), self.session.state.progress
-        if checkpoint is None:
-            return
-        tensors, lost = self.batches.load_state(checkpoint[0], progress["batches"])
-        self.trainer.load_state(tensors, checkpoint[1])
-        if lost:
-            self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
-        self.version, self.stopped = progress["version"], progress["stopped"]
-        self.stop_rule.load_state(progress["stop_rule"])
-        self.alerts.load_state(progress["alerts"])
-        self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
-
     def tell_unfinished(self) -> None:
         """Report carried rollouts at the end of the phase: the next policy does not continue them."""
         if self.batches.carried:
@@ -165,13 +159,9 @@ class GameBatches:
     pay: Callable[[Sequence[Rollout], Float32], BatchRewards]
     credit: Credit
     logprobs: BatchLogprobs
+    clock: BatchClock
     done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    clock: BatchClock = field(init=False)
-
-    def __post_init__(self) -> None:
-        players, scorer = self.session.players, self.scorer
-        self.clock = BatchClock(lambda: Counters(time.perf_counter(), players.engine.stats, scorer.stats))
 
     async def next_batch(self) -> PolicyBatch:
         session, players, number = self.session, self.session.players, self.done
@@ -191,8 +181,8 @@ class GameBatches:
             batch = await players.off_loop(partial(batch_of, trained, advantages_M))
         batch = await self.logprobs.add(batch, trained)
         with span("record"):
-            clock, threshold, version = self.clock, self.verifier.threshold, players.engine.version
-            measured = partial(batch_metrics, scored, threshold, clock.engine, clock.seconds, version)
+            clock, place = self.clock, (self.verifier.threshold, players.engine.version)
+            measured = partial(batch_metrics, scored, *place, clock.engine, clock.seconds)
             session.ledger.keep(await players.off_loop(partial(scored.stored, self.scorer.version)))
             self.done += 1
             self.metrics = await players.off_loop(measured) | of_credit | of_groups | of_refill | clock.end()

@@ -55,7 +55,7 @@ FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps t
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
-class FrozenVerifier:
+class FixedVerifier:
     """The round's verifier in the Stackelberg schedule: nothing changes while the prover trains."""
 
     def __init__(self, threshold: float) -> None:
@@ -80,11 +80,11 @@ class FrozenVerifier:
 
 async def open_verifier_in_round(
     session: Session, verifier: ScoringModel, threshold: float
-) -> FrozenVerifier | VerifierUpdates:
+) -> FixedVerifier | VerifierUpdates:
     """The round's verifier by `game.schedule`, with the rollouts of committed updates."""
     schedule = session.experiment.game.schedule
     if not isinstance(schedule, SimultaneousSchedule):
-        return FrozenVerifier(threshold)
+        return FixedVerifier(threshold)
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))

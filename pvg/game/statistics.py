@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,10 @@ from pvg.verifier.calibration import acceptance_threshold, auc
 
 if TYPE_CHECKING:
     from pvg.game.groups import ScoredGroups
+    from pvg.game.players import Players
     from pvg.rollout.engine import EngineStats
     from pvg.servers.publishing import SyncTiming
-    from pvg.verifier.scorer import ScorerStats
+    from pvg.verifier.scorer import ScorerStats, VerifierScorer
 
 Bools = NDArray[np.bool_]
 
@@ -259,10 +261,13 @@ class Counters:
 class BatchClock:
     """Measures the sampling of batches: from `begin`, or from the end of the sampling before, to `sampled`."""
 
-    def __init__(self, now: Callable[[], Counters]) -> None:
-        self._now = now
-        self._since = self._until = now()
+    def __init__(self, players: Players, scorer: VerifierScorer) -> None:
+        self._players, self._scorer = players, scorer
+        self._since = self._until = self._now()
         self.seconds = 0.0
+
+    def _now(self) -> Counters:
+        return Counters(time.perf_counter(), self._players.engine.stats, self._scorer.stats)
 
     def begin(self) -> None:
         self._since = self._now()
@@ -289,10 +294,10 @@ class BatchClock:
 
 
 def batch_metrics(
-    scored: ScoredGroups, threshold: float, engine: EngineStats, seconds: float, version: int
+    scored: ScoredGroups, threshold: float, version: int, engine: EngineStats, seconds: float
 ) -> dict[str, float]:
-    """Metrics of all sampled rollouts of a batch. `engine`: its counts over these `seconds`; `version`: its current
-    version."""
+    """Metrics of all sampled rollouts of a batch. `version`: the engine's; `engine`: its counts over these
+    `seconds`."""
     rollouts = scored.rollouts
     return {
         **play_metrics(RolloutColumns(rollouts, scored.scores_N), threshold),

@@ -35,7 +35,7 @@ from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
 from pvg.game.round import TrainingPhase
 from pvg.game.session import Session
-from pvg.game.simultaneous import FrozenVerifier
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -212,7 +212,7 @@ class EndToEnd:
         session, players = self._session, self._session.players
         await players.compute(lambda: self._learner.load_weights(players.base.weights()))
         info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._workload.steps)
-        phase = open_prover_phase(session, info, self._verifier, FrozenVerifier(THRESHOLD), self._learner)
+        phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
         phase.version = players.engine.version  # play() publishes the start weights as the version after it
         session.ledger.completion_tokens = session.ledger.prompt_tokens = session.ledger.rollouts = 0
         return phase

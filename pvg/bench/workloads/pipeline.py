@@ -52,7 +52,7 @@ from pvg.config.rollout import NoPrefetch
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.orders import prover_orders
 from pvg.game.prover_phase import open_prover_phase
-from pvg.game.simultaneous import FrozenVerifier
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -340,7 +340,7 @@ class PipelinedSteps:
         with span("reset"):
             await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
             info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
-            phase = open_prover_phase(session, info, self._verifier, FrozenVerifier(THRESHOLD), self._learner)
+            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
             phase.version = session.players.engine.version
         await phase.play()
         return MeasuredSteps(
