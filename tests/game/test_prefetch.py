@@ -374,7 +374,7 @@ def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_
     assert Counter(r.step for r in before) == dict.fromkeys(range(4), GROUPS * SIZE)
     state = FileStateStore(run.state).load().state
     assert state is not None
-    begun = state["progress"]["groups_begun"]
+    begun = state["progress"]["batches"]["groups"]
     assert min(begun.values()) > 4 * GROUPS  # some were on their way, and are lost
     outcome, run = played(experiment, tmp_path, resume=True)
     assert outcome.status == "complete"
