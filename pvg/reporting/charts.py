@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pvg.reporting.budget_parts import in_order
 from pvg.reporting.formats import NumberStyle, percent, value_text
-from pvg.reporting.run_summary import StepRecord
+from pvg.reporting.run_summary import StepRecord, base_metrics
 from pvg.reporting.table import LegendKey, chart
 
 MOST_POINTS = 400  # of a line; longer lines show the mean and the range of neighbours
@@ -89,6 +89,23 @@ class ChartLine:
         return [y for piece in self.pieces for _, y in piece]
 
 
+class RoundAxis:
+    """Metrics by round along an x axis. The base prover comes first if a round measured it."""
+
+    def __init__(self, rounds: Mapping[int, Mapping[str, float]]) -> None:
+        self.rounds = rounds
+        self.base = base_metrics(rounds)
+
+    def across(self) -> XAxis:
+        return round_axis(list(self.rounds), base=bool(self.base))
+
+    def line(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine:
+        points = [(float(n), self.rounds[n][metric]) for n in sorted(self.rounds) if metric in self.rounds[n]]
+        if metric in self.base:
+            points.insert(0, (min(self.rounds) - 1.0, self.base[metric]))
+        return ChartLine(name, [points], style, dash, dots=True)
+
+
 class StepAxis:
     """The steps of `phase` along an x axis, one round after the other.
 
@@ -110,11 +127,6 @@ class StepAxis:
 
     def __bool__(self) -> bool:
         return bool(self.rounds)
-
-    @property
-    def smoothed(self) -> bool:
-        """Whether a mean is drawn through the lines of any round."""
-        return any(len(found) >= SMOOTHED_FROM for found in self.rounds.values())
 
     def across(self) -> XAxis:
         """The axis; with several rounds each has a band, and a tick where it begins."""

@@ -19,8 +19,13 @@ from pvg.reporting.charts import PROVER, spark
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
-from pvg.reporting.learning import learning_section, rounds_section, scores_section
-from pvg.reporting.machine import machine_section, throughput_section
+from pvg.reporting.run_sections import (
+    learning_section,
+    machine_section,
+    rounds_section,
+    scores_section,
+    throughput_section,
+)
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.shown_solutions import shown_solution
 from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, solution_pairs

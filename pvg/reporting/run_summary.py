@@ -7,7 +7,9 @@ noted too. If a step was recorded twice, the last record counts.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,18 +17,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
-from pvg.errors import PvgError, user_paths
-from pvg.reporting.formats import total_budget
+from pvg.errors import PvgError, counted, user_paths
+from pvg.reporting.formats import percent, total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
 from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples, read_tags
 from pvg.telemetry.alerts import REMEDIES
+from pvg.telemetry.waits import SHARED
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
 
 NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
+WORKER = re.compile(r"w(\d+)_busy")
 SAMPLERS = ("device", "loop", "workers")  # kinds of records that are readings
 
 # The metrics of each phase in the phases table.
@@ -484,6 +488,26 @@ def lag_summary(readings: Sequence[SamplerReading]) -> dict[str, float]:
     if columns["lag_p50_s"]:
         figures["median_p50_s"] = sorted(columns["lag_p50_s"])[len(columns["lag_p50_s"]) // 2]
     return {**figures, "samples": sum(columns["samples"])}
+
+
+def workers_text(summary: RunSummary) -> str:
+    """How many workers there were, how busy, and how often one was replaced."""
+    readings, found = summary.workers, reading_ranges(summary.workers)
+    words = [counted(round(found["up"]["max"]), "worker")]
+    if summary.scaling:
+        words[0] = f"{found['up']['min']:.0f} to {words[0]}"
+    if "busy" in found:
+        words.append(f"busy {percent(found['busy']['mean'])} of the time")
+        names = sorted((name for name in found if WORKER.fullmatch(name)), key=lambda name: found[name]["mean"])
+        if len(names) > 1:
+            least, most = (percent(found[name]["mean"]) for name in (names[0], names[-1]))
+            words[-1] += f" ({least} to {most})"
+        if found["core_wait"]["mean"] > SHARED:
+            words.append(f"{percent(found['core_wait']['mean'])} of that waiting for a core")
+    # The count starts at 0 in every process of the run.
+    counts = [0.0, *(reading.metrics.get("restarts", 0.0) for reading in readings)]
+    restarts = sum(max(0.0, after - before) for before, after in itertools.pairwise(counts))
+    return ", ".join([*words, counted(round(restarts), "replacement")])
 
 
 WORST_LAGS = ("lag_p90_s", "lag_p99_s", "lag_max_s")

@@ -33,8 +33,7 @@ from pvg.reporting.formats import (
     trend,
     value_text,
 )
-from pvg.reporting.machine import workers_text
-from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges
+from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges, workers_text
 from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED

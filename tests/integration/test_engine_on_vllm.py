@@ -24,7 +24,7 @@ from pvg.records import Int32, Role, VersionSpan
 from pvg.reporting.diagnosis import diagnose
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.vllm_engine import VllmEngine
-from pvg.servers.pool import ConnectionLimits, HttpPool
+from pvg.servers.pool import HttpPool
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.telemetry.events import EventLog, Events
@@ -255,7 +255,7 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
             await asyncio.sleep(0.5)
             players.engine.cut([request.id for request in wanted])
         await asyncio.gather(*asking)
-        pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0)
+        pool = HttpPool(1)
         await until(lambda: running_requests(pool, server.url), lambda count: count == 0)
         await pool.close()
         assert not [line for line in kept.named("retry") if "aborted" in str(line["why"])]
@@ -283,7 +283,7 @@ def test_abandoned_requests_leave_nothing_running(folder: Path, server: Served) 
         begun = asyncio.Event()
         wanted = [replace(request, on_tokens=lambda _: begun.set()) for request in requests(players, 64, 100)]
         tasks = [asyncio.create_task(players.engine.generate(request)) for request in wanted]
-        pool = HttpPool(ConnectionLimits.derive(1), connect_timeout_s=5.0)
+        pool = HttpPool(1)
         await begun.wait()
         for task in tasks:
             task.cancel()

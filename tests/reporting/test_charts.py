@@ -28,8 +28,8 @@ from pvg.reporting.charts import (
     spark,
     stacked_chart,
 )
-from pvg.reporting.machine import without_gaps
 from pvg.reporting.run_page import collect, run_page
+from pvg.reporting.run_sections import without_gaps
 from pvg.reporting.run_summary import read_run
 
 ACROSS = XAxis(0.0, 4.0)

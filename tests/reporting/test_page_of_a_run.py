@@ -83,12 +83,6 @@ def test_a_warm_start_has_a_curve_of_its_loss(tmp_path: Path) -> None:
     assert "Warm start" not in check(page_of(played(tmp_path, "cold"))).text
 
 
-def test_an_old_run_says_why_the_machine_is_missing(tmp_path: Path) -> None:
-    page = check(page_of(played(tmp_path)))
-    assert "has no records of its device and event loop" in page.text
-    assert "holds no spans of these steps" in page.text
-
-
 def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
     page = check(page_of(begin(tmp_path)))
     assert page.anchors() == {"settings", "onwards"}

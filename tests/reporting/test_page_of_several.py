@@ -9,7 +9,6 @@ from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.training import Training
-from pvg.reporting.learning import learning_section
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.several_page import (
     distinct_names,
@@ -46,19 +45,6 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert "training.learning_rate 0.0001 0.5" in page.text
     assert "The runs ended in different rounds." in page.text
     assert {line["name"] for chart in page.charts for line in chart["series"]} == {"first", "other"}
-
-
-def test_a_mean_is_named_only_where_one_is_drawn(tmp_path: Path) -> None:
-    runs = [other(tmp_path, "a"), other(tmp_path, "b")]
-    assert "mean over 5" not in check(several_page(runs, [read_run(run) for run in runs])).text
-    assert "mean over 5" not in learned(runs[1])
-    tell(runs[1], *(step("train_prover", n, round_=2, helpful_accuracy=0.5) for n in range(1, 13)))
-    assert "Each line is the mean over 5 points." in check(several_page(runs, [read_run(run) for run in runs])).text
-    assert "Strong: the mean over 5 points." in learned(runs[1])
-
-
-def learned(run: RunDirectory) -> str:
-    return learning_section(read_run(run)).lead
 
 
 def test_a_step_stands_at_the_same_place_in_every_run(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from vllm_drills import Drill, request, run, tensors, until
 
 from pvg.reporting.diagnosis import diagnose
-from pvg.servers.pool import ConnectionLimits
 from pvg.servers.publishing import Publisher
 from pvg.telemetry.events import EventLog
 
@@ -74,7 +73,7 @@ def test_updates_that_wait_behind_generation_are_found_and_the_setting_is_named(
             await asyncio.gather(*tasks)
         log.close()
 
-    run(use, tmp_path, servers=1, shared=True, limits=ConnectionLimits(4, 4), token_ms=1.0, probe_every_s=3600.0)
+    run(use, tmp_path, servers=1, shared=True, concurrency=4, token_ms=1.0, probe_every_s=3600.0)
     sent = [int(fields["inflight"]) for fields in lines(path, "weights", "client.send")]
     assert sent == [0, *[BUSY, QUIET] * 12]
     found = diagnose([path])

@@ -35,13 +35,17 @@
     const all = [...stack.flat(), ...(spec.intervals || []).flatMap((one) => [...one.low, ...one.high]), ...(spec.references || []).map((one) => one[0])];
     const known = all.filter((v) => v !== null && v !== undefined && (scale !== "log" || v > 0));
     let low = Math.min(...known, ...(zero ? [0] : [])), high = Math.max(...known, ...(zero ? [0] : []));
+    if (low === high) high = low + (Math.abs(low) || 1);
     if (scale === "log") return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.floor(Math.log10(low)) + 1, Math.ceil(Math.log10(high)))];
     return uPlot.rangeNum(low, high, 0.1, true);
   };
   // Heights of stacked series: values above and below 0 are added apart.
   const heights = (series) => {
     const up = [], down = [];
-    return series.map((one) => one.y.map((v, at) => { const side = v < 0 ? down : up; return side[at] = (side[at] || 0) + v; }));
+    return series.map((one) => one.y.map((v, at) => {
+      const side = v < 0 ? down : up;
+      return v ? side[at] = (side[at] || 0) + v : null;
+    }));
   };
   const where = (x) => (u, value) => {
     if (value === null || value === undefined) return "";
@@ -102,13 +106,19 @@
     const across = { ...axis, label: x.label, labelSize: 16, size: 26, grid: { show: false } };
     if (x.ticks.length) {
       across.splits = (u, _, low, high) => {
-        const every = Math.ceil(x.ticks.length * 9 * Math.max(...x.ticks.map((one) => one[1].length)) / width);
-        return x.ticks.filter(([at], place) => place % every === 0 && at >= low && at <= high).map((one) => one[0]);
+        let free = -Infinity; // where the label before ends
+        return x.ticks.map((one) => one[0]).filter((at, place) => {
+          const middle = (at - low) / (high - low) * (width - 60), half = 3.5 * x.ticks[place][1].length;
+          if (at < low || at > high || middle - half < free) return false;
+          free = middle + half;
+          return true;
+        });
       };
       across.values = (u, places) => places.map((at) => x.ticks.find((one) => one[0] === at)[1]);
     } else across.values = (u, places) => places.map((at) => x.style === "seconds" ? tick.seconds(at) : Math.abs(at) >= 1000 ? compact(at) : digits(at, 6));
     const up = { ...axis, size: 56, values: (u, places) => places.map((v) => v === null ? null : (tick[y.style] || compact)(v)) };
     if (y.style === "bytes") up.incrs = Array.from({ length: 60 }, (_, power) => 2 ** power);
+    if (y.scale === "asinh") up.splits = (u, _, low, high) => [0, 10, 100, 1e3, 1e4, 1e5].flatMap((v) => v ? [v, -v] : [v]).filter((v) => v >= low && v <= high).sort((a, b) => a - b);
     const one = (series, number) => ({
       label: series.name,
       class: series.look === "faint" ? "faint" : null,
@@ -137,7 +147,7 @@
     const spec = JSON.parse(box.dataset.chart), width = box.clientWidth;
     box.plot?.destroy();
     const order = spec.stacked ? [...spec.series].reverse() : spec.series;
-    const stack = spec.stacked ? heights(spec.series).reverse() : order.map((one) => one.y);
+    const stack = spec.stacked ? heights(spec.series).reverse() : order.map((one) => spec.y.scale === "log" ? one.y.map((v) => v > 0 ? v : null) : one.y);
     const data = spec.stacked ? [order[0].x, ...stack] : uPlot.join(order.map((one, at) => [one.x, stack[at]]));
     box.plot = new uPlot(options(spec, order, ends(spec, stack), width), data, box);
   };
