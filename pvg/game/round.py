@@ -27,7 +27,7 @@ from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Credit, GroupSource, Helper, Progress, Tensors, TrainingStop, VerifierInRound
 from pvg.game.rewards import BatchRewards
 from pvg.game.session import Session, finite
-from pvg.game.statistics import BatchClock, batch_metrics, mean_score, sync_metrics
+from pvg.game.statistics import BatchClock, batch_metrics, mean_score
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
@@ -105,8 +105,8 @@ class TrainingPhase:
         whole_batch = self.minibatches.pending == 0
         if whole_batch:
             self.version += 1
-            await self._publish()
-            of_step |= sync_metrics(session.players.last_sync) | await self.batches.published(self.version)
+            of_step |= await self._publish()
+            of_step |= await self.batches.published(self.version)
         metrics = self.last_metrics = self.batches.metrics | of_step
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
         if whole_batch:
@@ -116,10 +116,10 @@ class TrainingPhase:
         if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
             await self._commit()
 
-    async def _publish(self) -> None:
+    async def _publish(self) -> dict[str, float]:
         with span("sync"):
             tensors, adapter = await self.session.players.compute(self.learner.policy)
-            await self.session.players.publish(tensors, self.version, adapter)
+            return await self.session.players.publish(tensors, self.version, adapter)
 
     async def _commit(self) -> None:
         tensors, progress = await self.batches.state()
@@ -173,8 +173,8 @@ class GameBatches:
         scored, resampled_s, of_refill = await self.refill.fill(await self._score(groups), number, self._score)
         if of_refill:
             self.clock.resampled(resampled_s)
-        session.tell_rollouts(scored.groups, number)
         everything = scored.rollouts
+        session.tell_rollouts(everything, number)
         trained = [everything[row] for row in scored.trained_M]
         with span("credit"):
             advantages_M, of_credit = self._credit(scored, trained)
