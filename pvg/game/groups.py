@@ -19,10 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.game.orders import ProverOrders
+from pvg.game.statistics import RolloutColumns, cut_metrics, play_metrics, sampling_metrics, staleness_metrics
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.spans import span
 
 if TYPE_CHECKING:
+    from pvg.rollout.engine import EngineStats
     from pvg.rollout.partial import PartialSampling
 
 Bools = NDArray[np.bool_]
@@ -105,6 +107,17 @@ class ScoredGroups:
             replace(r, score=float(score), reward=float(reward), verifier_version=verifier_version)
             for r, score, reward in zip(self.rollouts, self.scores_N, self.rewards_N, strict=True)
         ]
+
+    def metrics(self, threshold: float, version: int, engine: EngineStats, seconds: float) -> dict[str, float]:
+        """Metrics of all sampled rollouts. `version`: the engine's; `engine`: its counts over these `seconds`."""
+        rollouts = self.rollouts
+        return {
+            **play_metrics(RolloutColumns(rollouts, self.scores_N), threshold),
+            "reward_mean": float(self.rewards_N.mean()),
+            **cut_metrics(self.groups),
+            **sampling_metrics(rollouts, engine, seconds),
+            **staleness_metrics(rollouts, version),
+        }
 
     def with_more(self, more: ScoredGroups) -> ScoredGroups:
         """Both together; trains on all rows."""

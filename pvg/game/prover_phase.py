@@ -229,7 +229,7 @@ def open_batches(
         partial(pay, game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer),
         credit_of(training.loss.kind, objective.credit),
         logprobs,
-        BatchClock(players, scorer),
+        BatchClock(players.engine, scorer),
     )
 
 

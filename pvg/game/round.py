@@ -27,7 +27,7 @@ from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Credit, GroupSource, Helper, Progress, Tensors, TrainingStop, VerifierInRound
 from pvg.game.rewards import BatchRewards
 from pvg.game.session import Session, finite
-from pvg.game.statistics import BatchClock, batch_metrics, mean_score
+from pvg.game.statistics import BatchClock, mean_score
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
@@ -182,7 +182,7 @@ class GameBatches:
         batch = await self.logprobs.add(batch, trained)
         with span("record"):
             clock, place = self.clock, (self.verifier.threshold, players.engine.version)
-            measured = partial(batch_metrics, scored, *place, clock.engine, clock.seconds)
+            measured = partial(scored.metrics, *place, clock.counts, clock.seconds)
             session.ledger.keep(await players.off_loop(partial(scored.stored, self.scorer.version)))
             self.done += 1
             self.metrics = await players.off_loop(measured) | of_credit | of_groups | of_refill | clock.end()

@@ -15,9 +15,7 @@ from pvg.store.samples import SampleColumns
 from pvg.verifier.calibration import acceptance_threshold, auc
 
 if TYPE_CHECKING:
-    from pvg.game.groups import ScoredGroups
-    from pvg.game.players import Players
-    from pvg.rollout.engine import EngineStats
+    from pvg.rollout.engine import Engine, EngineStats
     from pvg.servers.publishing import SyncTiming
     from pvg.verifier.scorer import ScorerStats, VerifierScorer
 
@@ -263,13 +261,13 @@ class Counters:
 class BatchClock:
     """Measures the sampling of batches: from `begin`, or from the end of the sampling before, to `sampled`."""
 
-    def __init__(self, players: Players, scorer: VerifierScorer) -> None:
-        self._players, self._scorer = players, scorer
+    def __init__(self, engine: Engine, scorer: VerifierScorer) -> None:
+        self._engine, self._scorer = engine, scorer
         self._since = self._until = self._now()
         self.seconds = 0.0
 
     def _now(self) -> Counters:
-        return Counters(time.perf_counter(), self._players.engine.stats, self._scorer.stats)
+        return Counters(time.perf_counter(), self._engine.stats, self._scorer.stats)
 
     def begin(self) -> None:
         self._since = self._now()
@@ -283,7 +281,7 @@ class BatchClock:
         self._until, self.seconds = self._now(), self.seconds + seconds
 
     @property
-    def engine(self) -> EngineStats:
+    def counts(self) -> EngineStats:
         """The engine's counts during the sampling."""
         return self._until.engine.since(self._since.engine)
 
@@ -293,18 +291,3 @@ class BatchClock:
         found = cache_metrics(self._since.scorer, scorer)
         self._since = replace(self._until, scorer=scorer)
         return found
-
-
-def batch_metrics(
-    scored: ScoredGroups, threshold: float, version: int, engine: EngineStats, seconds: float
-) -> dict[str, float]:
-    """Metrics of all sampled rollouts of a batch. `version`: the engine's; `engine`: its counts over these
-    `seconds`."""
-    rollouts = scored.rollouts
-    return {
-        **play_metrics(RolloutColumns(rollouts, scored.scores_N), threshold),
-        "reward_mean": float(scored.rewards_N.mean()),
-        **cut_metrics(scored.groups),
-        **sampling_metrics(rollouts, engine, seconds),
-        **staleness_metrics(rollouts, version),
-    }

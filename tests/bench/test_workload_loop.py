@@ -176,7 +176,7 @@ def test_a_verifier_of_another_vocabulary_scores_the_same_rollouts_from_their_te
 
 def test_no_work_on_a_batch_is_done_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these takes milliseconds for a batch of long rollouts."""
-    places: dict[str, Any] = {"pay": prover_phase, "batch_of": round_, "batch_metrics": round_, "stored": ScoredGroups}
+    places: dict[str, Any] = {"pay": prover_phase, "batch_of": round_, "metrics": ScoredGroups, "stored": ScoredGroups}
     threads: dict[str, set[str]] = {name: set() for name in (*places, "tokens")}
 
     def noting(name: str, work: Any) -> Any:
