@@ -100,16 +100,14 @@ def evaluate(
     *,
     parts: Sequence[str] | None = None,
     rounds: Sequence[int] | None = None,
-    baseline: Run | None = None,
     settings: Settings | None = None,
     observer: Observer | None = None,
 ) -> EvaluationReport:
     """Measure finished rounds of `run` with fresh samples and fresh attackers: what `pvg evaluate` does.
 
     `parts`: of "exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax"; None: all
-    that fit the game. `rounds`: their numbers; None: all finished ones. `baseline`: a run with game.reward =
-    "correctness", for the legibility tax; None: pvg trains one. Finished parts are kept in the run's folder and are not
-    computed again.
+    that fit the game. `rounds`: their numbers; None: all finished ones. Finished parts are kept in the
+    run's folder and are not computed again.
 
     Raises UsageError for a part or a round that does not exist, StateError for other settings than those
     that the run was played with; `evaluate.*`, `serving.*`, `telemetry.*` and those that bound memory may differ.
@@ -121,7 +119,7 @@ def evaluate(
     experiment = read_experiment(run.directory.experiment_file, _overrides(settings or {}))
     check_settings_of_run(run.name, run.experiment, experiment)
     wanted = default_parts(experiment) if parts is None else parse_parts(",".join(parts))
-    request = EvaluationRequest(wanted, rounds, None if baseline is None else baseline.directory)
+    request = EvaluationRequest(wanted, rounds)
     watching = observer or SilentObserver()
     with run.directory.lock(work="evaluate"):
         outcome = run_to_end(

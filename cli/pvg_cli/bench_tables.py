@@ -206,7 +206,7 @@ class Cells:
 
 def has_updates(report: BenchReport) -> bool:
     """Whether the report has the numbers of weight updates."""
-    return report.profile == PROFILE and any(_has_percentiles(variant) for variant in report.variants)
+    return report.profile == PROFILE and any(_has_parts(variant) for variant in report.variants)
 
 
 def update_cells(report: BenchReport) -> Cells:
@@ -218,7 +218,7 @@ def update_cells(report: BenchReport) -> Cells:
             *(_ms(variant.derived[f"{name}_p{percentile}_ms"]) for name in TIMES for percentile in PERCENTILES),
         )
         for variant in report.variants
-        if _has_percentiles(variant)
+        if _has_parts(variant)
     ]
     return Cells(header, tuple(rows))
 
@@ -227,25 +227,24 @@ def cost_cells(report: BenchReport) -> Cells:
     """Per client: tokens/s of the streams before the updates, with updates back to back, with one update per step, and
     after the updates; updates per second back to back (slow updates are fewer, so they cost less); the medians of
     the parts of an update, in ms."""
-    rates = _rates(report)
-    rate_headers = (f"tokens/s {RATES[when]}" for when in rates)
+    rate_headers = (f"tokens/s {words}" for words in RATES.values())
     header = ("client", *rate_headers, "updates /s", *(f"{part} p50" for part in PARTS))
     rows = [
         (
             client_of(report, variant),
-            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in rates),
+            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in RATES),
             f"{variant.derived['updates_per_s']:.2g}",
             *(_ms(variant.derived[f"{part}_p50_ms"]) for part in PARTS),
         )
         for variant in report.variants
-        if _has_percentiles(variant)
+        if _has_parts(variant)
     ]
     return Cells(header, tuple(rows))
 
 
 def notes(report: BenchReport) -> list[str]:
     """Sentences that explain the tables."""
-    counts = sorted({int(variant.derived["updates"]) for variant in report.variants if _has_percentiles(variant)})
+    counts = sorted({int(variant.derived["updates"]) for variant in report.variants if _has_parts(variant)})
     listed = " or ".join(map(str, counts))
     found = [f"Percentiles over the {listed} updates of all samples of a client, under {_streams(report)} streams."]
     if counts[0] < ENOUGH:
@@ -255,20 +254,12 @@ def notes(report: BenchReport) -> list[str]:
     return found
 
 
-def _rates(report: BenchReport) -> list[str]:
-    """The RATES that the report has. Older reports have no updates once per step."""
-    samples = next(variant.samples for variant in report.variants if _has_percentiles(variant))
-    return [when for when in RATES if f"tokens_per_s_{when}" in samples]
-
-
 def _costs(report: BenchReport) -> str:
     """The share of tokens/s that the streams lose to the updates of the last client, by update frequency."""
-    variant = next(variant for variant in reversed(report.variants) if _has_percentiles(variant))
-    rates = {when: median(variant.samples[f"tokens_per_s_{when}"].values) for when in _rates(report)}
+    variant = next(variant for variant in reversed(report.variants) if _has_parts(variant))
+    rates = {when: median(variant.samples[f"tokens_per_s_{when}"].values) for when in RATES}
     alone = (rates["before"] + rates["after"]) / 2
-    costs = [
-        f"{100 * (1 - rates[when] / alone):.0f} % {RATES[when]}" for when in ("during", "stepped") if when in rates
-    ]
+    costs = [f"{100 * (1 - rates[when] / alone):.0f} % {RATES[when]}" for when in ("during", "stepped")]
     return f"{' and '.join(costs)} ({client_of(report, variant)})"
 
 
@@ -293,8 +284,8 @@ def _table(cells: Cells) -> Table:
     return Table(columns, list(cells.rows))
 
 
-def _has_percentiles(variant: Variant) -> bool:
-    return "queue_p99_ms" in variant.derived
+def _has_parts(variant: Variant) -> bool:
+    return "load_p50_ms" in variant.derived
 
 
 def _client(label: str) -> str:

@@ -206,8 +206,8 @@ def check_transports(runs: Path) -> Iterator[CheckResult]:
     yield CheckResult(
         "weights by GPU",
         "notice",
-        "weights.transport = 'nccl' and 'ipc' are experimental: no GPU has run them",
-        "To try one: -s weights.transport=nccl -s weights.transport.experimental=true",
+        "weights.transport = 'nccl' is experimental: no GPU has run it",
+        "To try it: -s weights.transport=nccl -s weights.transport.experimental=true",
     )
 
 

@@ -49,14 +49,6 @@ def evaluate(
     rounds: Annotated[
         str | None, typer.Option("--rounds", metavar="N,...", help="Rounds to measure. Default: all finished rounds.")
     ] = None,
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            "--baseline",
-            metavar="RUN",
-            help="A run with game.reward = correctness, for the legibility tax. Default: pvg trains one.",
-        ),
-    ] = None,
     overrides: SetOption = None,
     runs: RunsOption = Path("runs"),
     as_json: JsonOption = False,
@@ -74,15 +66,14 @@ def evaluate(
     run = RunDirectory.open(target, runs)
     experiment = _experiment(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
-    other = None if baseline is None else RunDirectory.open(baseline, runs)
     _refuse_early(run)
     fetch_all(experiment, say)
     announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
 
-    outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers, other), as_json)
+    outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers), as_json)
     again = ["pvg", "evaluate", target]
-    for option, value in (("--parts", parts), ("--rounds", rounds), ("--baseline", baseline)):
+    for option, value in (("--parts", parts), ("--rounds", rounds)):
         again += [option, value] if value is not None else []
     again += [word for override in overrides or () for word in ("-s", override)]
     again += ["--runs", str(runs)] if runs != Path("runs") else []

@@ -76,7 +76,7 @@ def profile(
 ) -> None:
     """Profile a stage with pvg's spans, the torch profiler and py-spy, and write the results to one folder.
 
-    Prints the ten costliest frames. Each profiler slows the work down, and the tables show by how much.
+    Prints the ten costliest operators of torch. Each profiler slows the work down, and the tables show by how much.
     """
     if run is not None:
         if experiment or stage or overrides or py_spy is not None:
@@ -141,9 +141,9 @@ def _show(made: ProfileResult) -> None:
 
     console = stdout()
     console.print(Text(made.title, style="bold"))
-    if made.frames:
-        console.print(Text.assemble("\n", ("Costliest frames", "bold"), (f"   {_origin(made)}", "bright_black")))
-        console.print(Padding(_frames_table(made), (0, 0, 0, 2)))
+    if made.operators:
+        console.print(Text("\nCostliest operators of torch, by self time", style="bold"))
+        console.print(Padding(_operators_table(made), (0, 0, 0, 2)))
     if made.passes:
         console.print(
             Text.assemble(("\nFastest step", "bold"), ("   per pass; profilers slow the work down", "bright_black"))
@@ -155,23 +155,14 @@ def _show(made: ProfileResult) -> None:
         console.print(Text(f"\nMissing: {tool}. {why}", style="yellow"))
 
 
-def _origin(made: ProfileResult) -> str:
-    if made.frames_from == "torch":
-        return "operators of torch; Python frames require py-spy"
-    return f"by self time, from {made.samples:,} samples of busy threads"
-
-
-def _frames_table(made: ProfileResult) -> Table:
+def _operators_table(made: ProfileResult) -> Table:
     from pvg.reporting.table import Column, Table
 
-    sampled = made.frames_from == "py-spy"
-    columns = [Column("share", "right", wrap=False), Column(style="verifier", wrap=False)]
-    columns.append(Column("function" if sampled else "operator"))
-    table = Table([*columns, Column("file:line", style="quiet")] if sampled else columns)
-    most = max(frame.share for frame in made.frames)
-    for frame in made.frames:
-        bar = "━" * max(1, round(4 * frame.share / most)) if most > 0 else ""
-        table.add(f"{100 * frame.share:.1f} %", bar, frame.function, *([frame.place] if sampled else []))
+    table = Table([Column("share", "right", wrap=False), Column(style="verifier", wrap=False), Column("operator")])
+    most = max(operator.share for operator in made.operators)
+    for operator in made.operators:
+        bar = "━" * max(1, round(4 * operator.share / most)) if most > 0 else ""
+        table.add(f"{100 * operator.share:.1f} %", bar, operator.name)
     return table
 
 

@@ -31,7 +31,7 @@ from pvg.reporting.formats import (
     trend,
 )
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
-from pvg.telemetry.observer import PhaseInfo, Progress, TimeLeft
+from pvg.telemetry.observer import PhaseInfo, Progress
 from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ class RunBoard:
         self.started = self.clock()
         self.phase_began = self.started
         self.workers: Mapping[str, float] = {}
-        self._left: tuple[TimeLeft, float] | None = None  # the newest estimate of all work, and when it came
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
         self._at_home: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
@@ -116,8 +115,6 @@ class RunBoard:
             self._budgets.append(dict(progress.budget))
         self.newest |= progress.metrics
         self.workers = progress.workers
-        if progress.left is not None:
-            self._left = (progress.left, self.clock())
         self._record(progress.metrics, self.info.phase if self.info else "")
 
     def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
@@ -186,16 +183,6 @@ class RunBoard:
         place = (self.info.round, self.info.phase)
         later = seconds_to_come(self.phase_seconds, place, self.phases, self.rounds, self.effort)
         return None if later is None else phase_eta + later
-
-    def all_left(self) -> str:
-        """The time until all parts are done: `about 3 min 10 s in total`; empty before anything was measured."""
-        if self._left is None:
-            return ""
-        left, said_at = self._left
-        seconds = left.seconds - (self.clock() - said_at)
-        if seconds <= 0:  # the work takes longer than the estimate
-            return ""
-        return f"{'at least' if left.at_least else 'about'} {duration(seconds)} in total"
 
     def budget(self) -> dict[str, float]:
         """Mean seconds per step by part, over the last steps. The largest part is first, `unaccounted` last."""
@@ -293,7 +280,7 @@ def _progress(board: RunBoard) -> Table:
     if rate is not None:
         facts.append(f"  {compact(rate)}/s", style=QUIET)
     eta, game = board.phase_eta(), board.game_eta()
-    in_all = board.all_left() or (f"{duration(game)} in total" if game is not None else "")
+    in_all = f"{duration(game)} in total" if game is not None else ""
     left = ", ".join(filter(None, [f"{duration(eta)} left" if eta else "", in_all]))
     if left:
         facts.append(f"  {left}", style=QUIET)
@@ -428,8 +415,6 @@ class RunWatcher:
             parts.append(f"{compact(rate)}/s")
         if eta := board.phase_eta():
             parts.append(f"{duration(eta)} left")
-        if in_all := board.all_left():
-            parts.append(in_all)
         warming = board.info is not None and board.info.phase == "warmup"
         return "  ".join(parts + _metric_texts(board.newest, ("loss", *LINE_METRICS) if warming else LINE_METRICS))
 

@@ -24,11 +24,12 @@ from pvg.config.load import (
     find_experiment,
     leaves,
     load_experiment,
+    overridden,
     read_override,
     read_toml,
+    switch_note,
 )
 from pvg.config.operation import Store
-from pvg.config.switching import task_switch
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
@@ -51,10 +52,9 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     the settings, and that the user's files that they name exist."""
     path = find_experiment(DEFAULT_EXPERIMENT if name is None else name)
     settings = _settings(path, overrides, cluster)
-    switch = task_switch(path, settings)
     experiment = load_experiment(path, settings)
-    if switch is not None and switch.note:
-        say(switch.note)
+    if note := switch_note(read_toml(path, "experiment"), overridden(path, settings)[0]):
+        say(note)
     _refuse_start_of_self_play(experiment, _written_keys(path, settings))
     check_references(experiment)
     return experiment

@@ -1,22 +1,23 @@
 """Profiles into a folder: `profile_stage` runs a stage under all profilers, `profile_run` draws the timeline of a run.
 
     made = profile_stage(stage_settings("rollout", "modchain", []), "rollout", Path("out"), steps=3)
-    made.frames, made.files, made.missing
+    made.operators, made.files, made.missing
 
 README.txt in the folder explains each file and how to open it; profile.json has the figures.
 
 The work is the benchmark profile with the stage's name, on the experiment to profile. Each profiler slows down what the
-others would measure, so each has a separate pass. A pass repeats the workload's sample; all passes share one opened and
-warmed-up workload:
-
-- `spans_pass`: only pvg's spans; the other passes are compared with its wall time
-- `torch_pass`: the torch profiler, with every operator in every thread
-- `py_spy_pass`: py-spy, which samples from another process
+others would measure, so each repeats the workload's sample in a pass of its own: pvg's spans alone (`spans_pass`, with
+whose wall time the others are compared), the torch profiler (`torch_pass`), and py-spy, a process that samples the
+Python stacks from outside (`py_spy_pass`). All passes share one opened and warmed-up workload.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import orjson
 
@@ -38,12 +39,12 @@ from pvg.bench.profile import (
     read_profile,
     settings_of,
 )
-from pvg.bench.py_spy import SHOWN_FRAMES, CostlyFrame, Format, PySpyError, find_py_spy, read_speedscope, sampling
 from pvg.bench.report import TimeBudget
 from pvg.bench.runner import cuda_clock, on_loop, total
 from pvg.bench.workloads import WORKLOADS, Workload, WorkloadTable, make_workload
 from pvg.config.load import did_you_mean
 from pvg.errors import MissingRequirementError, UsageError, counted
+from pvg.installation import install_extra
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
@@ -87,6 +88,7 @@ def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> B
 
 LEAST_SAMPLED_S = 5.0  # the shortest pass of py-spy: a thousand samples at its rate
 OPERATORS_SHOWN = 40  # rows of the table of torch operators
+COSTLIEST = 10  # of them in the result
 SAMPLE_EVERY_S = 0.5  # period of the CPU, memory and GPU samples: a stage takes seconds, not hours
 
 
@@ -101,6 +103,15 @@ class SamplingPass:
     def fastest_s(self) -> float:
         """The sample that other programs on the machine disturbed least."""
         return min(self.walls_s)
+
+
+@dataclass(frozen=True, slots=True)
+class CostlyOperator:
+    """A torch operator: `own_s` seconds in the operator itself, `share` of all operators' seconds."""
+
+    name: str
+    own_s: float
+    share: float
 
 
 async def spans_pass(
@@ -132,7 +143,7 @@ async def spans_pass(
 
 async def torch_pass(
     workload: Workload, steps: int, trace: Path, table: Path
-) -> tuple[SamplingPass, tuple[CostlyFrame, ...]]:
+) -> tuple[SamplingPass, tuple[CostlyOperator, ...]]:
     """Write the trace and the table of operators; returns the operators with the most self time."""
     # Without this private option the profiler sees only the calling thread; our operators run in an executor's thread.
     from torch._C._profiler import _ExperimentalConfig
@@ -152,7 +163,7 @@ async def torch_pass(
     return SamplingPass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
 
 
-def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[CostlyFrame, ...]:
+def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[CostlyOperator, ...]:
     profiler.export_chrome_trace(str(trace))
     averages = profiler.key_averages()
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
@@ -178,18 +189,11 @@ def without_usdt_lines() -> Iterator[None]:
             os.close(stderr)
 
 
-def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyFrame, ...]:
+def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyOperator, ...]:
     own_us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in averages}
     whole = sum(own_us.values())
-    costliest = sorted(own_us.items(), key=lambda item: -item[1])[:SHOWN_FRAMES]
-    return tuple(CostlyFrame(name, "", 0, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
-
-
-async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path, form: Format) -> SamplingPass:
-    """Takes at least `steps` samples and LEAST_SAMPLED_S seconds. Raises PySpyError."""
-    with sampling(py_spy, output, form):
-        walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
-    return SamplingPass(f"py-spy, {form}", walls_s)
+    costliest = sorted(own_us.items(), key=lambda item: -item[1])[:COSTLIEST]
+    return tuple(CostlyOperator(name, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
 
 
 async def _timed(workload: Workload, keep_going: Callable[[int, float], bool]) -> tuple[float, ...]:
@@ -213,6 +217,98 @@ def slowdowns(passes: Sequence[SamplingPass]) -> dict[str, float]:
     return {each.name: each.fastest_s / passes[0].fastest_s - 1.0 for each in passes[1:]}
 
 
+# --- py-spy -----------------------------------------------------------------------------------------------------------
+
+RATE = 200  # samples per second: a frame of 1 % has 40 in 20 s; each sample pauses this process for about 0.1 ms
+LIMIT_S = 60.0  # for its start (it reads the symbols of every library, which takes seconds with torch), and for its end
+POLL_S = 0.02
+READY = "Sampling process"  # py-spy prints this when it begins to sample
+PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # prctl of Linux' Yama module
+
+
+class PySpyError(MissingRequirementError):
+    """py-spy is missing, not permitted, or failed. `message` is one line, `remedy` the command that fixes it."""
+
+
+def find_py_spy() -> Path:
+    """py-spy of this Python installation, otherwise from PATH. Raises PySpyError."""
+    folder = str(Path(sys.executable).parent)
+    found = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", "")]))
+    if found is None:
+        raise PySpyError("py-spy is not installed.", install_extra("profile"))
+    return Path(found)
+
+
+async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path) -> SamplingPass:
+    """Takes at least `steps` samples and LEAST_SAMPLED_S seconds. Raises PySpyError."""
+    with sampling(py_spy, output):
+        walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
+    return SamplingPass("py-spy", walls_s)
+
+
+@contextmanager
+def sampling(py_spy: Path, output: Path) -> Iterator[None]:
+    """Sample this process while the body runs, and write a flame graph. Raises PySpyError if py-spy wrote nothing."""
+    command = [str(py_spy), "record", "--pid", str(os.getpid()), "--format", "flamegraph", "--output", str(output)]
+    command += ["--rate", str(RATE), "--threads"]
+    with tempfile.TemporaryFile() as log:
+        _allow_tracing(True)
+        # In a separate session, Ctrl-C reaches only this process, which then stops py-spy.
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            _wait_until_sampling(child, log)
+            yield
+            _finish(child, log, output)
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+            _allow_tracing(False)
+
+
+def _allow_tracing(allowed: bool) -> None:
+    """Let our child trace this process where Linux permits that only to parents (Yama's ptrace_scope = 1). Does nothing
+    on other systems."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS if allowed else ctypes.c_ulong(0), 0, 0, 0)
+
+
+def _wait_until_sampling(child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while READY not in (text := _text(log)):
+        if child.poll() is not None:
+            raise _explained(text)
+        if time.monotonic() > deadline:
+            raise PySpyError(f"py-spy did not start to sample within {LIMIT_S:.0f} s.", "Use --no-py-spy.")
+        time.sleep(POLL_S)
+
+
+def _finish(child: subprocess.Popen[bytes], log: IO[bytes], output: Path) -> None:
+    child.send_signal(signal.SIGINT)
+    try:
+        code = child.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise PySpyError(f"py-spy did not end within {LIMIT_S:.0f} s.", "Try again with fewer --steps.") from None
+    if code != 0 or not output.exists() or not output.stat().st_size:
+        raise _explained(_text(log))
+
+
+def _explained(text: str) -> PySpyError:
+    """The error for what py-spy printed, with a remedy."""
+    if "denied" in text.lower() or "not permitted" in text.lower():
+        return PySpyError(
+            "py-spy may not inspect this process.",
+            "Allow it: sudo sysctl kernel.yama.ptrace_scope=0; start a container with --cap-add=SYS_PTRACE.",
+        )
+    lines = [line.strip().removeprefix("Error: ") for line in text.splitlines() if line.strip()]
+    return PySpyError(f"py-spy failed: {lines[0] if lines else 'without a message'}", "See its documentation.")
+
+
+def _text(log: IO[bytes]) -> str:
+    """What the child has printed so far. Does not move the file's position, which child and parent share."""
+    return os.pread(log.fileno(), 65_536, 0).decode("utf-8", "replace")
+
+
 # --- the folder with all results --------------------------------------------------------------------------------------
 
 PERFETTO = "Open https://ui.perfetto.dev and drop the file on it (it stays on your machine), or chrome://tracing."
@@ -232,15 +328,11 @@ class ProfileFile:
 
 @dataclass(slots=True)
 class ProfileResult:
-    """The results of a profile. `frames_from`: "py-spy", or "torch" if py-spy is not available. `missing`: by tool, why
-    it is missing and how to fix that."""
+    """The results of a profile. `missing`: by tool, why it is missing and how to fix that."""
 
     folder: Path
     title: str
-    frames: tuple[CostlyFrame, ...] = ()
-    frames_from: str = ""
-    samples: int = 0  # py-spy's samples of working threads
-    waiting: int = 0  # py-spy's samples of waiting threads, which do not count
+    operators: tuple[CostlyOperator, ...] = ()
     passes: list[SamplingPass] = field(default_factory=list)
     budget: TimeBudget | None = None
     files: list[ProfileFile] = field(default_factory=list)
@@ -251,10 +343,7 @@ class ProfileResult:
         return {
             "folder": str(self.folder),
             "title": self.title,
-            "frames": [asdict(frame) for frame in self.frames],
-            "frames_from": self.frames_from,
-            "samples": self.samples,
-            "waiting_samples": self.waiting,
+            "operators": [asdict(operator) for operator in self.operators],
             "passes": [{"name": each.name, "walls_s": list(each.walls_s)} for each in self.passes],
             "slower_by": slowdowns(self.passes) if self.passes else {},
             "budget": self.budget.model_dump() if self.budget else None,
@@ -368,43 +457,30 @@ async def _passes(
         made.files.append(ProfileFile(timeline.name, "pvg's spans by thread and task, with CPU and memory.", PERFETTO))
         on_pass(f"torch profiler, {counted(steps, 'step')}")
         trace, table = folder / "torch.json.gz", folder / "torch-operators.txt"
-        timed, made.frames = await torch_pass(workload, steps, trace, table)
-        made.frames_from = "torch"
+        timed, made.operators = await torch_pass(workload, steps, trace, table)
         made.passes.append(timed)
         made.files += [
             ProfileFile(trace.name, "Every torch operator, in every thread.", PERFETTO),
             ProfileFile(table.name, "The same, summed by operator.", "Any text viewer; the table is wide."),
         ]
         if spy is not None:
-            await _sampled(workload, made, steps, spy, demanded, on_pass)
+            on_pass("py-spy")
+            await _sampled(workload, made, steps, spy, demanded)
     finally:
         await workload.close()
 
 
-async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, demanded: bool, on_pass: OnPass) -> None:
-    """Run two passes of py-spy, because it writes one format at a time."""
-    stacks, flames = made.folder / "py-spy.speedscope.json", made.folder / "py-spy.svg"
+async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, demanded: bool) -> None:
+    path = made.folder / "py-spy.svg"
     try:
-        on_pass("py-spy, stacks")
-        made.passes.append(await py_spy_pass(workload, steps, spy, stacks, "speedscope"))
-        on_pass("py-spy, flame graph")
-        made.passes.append(await py_spy_pass(workload, steps, spy, flames, "flamegraph"))
+        made.passes.append(await py_spy_pass(workload, steps, spy, path))
     except PySpyError as error:
         if demanded:
             raise
         made.missing["py-spy"] = str(error)
         return
-    sampled = read_speedscope(stacks)
-    made.frames, made.frames_from = sampled.frames, "py-spy"
-    made.samples, made.waiting = sampled.samples, sampled.waiting
-    made.files += [
-        ProfileFile(
-            flames.name,
-            "Flame graph of the Python stacks: wide means expensive.",
-            "Any browser; click to zoom, Ctrl-F to search.",
-        ),
-        ProfileFile(stacks.name, "The stacks by thread, in order of time.", "Drop it on https://www.speedscope.app."),
-    ]
+    what = "Flame graph of the Python stacks by thread: wide means expensive."
+    made.files.append(ProfileFile(path.name, what, "Any browser; click to zoom, Ctrl-F to search."))
 
 
 def _write_index(made: ProfileResult) -> None:

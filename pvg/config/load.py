@@ -284,6 +284,19 @@ def task_kind(data: dict[str, Any]) -> Any:
     return task.get("kind", TABLES["task"].default) if isinstance(task, dict) else task
 
 
+def switch_note(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """One line about the settings that another kind of task drops, for plain data before and after the change; empty
+    if none is dropped."""
+    old, new = task_kind(before), task_kind(after)
+    if old == new:
+        return ""
+    task, prompts = before.get("task"), before.get("prompts")
+    names = [f"task.{name}" for name in task if name != "kind"] if isinstance(task, dict) else []
+    names += [f"prompts.{name}" for name in TEXTS_FOR_A_TASK if isinstance(prompts, dict) and name in prompts]
+    dropped = f"so these settings of the file are dropped: {', '.join(sorted(names))}."
+    return f"task.kind = {new!r} replaces {old!r}, {dropped}" if names else ""
+
+
 def _explain(
     error: ValidationError, data: dict[str, Any], origin: str, overrides: dict[str, str]
 ) -> ConfigurationError:

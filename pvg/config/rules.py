@@ -267,16 +267,11 @@ def _prover_servers(experiment: AllSections) -> Iterator[str]:
 
 
 def _servers_on_cluster(cluster: RayCluster, experiment: AllSections) -> Iterator[str]:
-    serving, transport = experiment.serving, experiment.weights.transport.kind
+    serving = experiment.serving
     if serving.servers not in ((), Serving().servers):
         yield (
             "cluster = 'ray' starts the prover's servers, but serving.servers names some that run already; leave out "
             "serving.servers, or set cluster to 'none'"
-        )
-    if transport == "ipc":
-        yield (
-            "weights.transport = 'ipc' needs trainer and server on one GPU, but cluster = 'ray' gives a server its own "
-            "GPUs; set weights.transport to 'filesystem' or 'nccl'"
         )
     if cluster.workers == 0:
         yield "cluster.workers = 0 leaves rollout.engine = 'vllm' no server on the cluster; set it to 1 or more"

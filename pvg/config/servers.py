@@ -80,16 +80,10 @@ class Serving(Section):
     )
 
 
-Checksums = Literal["first", "always", "never"]
-CHECKSUMS = "When tensors are compared bit by bit: at the first update that changes them, always, or never."
-
-
 class FileTransport(Section):
     """pvg sends whole weights through a shared folder."""
 
     kind: Literal["filesystem"] = "filesystem"
-    checksums: Checksums = Field("first", description=CHECKSUMS)
-    keep_kv: bool = Field(False, description="Whether requests in flight keep the KV cache of the old weights.")
 
 
 class LoraTransport(Section):
@@ -99,11 +93,10 @@ class LoraTransport(Section):
 
 
 class DeviceTransport(Section):
-    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL or by CUDA IPC."""
+    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL."""
 
-    kind: Literal["nccl", "ipc"] = "nccl"
+    kind: Literal["nccl"] = "nccl"
     experimental: bool = Field(False, description="Must be true: you know that no GPU has run this transport.")
-    checksums: Checksums = Field("first", description=CHECKSUMS)
 
     @model_validator(mode="after")
     def _experimental(self) -> DeviceTransport:

@@ -29,8 +29,7 @@ from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_o
 from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
 from pvg.evaluation.opponents import KINDS, attacker_experiment
 from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
-from pvg.evaluation.training import PolicyTraining, kept_policy, policy_name, train, training_session
-from pvg.game.prover_phase import read_policy
+from pvg.evaluation.training import PolicyTraining, kept_policy, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.verifier.backend import ScoringModel
 
@@ -90,14 +89,14 @@ class AttackStop:
             "closest": self.closest,
             "closest_step": self.closest_step,
             "found": self.found,
-            "taught": self.had_signal,
+            "had_signal": self.had_signal,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.steps, self.found = state["steps"], state["found"]
         self.rates, self.scores = list(state["rates"]), list(state["scores"])
         self.closest, self.closest_step = state["closest"], state["closest_step"]
-        self.had_signal = state.get("taught", True)  # older states do not have it
+        self.had_signal = state["had_signal"]
 
 
 def pooled_rate(rates: Sequence[float]) -> float:
@@ -228,13 +227,9 @@ def final_samples(context: EvaluationContext, target: AttackTarget, kind: str) -
 
 async def sample_attacker(context: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
     training = attack_training(context, target, kind)
-
-    async def load() -> None:
-        read = partial(read_policy, training.opened_run(context), policy_name(context.experiment.evaluate.attack_steps))
-        tensors, adapter = await context.players.compute(read)
-        await context.players.publish(tensors, first_version(training.versions + 1), adapter)
-
-    return await sampled(context, final_samples(context, target, kind), load)
+    steps, version = context.experiment.evaluate.attack_steps, first_version(training.versions + 1)
+    publish = partial(training.publish, context, steps, version)
+    return await sampled(context, final_samples(context, target, kind), publish)
 
 
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:

@@ -7,8 +7,8 @@ computed at the sampling temperature. The baseline's accuracy at the game prover
 probes, sorted by KL. A game prover with a larger KL than all probes is compared with the probe of the largest KL. Then
 the tax is a lower bound, if the baseline's accuracy does not fall with more KL.
 
-The baseline comes from another run (`--baseline RUN`, a game with game.reward = "correctness": one probe per round), or
-is trained here: only the helpful role, with the run's training settings, `evaluate.baseline_probes` probes.
+The baseline is trained here: only the helpful role, with the run's training settings and `evaluate.baseline_probes`
+probes.
 """
 
 from __future__ import annotations
@@ -23,26 +23,19 @@ import numpy as np
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import PlainReward
-from pvg.config.run_ids import without_folder
-from pvg.errors import TrainingDivergedError, UsageError
+from pvg.errors import TrainingDivergedError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
     BASELINE_RANGE,
-    MOST_PROBES,
     EvaluationContext,
-    OpenedRun,
     digest,
     first_version,
     open_frozen_verifier,
 )
 from pvg.evaluation.opponents import policy_experiment
-from pvg.evaluation.progress import PlannedPart
-from pvg.evaluation.samples import SampleSet, digest_of, missing, sampled
-from pvg.evaluation.training import PolicyTraining, policy_name, probe_steps, train, training_session
-from pvg.game.prover_phase import WeightsReader, read_policy
-from pvg.game.warm_start import warmed
-from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
-from pvg.store.run_directory import RunDirectory
+from pvg.evaluation.samples import SampleSet, digest_of, sampled
+from pvg.evaluation.training import PolicyTraining, probe_steps, train, training_session
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.telemetry.observer import PhaseInfo
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, recompute_logprobs
@@ -50,34 +43,34 @@ from pvg.training.forward import ForwardSettings, recompute_logprobs
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.models.low_rank import LowRankAdapter
-
-
-def has_totals(context: EvaluationContext, name: str, of: str) -> bool:
-    """Whether `policy_totals` has a stored result."""
-    return context.units.read(f"reach-{name}", digest("reach", of)) is not None
-
 
 async def policy_totals(
     context: EvaluationContext,
     name: str,
     of: str,
     helpful: Sequence[Rollout],
-    pool: Sequence[Problem],
     read: Callable[[], Mapping[str, Tensor]] | None,
+    *,
+    shown: bool = False,
 ) -> PolicyTotals:
     """The accuracy of a policy and its KL to the base prover, from its `helpful` samples, whose digest is `of`.
-    Computed once and stored. `read` returns the policy's weights; None is the base prover itself, with KL 0."""
+    Computed once and stored. `read` returns the policy's weights; None is the base prover itself, with KL 0. `shown`:
+    as a phase of its own, because two forward passes of a larger model take minutes."""
     for_ = digest("reach", of)
     found = context.units.read(f"reach-{name}", for_)
     if found is None:
         context.begin(f"reach-{name}")
+        info = PhaseInfo(0, context.experiment.game.rounds, "kl", "solutions", len(helpful))
+        if shown:
+            context.observer.phase_started(info)
         kl_N = (
             np.zeros(len(helpful))
             if read is None
             else await context.players.compute(lambda: _kl(context, helpful, read()))
         )
-        found = _by_problem(helpful, kl_N, pool)
+        if shown:
+            context.observer.phase_finished(info, {})
+        found = _by_problem(helpful, kl_N, context.test_problems())
         context.units.write(f"reach-{name}", for_, found)
     return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
 
@@ -178,16 +171,13 @@ def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64,
 # --- the baseline -----------------------------------------------------------------------------------------------------
 
 UNIT = "baseline"
-TRAINED = "trained"
 DIVERGED = "diverged"  # in the stored result of a training: why it diverged
-CHOICE = "baseline-choice"
 
 
 @dataclass(frozen=True)
 class CorrectnessBaseline:
-    """The baseline's source, its probes by name (the start first), and a digest of all of it."""
+    """The baseline's probes by name (the start first), and a digest of all of it."""
 
-    source: str
     points: list[tuple[str, PolicyTotals]]
     digest: str
 
@@ -203,101 +193,27 @@ def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: fl
     }
 
 
-def store_choice(context: EvaluationContext, run: RunDirectory | None) -> None:
-    """Store which baseline was requested, so that a later call without the tax finds it."""
-    path = None if run is None else str(run.path.resolve())
-    if not context.units.exists(CHOICE) or context.units.read(CHOICE, digest(CHOICE)) != path:
-        context.units.write(CHOICE, digest(CHOICE), path)
-
-
-def chosen_path(context: EvaluationContext) -> str | None:
-    """The path of the requested run; None if there is none, or if the baseline was trained here."""
-    path: str | None = context.units.read(CHOICE, digest(CHOICE))
-    return path
-
-
-def chosen_baseline(context: EvaluationContext) -> RunDirectory | None:
-    """The run of `choice`. Raises UsageError if it no longer exists."""
-    path = chosen_path(context)
-    return None if path is None else RunDirectory.open(path, context.folder)
-
-
 async def baseline_of(
-    context: EvaluationContext,
-    start: SampleSet,
-    run: RunDirectory | None,
-    of_start: Callable[[], Awaitable[list[Rollout]]],
+    context: EvaluationContext, start: SampleSet, of_start: Callable[[], Awaitable[list[Rollout]]]
 ) -> CorrectnessBaseline:
-    """The baseline's probes. Samples and measures what is missing. `start`: the base prover's samples, which
+    """The baseline's probes. Trains, samples and measures what is missing. `start`: the base prover's samples, which
     `of_start` returns. Raises TrainingDivergedError if the training of the baseline diverges, or has diverged in an
     earlier call."""
-    base_digest = digest_of(context, start)
+    marks = [digest_of(context, start)]
     helpful = [r for r in await of_start() if r.role is Role.HELPFUL]
-    origin = await policy_totals(context, BASE_SOURCE, base_digest, helpful, context.test_problems(), None)
-    points = [(BASE_SOURCE, origin)]
-    probes = await _trained(context) if run is None else _of_run(context, run)
-    for place, probe in enumerate(probes):
-        rollouts = await sampled(
-            context, probe.samples, partial(_load, context, probe, first_version(BASELINE_RANGE + 1 + place))
-        )
-        points.append((probe.label, await _probe_totals(context, probe, rollouts)))
-    marks = [base_digest, *(digest_of(context, probe.samples) for probe in probes)]
-    return CorrectnessBaseline(TRAINED if run is None else run.name, points, digest("baseline", marks))
-
-
-def planned(context: EvaluationContext, run: RunDirectory | None) -> PlannedPart:
-    """The baseline as a part of the evaluation, with the work that is not stored."""
-    probes, steps = (
-        (_trained_probes(context), _steps(context.experiment)) if run is None else (_of_run(context, run), 0)
-    )
-    if run is None and (stored := context.units.read(UNIT, _baseline_training(context).digest)) is not None:
-        probes, steps = ([] if DIVERGED in stored else probes), 0
-    todo = [probe for probe in probes if not has_totals(context, probe.samples.name, digest_of(context, probe.samples))]
-    work = {
-        "baseline": steps,
-        "samples": sum(missing(context, probe.samples) for probe in probes),
-        "kl": sum(probe.samples.rollouts for probe in todo),
-    }
-    training = context.experiment.training
-    per_step = training.groups * context.experiment.rollout.group_size / training.minibatches
-    return PlannedPart("correctness baseline", work, {"baseline": per_step})
-
-
-@dataclass(frozen=True)
-class BaselinePolicy:
-    """One policy of the baseline: its name in the report, its samples, and a function that reads its weights."""
-
-    label: str
-    samples: SampleSet
-    read: Callable[[], tuple[Mapping[str, Tensor], LowRankAdapter | None]]
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        return self.read()[0]
-
-
-async def _probe_totals(context: EvaluationContext, probe: BaselinePolicy, rollouts: list[Rollout]) -> PolicyTotals:
-    """Two forward passes over all rollouts. With a larger model this takes minutes, so it gives a notice."""
-    of = digest_of(context, probe.samples)
-    info = PhaseInfo(0, context.experiment.game.rounds, "kl", "solutions", len(rollouts))
-    if computed := not has_totals(context, probe.samples.name, of):
-        context.begin(f"reach-{probe.samples.name}")
-        context.observer.phase_started(info)
-    found = await policy_totals(context, probe.samples.name, of, rollouts, context.test_problems(), probe.tensors)
-    if computed:
-        context.observer.phase_finished(info, {})
-    return found
-
-
-async def _load(context: EvaluationContext, probe: BaselinePolicy, version: int) -> None:
-    tensors, adapter = await context.players.compute(probe.read)
-    await context.players.publish(tensors, version, adapter)
-
-
-def _samples(context: EvaluationContext, name: str, policy: str) -> SampleSet:
-    return SampleSet(name, 0, context.test_problems(), (Role.HELPFUL,), context.experiment.evaluate.samples, policy)
-
-
-# --- trained here ------------------------------------------------------------------------------------------------
+    points = [(BASE_SOURCE, await policy_totals(context, BASE_SOURCE, marks[0], helpful, None))]
+    training = _baseline_training(context)
+    await _trained(context, training)
+    size, pool = context.experiment.evaluate.samples, context.test_problems()
+    for place, steps in enumerate(training.saved_steps):
+        wanted = SampleSet(f"{UNIT}-{steps:06d}", 0, pool, (Role.HELPFUL,), size, digest(training.digest, steps))
+        version = first_version(BASELINE_RANGE + 1 + place)
+        rollouts = await sampled(context, wanted, partial(training.publish, context, steps, version))
+        marks.append(digest_of(context, wanted))
+        read = partial(training.tensors, context, steps)
+        totals = await policy_totals(context, wanted.name, marks[-1], rollouts, read, shown=True)
+        points.append((f"step {steps}", totals))
+    return CorrectnessBaseline(points, digest("baseline", marks))
 
 
 def _steps(experiment: Experiment) -> int:
@@ -328,8 +244,7 @@ def _baseline_training(context: EvaluationContext) -> PolicyTraining:
     )
 
 
-async def _trained(context: EvaluationContext) -> list[BaselinePolicy]:
-    training = _baseline_training(context)
+async def _trained(context: EvaluationContext, training: PolicyTraining) -> None:
     stored: Any = context.units.read(UNIT, training.digest)
     if stored is None:
         context.begin(UNIT)
@@ -337,7 +252,6 @@ async def _trained(context: EvaluationContext) -> list[BaselinePolicy]:
         context.units.write(UNIT, training.digest, stored)
     if DIVERGED in stored:
         raise TrainingDivergedError(stored[DIVERGED])
-    return _trained_probes(context)
 
 
 async def _train_baseline(context: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:
@@ -350,73 +264,3 @@ async def _train_baseline(context: EvaluationContext, training: PolicyTraining) 
             except TrainingDivergedError as error:
                 return {DIVERGED: str(error)}
     return list(training.saved_steps)
-
-
-def _trained_probes(context: EvaluationContext) -> list[BaselinePolicy]:
-    training = _baseline_training(context)
-
-    def read(steps: int) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
-        return read_policy(training.opened_run(context), policy_name(steps))
-
-    return [
-        BaselinePolicy(
-            f"step {steps}",
-            _samples(context, f"{UNIT}-{steps:06d}", digest(training.digest, steps)),
-            partial(read, steps),
-        )
-        for steps in training.saved_steps
-    ]
-
-
-# --- from another run --------------------------------------------------------------------------------------------
-
-# Settings that must be equal in both runs for their KL and accuracy to be comparable.
-SHARED = ("task", "models.prover", "prompts", "rollout.temperature", "rollout.top_p", "rollout.top_k")
-
-
-def check_comparable(context: EvaluationContext, run: RunDirectory) -> OpenedRun:
-    """Raises UsageError if the run is not a correctness baseline for this one."""
-    mine, theirs = context.experiment, run.experiment()
-    if theirs.game.reward.kind != "correctness":
-        raise UsageError(
-            f"{run.name!r} is not a baseline: its game.reward is {theirs.game.reward.kind!r}, not 'correctness'.",
-            "Play one with -s game.reward=correctness -s game.sneaky_share=0, or leave --baseline out to train one.",
-        )
-    differing = [key for key in (*SHARED, "rollout.max_tokens") if _value(mine, key) != _value(theirs, key)]
-    if differing:
-        raise UsageError(
-            f"{run.name!r} is not a baseline for this run: {', '.join(differing)} differ.",
-            "Use a run with the same values, or leave --baseline out to train one.",
-        )
-    reading = OpenedRun.open(run)
-    if not reading.rounds:
-        raise UsageError(f"The baseline {run.name!r} has no finished round.", "Continue it, or leave --baseline out.")
-    if _base_prover(theirs, reading) != _base_prover(mine, context.ledger):
-        raise UsageError(
-            f"{run.name!r} is not a baseline for this run: their warm starts (warmup) end with different provers.",
-            "Use a run with the same base prover, or leave --baseline out to train one.",
-        )
-    return reading
-
-
-def _base_prover(experiment: Experiment, reading: OpenedRun) -> str:
-    """The source of the prover from which a run's rounds start. With a warm start it has the digest of the weights."""
-    return without_folder(warmed(experiment, reading.directory, reading.state).models.prover.source)
-
-
-def _value(experiment: Any, key: str) -> Any:
-    for part in key.split("."):
-        experiment = getattr(experiment, part)
-    return experiment
-
-
-def _of_run(context: EvaluationContext, run: RunDirectory) -> list[BaselinePolicy]:
-    reading: WeightsReader = (found := check_comparable(context, run))
-    return [
-        BaselinePolicy(
-            f"{run.name} {source_of_round(round_)}",
-            _samples(context, f"{UNIT}-{run.name}-{source_of_round(round_)}", found.players_of(round_)),
-            partial(read_policy, reading, f"{source_of_round(round_)}-prover"),
-        )
-        for round_ in range(found.rounds)[-MOST_PROBES:]
-    ]

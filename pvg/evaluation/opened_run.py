@@ -63,7 +63,6 @@ BASE_RANGE = 0  # the base prover's samples
 SAMPLES_RANGE = 1  # samples of the provers of rounds 0, 1, ...
 MOST_ROUNDS = 499
 BASELINE_RANGE = 500  # the baseline's training, followed by its probes
-MOST_PROBES = 90
 REFERENCE_RANGE = 600  # of round 0: the reference samples of attacks, followed by the attacks
 ROUND = 16  # ranges per round
 

@@ -68,15 +68,14 @@ class FlawExample(StrictRecord):
 class AttackCheck(StrictRecord):
     """A trained attacker's fresh samples on test problems, which did not select it. `gap`: mean score of correct
     helpful solutions minus that of its wrong ones, in logits. `threshold`: of the verifier, in logits. `kinds`: of its
-    wrong solutions, the most frequent first; empty if the grader names none. Measurements of older versions have none
-    of the last three fields."""
+    wrong solutions, the most frequent first; empty if the grader names none."""
 
     error_rate: NumberRecord
     gap: NumberRecord
     accepted: NumberRecord
-    threshold: float | None = None
-    kinds: list[KindOfFlaw] = []
-    examples: list[FlawExample] = []
+    threshold: float
+    kinds: list[KindOfFlaw]
+    examples: list[FlawExample]
 
 
 class AttackRecord(StrictRecord):
@@ -123,14 +122,14 @@ class FlawDetection(StrictRecord):
     """Detection of one source's flaws. `solutions`: the number sampled; soundness.n of them are flaws. `roc`: corners
     of the curve as (false-positive rate, true-positive rate). `band`: (false-positive rate, true-positive rate, low,
     high) at fixed false-positive rates, pointwise, not simultaneous. It has null where there is no interval. It is
-    empty without flaws or without correct solutions, and in measurements of older versions."""
+    empty without flaws or without correct solutions."""
 
     source: str
     solutions: int
     soundness: NumberRecord
     auc: NumberRecord
     roc: list[tuple[float, float]]
-    band: list[tuple[float, float, float | None, float | None]] = []
+    band: list[tuple[float, float, float | None, float | None]]
 
 
 class Detection(StrictRecord):
@@ -156,7 +155,7 @@ class CalibrationErrors(StrictRecord):
     """`ece_by_chance`: the error that a calibrated verifier would have on as many problems; null as an interval."""
 
     ece: NumberRecord
-    ece_by_chance: float | None = None
+    ece_by_chance: float | None
     brier: NumberRecord
     bins: list[CalibrationBinRecord]
 
@@ -201,10 +200,8 @@ class TaxRecord(StrictRecord):
 
 
 class BaselineRecord(StrictRecord):
-    """The correctness baseline's trajectory. `source`: "trained", or the run that it comes from. `points`: empty if its
-    training diverged. Then no round has a tax."""
+    """The correctness baseline's trajectory. `points`: empty if its training diverged. Then no round has a tax."""
 
-    source: str
     points: list[PolicyDistance]
 
 

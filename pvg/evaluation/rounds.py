@@ -36,8 +36,7 @@ from pvg.evaluation.opened_run import (
     first_version,
 )
 from pvg.evaluation.opponents import attack_kinds
-from pvg.evaluation.progress import PlannedPart
-from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, missing, sampled
+from pvg.evaluation.samples import SampleSet, ScoredRollouts, digest_of, is_complete, sampled
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import read_prover
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
@@ -140,15 +139,12 @@ class RoundParts:
         """The digests on which a part depends that reads these sets with this round's verifier."""
         return [self.frozen.digest, *(digest_of(self.context, wanted) for wanted in sets)]
 
-    async def _unit(
-        self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]], newest: str | None = None
-    ) -> Any:
-        """The result of a part of this round, from disk or computed by `work`. A result of an older version, without
-        the key `newest`, is still valid: it is shown, and computed again if its part is requested."""
+    async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of a part of this round, from disk or computed by `work`."""
         context, unit = self.context, f"{name}-{self.source}"
         for_ = digest(name, MEASURED, inputs, self._statistics)
         found = context.units.read(unit, for_)
-        if found is None or (context.computing and newest is not None and newest not in found):
+        if found is None:
             context.begin(unit)
             found = await work()
             context.units.write(unit, for_, found)
@@ -175,32 +171,8 @@ class RoundParts:
         if result["status"] in ATTACKED:
             inputs = [attack_digest(self.context, target, kind), *self._of(round_set(self.context, self.round))]
             work = partial(self._check, target, kind)
-            result["check"] = await self._unit(f"check-{kind}", inputs, work, newest="examples")
+            result["check"] = await self._unit(f"check-{kind}", inputs, work)
         return result
-
-    async def planned_attacks(self) -> PlannedPart:
-        """The attacks of this round, with the work that is not stored. What is stored can be told only with the stored
-        target of the attacks; without it, all of them are to be done."""
-        context, section = self.context, self.section
-        work = {"samples": missing(context, self._reference_set()), "attack": 0}
-        final = len(context.test_problems()) * section.samples
-        computing, context.computing = context.computing, False
-        try:
-            target = await self.target()
-        except MissingResult:
-            work["attack"] = len(self._kinds) * section.attack_steps
-            work["samples"] += len(self._kinds) * final
-        else:
-            for kind in self._kinds:
-                if context.units.read(attack_name(self.round, kind), attack_digest(context, target, kind)) is None:
-                    work["attack"] += section.attack_steps
-                    work["samples"] += final
-        finally:
-            context.computing = computing
-        training = context.experiment.training
-        groups = section.attack_groups or training.groups
-        per_step = groups * context.experiment.rollout.group_size / training.minibatches
-        return PlannedPart(f"attacks on round {self.round}", work, {"attack": per_step})
 
     async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
         name, for_ = attack_name(self.round, kind), attack_digest(self.context, target, kind)
@@ -272,7 +244,7 @@ class RoundParts:
             return await self._compute(lambda: measures.detection(name, own, flaws, threshold, self._draws))
 
         inputs = self._of(round_set(self.context, self.round), wanted)
-        return await self._unit(f"detection-{name}", inputs, work, newest="band")
+        return await self._unit(f"detection-{name}", inputs, work)
 
     async def _attackers(self) -> Mapping[str, AttackTarget]:
         """The attackers of this round with stored samples, whether or not attacks are requested now."""
@@ -337,14 +309,13 @@ class RoundParts:
 
         async def work() -> Any:
             rollouts = [r for r in await round_samples(context, self.round) if r.role is Role.HELPFUL]
-            pool = context.test_problems()
-            read = partial(read_prover, context, self.source)
+            of = digest_of(context, wanted)
             policy = await policy_totals(
-                context, self.source, digest_of(context, wanted), rollouts, pool, lambda: read()[0]
+                context, self.source, of, rollouts, lambda: read_prover(context, self.source)[0]
             )
             totals = [found for _, found in baseline.points]
             estimate = await self._compute(lambda: tax(policy, totals, self._draws, CONFIDENCE))
-            ones = np.ones(len(pool))
+            ones = np.ones(len(policy.kl_P))
             kls = [found.kl(ones) for found in totals]
             return {
                 "policy": distance(self.source, policy, self._draws, CONFIDENCE),
@@ -353,8 +324,7 @@ class RoundParts:
                 "kl_range": [min(kls), max(kls)],
             }
 
-        inputs = [digest_of(context, wanted), baseline.digest, "a lower bound above the baseline's KLs"]
-        return await self._unit("tax", inputs, work)
+        return await self._unit("tax", [digest_of(context, wanted), baseline.digest], work)
 
     async def _compute(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the compute thread, so that the event loop can update the display."""

@@ -15,21 +15,20 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import count
 from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences
-from pvg.errors import PvgError, TrainingDivergedError, UsageError, counted, user_paths
+from pvg.errors import TrainingDivergedError, UsageError, counted, user_paths
 from pvg.evaluation import baseline as baselines
 from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
 from pvg.evaluation.intervals import CONFIDENCE
 from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, open_frozen_verifier
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol
-from pvg.evaluation.progress import PartsObserver, PlannedPart
 from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
-from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples, round_set
-from pvg.evaluation.samples import missing, recover
+from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
+from pvg.evaluation.samples import recover
+from pvg.evaluation.training import RenamingObserver
 from pvg.game.ledger import check_same_code
 from pvg.game.players import Players
 from pvg.game.protocols import solutions_of
@@ -50,12 +49,10 @@ MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisati
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate: parts by name, rounds by number (None: all finished ones), and the run that is the correctness
-    baseline (None: train one)."""
+    """What to evaluate: parts by name, and rounds by number (None: all finished ones)."""
 
     parts: Sequence[str] = PARTS
     rounds: Sequence[int] | None = None
-    baseline: RunDirectory | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,8 @@ class EvaluationOutcome:
 async def evaluate(
     experiment: Experiment, run: RunDirectory, request: EvaluationRequest, *, observer: Observer, stop: asyncio.Event
 ) -> EvaluationOutcome:
-    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for an unsuitable round or
-    baseline, ConfigurationError for settings that cannot be trained. An error of a part propagates, and all finished
+    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for an unsuitable round,
+    ConfigurationError for settings that cannot be trained. An error of a part propagates, and all finished
     results are kept."""
     started = time.perf_counter()
     check_protocol(experiment, request.parts)
@@ -81,12 +78,10 @@ async def evaluate(
     reading.check_players(_sampled_rounds(rounds, request))  # not when their turn comes, perhaps after hours
     if "exploit" in request.parts:
         check_attacks(experiment)
-    if "tax" in request.parts and request.baseline is None:
+    if "tax" in request.parts:
         baselines.baseline_experiment(experiment)
     async with AsyncExitStack() as stack:
         context = await open_evaluation(experiment, reading, observer, stop, stack)
-        if request.baseline is not None:
-            baselines.check_comparable(context, request.baseline)
         if limits := differences(run.experiment().hashed(), experiment.hashed()):
             observer.noticed(f"The last bits of the results may change: {'; '.join(limits)}.")
             context.log.event("evaluation", event="settings", changed="; ".join(limits))
@@ -164,32 +159,46 @@ async def open_evaluation(
 
 
 async def _compute(context: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
+    labels, observer, measured = _labels(rounds, request), context.observer, _measured(request)
+    places = iter(enumerate(labels, start=1))
+
+    def begin_part() -> None:
+        part, label = next(places)
+        context.observer = RenamingObserver(observer, part=part, parts=len(labels), label=label)
+
     baseline: CorrectnessBaseline | None = None
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
-    watched = PartsObserver(context.observer, await _planned(context, rounds, request))
-    context.observer, place = watched, count()
-    with watched.part(next(place)):
-        await base_samples(context)
+    begin_part()
+    await base_samples(context)
     for round_ in _sampled_rounds(rounds, request):
-        with watched.part(next(place)):
-            await round_samples(context, round_)
+        begin_part()
+        await round_samples(context, round_)
     if "tax" in request.parts:
-        baselines.store_choice(context, request.baseline)
+        begin_part()
         try:
-            with watched.part(next(place)):
-                baseline = await _baseline(context, request.baseline)
+            baseline = await _baseline(context)
         except TrainingDivergedError as error:  # the other parts do not need the baseline
             context.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
-    measured = _measured(request)
     for round_ in rounds:
         with _judged(context, round_) as parts:
             if "exploit" in request.parts:
-                with watched.part(next(place)):
-                    await parts.exploit()
+                begin_part()
+                await parts.exploit()
             if measured or "tax" in request.parts:
-                with watched.part(next(place)):
-                    await _measure(context, parts, measured, baseline)
+                begin_part()
+                await _measure(context, parts, measured, baseline)
         write_report(context.folder / REPORT_FILE, await assemble(context, rounds, request.parts))
+
+
+def _labels(rounds: Sequence[int], request: EvaluationRequest) -> list[str]:
+    """The parts of a call in their order, as `_compute` begins them."""
+    found = ["samples of the base prover"]
+    found += [f"samples of round {round_}" for round_ in _sampled_rounds(rounds, request)]
+    found += ["correctness baseline"] * ("tax" in request.parts)
+    for round_ in rounds:
+        found += [f"attacks on round {round_}"] * ("exploit" in request.parts)
+        found += [f"measures of round {round_}"] * bool(_measured(request) or "tax" in request.parts)
+    return found
 
 
 def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequence[int]:
@@ -199,25 +208,6 @@ def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequen
 
 def _measured(request: EvaluationRequest) -> list[str]:
     return [part for part in MEASURES if part in request.parts]
-
-
-async def _planned(context: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> list[PlannedPart]:
-    """The parts of the call in their order, with the work that is not stored."""
-    found = [PlannedPart("samples of the base prover", {"samples": missing(context, base_set(context))})]
-    found += [
-        PlannedPart(f"samples of round {round_}", {"samples": missing(context, round_set(context, round_))})
-        for round_ in _sampled_rounds(rounds, request)
-    ]
-    if "tax" in request.parts:
-        found.append(baselines.planned(context, request.baseline))
-    measures = len(_measured(request)) + ("tax" in request.parts)
-    for round_ in rounds:
-        with _judged(context, round_) as parts:
-            if "exploit" in request.parts:
-                found.append(await parts.planned_attacks())
-        if measures:
-            found.append(PlannedPart(f"measures of round {round_}", {"measures": measures}))
-    return found
 
 
 async def _measure(
@@ -253,8 +243,8 @@ def _judged(context: EvaluationContext, round_: int) -> Iterator[RoundParts]:
         yield RoundParts(context, frozen)
 
 
-async def _baseline(context: EvaluationContext, run: RunDirectory | None) -> CorrectnessBaseline:
-    return await baseline_of(context, base_set(context), run, lambda: base_samples(context))
+async def _baseline(context: EvaluationContext) -> CorrectnessBaseline:
+    return await baseline_of(context, base_set(context), lambda: base_samples(context))
 
 
 # --- the report --------------------------------------------------------------------------------------------------
@@ -269,21 +259,12 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
     diverged = False
     try:
         try:
-            baseline = await _baseline(context, baselines.chosen_baseline(context))
+            baseline = await _baseline(context)
         except MissingResult:
             baseline = None
         except TrainingDivergedError as error:
             baseline, diverged = None, True
-            remarks.append(
-                f"There is no tax, because the training of the correctness baseline diverged: {error} To "
-                "measure the tax against another run: --baseline RUN."
-            )
-        except PvgError as error:  # the run of the baseline is gone or no longer suitable
-            baseline = None
-            remarks.append(
-                f"The tax is left out: it was measured against the baseline {baselines.chosen_path(context)}, which "
-                f"cannot be read: {error.message} Request it again: --parts tax, with or without --baseline RUN."
-            )
+            remarks.append(f"There is no tax, because the training of the correctness baseline diverged: {error}")
         for round_ in range(context.ledger.rounds):
             found.append(await _assemble_round(context, round_, baseline, stale))
     finally:
@@ -294,7 +275,7 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
     there = [entry for entry in found if len(entry) > 2]
     record = _baseline_record(context, baseline) if any("tax" in entry for entry in there) else None
     if diverged:
-        record = {"source": baselines.TRAINED, "points": []}
+        record = {"points": []}
     return EvaluationReport.model_validate(
         {
             "status": "complete" if complete else "partial",
@@ -349,4 +330,4 @@ def _baseline_record(context: EvaluationContext, baseline: CorrectnessBaseline |
         return None
     weights_BP = bootstrap(context, len(context.test_problems()))
     points = [distance(name, totals, weights_BP, CONFIDENCE) for name, totals in baseline.points]
-    return {"source": baseline.source, "points": points}
+    return {"points": points}

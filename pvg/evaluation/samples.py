@@ -94,11 +94,6 @@ def is_complete(context: EvaluationContext, wanted: SampleSet) -> bool:
     return sum(shard.rows for shard in _committed(context, wanted.name, digest_of(context, wanted))) == wanted.rollouts
 
 
-def missing(context: EvaluationContext, wanted: SampleSet) -> int:
-    """The rollouts of a set that has to be sampled; 0 if it is stored. A set that was begun counts as a whole."""
-    return 0 if is_complete(context, wanted) else wanted.rollouts
-
-
 def _shown_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
     del metrics["tokens_per_s"]

@@ -10,21 +10,27 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
 from pvg.evaluation.opened_run import EvaluationContext, OpenedRun, first_version, remove_folder
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, TrainingStop, save_policy
+from pvg.game.prover_phase import ProverPhase, TrainingStop, read_policy, save_policy
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.models.starts import open_learner
-from pvg.store.atomic import make_directory, read_stored, write_atomic
+from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.observer import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
 from pvg.verifier.backend import ScoringModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pvg.models.low_rank import LowRankAdapter
 
 DIGEST_FILE = "digest"
 
@@ -45,14 +51,19 @@ class PolicyTraining:
 
     def folder(self, context: EvaluationContext) -> Path:
         """One folder per digest: training with other settings discards no results."""
-        older = context.folder / self.place  # the folder in versions that did not have the digest in the name
-        mark = older / DIGEST_FILE
-        if mark.exists() and read_stored(mark) == self.digest.encode():
-            return older
-        return older.with_name(f"{older.name}-{self.digest[:12]}")
+        return context.folder / f"{self.place}-{self.digest[:12]}"
 
-    def opened_run(self, context: EvaluationContext) -> OpenedRun:
-        return OpenedRun.open(RunDirectory(self.folder(context)))
+    def read(self, context: EvaluationContext, steps: int) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+        """The policy that was saved after `steps` steps."""
+        return read_policy(OpenedRun.open(RunDirectory(self.folder(context))), policy_name(steps))
+
+    def tensors(self, context: EvaluationContext, steps: int) -> dict[str, Tensor]:
+        return self.read(context, steps)[0]
+
+    async def publish(self, context: EvaluationContext, steps: int, version: int) -> None:
+        """Give a saved policy to the engine as `version`."""
+        tensors, adapter = await context.players.compute(partial(self.read, context, steps))
+        await context.players.publish(tensors, version, adapter)
 
 
 def policy_name(steps: int) -> str:
@@ -77,7 +88,7 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
             context.observer.noticed(notice)
         if elsewhere := ledger.record_machine(context.players.machine):
             context.observer.noticed(elsewhere)
-        watcher = RenamingObserver(context.observer, training.phase, training.unit)
+        watcher = RenamingObserver(context.observer, phase=training.phase, unit=training.unit)
         yield Session(
             training.experiment,
             context.task,
@@ -143,21 +154,20 @@ async def _train_to(
 
 
 class RenamingObserver:
-    """Forwards the reports of a policy's training, with the evaluation's name for its phase."""
+    """Forwards all reports; `names` replaces these fields of each phase."""
 
-    def __init__(self, observer: Observer, phase: str, unit: str) -> None:
+    def __init__(self, observer: Observer, **names: Any) -> None:
         self._observer = observer
-        self._phase = phase
-        self._unit = unit
+        self._names = names
 
     def phase_started(self, info: PhaseInfo) -> None:
-        self._observer.phase_started(replace(info, phase=self._phase, unit=self._unit))
+        self._observer.phase_started(replace(info, **self._names))
+
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
+        self._observer.phase_finished(replace(info, **self._names), metrics)
 
     def progressed(self, progress: Progress) -> None:
         self._observer.progressed(progress)
-
-    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
-        self._observer.phase_finished(replace(info, phase=self._phase, unit=self._unit), metrics)
 
     def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
         self._observer.round_finished(round_, metrics)

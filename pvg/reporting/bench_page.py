@@ -10,12 +10,10 @@ from markupsafe import Markup
 from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
-from pvg.reporting.axes import SPAN, nice_axis
-from pvg.reporting.budget_parts import in_order
-from pvg.reporting.charts import dot_strips, stacked_row
-from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, total_budget, value_text
+from pvg.reporting.charts import Mark, StripRow, budget_marks, dot_strips
+from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, in_order, total_budget, value_text
 from pvg.reporting.run_page import flat_settings
-from pvg.reporting.table import Column, PageSection, Table, TableCell, chart, elements, number, page
+from pvg.reporting.table import Column, PageSection, Table, TableCell, chart, elements, page
 from pvg.reporting.time_sections import box_key, parts_table
 
 COLOURS = 6
@@ -164,27 +162,20 @@ def _ratio(interval: RatioInterval | None) -> TableCell:
 
 
 def _ladder_chart(report: BenchReport, found: Sequence[VariantGain]) -> Markup:
-    """Bars of how many times better each variant is than the first, with whiskers for the interval."""
+    """How many times better each variant is than the first, with the interval as a line."""
     ratios = [(gain, gain.whole) for gain in found if gain.whole is not None]
     if not ratios:
         return Markup()
-    x = nice_axis([0.0, *(interval.high for _, interval in ratios)], zero=True, most_ticks=6)
-    grid = [chart.shape("path", d=f"M{number(x.x(tick))} 0V{number(SPAN)}", class_="grid") for tick in x.ticks]
-    one = chart.shape("path", d=f"M{number(x.x(1.0))} 0V{number(SPAN)}", class_="reference")
+    most = max(interval.high for _, interval in ratios)
     rows = []
     for gain, interval in ratios:
-        low, high = number(x.x(interval.low)), number(x.x(interval.high))
-        reach = f"{interval.ratio:.3g} times as good, {interval.low:.3g} to {interval.high:.3g}"
-        hint = f"{gain.variant.label or 'the first'}: {reach}"
-        width = x.x(interval.ratio)
-        bar = chart.shape("rect", hint, x=0, y=180, width=width, height=640, class_="fill run-0 light")
-        ends = f"M{low} 500H{high}M{low} 330V670M{high} 330V670"
-        whiskers = chart.shape("path", d=ends, class_="line run-0")
+        hint = f"{interval.ratio:.3g} times as good, {interval.low:.3g} to {interval.high:.3g}"
+        bar = Mark("bar light", "run-0", 0.0, interval.ratio / most, hint)
+        whisker = Mark("whisker", "run-0", interval.low / most, (interval.high - interval.low) / most, hint)
         label = gain.variant.label or ("all slow" if report.kind == "ablation" else "the first")
-        rows.append((label, chart.drawing([*grid, bar, whiskers, one], hint), f"{interval.ratio:.3g}×"))
-    body = chart.strips(rows, chart.ticks(x.labels()))
+        rows.append(StripRow(label, [bar, whisker, Mark("reference", "ink", 1 / most)], f"{interval.ratio:.3g}×"))
     unit = headline_of(report).replace("_", " ")
-    return chart.figure("Improvement over the first variant", body, unit=unit, look="wide")
+    return chart.figure("Improvement over the first variant", chart.strips(rows), unit=unit, look="wide")
 
 
 # --- time --------------------------------------------------------------------------------------------------------
@@ -200,7 +191,7 @@ def _budgets(report: BenchReport) -> list[object]:
     rows = []
     for label, budget in each.items():
         name, seconds = label or report.name, value_text("seconds", sum(budget.values()))
-        rows.append((name, stacked_row(budget, longest, f"{name}: {seconds}"), seconds))
+        rows.append(StripRow(name, budget_marks(budget, longest), seconds))
     keys = chart.legend([box_key(part) for part in in_order(total_budget(each.values()))])
     shown = timed[-1]
     assert shown.budget is not None
@@ -208,7 +199,7 @@ def _budgets(report: BenchReport) -> list[object]:
     budget = each[shown.label]
     busy = {part: seconds / steps for part, seconds in shown.budget.busy.items()}
     heading = elements.subheading(shown.label) if len(timed) > 1 else None
-    return [keys, chart.bar_rows(rows), heading, parts_table(budget, busy, budget), *_derived(timed)]
+    return [keys, chart.strips(rows), heading, parts_table(budget, busy, budget), *_derived(timed)]
 
 
 def _per_sample(variant: Variant) -> dict[str, float]:

@@ -15,16 +15,19 @@ from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
 from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.axes import PROVER
-from pvg.reporting.charts import spark
+from pvg.reporting.charts import PROVER, spark
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
-from pvg.reporting.learning import learning_section, rounds_section, scores_section
-from pvg.reporting.machine import machine_section, throughput_section
+from pvg.reporting.run_sections import (
+    learning_section,
+    machine_section,
+    rounds_section,
+    scores_section,
+    throughput_section,
+)
 from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.shown_solutions import shown_solution
-from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, solution_pairs
+from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, shown_solution, solution_pairs
 from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError

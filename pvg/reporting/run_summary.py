@@ -7,7 +7,9 @@ noted too. If a step was recorded twice, the last record counts.
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,18 +17,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
-from pvg.errors import PvgError, user_paths
-from pvg.reporting.formats import total_budget
+from pvg.errors import PvgError, counted, user_paths
+from pvg.reporting.formats import percent, total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, runs_in
 from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples, read_tags
 from pvg.telemetry.alerts import REMEDIES
+from pvg.telemetry.waits import SHARED
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
 
 NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
+WORKER = re.compile(r"w(\d+)_busy")
 SAMPLERS = ("device", "loop", "workers")  # kinds of records that are readings
 
 # The metrics of each phase in the phases table.
@@ -125,7 +129,8 @@ class RunSummary:
     (empty if the run did not record it). `notes` are remarks on incomplete or damaged files, `warnings` are
     about settings that are probably not intended. `machine` and `code_version` are those of the last commit, `began` is
     the time of the first record. `peak_memory` is the maximum over the processes of the run, in bytes, up to the last
-    commit. `damaged`: files of its state are damaged (`state_and_tags`).
+    commit. `cores`: of the newest process: its compute threads, and the usable cores and all cores of its machine.
+    `damaged`: files of its state are damaged (`state_and_tags`).
     """
 
     name: str
@@ -152,6 +157,7 @@ class RunSummary:
     code_version: str = ""
     began: float | None = None
     peak_memory: dict[str, float] = field(default_factory=dict)
+    cores: dict[str, float] = field(default_factory=dict)
     damaged: bool = False
 
     @property
@@ -292,6 +298,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "loop": {"metrics": dict},
     "workers": {"metrics": dict},
     "scaling": {"workers": int, "why": str},
+    "start": {"cores": dict},
 }
 
 
@@ -318,6 +325,7 @@ class RunRecords:
         self._readings: dict[str, list[SamplerReading]] = {kind: [] for kind in SAMPLERS}
         self._scaling: list[ScalingRecord] = []
         self._processes: list[ProcessSummary] = []
+        self._cores: dict[str, float] = {}
         self._began: float | None = None
         self._foreign = self._left_out = 0
 
@@ -338,6 +346,8 @@ class RunRecords:
         elif kind == "alert":
             names = ("round", "phase", "step", "name", "message")
             self._alerts[AlertRecord(*(record.get(name) for name in names))] = None  # type: ignore[arg-type]
+        elif kind == "start":
+            self._cores = _finite(record["cores"])
         elif kind == "run":
             self._processes.append(_process(record))
         elif moment is not None and kind in SAMPLERS:
@@ -400,6 +410,7 @@ class RunRecords:
             machine=str(state.get("machine", "")),
             code_version=str(state.get("code_version", "")),
             peak_memory=_finite(state.get("peak_memory", {})),
+            cores=self._cores,
             began=self._began,
             damaged=damaged,
         )
@@ -484,6 +495,26 @@ def lag_summary(readings: Sequence[SamplerReading]) -> dict[str, float]:
     if columns["lag_p50_s"]:
         figures["median_p50_s"] = sorted(columns["lag_p50_s"])[len(columns["lag_p50_s"]) // 2]
     return {**figures, "samples": sum(columns["samples"])}
+
+
+def workers_text(summary: RunSummary) -> str:
+    """How many workers there were, how busy, and how often one was replaced."""
+    readings, found = summary.workers, reading_ranges(summary.workers)
+    words = [counted(round(found["up"]["max"]), "worker")]
+    if summary.scaling:
+        words[0] = f"{found['up']['min']:.0f} to {words[0]}"
+    if "busy" in found:
+        words.append(f"busy {percent(found['busy']['mean'])} of the time")
+        names = sorted((name for name in found if WORKER.fullmatch(name)), key=lambda name: found[name]["mean"])
+        if len(names) > 1:
+            least, most = (percent(found[name]["mean"]) for name in (names[0], names[-1]))
+            words[-1] += f" ({least} to {most})"
+        if found["core_wait"]["mean"] > SHARED:
+            words.append(f"{percent(found['core_wait']['mean'])} of that waiting for a core")
+    # The count starts at 0 in every process of the run.
+    counts = [0.0, *(reading.metrics.get("restarts", 0.0) for reading in readings)]
+    restarts = sum(max(0.0, after - before) for before, after in itertools.pairwise(counts))
+    return ", ".join([*words, counted(round(restarts), "replacement")])
 
 
 WORST_LAGS = ("lag_p90_s", "lag_p99_s", "lag_max_s")

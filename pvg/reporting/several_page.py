@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.axes import PROVER, VERIFIER, ChartLine, StepAxis, round_axis
-from pvg.reporting.budget_parts import in_order
-from pvg.reporting.charts import WINDOW, line_chart, stacked_row
+from pvg.reporting.charts import PROVER, VERIFIER, WINDOW, RoundAxis, StepAxis, line_chart, round_axis
 from pvg.reporting.follow import RunState, state_of, state_word
 from pvg.reporting.formats import (
     ABSENT,
     METRIC_DISPLAYS,
-    NumberStyle,
     duration,
+    in_order,
     metric_display,
     metric_text,
     total_budget,
@@ -25,34 +23,27 @@ from pvg.reporting.formats import (
 from pvg.reporting.run_page import UNSET, flat_settings, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
-from pvg.reporting.time_sections import box_key, whole_budget
+from pvg.reporting.time_sections import box_key, budget_rows, whole_budget
 from pvg.store.run_directory import RunDirectory
 
 COLOURS = 6
 DASHES = ("", "dashed", "dotted")
 
-# Metric, phase, what its axis counts.
-BY_STEP: tuple[tuple[str, str, str, str], ...] = (
-    ("helpful_accuracy", PROVER, "Helpful accuracy", "share of helpful solutions"),
-    ("sneaky_error_rate", PROVER, "Sneaky error rate", "share of sneaky solutions"),
-    ("fooled_rate", PROVER, "Fooled rate", "share of flaws accepted"),
-    ("score_gap", PROVER, "Score gap", "helpful correct − sneaky flaw"),
-    ("reward_mean", PROVER, "Reward", "mean over both roles"),
-    ("kl", PROVER, "KL to the start", "KL, nats per token"),
-    ("pair_accuracy", VERIFIER, "Verifier: pair accuracy", "share of pairs in order"),
-    ("tokens_per_s", PROVER, "Sampling rate", "tokens per second"),
-    ("pairs_per_s", VERIFIER, "Verifier's training", "pairs per second"),
+BY_STEP = (
+    *((metric, PROVER) for metric in ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap")),
+    *((metric, PROVER) for metric in ("reward_mean", "kl", "tokens_per_s")),
+    *((metric, VERIFIER) for metric in ("pair_accuracy", "pairs_per_s")),
 )
-BY_ROUND: tuple[tuple[str, str], ...] = (
-    ("helpful_accuracy", "share of helpful solutions"),
-    ("sneaky_error_rate", "share of sneaky solutions"),
-    ("fooled_rate", "share of flaws accepted"),
-    ("fooled_rate_previous", "share of the previous flaws accepted"),
-    ("fooled_rate_base", "share of the base prover's flaws accepted"),
-    ("accepted_helpful", "share of correct helpful solutions"),
-    ("verifier_auc", "correct against incorrect"),
-    ("score_gap", "helpful correct − sneaky flaw"),
-    ("malformed", "share of all solutions"),
+BY_ROUND = (
+    "helpful_accuracy",
+    "sneaky_error_rate",
+    "fooled_rate",
+    "fooled_rate_previous",
+    "fooled_rate_base",
+    "accepted_helpful",
+    "verifier_auc",
+    "score_gap",
+    "malformed",
 )
 
 
@@ -83,8 +74,8 @@ def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSum
         PageSection(
             "learning",
             "Learning",
-            [chart.legend([run.key for run in runs]), elements.grid(_step_charts(runs))],
-            "Step by step." + (f" Each line is the mean over {WINDOW} points." if any(_smoothed(runs)) else ""),
+            [elements.grid(_step_charts(runs))],
+            f"Step by step. Each line is the mean over {WINDOW} points.",
         ),
         _final(runs),
         _time(runs),
@@ -129,60 +120,31 @@ def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
 # --- curves ------------------------------------------------------------------------------------------------------
 
 
-def _smoothed(runs: Sequence[ComparedRun]) -> Iterator[bool]:
-    for _, phase, _, _ in BY_STEP:
-        for run in runs:
-            yield StepAxis(run.summary.steps, phase).smoothed
-
-
 def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
     charts = []
-    for metric, phase, title, unit in BY_STEP:
+    for metric, phase in BY_STEP:
         lengths: dict[int, int] = {}
         for run in runs:
             for round_, length in StepAxis(run.summary.steps, phase).lengths.items():
                 lengths[round_] = max(length, lengths.get(round_, 0))
-        axis = StepAxis([step for run in runs for step in run.summary.steps], phase, lengths)
-        if not axis:
-            continue
-        lines = []
-        for run in runs:
-            steps = StepAxis(run.summary.steps, phase, lengths)
-            line = steps.line(metric, run.name, run.style, run.dash)
-            lines.append(ChartLine(run.name, line.pieces, run.style, run.dash, smooth=True, bare=True))
-        style: NumberStyle = "number" if metric_display(metric).style == "auc" else metric_display(metric).style
-        charts.append(line_chart(title, lines, axis.across(), style, unit=unit, keyed=False))
+        axes = [StepAxis(run.summary.steps, phase, lengths) for run in runs]
+        lines = [
+            axis.line(metric, run.name, run.style, run.dash, bare=True) for axis, run in zip(axes, runs, strict=True)
+        ]
+        shown = metric_display(metric)
+        charts.append(line_chart(shown.label, lines, axes[0].across(), shown.style))
     return charts
 
 
 def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
     numbers = sorted({number for run in runs for number in run.summary.rounds})
-    if len(numbers) < 2:
-        return PageSection("rounds", "Rounds", [])
-    x = round_axis(numbers)
     charts = []
-    for metric, unit in BY_ROUND:
-        lines = [
-            ChartLine(
-                run.name,
-                [[(float(n), m[metric]) for n, m in sorted(run.summary.rounds.items()) if metric in m]],
-                run.style,
-                run.dash,
-                dots=True,
-            )
-            for run in runs
-        ]
-        label = metric_display(metric).label
-        charts.append(
-            line_chart(label[0].upper() + label[1:], lines, x, metric_display(metric).style, unit=unit, keyed=False)
-        )
-    body = [chart.legend([run.key for run in runs]), elements.grid(charts)]
-    return PageSection(
-        "rounds",
-        "Rounds",
-        body if any(charts) else [],
-        "At the end of each round, on problems that no model trained on.",
-    )
+    for metric in BY_ROUND if len(numbers) > 1 else ():
+        lines = [RoundAxis(run.summary.rounds).line(metric, run.name, run.style, run.dash) for run in runs]
+        shown = metric_display(metric)
+        charts.append(line_chart(shown.label, lines, round_axis(numbers, base=True), shown.style))
+    lead = "At the end of each round, on problems that no model trained on."
+    return PageSection("rounds", "Rounds", [elements.grid(charts)], lead)
 
 
 # --- differences -------------------------------------------------------------------------------------------------
@@ -256,19 +218,15 @@ def _difference(name: str, value: float | None, first: float | None) -> TableCel
 
 def _time(runs: Sequence[ComparedRun]) -> PageSection:
     budgets = [whole_budget(run.summary) for run in runs]
-    longest = max((sum(budget.values()) for budget in budgets), default=0.0)
-    if not longest:
+    if not any(budgets):
         return PageSection("time", "Time", [])
-    rows = []
-    for run, budget in zip(runs, budgets, strict=True):
-        seconds = duration(sum(budget.values()))
-        rows.append((run.name, stacked_row(budget, longest, f"{run.name}: {seconds}"), seconds))
+    rows = budget_rows({run.name: (budget, "") for run, budget in zip(runs, budgets, strict=True)})
     parts = in_order(total_budget(budgets))
     table = Table(_columns("part", runs))
     for part in parts:
         seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
         table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
-    body = [chart.legend([box_key(part) for part in parts]), chart.bar_rows(rows), table]
+    body = [chart.legend([box_key(part) for part in parts]), rows, table]
     return PageSection("time", "Time", body, "Exposed seconds by part, over the whole run.")
 
 

@@ -25,14 +25,14 @@ import errno
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -75,12 +75,15 @@ class PageSection:
         return any(self.body)
 
 
+CHARTS = ("uplot/uPlot.iife.min.js", "charts.js")
+
+
 @dataclass(frozen=True, slots=True)
 class PageKind:
     """What a page may do besides showing itself. `scripts`: files of templates/. `policy`: more directives of its
     content security policy. `sheets`: style sheets besides page.css. `links`: pairs of address and text in the bar."""
 
-    scripts: Sequence[str] = ("page.js",)
+    scripts: Sequence[str] = (*CHARTS, "page.js")
     policy: str = ""
     sheets: Sequence[str] = ()
     links: Sequence[tuple[str, str]] = ()
@@ -104,16 +107,6 @@ def number(value: float) -> str:
     return "0" if written in ("-0", "") else written
 
 
-def attributes(values: Mapping[str, object]) -> Markup:
-    """` name="value"` for each value but None: `class_` is written as `class`, `data_name` as `data-name`."""
-    written = Markup()
-    for name, value in values.items():
-        if value is not None:
-            shown = number(value) if isinstance(value, (int, float)) else showable(value)
-            written += Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), escape(shown))
-    return written
-
-
 TEMPLATES = Environment(
     loader=PackageLoader("pvg.reporting"),
     autoescape=True,
@@ -122,7 +115,7 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     finalize=showable,
 )
-TEMPLATES.filters |= {"number": number, "attributes": attributes}
+TEMPLATES.filters["number"] = number
 
 
 class TemplateMacros:
@@ -142,7 +135,14 @@ chart = TemplateMacros("charts.html.j2")
 def page(title: str, header: Sequence[object], sections: Sequence[PageSection], kind: PageKind = OFFLINE) -> str:
     """The whole page as one file."""
     shown = [section for section in sections if section.shown]
-    sheets = dict.fromkeys(["page.css", *sorted({section.style for section in shown if section.style}), *kind.sheets])
+    sheets = dict.fromkeys(
+        [
+            "uplot/uPlot.min.css",
+            "page.css",
+            *sorted({section.style for section in shown if section.style}),
+            *kind.sheets,
+        ]
+    )
     values: dict[str, Any] = {
         "title": title,
         "header": header,
@@ -160,7 +160,7 @@ def page(title: str, header: Sequence[object], sections: Sequence[PageSection], 
 
 
 def _script(kind: PageKind) -> str:
-    return "".join(map(_shipped, kind.scripts))
+    return "\n".join(map(_shipped, kind.scripts))
 
 
 def policy_of(kind: PageKind) -> str:

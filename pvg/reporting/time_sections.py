@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,21 @@ import orjson
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.axes import PROVER, SPAN, VERIFIER, StepAxis, nice_axis
-from pvg.reporting.budget_parts import MEANING, BudgetPart, by_family, in_order
-from pvg.reporting.charts import Label, stacked_chart, stacked_row
-from pvg.reporting.formats import duration, percent, phase_label, short_seconds, total_budget, value_text
+from pvg.reporting.charts import PROVER, VERIFIER, Mark, StepAxis, StripRow, budget_marks, stacked_chart
+from pvg.reporting.formats import (
+    MEANING,
+    BudgetPart,
+    by_family,
+    duration,
+    in_order,
+    percent,
+    phase_label,
+    short_seconds,
+    total_budget,
+    value_text,
+)
 from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
-from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, number
+from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
 NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
@@ -29,7 +38,7 @@ def time_section(summary: RunSummary) -> PageSection:
     if not budget:
         return PageSection("time", "Time", [])
     body = [
-        stacked_row(budget, sum(budget.values()), "The whole time by part"),
+        chart.marks(budget_marks(budget, sum(budget.values()))),
         _families(budget),
         parts_table(budget, summary.busy, summary.budget),
         elements.subheading("By phase"),
@@ -105,21 +114,28 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
 
 
 def _phases(summary: RunSummary) -> Markup:
-    """Every phase as a bar of its parts, all on one scale."""
-    rows = [(f"round {p.round}", phase_label(p.phase), _phase_budget(p, summary.steps), p) for p in summary.phases]
-    if len(rows) > MOST_PHASES:
-        kinds: dict[str, dict[str, float]] = {}
-        for _, label, budget, _ in rows:
-            kinds[label] = total_budget([kinds.get(label, {}), budget])
-        drawn = [("all rounds", label, budget, "") for label, budget in kinds.items()]
-    else:
-        drawn = [(round_, label, budget, "" if p.finished else "unfinished") for round_, label, budget, p in rows]
-    longest = max((sum(budget.values()) for _, _, budget, _ in drawn), default=0.0)
-    lines = []
-    for round_, label, budget, remark in drawn:
-        seconds = duration(sum(budget.values()))
-        lines.append((round_, label, stacked_row(budget, longest, f"{round_} {label}: {seconds}"), seconds, remark))
-    return chart.phase_rows(lines)
+    """Every phase as a bar of its parts, all on one scale; in long games the sum over the rounds."""
+    found = [(f"round {p.round}, ", p, _phase_budget(p, summary.steps)) for p in summary.phases]
+    bars = {
+        f"{round_}{phase_label(p.phase)}": (budget, "" if p.finished else "unfinished") for round_, p, budget in found
+    }
+    if len(found) > MOST_PHASES:
+        bars = {}
+        for _, p, budget in found:
+            before, _ = bars.get(phase_label(p.phase), ({}, ""))
+            bars[phase_label(p.phase)] = total_budget([before, budget]), ""
+    return budget_rows(bars)
+
+
+def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
+    """Budgets as bars on one scale: name -> (seconds by part, remark)."""
+    longest = max((sum(budget.values()) for budget, _ in bars.values()), default=0.0)
+    return chart.strips(
+        [
+            StripRow(name, budget_marks(budget, longest), duration(sum(budget.values())), remark=remark)
+            for name, (budget, remark) in bars.items()
+        ]
+    )
 
 
 def _phase_budget(phase: PhaseSummary, steps: list[StepRecord]) -> dict[str, float]:
@@ -138,8 +154,8 @@ def _step_charts(summary: RunSummary) -> list[Markup]:
 
 
 def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool) -> PageSection:
-    """The Gantt charts."""
-    body = [gantt(window) for window in windows]
+    """The timelines."""
+    body = [timeline(window) for window in windows]
     if not windows and has_steps:
         body = [elements.empty("spans.jsonl holds no spans of these steps.")]
     if damaged:
@@ -317,73 +333,32 @@ def _one_of_many(before: SpanBlock, name: str, start: float, end: float, seconds
     return before.name == name and short and start - before.end_s < CLOSE * seconds
 
 
-# The Gantt chart: spans of a few steps as blocks, one lane per track.
+# The timeline: spans of a few steps as blocks, one row per track.
 
-ROW = 20  # pixels of one row of a lane
 LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
 
 
-def gantt(window: StepWindow) -> Markup:
-    """The lanes of a window over one time axis; the beginnings of its steps are marked."""
+def timeline(window: StepWindow) -> Markup:
+    """The lanes of a window over one time axis, with the steps above them."""
     parts = {part.name: part for part in in_order({block.name for lane in window.lanes for block in lane.blocks})}
-    starts = [(step, at / window.seconds) for step, at in window.starts]
-    marks = [
-        chart.shape("path", d=f"M{number(SPAN * share)} 0V{number(SPAN)}", class_="step-mark") for _, share in starts
-    ]
-    axis = nice_axis([0.0, window.seconds], "seconds", most_ticks=6)
-    ticks = [
-        (at / window.seconds, label)
-        for at, (_, label) in zip(axis.ticks, axis.labels(), strict=True)
-        if at <= window.seconds * 1.001
-    ]
-    body = chart.lanes(
-        steps=[(f"step {step}", "step-name", f"left:{number(100 * share)}%") for step, share in starts],
-        rows=[_drawn_lane(lane, window.seconds, parts, marks) for lane in window.lanes],
-        axis=chart.ticks(ticks),
-    )
-    chosen = window.choice
-    missing = sum(lane.left_out for lane in window.lanes)
+    steps = [Mark("step", "", at / window.seconds, text=f"step {step}") for step, at in window.starts]
+    rows = [StripRow("", steps)]
+    for lane in window.lanes:
+        marks = [_block_mark(block, parts[block.name], window.seconds) for block in lane.blocks]
+        rows.append(StripRow(lane.track, marks, lines=max(1, lane.rows)))
+    chosen, missing = window.choice, sum(lane.left_out for lane in window.lanes)
     return chart.figure(
         f"{phase_label(chosen.phase).capitalize()}, round {chosen.round}",
-        body,
-        unit=f"{_steps(chosen.steps)}, {value_text('seconds', window.seconds)}",
+        chart.strips(rows, ("0 s", value_text("seconds", window.seconds))),
         keys=[box_key(part) for part in parts.values()],
         note=f"{missing} spans are not drawn: too many ran at the same time." if missing else "",
-        look="wide gantt",
+        look="wide",
     )
 
 
-def _steps(steps: tuple[int, ...]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _drawn_lane(
-    lane: SpanLane, seconds: float, parts: dict[str, BudgetPart], marks: list[Markup]
-) -> tuple[str, Markup, list[Label], int]:
-    """A lane's name, drawing, texts, and height in pixels."""
-    height = SPAN / max(1, lane.rows)
-    drawn, texts = list(marks), []
-    for block in lane.blocks:
-        part = parts[block.name]
-        left, width = block.start_s / seconds, (block.end_s - block.start_s) / seconds
-        drawn.append(
-            chart.shape(
-                "rect",
-                _said_of(block),
-                x=SPAN * left,
-                y=height * (block.row + 0.06),
-                width=max(SPAN * width, 0.6),  # so that even the shortest span is visible
-                height=height * 0.88,
-                class_=f"fill {part.style}",
-            )
-        )
-        if width > LETTERS * (len(part.label) + 1):
-            place = f"left:{number(100 * left)}%;width:{number(100 * width)}%;top:{number(ROW * block.row)}px"
-            texts.append((part.label, f"block-name on-{part.style}", place))
-    drawing = chart.drawing(drawn, f"{lane.track}: {counted(len(lane.blocks), 'span')}")
-    return lane.track, drawing, texts, ROW * max(1, lane.rows)
-
-
-def _said_of(block: SpanBlock) -> str:
+def _block_mark(block: SpanBlock, part: BudgetPart, seconds: float) -> Mark:
+    width = (block.end_s - block.start_s) / seconds
     many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
-    return f"{many}{block.name.replace('_', ' ')}: {short_seconds(block.worked_s)}{together}"
+    hint = f"{many}{part.label}: {short_seconds(block.worked_s)}{together}"
+    text = part.label if width > LETTERS * (len(part.label) + 1) else ""
+    return Mark("bar", part.style, block.start_s / seconds, width, hint, text, block.row)

@@ -136,7 +136,6 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/
 OUTPUTS_AT_A_TIME = "16"
 LIVE_ADAPTERS = 3  # versions in one batch: the new one, and those of requests in flight
 KEPT_ADAPTERS = 4  # in memory
-TRANSFER_BACKENDS = {"nccl": "nccl", "ipc": "pvg_ipc"}  # vLLM's own ipc uses pickles; see pvg_vllm.ipc_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +233,9 @@ def check_heads(folder: Path, interpreter: Interpreter) -> None:
 def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
     """Raises ConfigurationError for a weight transport that the server's device does not support."""
     transport = experiment.weights.transport.kind
-    if transport in TRANSFER_BACKENDS and interpreter.device == "cpu":
+    if transport == "nccl" and interpreter.device == "cpu":
         raise ConfigurationError(
-            f"weights.transport = {transport!r} copies from GPU to GPU, but {interpreter.python} has vLLM's CPU build.",
+            f"weights.transport = 'nccl' copies from GPU to GPU, but {interpreter.python} has vLLM's CPU build.",
             "Set weights.transport to 'filesystem'.",
         )
 
@@ -263,7 +262,6 @@ def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) 
         arguments += ["--max-model-len", str(serving.max_model_len)]
     if on_cpu:
         arguments.append("--enforce-eager")
-    if on_cpu:
         # With chunked prefill, a seeded request whose prompt is computed in two pieces crashes the CPU build's engine:
         # it rewinds the random generator by an offset, which torch's CPU generator does not support.
         arguments.append("--no-enable-chunked-prefill")
@@ -287,9 +285,8 @@ def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
     if purpose == "prover" and transport == "lora" and rank > 0:
         arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
         arguments += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
-    if purpose == "prover" and transport in ("nccl", "ipc"):
-        backend = TRANSFER_BACKENDS[transport]
-        arguments += ["--weight-transfer-config", orjson.dumps({"backend": backend}).decode()]
+    if purpose == "prover" and transport == "nccl":
+        arguments += ["--weight-transfer-config", '{"backend":"nccl"}']
     return arguments
 
 

@@ -32,7 +32,6 @@ from pvg.store.run_directory import RunDirectory, exclusive, refuse_no_folder
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyEvaluation
 
-TRAINED = "trained"  # the source of a baseline that the evaluation trains; a study uses no other
 ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
 
@@ -63,7 +62,7 @@ def _missing(found: Mapping[str, Any], requested: Sequence[str], rounds: Sequenc
     by_number = {row.get("round"): row for row in found.get("rounds", ())}
     baseline = found.get("baseline") or {}
     # The training of the baseline has diverged. The evaluation has stored this, so the cell is complete without a tax.
-    diverged = baseline.get("source") == TRAINED and baseline.get("points") == []
+    diverged = baseline.get("points") == []
     required = [part for part in requested if not (part == "tax" and diverged)]
     for number in rounds:
         row = by_number.get(number, {})
@@ -71,8 +70,6 @@ def _missing(found: Mapping[str, Any], requested: Sequence[str], rounds: Sequenc
             return f"its evaluation has no {part} of round {number}"
         if {"exploit", "detection"} <= set(requested) and (kind := _undetected(row)):
             return f"its evaluation has no detection of the {kind} attacker of round {number}"
-    if "tax" in requested and baseline.get("source") != TRAINED:
-        return "its tax is measured against another baseline"
     return ""
 
 

@@ -8,8 +8,7 @@ from typing import cast
 
 from markupsafe import Markup
 
-from pvg.reporting.axes import ChartLine, round_axis
-from pvg.reporting.charts import ReferenceLine, dot_strips, line_chart
+from pvg.reporting.charts import ChartLine, ReferenceLine, dot_strips, line_chart, round_axis
 from pvg.reporting.formats import ABSENT, NumberStyle, duration
 from pvg.reporting.several_page import COLOURS, DASHES
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
@@ -137,12 +136,10 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Legend
     lines = [_line(result, keys[result.arm], limit) for result in found]
     title = measure.label[0].upper() + measure.label[1:]
     if limit is None:
-        return line_chart(title, lines, across, cast(NumberStyle, measure.style), keyed=False)
+        return line_chart(title, lines, across, cast(NumberStyle, measure.style))
     note = "Rounds with values that were not found show the median. A median that was not found is drawn at the limit."
     references = [ReferenceLine(limit, "limit")]
-    return line_chart(
-        title, lines, across, cast(NumberStyle, measure.style), keyed=False, references=references, note=note
-    )
+    return line_chart(title, lines, across, cast(NumberStyle, measure.style), references=references, note=note)
 
 
 def _limit(results: Sequence[MeasureResult]) -> float | None:

@@ -36,8 +36,8 @@ from pvg.config.load import (
     override_settings,
     read_toml,
     shipped_directories,
+    switch_note,
 )
-from pvg.config.switching import switch_note
 from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input

@@ -12,14 +12,6 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class TimeLeft:
-    """An estimate of the time until all work is done. `at_least`: some of the work has not been measured yet."""
-
-    seconds: float
-    at_least: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class PhaseInfo:
     """A phase that begins or ends. `total`: its units of work (rollouts or optimizer steps). `done`: the finished ones,
     which is above 0 after a resume. If the work has parts (an evaluation): the phase belongs to `part` of `parts`, from
@@ -39,13 +31,12 @@ class PhaseInfo:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """`done` units of the phase, the newest metrics, the seconds by part of the step that just ended, and the newest
-    metrics of the worker processes. `left`: of all work, where it is known."""
+    metrics of the worker processes."""
 
     done: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     budget: Mapping[str, float] = field(default_factory=dict)
     workers: Mapping[str, float] = field(default_factory=dict)
-    left: TimeLeft | None = None
 
 
 class Observer(Protocol):

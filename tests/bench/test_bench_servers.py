@@ -26,7 +26,7 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from pvg.bench import servers  # noqa: E402
 from pvg.bench.planning import BenchPlan, plan_bench  # noqa: E402
 from pvg.bench.runner import run_plan  # noqa: E402
-from pvg.bench.workloads import WORKLOADS, sync_servers  # noqa: E402
+from pvg.bench.workloads import WORKLOADS, sync  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
     ConfigurationError,
@@ -44,7 +44,7 @@ from pvg.servers.connections import KEY_VARIABLE  # noqa: E402
 KEY = "the-key-of-the-benchmarks"
 URL = "http://127.0.0.1:9"
 TINY = ("task.problems=64", "task.test_problems=8", "rollout.max_tokens=8")
-SYNC = (*TINY, "workload.streams=6", "workload.updates=3", "training.groups=2")
+SYNC = (*TINY, "warmup=0", "workload.streams=6", "workload.updates=3", "training.groups=2")
 ROLLOUT = (*TINY, "workload.rollouts=16", "rollout.concurrency=16", "workload.prompt_tokens=40")
 
 
@@ -91,9 +91,8 @@ def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(cli
         derived = workload.derived()
         assert derived["updates"] == 6
         assert derived["in_flight_min"] == 6
-        assert derived["connections"] == 6  # the pool that the streams fill
+        assert workload._target.engine.max_in_flight == 6  # the pool that the streams fill
         assert derived["versions_served"] > 0.5
-        assert derived["tokens_per_chunk"] == pytest.approx(8 / 9)  # a token at a time, and the end of the stream
         for name in ("wall", "rpc", "queue", "arrival", "pause", "load", "resume", "stage"):
             p50, p95, p99 = (derived[f"{name}_p{percentile}_ms"] for percentile in (50, 95, 99))
             assert 0 <= p50 <= p95 <= p99
@@ -103,21 +102,16 @@ def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(cli
         assert (work["streams"], work["completion_tokens"], work["streamed"]) == (6, 8, True)
         assert server.received["bench/00000/00000"] > 2  # before, among and after the updates
         assert server.aborted.total() == 0
-        assert server.label.endswith("/21")  # as opened, at the warm-up, and at each of twenty updates
+        assert server.label.endswith("/30")  # each of ten updates in three samples
 
-    on_server("sync-vllm", tmp_path, (*SYNC, f"weights.client={client}"), look, samples=2)
-
-
-def test_a_warm_up_is_no_part_of_the_percentiles(tmp_path: Path) -> None:
-    counts = on_server("sync-vllm", tmp_path, (*SYNC, "warmup=1"), lambda w, m, s: w.derived()["updates"], samples=3)
-    assert counts == 6
+    on_server("sync-vllm", tmp_path, (*SYNC, "warmup=1", f"weights.client={client}"), look, samples=3)
 
 
 def test_the_pool_is_as_large_as_the_streams_or_larger() -> None:
     experiment = load_profile("sync-vllm").experiment
     for pool, streams, connections, concurrency in (("streams", 300, 300, 300), ("spare", 300, None, 350)):
-        own = sync_servers.ServersSyncSettings(streams=streams, pool=pool)  # type: ignore[arg-type]
-        found = sync_servers.with_pool(experiment, own)
+        own = sync.SyncSettings(streams=streams, pool=pool)  # type: ignore[arg-type]
+        found = sync.with_pool(experiment, own)
         assert (found.serving.connections, found.rollout.concurrency) == (connections, concurrency)
 
 
@@ -125,10 +119,10 @@ def test_an_update_whose_reply_was_lost_is_not_called_quick(tmp_path: Path) -> N
     """What it took is unknown: the transport found out afterwards that it had arrived."""
 
     def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> None:
-        (sample,) = workload._loaded
+        (sample,) = workload.loaded
         sample.updates[0].timing.parts.pop("load_ms")
         with pytest.raises(ServerUnavailableError, match="was lost"):
-            sync_servers._require_known(sample.updates)
+            workload.derived()
 
     on_server("sync-vllm", tmp_path, SYNC, look)
 

@@ -40,7 +40,7 @@ import work  # noqa: E402
 from arithmetic import step_operations  # noqa: E402
 from sides import Side, SideFailedError  # noqa: E402
 
-from benchmarks.make_page import peer_lines  # noqa: E402
+from benchmarks.make_page import reports_text  # noqa: E402
 
 SMALL = {
     "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "work.prompts=8"],
@@ -309,7 +309,7 @@ def config(row: str, headline: str) -> dict[str, Any]:
     return {"profile": profile, "experiment": experiment, "interleave": True, "row": row, "peer": PEER}
 
 
-def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
+def test_the_page_has_a_row_for_each_report_with_its_ratio() -> None:
     grpo = made_report(
         *[variant({"rollout_s": lower([s / 2] * 5), "step_s": lower([s] * 5)}, f"trainer={name}",
                   {"completion_tokens": 48.0, **more}) for name, s, more in (("TRL", 1.2, {}), ("pvg", 0.6, BOUND))],
@@ -323,11 +323,8 @@ def test_the_page_has_a_row_for_each_measure_with_its_ratio() -> None:
         profile="peers", name="peers", config=config("verifier", "pairs_per_s"), command="python compare.py verifier",
         work={"parameters": 860_032, "pairs_formed": 2048, "solutions": 1024, "pairs": 128},
     )  # fmt: skip
-    lines = list(peer_lines([grpo, verifier]))
-    text = "\n".join(lines)
-    step, rollout, pairs = [line for line in lines if line.startswith("| ") and "_s` |" in line]
-    assert "| 1.2 s | 0.6 s | 2.00x" in step
-    assert rollout.startswith("|  | `rollout_s` | 0.6 s | 0.3 s | 2.00x")
+    lines = reports_text({"g.json": grpo, "v.json": verifier}).splitlines()
+    step, pairs = [line for line in lines if line.startswith("| ") and "_s` |" in line]
+    assert step.startswith("| [`grpo`](benchmarks/g.json) | `step_s` | 1.2 s | 0.6 s | 2.00x")
     assert "| 100 pairs/s | 400 pairs/s | 4.00x" in pairs
-    assert "- `python compare.py grpo`: 1 + 5 samples" in text
-    assert "TRL's side: trl 1.16.0." in text
+    assert "TRL's side: trl 1.16.0." in lines

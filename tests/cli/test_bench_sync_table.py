@@ -11,7 +11,7 @@ from made_reports import higher, lower, made_report, variant
 from rich.console import Console
 
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.workloads.sync_servers import PARTS, TIMES
+from pvg.bench.workloads.sync import PARTS, TIMES
 from pvg_cli.bench_tables import cost_cells, has_updates, notes, report_text, update_cells
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
@@ -85,10 +85,6 @@ def test_what_updates_cost_generation_is_said_beside_their_times() -> None:
     dedicated = client("weights.client=dedicated", 12.0)
     found = notes(report(client("weights.client=shared", 900.0), dedicated))
     assert "Updates reduce the streams' tokens/s by 26 % back to back and 1 % once per step (dedicated)." in found
-    samples = {name: each for name, each in dedicated.samples.items() if name != "tokens_per_s_stepped"}
-    older = report(dedicated.model_copy(update={"samples": samples}))
-    assert "Updates reduce the streams' tokens/s by 26 % back to back (dedicated)." in notes(older)
-    assert "tokens/s once per step" not in cost_cells(older).header
 
 
 def test_one_client_alone_is_named_by_its_setting() -> None:

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from calling import ENTRY, pvg
-from in_terminal import in_terminal
+from calling import pvg
 from run_samples import begin, commit, state, tell
 from test_real_game import SMALL
 
@@ -110,14 +109,3 @@ def test_train_then_evaluate_then_report() -> None:
     assert "Steps to exploit" in text
     assert "More steps: the verifier is harder to fool." in text  # how to read the table
     assert "tax: the accuracy" not in text  # there is no such table
-
-
-@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
-def test_a_terminal_shows_the_part_and_the_time_left() -> None:
-    assert pvg("train", *SMALL, "--json").code == 0
-    code, shown = in_terminal([*ENTRY, "evaluate", "modchain", "--parts", "exploit,detection", *LITTLE])
-    assert code == 0, shown
-    # The screen is drawn eight times per second, so it may miss a short part.
-    assert re.search(r"part [1-4] of 4   (samples of|attacks on|measures of) (the base prover|round 0)", shown)
-    assert re.search(r"(at least|about) \d[\d.]* s in total", shown)
-    assert "round 0 (1 of 1)" not in shown

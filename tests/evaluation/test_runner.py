@@ -1,4 +1,4 @@
-"""`evaluate` on a real, tiny game: stopped and gone on with, with changed settings, with a baseline of another run."""
+"""`evaluate` on a real, tiny game: stopped and gone on with, and with changed settings."""
 
 from __future__ import annotations
 
@@ -189,92 +189,6 @@ def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
         steps = [row["metrics"] for row in read_json_lines(folder / "metrics.jsonl") if row["kind"] == "step"]
         batches.append(steps[0]["micro_batches"])
     assert batches[0] < batches[1]
-
-
-def test_what_an_older_pvg_measured_is_shown_without_a_band_and_gets_one_where_detection_is_asked_for(
-    measured: RunDirectory, tmp_path: Path
-) -> None:
-    run = copy_of(measured, tmp_path)
-    units = sorted((run.evaluation / "units").glob("detection-*.json"))
-    banded = [path for path in units if "band" in orjson.loads(path.read_bytes())["result"]]
-    assert len(banded) == 4
-    for path in banded:
-        plain = orjson.loads(path.read_bytes())
-        del plain["result"]["band"]
-        path.write_bytes(orjson.dumps(plain))
-    kept = {path: path.read_bytes() for path in (run.evaluation / "units").iterdir()}
-
-    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
-    assert outcome.report.stale == []
-    before = report_of(measured).rounds[0].detection
-    without = [flaws.model_copy(update={"band": []}) for flaws in before.sources]
-    assert outcome.report.rounds[0].detection == before.model_copy(update={"sources": without})
-    assert {path: path.read_bytes() for path in kept} == kept
-
-    outcome, observer = evaluated(run, evaluated_experiment(), parts=("detection",))
-    assert outcome.report.rounds[0].detection == before
-    assert all(len(flaws.band) == 101 for flaws in before.sources)
-    assert set(observer.phases) == {"measures"}  # no sampling, and no attack
-    assert [path for path in kept if path.read_bytes() != kept[path]] == [path for path in kept if path in banded]
-
-
-def test_an_older_check_of_an_attack_is_shown_without_examples_and_gets_them_where_attacks_are_asked_for(
-    measured: RunDirectory, tmp_path: Path
-) -> None:
-    run = copy_of(measured, tmp_path)
-    paths = sorted((run.evaluation / "units").glob("check-*.json"))
-    for path in paths:
-        plain = orjson.loads(path.read_bytes())
-        for name in ("threshold", "kinds", "examples"):
-            del plain["result"][name]
-        path.write_bytes(orjson.dumps(plain))
-    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
-    before = report_of(measured).rounds[0]
-    older = outcome.report.rounds[0].exploit
-    assert [(attack.check.gap, attack.check.examples) for attack in older] == [
-        (attack.check.gap, []) for attack in before.exploit
-    ]
-    outcome, observer = evaluated(run, evaluated_experiment(), parts=("exploit",))
-    assert outcome.report.rounds[0].exploit == before.exploit
-    assert observer.phases == []  # no sampling, and no attack
-    for attack in before.exploit:
-        flaws = round(attack.check.error_rate.value * attack.check.error_rate.n)
-        assert attack.check.threshold == before.detection.threshold
-        assert sum(kind.accepted.n for kind in attack.check.kinds) == flaws > 0
-        assert all(kind.kind != "no note" for kind in attack.check.kinds)
-        assert 1 <= len(attack.check.examples) <= 3
-        assert all(e.accepted == (e.score >= attack.check.threshold) for e in attack.check.examples)
-
-
-def test_a_report_without_bands_is_read(measured: RunDirectory, tmp_path: Path) -> None:
-    plain = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
-    for flaws in plain["rounds"][0]["detection"]["sources"]:
-        del flaws["band"]
-    path = tmp_path / REPORT_FILE
-    path.write_bytes(orjson.dumps(plain))
-    assert [flaws.band for flaws in read_report(path).rounds[0].detection.sources] == [[]] * 4
-
-
-def test_the_baseline_of_another_run(measured: RunDirectory, tmp_path: Path) -> None:
-    run = copy_of(measured, tmp_path)
-    game = {"reward": "correctness", "sneaky_share": 0.0}
-    other = played(tmp_path, "plain", changed(evaluated_experiment(), game=game, training={"steps": 2}))
-    outcome, _ = evaluated(run, evaluated_experiment(), parts=("tax",), baseline=other)
-    assert outcome.report.baseline is not None
-    assert outcome.report.baseline.source == "plain"
-    assert [point.name for point in outcome.report.baseline.points] == ["base", "plain round-000"]
-    # A later call for another part still knows which baseline the tax was measured against.
-    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
-    assert outcome.report.baseline is not None
-    assert outcome.report.rounds[0].tax is not None
-    with pytest.raises(UsageError, match=r"game\.reward is 'src'"):
-        evaluated(run, evaluated_experiment(), parts=("tax",), baseline=measured)
-    # Where it is gone, the other parts do not go with it.
-    shutil.rmtree(other.path)
-    outcome, _ = evaluated(run, evaluated_experiment(), parts=("calibration",))
-    assert outcome.report.status == "complete"
-    assert (outcome.report.rounds[0].tax, outcome.report.baseline) == (None, None)
-    assert any("plain" in note and "--baseline" in note for note in outcome.report.notes)
 
 
 def test_a_baseline_that_diverges_costs_the_tax_alone(

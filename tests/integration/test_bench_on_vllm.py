@@ -45,8 +45,6 @@ def test_updates_among_streams_by_each_client(tmp_path: Path) -> None:
         assert derived["versions_served"] > 0.5  # the weights of most updates gave tokens
         assert derived["wall_p50_ms"] >= derived["rpc_p50_ms"] > derived["load_p50_ms"] > 0
         assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"] >= 0
-        assert derived["tokens_per_chunk"] < 2  # they came as they were sampled
-    assert report["variants"][0]["derived"]["connections"] == 12
 
 
 @pytest.mark.timeout(900)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 EMPTY = {"br", "hr", "meta", "input", "path", "rect", "line"}
 LOADING = {"src", "srcset", "data", "action", "formaction", "poster", "background", "xlink:href", "ping", "manifest"}
@@ -53,6 +55,11 @@ class Page(HTMLParser):
     def text(self) -> str:
         return " ".join(" ".join(self.texts).split())
 
+    @property
+    def charts(self) -> list[dict[str, Any]]:
+        """What the page gives to uPlot."""
+        return [json.loads(str(attributes["data-chart"])) for _, attributes in self.tags if "data-chart" in attributes]
+
     def anchors(self) -> set[str]:
         return {str(attributes["id"]) for name, attributes in self.tags if name == "section"}
 
@@ -71,7 +78,8 @@ def check(text: str) -> Page:
             if key == "style":
                 assert "url(" not in str(value)
     for code in [*page.styles, *page.scripts]:
-        assert not re.search(r"https?:|url\(|@import|\bfetch\b|XMLHttpRequest|import\s*\(", code)
+        own = code.replace("/*! https://github.com/leeoniya/uPlot", "")  # its licence
+        assert not re.search(r"https?:|url\(|@import|\bfetch\b|XMLHttpRequest|import\s*\(", own)
     (script,) = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policies = [a["content"] for n, a in page.tags if n == "meta" and a.get("http-equiv") == "Content-Security-Policy"]

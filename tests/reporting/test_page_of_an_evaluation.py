@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from typing import Any
 
 from page_checks import Page
 from rich.console import Console
@@ -25,9 +26,6 @@ from pvg.reporting.table import page
 
 NUMBER = NumberRecord(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 BAND = [(0.0, 0.0, None, None), (0.25, 0.5, 0.25, 0.75), (0.5, 0.75, 0.5, 1.0), (1.0, 1.0, None, None)]
-AREA = (
-    "M250 250L500 0L500 500L250 750Z"  # of a drawing 1000 wide and high: the upper ends, and back along the lower ones
-)
 
 
 def flaws(source: str, band: list[tuple[float, float, float | None, float | None]]) -> FlawDetection:
@@ -74,16 +72,16 @@ def attacked(round_: int, *kinds: str) -> RoundEvaluation:
     return RoundEvaluation(round=round_, exploit=[attack])
 
 
-def areas(page: Page) -> list[tuple[str, str]]:
-    shapes = [(str(a.get("class")), str(a.get("d"))) for name, a in page.tags if name == "path"]
-    return [shape for shape in shapes if shape[0].startswith("range")]
+def areas(page: Page) -> list[dict[str, Any]]:
+    return [one for chart in page.charts for one in chart["intervals"] if one["kind"] == "band"]
 
 
 def test_an_area_lies_behind_each_line_that_has_intervals() -> None:
     page = page_of(flaws("base", BAND), flaws("round-000", []), flaws("attack-cgc", BAND))
-    assert areas(page) == [("range run-0", AREA), ("range run-2", AREA)]
+    assert [one["style"] for one in areas(page)] == ["run-0", "run-2"]
     assert "a separate interval at each false-positive rate" in page.text
-    assert len([a for _, a in page.tags if a.get("data-name") in {"base", "round-000", "attack-cgc"}]) == 3
+    (roc,) = [chart for chart in page.charts if chart["x"]["label"] == "false-positive rate"]
+    assert [line["name"] for line in roc["series"]] == ["base", "round-000", "attack-cgc"]
 
 
 def test_a_sentence_below_a_table_says_how_to_read_it() -> None:

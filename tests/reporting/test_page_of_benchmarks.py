@@ -19,10 +19,10 @@ def page_of(*reports: BenchReport) -> Page:
 
 def test_every_sample_is_a_dot_and_the_median_is_told() -> None:
     page = page_of(one())
-    dots = [a for name, a in page.tags if name == "path" and str(a.get("class", "")).startswith("dot")]
+    dots = [a for _, a in page.tags if "mark dot" in str(a.get("class"))]
     assert len(dots) == 10  # five samples of two measures
     assert "tokens per s tokens/s, higher is better" in page.text
-    assert any(a.get("aria-label") == "rollout: median 100" for _, a in page.tags)
+    assert "rollout 100 90 110 median" in page.text
     assert "git commit abcdef0123456789" in page.text
 
 
@@ -31,7 +31,7 @@ def test_a_ladder_tells_what_each_switch_bought() -> None:
     assert "Gain of each switch" in page.text
     assert "4×" in page.text
     assert "groups decoded together" in page.text
-    assert any("4 times as good" in str(a.get("aria-label", "")) for _, a in page.tags)
+    assert any("4 times as good, 3.39 to 4.72" in str(a.get("title")) for _, a in page.tags)
 
 
 def test_hidden_work_has_its_columns() -> None:
@@ -45,10 +45,7 @@ def test_two_reports_are_drawn_together_and_their_environments_compared() -> Non
     page = page_of(one(), one((50.0, 51.0, 52.0, 53.0, 54.0), environment=elsewhere))
     assert "Coloured where the reports differ" in page.text
     assert "a processor another processor" in page.text
-    assert [a["aria-label"] for _, a in page.tags if str(a.get("aria-label", "")).startswith("r")][:2] == [
-        "r0: median 100",
-        "r1: median 52",
-    ]
+    assert "r0 100 r1 52" in page.text
 
 
 def test_a_failed_report_says_why_and_a_foreign_one_does_not_break_the_page() -> None:

@@ -9,7 +9,6 @@ from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.training import Training
-from pvg.reporting.learning import learning_section
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.several_page import (
     distinct_names,
@@ -45,21 +44,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
     assert "training.learning_rate 0.0001 0.5" in page.text
     assert "The runs ended in different rounds." in page.text
-    drawn = [a for _, a in page.tags if "data-ys" in a]
-    assert {a["data-name"] for a in drawn} == {"first", "other"}
-
-
-def test_a_mean_is_named_only_where_one_is_drawn(tmp_path: Path) -> None:
-    runs = [other(tmp_path, "a"), other(tmp_path, "b")]
-    assert "mean over 5" not in check(several_page(runs, [read_run(run) for run in runs])).text
-    assert "mean over 5" not in learned(runs[1])
-    tell(runs[1], *(step("train_prover", n, round_=2, helpful_accuracy=0.5) for n in range(1, 13)))
-    assert "Each line is the mean over 5 points." in check(several_page(runs, [read_run(run) for run in runs])).text
-    assert "Strong: the mean over 5 points." in learned(runs[1])
-
-
-def learned(run: RunDirectory) -> str:
-    return learning_section(read_run(run)).lead
+    assert {line["name"] for chart in page.charts for line in chart["series"]} == {"first", "other"}
 
 
 def test_a_step_stands_at_the_same_place_in_every_run(tmp_path: Path) -> None:
@@ -69,12 +54,9 @@ def test_a_step_stands_at_the_same_place_in_every_run(tmp_path: Path) -> None:
         runs[1], step("train_prover", 5, helpful_accuracy=0.9), step("train_prover", 1, round_=1, helpful_accuracy=0.9)
     )
     page = check(several_page(runs, [read_run(run) for run in runs]))
-    places = {
-        str(a["data-name"]): a["data-xs"]
-        for _, a in page.tags
-        if a.get("data-name") in ("a", "b") and str(a.get("data-ys", "")).endswith(("0.3", "0.9"))
-    }
-    assert places == {"a": "1,2,3,6,7,8", "b": "5,6"}
+    (chart,) = [one for one in page.charts if one["x"]["bands"] and one["series"][0]["y"][0] == 0.1]
+    places = {line["name"]: [x for x, y in zip(line["x"], line["y"], strict=True) if y] for line in chart["series"]}
+    assert places == {"a": [1, 2, 3, 6, 7, 8], "b": [5, 6]}
 
 
 def test_only_settings_in_which_two_runs_differ() -> None:

@@ -12,7 +12,7 @@ from run_samples import begin, step, telemetered, tell
 
 from pvg.reporting import time_sections
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.time_sections import ChosenSteps, choose_windows, gantt, read_windows
+from pvg.reporting.time_sections import ChosenSteps, choose_windows, read_windows, timeline
 
 CHOICE = ChosenSteps(0, "train_prover", (1,))
 
@@ -45,9 +45,9 @@ def test_nested_spans_lie_below_and_concurrent_ones_beside_each_other(tmp_path: 
     assert (driver.track, loop.track, writer.track) == ("driver", "loop", "writer")
     assert [(b.name, b.row) for b in driver.blocks[:3]] == [("rollout", 0), ("decode", 1), ("forward_backward", 0)]
     assert [(b.name, b.row) for b in loop.blocks[:2]] == [("grade", 0), ("grade", 1)]
-    page = Page(gantt(window))
+    page = Page(timeline(window))
     assert page.wrong == []
-    assert "forward backward: 300 ms" in page.text
+    assert "forward backward: 300 ms" in [attributes.get("title") for _, attributes in page.tags]
 
 
 def test_short_neighbours_are_drawn_as_one_that_says_how_many(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_too_many_at_once_are_counted(tmp_path: Path) -> None:
     spans = [("grade", 0.0, 1.0, "loop")] * (time_sections.MOST_ROWS + 5)
     ((window,), _) = read_windows(write(tmp_path / "s", ("rollout", 0.0, 1.0, "driver"), *spans), [CHOICE])
     assert window.lanes[1].left_out == 5
-    assert "5 spans are not drawn" in gantt(window)
+    assert "5 spans are not drawn" in timeline(window)
 
 
 def test_old_spans_without_track_and_damaged_lines(tmp_path: Path) -> None:

@@ -118,10 +118,9 @@ def test_a_provers_server_tells_the_experts_of_its_tokens_where_it_can(tmp_path:
         spec_for(tmp_path, asked)
 
 
-@pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("ipc", "pvg_ipc")])
-def test_device_transports_name_their_backend(tmp_path: Path, transport: str, backend: str) -> None:
-    spec = spec_for(tmp_path, f"weights.transport={transport}", "weights.transport.experimental=true", interpreter=GPU)
-    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": backend}
+def test_nccl_is_named_as_the_backend(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, *NCCL, interpreter=GPU)
+    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": "nccl"}
 
 
 def test_device_transports_are_refused_on_a_cpu_where_they_are_needed(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import inspect
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,15 +19,13 @@ from typing import Any
 import pytest
 import torch
 from control_server import ControlServer, with_servers
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from pvg.errors import ConfigurationError, MissingRequirementError, StateError
+from pvg.errors import MissingRequirementError, StateError
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.server_side.pvg_vllm.ipc_handles import ARGUMENTS, decode_handle, encode_handle
 from pvg.servers.transports import transfer
-from pvg.servers.transports.gpu import IpcBackend, NcclBackend
+from pvg.servers.transports.gpu import NcclBackend
 from pvg.servers.transports.transfer import TransferTransport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
@@ -76,7 +73,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
             }
             self.client.start_weight_update()
             with ThreadPoolExecutor(1) as executor:
-                called = executor.submit(self.client.update_weights, self.update_info(info))
+                called = executor.submit(self.client.update_weights, info)
                 state.sent.append({name: tensor.clone() for name, tensor in self.source})
                 if state.never_ends is not None:
                     state.never_ends.wait()
@@ -85,16 +82,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
                 called.result()
             self.client.finish_weight_update()
 
-        def update_info(self, info: dict[str, Any]) -> dict[str, Any]:
-            return info
-
         def shutdown(self) -> None:
             state.shut_down += 1
-
-    class IpcEngine(Engine):
-        def update_info(self, info: dict[str, Any]) -> dict[str, Any]:
-            handles = [{"GPU-1": handle(index)} for index, _ in enumerate(info["names"])]
-            return {**info, "ipc_handles": handles, "ipc_handles_pickled": None, "tensor_sizes": None}
 
     @dataclass
     class InitInfo:
@@ -104,17 +93,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
         packed: bool = False
         packed_buffer_size_bytes: int = 0
         packed_num_buffers: int = 0
-
-    @dataclass
-    class IpcInit:
-        rank: int
-        packed: bool
-
-    class Factory:
-        @staticmethod
-        def trainer_init(init_info: IpcInit, *, client: Any, source: Any) -> IpcEngine:
-            client.init_weight_transfer_engine({"packed": init_info.packed})
-            return IpcEngine(client=client, source=source)
 
     def join(unique_id: bytes, rank: int, world_size: int, device: int | None) -> object:
         assert unique_id == ID
@@ -131,8 +109,6 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
         "vllm.distributed.device_communicators": {},
         "vllm.distributed.device_communicators.pynccl_wrapper": {"NCCLLibrary": Library},
         "vllm.distributed.weight_transfer": {},
-        "vllm.distributed.weight_transfer.factory": {"WeightTransferTrainerFactory": Factory},
-        "vllm.distributed.weight_transfer.ipc_engine": {"IPCTrainerInitInfo": IpcInit},
         "vllm.distributed.weight_transfer.nccl_engine": {"NCCLTrainerWeightTransferEngine": Engine},
         "vllm.distributed.weight_transfer.nccl_common": {
             "NCCLWeightTransferInitInfo": InitInfo,
@@ -147,16 +123,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     return state
 
 
-def handle(index: int) -> tuple[Any, ...]:
-    """What torch 2.13 gives for a CUDA tensor, with made-up numbers."""
-    return (
-        torch.Tensor, torch.Size([2, 3]), (3, 1), index, torch.storage.TypedStorage, torch.bfloat16, 0,
-        bytes(range(64)), 4096, 512 * index, False, b"/torch_1_2", index, b"\x00\xff" * 32, True,
-    )  # fmt: skip
-
-
-def opened(timeout_s: float = 5.0, backend: Any = None) -> TransferTransport:
-    return TransferTransport(backend or NcclBackend(), None, torch.device("cpu"), torch.bfloat16, timeout_s)
+def opened(timeout_s: float = 5.0) -> TransferTransport:
+    return TransferTransport(NcclBackend(), None, torch.device("cpu"), torch.bfloat16, timeout_s)
 
 
 def update(version: int = 1) -> WeightUpdate:
@@ -364,72 +332,3 @@ def test_a_vllm_that_is_too_old_is_named_with_a_remedy(vllm: Vllm, monkeypatch) 
         assert after_init(servers[0]) == []
 
     with_servers(1, play)
-
-
-# --- CUDA IPC --------------------------------------------------------------------------------------------------------
-
-
-def test_ipc_handles_travel_as_json(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        (outcome,) = await stage_and_send(opened(backend=IpcBackend()), controls)
-        assert isinstance(outcome, DeliveryTiming)
-        bodies = dict(servers[0].asked)
-        assert bodies[INIT] == {"init_info": {"packed": False}}
-        info = bodies[UPDATE]["update_info"]
-        assert info.keys() == {"names", "dtype_names", "shapes", "handles"}
-        assert [decode_handle(by_gpu["GPU-1"]) for by_gpu in info["handles"]] == [handle(0), handle(1)]
-        assert after_init(servers[0]) == WHOLE
-
-    with_servers(1, play)
-
-
-def test_ipc_reaches_no_second_worker(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        servers[0].world_size = 2
-        with pytest.raises(ConfigurationError, match="2 workers"):
-            await stage_and_send(opened(backend=IpcBackend()), controls)
-
-    with_servers(1, play)
-
-
-def test_a_handle_comes_back_as_it_was() -> None:
-    import orjson
-
-    for arguments in (handle(3), (*handle(0)[:7], None, *handle(0)[8:])):
-        assert decode_handle(orjson.loads(orjson.dumps(encode_handle(arguments)))) == arguments
-    found = decode_handle(encode_handle(handle(1)))
-    assert [type(value) for value in found] == [type(value) for value in handle(1)]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dtype", "os.system"),
-        ("dtype", 3),
-        ("storage_handle", "no base64!"),
-        ("storage_handle", [1, 2]),
-        ("tensor_size", [1, "2"]),
-        ("tensor_size", 3),
-        ("tensor_offset", -1),
-        ("storage_device", True),
-        ("requires_grad", 1),
-        ("tensor_cls", "torch.Tensor"),
-    ],
-)
-def test_what_is_no_handle_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ValueError, match="handle"):
-        decode_handle({**encode_handle(handle(1)), name: value})
-
-
-def test_a_handle_of_something_else_is_not_sent() -> None:
-    with pytest.raises(ValueError, match="torch has changed"):
-        encode_handle(handle(1)[:-1])
-    with pytest.raises(ValueError, match="tensor_cls"):
-        encode_handle((torch.nn.Parameter, *handle(1)[1:]))
-    with pytest.raises(ValueError, match="complex64"):
-        encode_handle((*handle(1)[:5], torch.complex64, *handle(1)[6:]))
-
-
-def test_torch_still_gives_the_arguments_that_are_sent() -> None:
-    """On this machine's torch: the names of rebuild_cuda_tensor's parameters, in their order."""
-    assert list(inspect.signature(rebuild_cuda_tensor).parameters) == [name for name, _ in ARGUMENTS]

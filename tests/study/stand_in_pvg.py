@@ -98,7 +98,7 @@ ROUNDS: list[dict[str, object]] = [
     {"round": 0, "exploit": [attack("found", 40)], "detection": DETECTION, **OTHERS},
     {"round": 1, "exploit": [attack("censored", 200)], "detection": DETECTION, **OTHERS},
 ]
-EVALUATION = {"baseline": {"source": "trained"}, "rounds": ROUNDS}
+EVALUATION = {"rounds": ROUNDS}
 
 
 def commit(run: Path, phase: str, **changes: object) -> None:

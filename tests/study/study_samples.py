@@ -56,7 +56,6 @@ def evaluate(cell: Cell, *rounds: dict[str, Any], **changed: Any) -> Path:
     document = {
         "config_hash": cell.experiment.hash(),
         "settings": cell.evaluated.evaluate.model_dump(mode="json"),
-        "baseline": {"source": "trained"},
         "rounds": [{"round": n, **{p: {} for p in parts}, "exploit": [], **row} for n, row in enumerate(rounds)],
     }
     file = cell.run.path / EVALUATION

@@ -281,7 +281,6 @@ def test_the_rounds_of_a_list_are_evaluated() -> None:
         ({"config_hash": "another"}, "of another game"),
         ({"rounds": [{"round": 0, "exploit": [], "tax": {}}]}, "no exploit of round 1"),
         ({"rounds": [{"round": n, "exploit": [], "tax": None} for n in range(2)]}, "no tax of round 0"),
-        ({"baseline": {"source": "a run of mine"}}, "against another baseline"),
     ],
 )
 def test_an_evaluation_that_was_not_asked_for_counts_for_nothing(change: dict[str, object], reason: str) -> None:
@@ -300,7 +299,7 @@ def test_an_evaluation_whose_baseline_diverged_is_complete_without_a_tax() -> No
     plan = small(EVALUATED.replace('"seconds"', '"legibility_tax"'))
     for cell in plan.cells:
         finish(cell, {"helpful_accuracy": 0.5})
-        evaluate(cell, {"tax": None}, baseline={"source": "trained", "points": []})
+        evaluate(cell, {"tax": None}, baseline={"points": []})
     assert {progress.status for progress in now(plan).values()} == {"complete"}
     assert collect(plan, "").result("cgc", "legibility_tax").series[0] == [None]
 

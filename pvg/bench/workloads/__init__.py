@@ -90,13 +90,9 @@ def _lazily(module: str) -> MakeWorkload:
     return make
 
 
-def _sync(settings: BenchSettings) -> Workload:
-    return _lazily("sync_servers" if settings.experiment.rollout.engine.kind == "vllm" else "sync")(settings)
-
-
 WORKLOADS: WorkloadTable = {
-    name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "games")
-} | {"sync": _sync}
+    name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "sync")
+}
 
 # Workloads that can take their work from a recorded run (`--replay RUN`).
 REPLAYING = frozenset({"rollout", "trainer"})

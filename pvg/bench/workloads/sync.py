@@ -2,20 +2,25 @@
 
     pvg bench --profile sync
     pvg bench --profile sync --sweep rollout.engine.max_rows=16,32,64,150
-    pvg bench --profile sync --server http://127.0.0.1:8000        # a vLLM server: pvg.bench.workloads.sync_servers
+    pvg bench --profile sync --server http://127.0.0.1:8000                            # a vLLM server, by each client
+    pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
 
-One sample has five parts: updates of the idle engine; the streams alone; the same streams during as many updates back
-to back, at moments spread evenly over a batch; the streams with one update per step, as in training; the streams alone
+One sample has five parts: updates of the idle engine; the streams alone; the streams during as many updates back to
+back, at moments spread evenly over a batch; the streams with one update per step, as in training; the streams alone
 again. A step ends when a batch of the experiment (training.groups x rollout.group_size) has returned.
 
 Back-to-back updates are the worst case and give enough samples for percentiles. `lost_back_to_back` and
-`lost_once_a_step` are the shares of its tokens/s that generation loses in the two cases.
+`lost_once_a_step` are the shares of its tokens/s that generation loses in the two cases. A percentile of few values
+depends on chance, so `derived` has the percentiles over the updates of all samples together, with their number.
 
-The torch engine finishes a batch before it loads weights, so an update should wait only for the rest of one batch.
-`queue_explained` is the share of the queue time during which a batch was decoded. `queue_batches_max` is the longest
-queue time in units of the batch that it waited for.
+The torch engine finishes a batch before it loads weights, so an update waits for the rest of one batch. Of vLLM servers
+an update's wall time is the time of the call that makes a server load the files in the shared folder (with several
+servers, the slowest one's), and rpc is the server's time from the first byte of the call to its reply; `stage`, writing
+the folder, comes before the call. They stream each token as it is sampled.
 
 A stream has exactly one request in flight at all times, of fixed length (no stop token ends it early).
+`workload.pool` is the size of generation's connection pool to servers: one connection per stream, as in an HTTP client
+sized for its streams, or some to spare. It matters only if updates share the pool (weights.client = "shared").
 """
 
 from __future__ import annotations
@@ -23,10 +28,10 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -35,7 +40,7 @@ from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import digest_of, model_facts
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError
+from pvg.errors import ConfigurationError, ServerUnavailableError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role
@@ -56,10 +61,19 @@ if TYPE_CHECKING:
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
 STEP_LOOK_S = 0.005  # between two checks whether a step's rollouts have arrived
+SPARE = 50  # spare connections: more than all simultaneous updates and probes
 TIMES = {
     "wall": "an update from the call to the return",
-    "rpc": "the engine's work on it: copying the weights",
-    "queue": "the rest: waiting for the engine",
+    "rpc": "the engine's work on it: copying the weights, or a server's pause, load and resume",
+    "queue": "the rest: waiting for the engine, or for a connection, either event loop and the network",
+}
+# Keys of `SyncTiming.parts` of a vLLM server, and their meanings.
+PARTS = {
+    "arrival": "the part of queue before the server received the call's first byte",
+    "pause": "stopping the engine between two steps and dropping its caches",
+    "load": "reading the weights and loading them into the model",
+    "resume": "restarting the engine",
+    "stage": "writing the weights to the shared folder, before the call",
 }
 RATES: dict[str, BenchMetric] = {
     "tokens_per_s_before": BenchMetric("tokens/s", "higher", "completion tokens per second of the streams alone"),
@@ -69,14 +83,19 @@ RATES: dict[str, BenchMetric] = {
 }
 
 
-def time_measures(meanings: Mapping[str, str]) -> dict[str, BenchMetric]:
-    """Measures for each percentile of the times in `meanings`, of idle and of loaded updates."""
-    return {
+MEASURES: dict[str, BenchMetric] = (
+    {
         f"{load}_{name}_p{percentile}_ms": BenchMetric("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
         for load in ("idle", "loaded")
-        for name, meaning in meanings.items()
+        for name, meaning in TIMES.items()
         for percentile in PERCENTILES
     }
+    | RATES
+    | {"request_p50_ms": BenchMetric("ms", "lower", "one request in the engine during the updates: median")}
+)
+SERVER_MEASURES = {
+    f"{part}_p50_ms": BenchMetric("ms", "lower", f"{meaning}; loaded, median") for part, meaning in PARTS.items()
+}
 
 
 @dataclass(frozen=True)
@@ -124,9 +143,8 @@ class TimedUpdate:
 
 @dataclass
 class RequestStreams:
-    """Keeps one request of each stream in flight and counts the results. `batches`: seconds in the engine -> when the
-    batch ended (time.perf_counter); requests that were decoded together report the same seconds. `streamed`: request
-    tokens as they are sampled. `chunks`: how many pieces arrived."""
+    """Keeps one request of each stream in flight and counts the results. `requests_s`: their seconds in the engine,
+    once for those that were decoded together. `streamed`: request tokens as they are sampled."""
 
     target: SyncTarget
     sampling: Sampling
@@ -134,9 +152,8 @@ class RequestStreams:
     streamed: bool = False
     in_flight: int = 0
     tokens: int = 0
-    chunks: int = 0
     requests: int = 0  # finished requests
-    batches: dict[float, float] = field(default_factory=dict)
+    requests_s: set[float] = field(default_factory=set)
     versions: set[int] = field(default_factory=set)
 
     async def run(self, keep_going: Callable[[int], bool]) -> float:
@@ -158,27 +175,18 @@ class RequestStreams:
                 self.target.prompts[stream],
                 self.sampling,
                 request_seed(self.seed, stream, done),
-                self._on_tokens if self.streamed else None,
+                (lambda tokens: None) if self.streamed else None,
             )
             self.in_flight += 1
             try:
                 completion = await self.target.engine.generate(request)
             finally:
                 self.in_flight -= 1
-            self.batches.setdefault(completion.timing.service_s, time.perf_counter())
+            self.requests_s.add(completion.timing.service_s)
             self.tokens += len(completion.token_ids)
             self.requests += 1
             self.versions.update(part.version for part in completion.spans)
             done += 1
-
-    def _on_tokens(self, tokens: int) -> None:
-        self.chunks += 1
-
-    def decoded_between(self, start: float, end: float) -> list[tuple[float, float]]:
-        """The batches that ran between the two times: seconds of each within the interval, and its total seconds. Their
-        requests must have returned."""
-        found = [(min(end, ended) - max(start, ended - seconds), seconds) for seconds, ended in self.batches.items()]
-        return [(within, seconds) for within, seconds in found if within > 0]
 
     # --- updates -----------------------------------------------------------------------------------------------------
 
@@ -247,118 +255,142 @@ def rollouts_per_step(experiment: Experiment) -> int:
     return experiment.training.groups * experiment.rollout.group_size
 
 
-def times(load: str, updates: Sequence[TimedUpdate], names: Sequence[str] = tuple(TIMES)) -> dict[str, float]:
-    """Percentiles of the updates' times: `{load}_{name}_p{percentile}_ms`."""
-    found: dict[str, float] = {}
-    for name in names:
-        values = np.percentile([getattr(update.timing, f"{name}_ms") for update in updates], PERCENTILES)
-        found |= {
-            f"{load}_{name}_p{percentile}_ms": value
-            for percentile, value in zip(PERCENTILES, values.tolist(), strict=True)
-        }
-    return found
+def percentiles(prefix: str, values: Iterable[float]) -> dict[str, float]:
+    """`{prefix}_p{percentile}_ms` for each of PERCENTILES."""
+    found = np.percentile(list(values), PERCENTILES).tolist()
+    return {f"{prefix}_p{percentile}_ms": value for percentile, value in zip(PERCENTILES, found, strict=True)}
+
+
+def times(prefix: str, updates: Sequence[TimedUpdate]) -> dict[str, float]:
+    """Percentiles of the updates' TIMES: `{prefix}{name}_p{percentile}_ms`."""
+    return {
+        key: value
+        for name in TIMES
+        for key, value in percentiles(
+            f"{prefix}{name}", (getattr(update.timing, f"{name}_ms") for update in updates)
+        ).items()
+    }
+
+
+def part_of(updates: Iterable[TimedUpdate], part: str) -> list[float]:
+    """The ms of a part of each update. Raises ServerUnavailableError if the reply to an update was lost."""
+    found = [update.timing.parts.get(f"{part}_ms") for update in updates]
+    if None in found:
+        raise ServerUnavailableError(
+            "The reply to an update of the weights was lost, so its timing is missing.", "Repeat the benchmark."
+        )
+    return [value for value in found if value is not None]
 
 
 # --- the workload -----------------------------------------------------------------------------------------------------
 
-MEASURES: dict[str, BenchMetric] = (
-    time_measures(TIMES)
-    | RATES
-    | {"batch_p50_ms": BenchMetric("ms", "lower", "decoding one batch of the engine during the updates: median")}
-)
-
 
 class SyncSettings(Section):
     """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
-    before and after."""
+    before and after. `pool`: connections for generation to servers (see the module)."""
 
     streams: Count = 150
     updates: Count = 20
     steps: Count = 8
     waves: Count = 2
+    pool: Literal["streams", "spare"] = "streams"
     seed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedUpdates:
+    """The updates that one sample made among the streams, the seconds that they took together, and RATES."""
+
+    streams: RequestStreams
+    updates: list[TimedUpdate]
+    seconds: float
+    rates: Mapping[str, float]
+
+
 class SyncWorkload:
-    def __init__(self, experiment: Experiment, settings: SyncSettings, executor: Executor | None = None) -> None:
-        self._experiment = experiment
-        self._executor = executor
-        self._settings = settings
-        self._sampling = Sampling(
-            max_tokens=experiment.rollout.max_tokens, stop_ids=(), temperature=experiment.rollout.temperature
-        )
-        self.measures: Mapping[str, BenchMetric] = MEASURES
-        self.loaded: list[tuple[RequestStreams, list[TimedUpdate]]] = []  # one per sample
-        self.rates: list[dict[str, float]] = []  # RATES, one per sample
+    """See the module. The first `warmup` samples are left out of `derived`."""
+
+    def __init__(
+        self, experiment: Experiment, settings: SyncSettings, warmup: int, executor: Executor | None = None
+    ) -> None:
+        self._served = experiment.rollout.engine.kind == "vllm"
+        self._experiment = with_pool(experiment, settings) if self._served else experiment
+        self._settings, self._warmup, self._executor = settings, warmup, executor
+        rollout = experiment.rollout
+        self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
+        self.measures: Mapping[str, BenchMetric] = MEASURES | (SERVER_MEASURES if self._served else {})
+        self.loaded: list[LoadedUpdates] = []  # one per sample
 
     async def open(self) -> None:
         self._target = await open_target(self._experiment, self._settings.streams, self._settings.seed, self._executor)
 
+    def _streams(self) -> RequestStreams:
+        return RequestStreams(self._target, self._sampling, self._settings.seed, streamed=self._served)
+
     def work(self) -> dict[str, Any]:
-        settings = self._settings
+        settings, experiment = self._settings, self._experiment
         return {
             **self._target.facts,
-            "task": self._experiment.task.kind,
+            "task": experiment.task.kind,
+            **({"servers": len(experiment.serving.servers)} if self._served else {}),
             "streams": settings.streams,
+            "streamed": self._served,
             "updates": {"idle": settings.updates, "loaded": settings.updates, "stepped": settings.steps},
-            "rollouts_per_step": rollouts_per_step(self._experiment),
+            "rollouts_per_step": rollouts_per_step(experiment),
             "requests_before_and_after": 2 * settings.waves * settings.streams,
             "completion_tokens": self._sampling.max_tokens,
             "seed": settings.seed,
         }
 
     async def sample(self, index: int) -> dict[str, float]:
-        settings = self._settings
-        streams = RequestStreams(self._target, self._sampling, settings.seed)
+        settings, streams = self._settings, self._streams()
         with span("idle_updates"):
             idle = [await streams.update() for _ in range(settings.updates)]
         with span("streams_before"):
             before = await streams.run(lambda done: done < settings.waves)
-        batch_s = statistics.median(streams.batches)
-        streams.batches.clear()
-        with span("loaded_updates"):
-            loaded, during = await streams.update_under_load(settings.updates, batch_s)
-        batches = list(streams.batches)
-        self.loaded.append((streams, loaded))
-        stepping = RequestStreams(self._target, self._sampling, settings.seed)
+        alone_s = statistics.median(streams.requests_s)
+        streams.requests_s.clear()
+        with span("loaded_updates"):  # a server starts requests at any step, so a shorter pause suffices
+            loaded, during = await streams.update_under_load(settings.updates, alone_s * (0.25 if self._served else 1))
+        request_s = statistics.median(streams.requests_s)
         with span("stepped_updates"):
-            stepped = await stepping.update_each_step(settings.steps, rollouts_per_step(self._experiment))
+            stepped = await self._streams().update_each_step(settings.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
             after = await streams.run(lambda done: done < settings.waves)
-        rates = {
-            "tokens_per_s_before": before,
-            "tokens_per_s_during": during,
-            "tokens_per_s_stepped": stepped,
-            "tokens_per_s_after": after,
-        }
-        self.rates.append(rates)
+        parts = {f"{part}_p50_ms": statistics.median(part_of(loaded, part)) for part in self._parts}
+        rates = dict(zip(RATES, (before, during, stepped, after), strict=True))
+        if index >= self._warmup:
+            ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
+            self.loaded.append(LoadedUpdates(streams, loaded, ended - loaded[0].sent, rates))
         return {
-            **times("idle", idle),
-            **times("loaded", loaded),
+            **times("idle_", idle),
+            **times("loaded_", loaded),
+            **parts,
             **rates,
-            "batch_p50_ms": statistics.median(batches) * 1e3,
+            "request_p50_ms": request_s * 1e3,
         }
 
+    @property
+    def _parts(self) -> Iterable[str]:
+        return PARTS if self._served else ()
+
     def derived(self) -> dict[str, float]:
-        """Over all samples: how far the running batch explains the queue time (see the module), the fewest requests in
-        flight at an update, the share of the versions that served tokens, and the share of tokens/s that the streams
-        lose to updates."""
-        waits = [
-            (
-                update.timing.queue_ms / 1e3,
-                streams.decoded_between(update.sent, update.sent + update.timing.queue_ms / 1e3),
-            )
-            for streams, updates in self.loaded
-            for update in updates
-        ]
-        served = [len(streams.versions) / (len(updates) + 1) for streams, updates in self.loaded]
-        return {
-            "queue_explained": sum(within for _, ran in waits for within, _ in ran)
-            / sum(wait_s for wait_s, _ in waits),
-            "queue_batches_max": max((wait_s / max(s for _, s in ran) for wait_s, ran in waits if ran), default=0.0),
-            "in_flight_min": float(min(update.in_flight for _, updates in self.loaded for update in updates)),
+        """Over the updates of all samples: their number, their rate, and percentiles of their times; the fewest
+        requests in flight at an update, the share of the versions that served tokens, and the share of tokens/s that
+        the streams lose to updates."""
+        updates = [update for sample in self.loaded for update in sample.updates]
+        found = {
+            "updates": float(len(updates)),
+            "updates_per_s": len(updates) / sum(sample.seconds for sample in self.loaded),
+            **times("", updates),
+        }
+        for part in self._parts:
+            found |= percentiles(part, part_of(updates, part))
+        served = [len(sample.streams.versions) / (len(sample.updates) + 1) for sample in self.loaded]
+        return found | {
+            "in_flight_min": float(min(update.in_flight for update in updates)),
             "versions_served": statistics.median(served),
-            **lost_shares(self.rates),
+            **lost_shares([sample.rates for sample in self.loaded]),
         }
 
     async def close(self) -> None:
@@ -366,11 +398,19 @@ class SyncWorkload:
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError if the engine accepts fewer requests than there are streams."""
-    workload, concurrency = workload_settings(SyncSettings, settings), settings.experiment.rollout.concurrency
-    if concurrency < workload.streams:
+    """Raises ConfigurationError if the torch engine accepts fewer requests than there are streams."""
+    workload, rollout = workload_settings(SyncSettings, settings), settings.experiment.rollout
+    if rollout.engine.kind != "vllm" and rollout.concurrency < workload.streams:
         raise ConfigurationError(
-            f"workload.streams is {workload.streams}, but rollout.concurrency is {concurrency}.",
+            f"workload.streams is {workload.streams}, but rollout.concurrency is {rollout.concurrency}.",
             f"Set rollout.concurrency={workload.streams}.",
         )
-    return SyncWorkload(settings.experiment, workload, settings.executor)
+    return SyncWorkload(settings.experiment, workload, settings.profile.warmup, settings.executor)
+
+
+def with_pool(experiment: Experiment, workload: SyncSettings) -> Experiment:
+    """The experiment with one request in flight per stream, and with generation's pool sized by `workload.pool`."""
+    spare = workload.pool == "spare"
+    rollout = experiment.rollout.model_copy(update={"concurrency": workload.streams + (SPARE if spare else 0)})
+    serving = experiment.serving.model_copy(update={"connections": None if spare else workload.streams})
+    return experiment.model_copy(update={"rollout": rollout, "serving": serving})

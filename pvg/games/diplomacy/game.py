@@ -7,7 +7,6 @@ note says what was illegal.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -22,48 +21,11 @@ from pvg.games.game import Action, Script
 from pvg.records import Problem, Role, Split
 from pvg.seeds import seed_for
 
-# A position as text for a model, short, and in a long form with which a benchmark compares it.
-
 
 def prompt_text(board: Board, position: Position, power: int) -> str:
     """What the power needs to know, in the form that the module describes."""
     lines = [position.phase, *_standing(board, position), board.powers[power]]
     return "\n".join([*lines, *_choices(board, position, power)])
-
-
-def verbose_json(board: Board, position: Position, power: int) -> str:
-    """The whole board and all legal orders of the power in the long notation, as indented JSON."""
-    legality = Legality(board, position)
-    owned = _owned(board, position)
-    state = {
-        "phase": position.phase,
-        "power": board.powers[power],
-        "units": {
-            name: [f"{'AF'[unit.fleet]} {board.places[unit.place]}" for unit in position.units_of(number)]
-            for number, name in enumerate(board.powers)
-        },
-        "centers": {name: owned[number] for number, name in enumerate(board.powers)},
-        "legal_orders": {
-            board.places[place]: [long_order(board, position, order) for order in orders]
-            for place, orders in legality.orders_of(power).items()
-        },
-    }
-    return json.dumps(state, indent=2)
-
-
-def long_order(board: Board, position: Position, order: Order) -> str:
-    """The order in the notation of most other programs: "A PAR - BUR", "F BRE S A PAR - PIC", "A PAR R BUR"."""
-    names = [name.upper() for name in board.places]
-    unit = f"{order.unit} {names[order.place]}"
-    aim = f" - {names[order.target]}" if order.target >= 0 else ""
-    if order.act == "move":
-        return (
-            f"{unit} R {names[order.target]}" if position.stage == "R" else f"{unit}{aim}{' VIA' if order.via else ''}"
-        )
-    if order.act in ("support", "convoy"):
-        helped = next(u for u in position.unit_list() if board.province_of[u.place] == board.province_of[order.origin])
-        return f"{unit} {order.act[0].upper()} {'AF'[helped.fleet]} {names[helped.place]}{aim}"
-    return f"{unit} {order.act[0].upper()}"
 
 
 def _standing(board: Board, position: Position) -> Iterator[str]:

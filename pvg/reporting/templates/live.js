@@ -5,7 +5,7 @@
   const shown = new Map(); // id of a section, "" for the header -> its markup as it was received
   let tag = "", newest = null;
 
-  const inUse = (part) => part.matches(":hover") && !document.querySelector(".tip").hidden
+  const inUse = (part) => part.querySelector(".u-over:hover")
     || (!getSelection().isCollapsed && part.contains(getSelection().anchorNode));
   const replace = (old, fresh) => {
     const open = new Set([...old.querySelectorAll("details[open] > summary")].map((summary) => summary.textContent));

@@ -28,10 +28,10 @@ def open_transport(
 ) -> Transport:
     """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
     `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
-    `device`: where the weights are; from another one than a GPU, `nccl` and `ipc` copy them to the first GPU.
+    `device`: where the weights are; from another one than a GPU, `nccl` copies them to the first GPU.
 
     Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
-    `nccl` and `ipc` need.
+    `nccl` needs.
     """
     if isinstance(section.transport, DeviceTransport):
         return _open_transfer(section, executor, dtype, device)
@@ -42,13 +42,13 @@ def open_transport(
     folders = VersionFolders(section.root, run, session)
     if isinstance(section.transport, LoraTransport):
         return AdapterTransport(folders, executor, kind)
-    return FilesystemTransport(folders, executor, kind, keep_kv=section.transport.keep_kv)
+    return FilesystemTransport(folders, executor, kind)
 
 
 def _open_transfer(section: Weights, executor: Executor | None, dtype: str, device: torch.device | None) -> Transport:
     import torch
 
-    from pvg.servers.transports.gpu import IpcBackend, NcclBackend
+    from pvg.servers.transports.gpu import NcclBackend
     from pvg.servers.transports.transfer import TransferTransport
     from pvg.servers.transports.versions import torch_dtype
 
@@ -56,10 +56,9 @@ def _open_transfer(section: Weights, executor: Executor | None, dtype: str, devi
     install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
     if lacking:
         raise MissingRequirementError(
-            f'weights.transport = "{section.transport.kind}" needs {lacking} on the trainer\'s machine.',
+            f'weights.transport = "nccl" needs {lacking} on the trainer\'s machine.',
             f'Set weights.transport = "filesystem"{install}',
         )
     if device is None or device.type != "cuda":
         device = torch.device("cuda", 0)
-    backend = NcclBackend if section.transport.kind == "nccl" else IpcBackend
-    return TransferTransport(backend(), executor, device, torch_dtype(dtype), section.timeout_s)
+    return TransferTransport(NcclBackend(), executor, device, torch_dtype(dtype), section.timeout_s)

@@ -6,10 +6,6 @@ NCCL: the trainer is rank 0 of a group, and the workers of all servers follow. E
 and servers must not share one. vLLM's trainer_init lets the ranks find each other through a TCP store whose contents
 the workers unpickle. Instead the trainer creates the group's id (an ncclUniqueId) and sends it with the control calls,
 which vLLM's workers also support.
-
-CUDA IPC: trainer and server share a GPU. The server maps the trainer's memory and copies from it. vLLM sends the memory
-handles as a pickle over HTTP; pvg sends them as JSON to its engine inside the server
-(pvg.servers.server_side.pvg_vllm.ipc_engine).
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
-from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming, ServerInfo
+from pvg.errors import MissingRequirementError, PvgError
+from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, MalformedReply, Reply, ReplyTimeout, ServerFault
 from pvg.servers.publishing import WeightLabel
 from pvg.servers.transports.versions import untied, wire_dtype
@@ -45,16 +41,8 @@ class TrainerEngine(Protocol):
 class TransferBackend(Protocol):
     """One of vLLM's mechanisms to move tensors between GPUs."""
 
-    def check(self, infos: Sequence[ServerInfo]) -> None:
-        """Raises ConfigurationError for servers that this mechanism cannot reach."""
-        ...
-
     def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         """Form the group of the trainer and the client's servers. Blocks until all have joined."""
-        ...
-
-    def plain(self, update_info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """vLLM's update_info as JSON."""
         ...
 
 
@@ -100,9 +88,6 @@ class TransferSource:
 class NcclBackend:
     """Broadcasts dense weights, packed into buffers of vLLM's size."""
 
-    def check(self, infos: Sequence[ServerInfo]) -> None:
-        """Accepts any server."""
-
     def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
         try:
             from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -138,46 +123,6 @@ class NcclBackend:
         opened: TrainerEngine = engine
         return opened
 
-    def plain(self, update_info: Mapping[str, Any]) -> Mapping[str, Any]:
-        return update_info  # contains only names, dtypes and shapes
-
-
-class IpcBackend:
-    """One handle per parameter, to the trainer's copy of the weights."""
-
-    def check(self, infos: Sequence[ServerInfo]) -> None:
-        for info in infos:
-            if info.world_size != 1:
-                raise ConfigurationError(
-                    f"{info.url} has {info.world_size} workers, but CUDA IPC only reaches the trainer's GPU.",
-                    'Set serving.tensor_parallel = 1, or weights.transport = "nccl".',
-                )
-
-    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
-        try:
-            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-        except ImportError as error:
-            raise MissingRequirementError(
-                f"This vLLM has no weight transfer by CUDA IPC: {error}.",
-                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
-            ) from None
-        engine: TrainerEngine = WeightTransferTrainerFactory.trainer_init(
-            IPCTrainerInitInfo(rank=0, packed=False), client=client, source=source
-        )
-        return engine
-
-    def plain(self, update_info: Mapping[str, Any]) -> Mapping[str, Any]:
-        from pvg.servers.server_side.pvg_vllm.ipc_handles import encode_handle
-
-        return {
-            **{name: update_info[name] for name in ("names", "dtype_names", "shapes")},
-            "handles": [
-                {gpu: encode_handle(arguments) for gpu, arguments in by_gpu.items()}
-                for by_gpu in update_info["ipc_handles"]
-            ],
-        }
-
 
 # --- the client of a group of servers --------------------------------------------------------------------------------
 
@@ -201,19 +146,14 @@ class GroupCall:
 
 
 class GroupClient:
-    """`servers` with their numbers of workers. `plain` converts vLLM's update_info to JSON.
-
-    The methods of vLLM's protocol raise the first fault of any server, in the calling thread.
-    """
+    """`servers` with their numbers of workers. The methods of vLLM's protocol raise the first fault of any server."""
 
     def __init__(
         self,
         servers: Sequence[tuple[ControlClient, int]],
         loop: asyncio.AbstractEventLoop,
-        plain: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
         self._loop = loop
-        self._plain = plain
         self.members: list[GroupMember] = []
         self.ranks = 1
         for control, workers in servers:
@@ -246,7 +186,7 @@ class GroupClient:
         self._block(self._post("load_ms", "/start_weight_update"))
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        body = {"update_info": self._plain(update_info)}
+        body = {"update_info": update_info}
         self._block(self._post("load_ms", "/update_weights", lambda member: body))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

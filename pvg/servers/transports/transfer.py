@@ -1,6 +1,6 @@
-"""Weights from the trainer's GPU to the servers' GPUs by vLLM's weight transfer (`nccl`, `ipc`).
+"""Weights from the trainer's GPU to the servers' GPUs by vLLM's weight transfer (`nccl`).
 
-Experimental: no GPU has run this. Not run: collectives, CUDA IPC, and any transfer of tensor bytes. Run: everything
+Experimental: no GPU has run this. Not run: collectives and any transfer of tensor bytes. Run: everything
 here with a test server and a stand-in for vLLM's trainer side (tests/servers/test_transport_transfer.py). On a CPU,
 vLLM 0.32 has the names and signatures, and its server accepts the calls
 (tests/integration/test_transfer_against_vllm.py).
@@ -95,7 +95,6 @@ class TransferTransport:
                 url: error for url, error in asked.items() if not isinstance(error, ServerInfo)
             }
             if infos:
-                self._backend.check(list(infos.values()))
                 members = [server for server in servers if server.url in infos]
                 outcomes |= await self._transfer(members, infos, label, trace)
             return [outcomes[server.url] for server in servers]
@@ -131,7 +130,7 @@ class TransferTransport:
         if self._group is None or self._group.members != members:
             await self._disband()
             loop = asyncio.get_running_loop()
-            client = GroupClient([(s, infos[s.url].world_size) for s in servers], loop, self._backend.plain)
+            client = GroupClient([(s, infos[s.url].world_size) for s in servers], loop)
             try:
                 engine = await self._watched(client, partial(self._backend.open, client, self._source))
             except _GivenUp as given_up:

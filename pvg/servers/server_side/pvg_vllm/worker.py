@@ -20,8 +20,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from .ipc_engine import register
-
 # What vLLM's loaders raise for a checkpoint that does not fit its model; their shape checks are assertions.
 LOAD_ERRORS = (
     AssertionError,
@@ -175,6 +173,4 @@ def _work_around_prompt_logprobs() -> None:
     PunicaWrapperCPU.add_lora_logits = add_lora_logits
 
 
-# vLLM imports this module in every worker before it creates the worker's transfer engine.
-register()
-work_around_cpu_bugs()
+work_around_cpu_bugs()  # vLLM imports this module in every worker

@@ -1,0 +1,405 @@
+"""Sections of a run's page: rounds, learning curves, scores, throughput and the machine. Their charts are data."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from markupsafe import Markup
+
+from pvg.errors import counted
+from pvg.reporting.charts import (
+    PROVER,
+    VERIFIER,
+    WINDOW,
+    ChartLine,
+    HistogramKind,
+    Point,
+    ReferenceLine,
+    RoundAxis,
+    StepAxis,
+    XAxis,
+    line_chart,
+    mirrored_histogram,
+)
+from pvg.reporting.formats import (
+    NumberStyle,
+    duration,
+    metric_display,
+    peak_memory_texts,
+    percent,
+    short_seconds,
+    value_text,
+)
+from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading, lag_summary, reading_ranges, workers_text
+from pvg.reporting.solutions import RoundScores
+from pvg.reporting.table import PageSection, elements
+from pvg.reporting.terminal import outcome, rounds_table
+
+WARMUP = "warmup"
+BINS = 32
+GPU = re.compile(r"gpu(\d+)_(.+)")
+MOST_LINES = 8  # of a chart; more workers are shown as a range
+MOST_CHANGES = 20  # of the number of workers
+LEAST_PAUSE = 60.0  # seconds; a longer silence of the sampler is a pause of the run
+
+
+class ChartOf(NamedTuple):
+    """A chart of metrics. `lines`: metric, colour and dash of each, such as "kl ink, loss sneaky dashed". `style`: of
+    the numbers; empty: as of the first metric. `at`: reference lines."""
+
+    title: str
+    lines: str
+    style: NumberStyle | Literal[""] = ""
+    zero: bool = False
+    at: Sequence[ReferenceLine] = ()
+    whole: bool = True
+    log: bool = False
+
+
+class MetricAxis(Protocol):
+    """An x axis that knows the values of metrics along it."""
+
+    def across(self) -> XAxis: ...
+
+    def line(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine: ...
+
+
+CHANCE = (ReferenceLine(0.5, "chance"),)
+ROLES = "helpful_accuracy helpful, sneaky_error_rate sneaky dashed"
+BY_ROUND = (
+    ChartOf("Both roles by round", ROLES),
+    ChartOf(
+        "Fooled rates by round (share of flaws accepted)",
+        "fooled_rate sneaky, fooled_rate_at_90 sneaky dotted, "
+        "fooled_rate_previous sneaky dashed, fooled_rate_base ink dotted",
+        zero=True,
+        whole=False,
+    ),
+    ChartOf(
+        "Verifier AUC by round",
+        "verifier_auc verifier, verifier_auc_previous ink dashed, verifier_auc_minted verifier dotted",
+        at=CHANCE,
+    ),
+)
+LEARNING: dict[str, tuple[ChartOf, ...]] = {
+    PROVER: (
+        ChartOf("Both roles", ROLES),
+        ChartOf("Accepted solutions", "accepted_helpful helpful, fooled_rate sneaky dashed"),
+        ChartOf(
+            "Mean score by kind",
+            "score_helpful_correct helpful, score_helpful_incorrect helpful dashed, "
+            "score_sneaky_incorrect sneaky, score_sneaky_correct sneaky dashed",
+        ),
+        ChartOf("Score gap: helpful correct − sneaky flaw", "score_gap ink", at=(ReferenceLine(0.0, ""),)),
+        ChartOf("Reward, mean over both roles", "reward_mean ink"),
+        ChartOf("KL to the start, nats per token", "kl ink", zero=True),
+        ChartOf(
+            "Malformed, truncated, no signal",
+            "malformed trouble-0, truncated trouble-1 dashed, zero_signal trouble-2 dotted",
+        ),
+        ChartOf("Prover's gradient norm before clipping", "grad_norm ink", zero=True),
+    ),
+    VERIFIER: (
+        ChartOf("Verifier: pairs in order", "pair_accuracy verifier", at=CHANCE),
+        ChartOf("Verifier: score gap, correct − incorrect", "score_gap verifier", zero=True),
+    ),
+}
+THROUGHPUT: dict[str, tuple[ChartOf, ...]] = {
+    PROVER: (
+        ChartOf("Sampling rate", "tokens_per_s part-sampling-0, prompt_tokens_per_s part-sampling-2 dashed", zero=True),
+        ChartOf(
+            "Latency of a rollout: queue and service",
+            "latency_p50_s quantile-0, latency_p90_s quantile-1 dashed, latency_p99_s quantile-2 dotted",
+            zero=True,
+        ),
+        ChartOf("Engine's batch", "engine_batch ink", zero=True),
+        ChartOf("Saved work", "cache_hit_rate verifier, prefix_share part-sampling-0 dashed"),
+        ChartOf("Wasted work", "padding part-training-0, trainer_idle trouble-1 dashed"),
+        ChartOf(
+            "Score cache, since the phase began",
+            "cache_hits quantile-2, cache_misses quantile-1 dashed, cache_evictions trouble-1 dotted",
+            zero=True,
+        ),
+        ChartOf(
+            "Staleness, in policy versions",
+            "staleness ink, staleness_max trouble-1 dashed, staleness_in_queue quantile-1 dotted",
+            zero=True,
+        ),
+        ChartOf("Stale rollouts per batch", "dropped_stale trouble-1, stale_cancelled quantile-2 dashed", zero=True),
+    ),
+    VERIFIER: (ChartOf("Verifier's training", "pairs_per_s verifier", zero=True),),
+}
+DEVICE = (
+    ChartOf("Processors: share of the machine's cores", "cpu ink", "share"),
+    ChartOf("Cores used by pvg", "process_cpu ink", zero=True),
+    ChartOf("Memory in use", "memory_used_bytes quantile-0 dashed, rss_bytes quantile-2", "bytes", zero=True),
+)
+# For every GPU; GPU stands for its name in metrics.
+GPU_CHARTS = (
+    ChartOf("GPU: share of the time or of the SMs", "GPU_utilisation, GPU_sm_activity, GPU_sm_occupancy", "share"),
+    ChartOf("GPU memory traffic", "GPU_memory_bandwidth, GPU_memory_activity", "share"),
+    ChartOf("GPU memory in use", "GPU_memory_bytes", "bytes", zero=True),
+    ChartOf("GPU power, W", "GPU_power_w", zero=True),
+)
+DASHES = ("", "dashed", "dotted")
+LAG = ChartOf(
+    "Lag, logarithmic scale",
+    "lag_p50_s quantile-0, lag_p90_s quantile-1 dashed, lag_p99_s quantile-2, lag_max_s trouble-1 dotted",
+    "seconds",
+    log=True,
+)
+WORKERS = ChartOf("Workers that are ready", "up ink", zero=True)
+BUSY = "busy_most quantile-2 dashed, busy ink, busy_least quantile-0 dotted"
+
+
+def drawn(axis: MetricAxis, charts: Iterable[ChartOf], extra: Mapping[str, ChartLine] | None = None) -> list[Markup]:
+    """The charts that have values. `extra`: title of a chart -> one more line."""
+    return [_chart(axis, of, [extra[of.title]] if extra and of.title in extra else []) for of in charts]
+
+
+def _chart(axis: MetricAxis, of: ChartOf, more: Sequence[ChartLine]) -> Markup:
+    looks = [line.split() for line in of.lines.split(",") if line.strip()]
+    lines = [axis.line(metric, metric_display(metric).label, *look) for metric, *look in looks]
+    return line_chart(
+        of.title,
+        [*lines, *more],
+        axis.across(),
+        of.style or metric_display(looks[0][0]).style,
+        zero=of.zero,
+        references=of.at,
+        whole=of.whole,
+        log=of.log,
+    )
+
+
+# --- learning ----------------------------------------------------------------------------------------------------
+
+
+def rounds_section(summary: RunSummary) -> PageSection:
+    """The table of rounds, and its metrics as charts."""
+    body: list[object] = [rounds_table(summary.rounds)] if summary.rounds else []
+    if len(summary.rounds) > 1:
+        rounds = {number: dict(metrics) for number, metrics in summary.rounds.items()}
+        for phase in summary.phases:
+            if phase.phase == VERIFIER and phase.round in rounds and "verifier_auc" in phase.metrics:
+                rounds[phase.round]["verifier_auc_minted"] = phase.metrics["verifier_auc"]
+        body.append(elements.grid(drawn(RoundAxis(rounds), BY_ROUND)))
+    lead = ("At the end of each round: fresh samples on problems that no model trained on.", *outcome(summary.rounds))
+    return PageSection("rounds", "Rounds", body, " ".join(lead))
+
+
+def learning_section(summary: RunSummary) -> PageSection:
+    prover, verifier = StepAxis(summary.steps, PROVER), StepAxis(summary.steps, VERIFIER)
+    thresholds = {p.round: p.metrics["threshold"] for p in summary.phases if "threshold" in p.metrics}
+    levels = {"Scores by kind": prover.level(thresholds, "threshold", "verifier")}
+    charts = [*drawn(prover, LEARNING[PROVER], levels), *drawn(verifier, LEARNING[VERIFIER]), *_warmup_charts(summary)]
+    others = [elements.grid(_other_charts(axis)) for axis in (prover, verifier)]
+    body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]
+    lead = f"By optimizer step, on training problems. Faint: each point. Strong: the mean over {WINDOW} points."
+    return PageSection("learning", "Learning", body, lead)
+
+
+def _warmup_charts(summary: RunSummary) -> list[Markup]:
+    """The loss of the warm start by step, and the losses of held-out demonstrations before and after it."""
+    steps = StepAxis(summary.steps, WARMUP)
+    measured = next((phase.metrics for phase in summary.phases if phase.phase == WARMUP), {})
+    ends = ((0.0, "held_out_loss_before"), (float(steps.total), "held_out_loss_after"))
+    held_out = [[(x, measured[name])] for x, name in ends if name in measured]
+    title = "Warm start: loss of the demonstrations"
+    chart = ChartOf(title, "loss helpful", zero=True)
+    line = ChartLine("held out, before and after", held_out, "ink", "dotted", dots=True)
+    return drawn(steps, [chart], {title: line}) if steps else []
+
+
+def _other_charts(steps: StepAxis) -> list[Markup]:
+    """One chart for each metric of the steps that no other chart shows."""
+    charts = (*LEARNING[steps.phase], *THROUGHPUT[steps.phase])
+    elsewhere = {line.split()[0] for of in charts for line in of.lines.split(",")}
+    names = {name for found in steps.rounds.values() for step in found for name in step.metrics}
+    colour, unit = ("ink", "prover") if steps.phase == PROVER else ("verifier", "verifier")
+    return [
+        line_chart(
+            metric_display(name).label,
+            [steps.line(name, metric_display(name).label, colour)],
+            steps.across(),
+            metric_display(name).style,
+            unit=unit,
+        )
+        for name in sorted(names - elsewhere)
+    ]
+
+
+def throughput_section(summary: RunSummary) -> PageSection:
+    charts = [chart for phase, of in THROUGHPUT.items() for chart in drawn(StepAxis(summary.steps, phase), of)]
+    return PageSection("throughput", "Throughput", [elements.grid(charts)])
+
+
+def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
+    """One histogram per round, all with the same range of scores and of counts."""
+    if not scores:
+        return PageSection("scores", "Scores", [elements.empty(why_empty)] if why_empty else [])
+    everything = np.concatenate([kind for found in scores for kind in found.kinds.values()])
+    thresholds = [found.threshold for found in scores if found.threshold is not None]
+    low, high = np.percentile(everything, [1.0, 99.5])
+    pad = 0.05 * ((high - low) or 1.0)
+    edges = np.linspace(min([low, *thresholds]) - pad, max([high, *thresholds]) + pad, BINS + 1)
+    counts = [
+        {name: np.histogram(np.clip(kind, edges[0], edges[-1]), edges)[0] for name, kind in found.kinds.items()}
+        for found in scores
+    ]
+    halves = (("helpful correct", "helpful wrong"), ("sneaky flaw", "sneaky correct"))
+    most = max(int((found[a] + found[b]).max()) for found in counts for a, b in halves)
+    charts = []
+    for found, counted_kinds in zip(scores, counts, strict=True):
+        kinds = [
+            HistogramKind(name, f"{role} light" if place else role, counted_kinds[name].tolist(), role == "helpful")
+            for role, half in zip(("helpful", "sneaky"), halves, strict=True)
+            for place, name in enumerate(half)
+        ]
+        title = f"Round {found.round}" + ("" if found.fresh else ", unfinished: scores from training")
+        charts.append(
+            mirrored_histogram(
+                title, edges.tolist(), kinds, threshold=found.threshold, most=most, note=_accepted(found)
+            )
+        )
+    lead = "Scores of each round's verifier for its prover's solutions. It accepts scores to the right of the line."
+    return PageSection("scores", "Scores", [elements.grid(charts)], lead)
+
+
+def _accepted(found: RoundScores) -> str:
+    """The accepted shares of correct helpful solutions and of flaws."""
+    words = []
+    for kind, verb in (("helpful correct", "correct helpful solutions"), ("sneaky flaw", "flaws")):
+        share = found.accepted(kind)
+        if share is not None:
+            words.append(f"{percent(share)} of {len(found.kinds[kind])} {verb}")
+    return f"Accepted: {', '.join(words)}." if words else ""
+
+
+# --- machine -----------------------------------------------------------------------------------------------------
+
+
+class ReadingClock:
+    """The times of readings as an x axis, without the pauses between two processes."""
+
+    def __init__(self, readings: Sequence[SamplerReading]) -> None:
+        self.readings = readings
+        times = [reading.time for reading in readings]
+        apart = sorted(b - a for a, b in itertools.pairwise(times)) or [1.0]
+        self.places, self.breaks = without_gaps(times, max(LEAST_PAUSE, 10 * apart[len(apart) // 2]))
+
+    def across(self) -> XAxis:
+        label = "since the first reading" + (", pauses left out" if self.breaks else "")
+        return XAxis(0.0, self.places[-1] or 1.0, label, style="seconds")
+
+    def line(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine:
+        pieces: list[list[Point]] = [[]]
+        for index, (place, reading) in enumerate(zip(self.places, self.readings, strict=True)):
+            if index in self.breaks:
+                pieces.append([])
+            if metric in reading.metrics:
+                pieces[-1].append((place, reading.metrics[metric]))
+        return ChartLine(name, [piece for piece in pieces if piece], style, dash)
+
+    def numbers(self, pattern: re.Pattern[str]) -> list[int]:
+        """The numbers of devices or workers in the names of metrics."""
+        names = {name for reading in self.readings for name in reading.metrics}
+        return sorted({int(match[1]) for name in names if (match := pattern.fullmatch(name))})
+
+
+def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], list[int]]:
+    """Seconds since the first of the sorted `times` without pauses above `longest`, and the index after each pause.
+
+    A run that stopped in the evening and resumed in the morning should not show the night.
+    """
+    places: list[float] = []
+    breaks: list[int] = []
+    skipped = 0.0
+    for index, time in enumerate(times):
+        if index and time - times[index - 1] > longest:
+            skipped += time - times[index - 1] - longest
+            breaks.append(index)
+        places.append(time - times[0] - skipped)
+    return places, breaks
+
+
+def machine_section(summary: RunSummary) -> PageSection:
+    """Charts of the device, of the workers and of event-loop lag over time."""
+    body: list[Markup] = []
+    if summary.peak_memory:
+        body.append(elements.facts(peak_memory_texts(summary.peak_memory)))
+    if summary.device:
+        clock = ReadingClock(summary.device)
+        body += [
+            elements.facts(_device_facts(summary)),
+            elements.grid(drawn(clock, [*DEVICE, *_gpu_charts(clock.numbers(GPU))])),
+        ]
+    if summary.workers:
+        clock = ReadingClock(summary.workers)
+        each = [f"w{n}_busy run-{n % 6}" for n in clock.numbers(WORKER)]
+        lines = ", ".join(each) if 0 < len(each) <= MOST_LINES else BUSY
+        busy = ChartOf("Busy: share of the time", lines, "share")
+        charts = drawn(clock, [*([WORKERS] if summary.scaling else []), busy])
+        body += [elements.subheading("Workers", workers_text(summary)), elements.grid(charts)]
+        body.append(elements.notes(_scaling_notes(summary)))
+    if summary.loop:
+        lag = elements.grid(drawn(ReadingClock(summary.loop), [LAG]))
+        body += [elements.subheading("Event loop", _lag_text(summary.loop)), lag]
+    return PageSection("machine", "Machine", body)
+
+
+def _gpu_charts(numbers: Sequence[int]) -> list[ChartOf]:
+    """A colour for each GPU, and a dash for each measure."""
+    found = []
+    for of in GPU_CHARTS if numbers else ():
+        measures = list(zip(of.lines.split(", "), DASHES, strict=False))
+        lines = [f"{m.replace('GPU', f'gpu{n}')} run-{n % 6} {dash}" for n in numbers for m, dash in measures]
+        found.append(of._replace(lines=", ".join(lines)))
+    return found
+
+
+def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
+    found = reading_ranges(summary.device)
+    rows: list[tuple[str, str, str, NumberStyle]] = [
+        ("processors in use, mean", "cpu", "mean", "share"),
+        ("cores used by pvg, mean", "process_cpu", "mean", "number"),
+        ("largest resident memory", "rss_bytes", "max", "bytes"),
+        ("memory of the machine", "memory_total_bytes", "last", "bytes"),
+    ]
+    for number in ReadingClock(summary.device).numbers(GPU):
+        rows += [
+            (f"GPU {number} in use, mean", f"gpu{number}_utilisation", "mean", "share"),
+            (f"GPU {number} memory, most", f"gpu{number}_memory_bytes", "max", "bytes"),
+        ]
+    return [(label, value_text(style, found[name][of])) for label, name, of, style in rows if name in found]
+
+
+def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:
+    """Each change of the number of workers and its reason; of many, the last ones."""
+    shown = summary.scaling[-MOST_CHANGES:]
+    notes = [
+        (
+            f"after {duration(change.time - (summary.began or shown[0].time))}",
+            f"{change.why}; {counted(change.workers, 'worker')} now",
+        )
+        for change in shown
+    ]
+    if left_out := len(summary.scaling) - len(shown):
+        notes.insert(0, ("before that", f"{counted(left_out, 'change')} of the number of workers"))
+    return notes
+
+
+def _lag_text(readings: list[SamplerReading]) -> str:
+    figures = lag_summary(readings)
+    typical, worst = figures.get("median_p50_s"), figures.get("worst_max_s")
+    if typical is None or worst is None:
+        return ""
+    return (
+        "Delay between the time a task of the event loop was due and the time it ran: "
+        f"typically {short_seconds(typical)}, at worst {short_seconds(worst)}, "
+        f"in {figures['samples']:.0f} samples over {duration(readings[-1].time - readings[0].time)}."
+    )
