@@ -35,8 +35,10 @@ from pvg.evaluation.opened_run import (
 )
 from pvg.evaluation.report import policy_experiment
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, TrainingStop, read_policy, save_policy
+from pvg.game.parts import TrainingStop
+from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
 from pvg.game.session import Session, finite
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.starts import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
@@ -155,7 +157,7 @@ async def _train_to(
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                phase = ProverPhase(session, info, verifier, threshold, learner, rule)
+                phase = open_prover_phase(session, info, verifier, FixedVerifier(threshold), learner, rule)
             await phase.play()
         phase.tell_unfinished()
         meta = {
