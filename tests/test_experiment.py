@@ -299,7 +299,6 @@ OTHER_KINDS = [
     (["rollout.engine=vllm", "rollout.engine.max_rows=8"], "belongs to kind 'torch', not to 'vllm'"),
     (["rollout.deadline=cut", "rollout.deadline.max_versions=8"], "belongs to kind 'continue', not to 'cut'"),
     (["rollout.prefetch.max_staleness=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),
-    (["weights.transport=lora", "weights.transport.keep_kv=true"], "belongs to kind 'filesystem', not to 'lora'"),
 ]
 
 

@@ -26,7 +26,7 @@ from pvg.servers.command import LOOPBACK, find_interpreter, server_spec
 from pvg.servers.connections import control_key
 from pvg.servers.control import ControlClient, ServerInfo
 from pvg.servers.models import model_folder
-from pvg.servers.pool import ConnectionLimits, HttpPool, ServerFault
+from pvg.servers.pool import HttpPool, ServerFault
 from pvg.servers.process import VllmServer, free_port
 
 # Settings that `pvg serve` reads and a running server cannot change.
@@ -70,8 +70,7 @@ async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[Server
     routes, ConfigurationError for a wrong key or a value that does not match.
     """
     serving, weights = experiment.serving, experiment.weights
-    limits, key = ConnectionLimits.derive(len(serving.servers)), control_key(weights.root)
-    pool = HttpPool(limits, key=key, fresh=True)
+    pool = HttpPool(len(serving.servers), key=control_key(weights.root), fresh=True)
     controls = [
         ControlClient(url, pool, timeout_s=weights.timeout_s, probe_timeout_s=serving.probe_timeout_s)
         for url in serving.servers

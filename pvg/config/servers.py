@@ -77,16 +77,10 @@ class Serving(Section):
     )
 
 
-Checksums = Literal["first", "always", "never"]
-CHECKSUMS = "When tensors are compared bit by bit: at the first update that changes them, always, or never."
-
-
 class FileTransport(Section):
     """pvg sends whole weights through a shared folder."""
 
     kind: Literal["filesystem"] = "filesystem"
-    checksums: Checksums = Field("first", description=CHECKSUMS)
-    keep_kv: bool = Field(False, description="Whether requests in flight keep the KV cache of the old weights.")
 
 
 class LoraTransport(Section):
@@ -99,7 +93,6 @@ class DeviceTransport(Section):
     """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL."""
 
     kind: Literal["nccl"] = "nccl"
-    checksums: Checksums = Field("first", description=CHECKSUMS)
 
 
 TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, ByKind("filesystem")]

@@ -129,7 +129,8 @@ class RunSummary:
     (empty if the run did not record it). `notes` are remarks on incomplete or damaged files, `warnings` are
     about settings that are probably not intended. `machine` and `code_version` are those of the last commit, `began` is
     the time of the first record. `peak_memory` is the maximum over the processes of the run, in bytes, up to the last
-    commit. `damaged`: files of its state are damaged (`state_and_tags`).
+    commit. `cores`: of the newest process: its compute threads, and the usable cores and all cores of its machine.
+    `damaged`: files of its state are damaged (`state_and_tags`).
     """
 
     name: str
@@ -156,6 +157,7 @@ class RunSummary:
     code_version: str = ""
     began: float | None = None
     peak_memory: dict[str, float] = field(default_factory=dict)
+    cores: dict[str, float] = field(default_factory=dict)
     damaged: bool = False
 
     @property
@@ -296,6 +298,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "loop": {"metrics": dict},
     "workers": {"metrics": dict},
     "scaling": {"workers": int, "why": str},
+    "start": {"cores": dict},
 }
 
 
@@ -309,12 +312,9 @@ def _is_known(record: dict[str, Any]) -> bool:
 class RunRecords:
     """The records of metrics.jsonl, sorted by kind while they are added. If a step was recorded twice, the last record
     counts, at the place of the first.
-
-    `limit`: the most steps, alerts and readings of a sampler that are kept, the newest; None: all.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._steps: OrderedDict[tuple[int, str, int], StepRecord] = OrderedDict()
         self._ended: dict[tuple[int, str], dict[str, Any]] = {}
         self._rounds: dict[int, dict[str, float]] = {}
@@ -322,8 +322,9 @@ class RunRecords:
         self._readings: dict[str, list[SamplerReading]] = {kind: [] for kind in SAMPLERS}
         self._scaling: list[ScalingRecord] = []
         self._processes: list[ProcessSummary] = []
+        self._cores: dict[str, float] = {}
         self._began: float | None = None
-        self._foreign = self._left_out = 0
+        self._foreign = 0
 
     def add(self, record: dict[str, Any]) -> None:
         """Lines that are not records of pvg are counted for a remark and left out."""
@@ -342,24 +343,14 @@ class RunRecords:
         elif kind == "alert":
             names = ("round", "phase", "step", "name", "message")
             self._alerts[AlertRecord(*(record.get(name) for name in names))] = None  # type: ignore[arg-type]
+        elif kind == "start":
+            self._cores = _finite(record["cores"])
         elif kind == "run":
             self._processes.append(_process(record))
         elif moment is not None and kind in SAMPLERS:
             self._readings[kind].append(SamplerReading(moment, _finite(record["metrics"])))
         elif moment is not None and kind == "scaling":
             self._scaling.append(ScalingRecord(moment, record["workers"], record["why"]))
-        if self._limit is not None:
-            self._shorten(self._limit)
-
-    def _shorten(self, limit: int) -> None:
-        while len(self._steps) > limit:
-            self._steps.popitem(last=False)
-            self._left_out += 1
-        while len(self._alerts) > limit:
-            self._alerts.popitem(last=False)
-        for readings in self._readings.values():
-            del readings[: max(0, len(readings) - limit)]
-        del self._scaling[: max(0, len(self._scaling) - limit)]
 
     def summary(
         self,
@@ -375,9 +366,6 @@ class RunRecords:
         if self._foreign:
             of = run.metrics.name
             notes.append(f"{self._foreign} of the lines of {of} are not records of pvg and were left out.")
-        if self._left_out:
-            newest = f"Only the newest {self._limit:,} steps are shown"
-            notes.append(f"{newest}; {self._left_out:,} older ones are left out.")
         steps, status = list(self._steps.values()), status_of(state)
         return RunSummary(
             name=run.name,
@@ -404,6 +392,7 @@ class RunRecords:
             machine=str(state.get("machine", "")),
             code_version=str(state.get("code_version", "")),
             peak_memory=_finite(state.get("peak_memory", {})),
+            cores=self._cores,
             began=self._began,
             damaged=damaged,
         )

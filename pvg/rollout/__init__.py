@@ -14,7 +14,6 @@ from pvg.config.rollout import Rollouts, TorchSampling
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.servers.pool import ConnectionLimits
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINES",
     "Completion",
-    "ConnectionLimits",
     "Dispatcher",
     "Engine",
     "EngineSetup",

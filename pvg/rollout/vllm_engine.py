@@ -23,13 +23,11 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import ServerSampling
-from pvg.config.servers import LoraTransport
 from pvg.errors import ConfigurationError, RolloutFailedError, StateError
 from pvg.records import Float32, Int32, Timing, VersionSpan
 from pvg.rollout.engine import (
@@ -52,10 +50,10 @@ from pvg.rollout.vllm_wire import (
     read_generated,
     read_prompt_logprobs,
 )
-from pvg.servers.canary import TOLERANCE, Canary, ChecksumTest, ExpectedLogprobs, greedy_sequences, reference_logprobs
+from pvg.servers.canary import TOLERANCE, Canary, ExpectedLogprobs, greedy_sequences, reference_logprobs
 from pvg.servers.connections import Connections
 from pvg.servers.fleet import Server, StaleWeights
-from pvg.servers.pool import ConnectionLimits, together
+from pvg.servers.pool import connections_for, together
 from pvg.servers.publishing import PublishingSession, SyncTiming, WeightLabel, WeightUpdate, salt
 from pvg.servers.served_model import (
     UNPUBLISHED,
@@ -83,12 +81,11 @@ def open_vllm_engine(
     run: str,
     prompts: Callable[[], list[Int32]],
 ) -> VllmEngine:
-    """Sends no request yet. Servers that pvg starts on a cluster are added later (`engine.served.add`). Raises
-    ConfigurationError if the connection limits do not cover the concurrency."""
+    """Sends no request yet. Servers that pvg starts on a cluster are added later (`engine.served.add`)."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     assert isinstance(rollout.engine, ServerSampling)
     dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
-    connections, session = Connections.open(serving, weights, _limits(experiment)), PublishingSession.begin()
+    connections, session = Connections.open(serving, weights, _connections(experiment)), PublishingSession.begin()
     canary = None
     if weights.canary_prompts:
         canary = Canary(
@@ -112,9 +109,6 @@ def open_vllm_engine(
         events,
         session=session,
         transport=open_transport(weights, run, executor, dtype, session, base.device),
-        checksums=None
-        if isinstance(weights.transport, LoraTransport) or weights.transport.checksums == "never"
-        else ChecksumTest(dtype, executor, always=weights.transport.checksums == "always"),
     )
     return VllmEngine(
         served,
@@ -125,16 +119,13 @@ def open_vllm_engine(
     )
 
 
-def _limits(experiment: Experiment) -> ConnectionLimits:
-    """Limits of the generation pool. One server may get all requests if the others are down, and each server gets the
-    canary's as well. With the shared client, updates and probes also use this pool but are not counted: they wait. The
-    setting `weights.client = "dedicated"` avoids that."""
-    serving, concurrency = experiment.serving, experiment.rollout.concurrency
-    cluster = experiment.server_cluster
+def _connections(experiment: Experiment) -> int:
+    """Connections of the generation pool: for all requests, and for each server's canary. With the shared client,
+    updates and probes also use this pool but are not counted: they wait. `weights.client = "dedicated"` avoids that."""
+    serving, cluster = experiment.serving, experiment.server_cluster
     hosts = len(serving.servers) if cluster is None else cluster.workers or 1
-    if serving.connections is not None:
-        return ConnectionLimits(serving.connections, serving.connections, hosts)
-    return replace(ConnectionLimits.derive(concurrency + hosts * experiment.weights.canary_prompts), hosts=hosts)
+    needed = experiment.rollout.concurrency + hosts * experiment.weights.canary_prompts
+    return serving.connections or connections_for(needed)
 
 
 class VllmEngine(Engine):
@@ -158,7 +149,7 @@ class VllmEngine(Engine):
         self._deadline_s = deadline_s
         self._update: asyncio.Task[SyncTiming] | None = None  # the newest
         self._in_flight = InFlightRequests()
-        self._counter = RequestCounter(events, self._pool.limits.capacity)
+        self._counter = RequestCounter(events, self._pool.connections)
         self._closed = False
         self._reading = ThreadPoolExecutor(1, "pvg-read")  # its thread starts at the first long reply
 

@@ -1,22 +1,17 @@
-"""Two proofs that a server has the published weights: log-probs (`Canary`) and checksums of tensors (`ChecksumTest`).
+"""`Canary`: a proof that a server has the published weights.
 
-`Canary`: trainer and server compute log-probs of the same fixed sequences. They compute differently, so the last digits
-differ. Weights that did not arrive, or only in part, differ by more. Two rules:
+Trainer and server compute log-probs of the same fixed sequences. They compute differently, so the last digits differ.
+Weights that did not arrive, or only in part, differ by more. Two rules:
 
 - The largest gap is at most the tolerance.
 - The server is not nearer to an earlier version than to the new one. A small optimizer step moves log-probs by less
   than the tolerance that bfloat16 needs, but a server that missed it agrees far better with the old weights. The first
   version is kept, and later ones more sparsely with age. So a server that never loads anything is detected once all
   steps together have moved the log-probs by a few times the noise.
-
-`ChecksumTest` compares tensors bit by bit. vLLM renames and reshapes most tensors (it fuses projections, pads
-vocabularies, and its CPU build packs matrices). So only those it keeps can be compared: norms, and embeddings of even
-sizes. The canary covers the rest.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -26,77 +21,12 @@ import numpy as np
 
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.records import Float32, Int32
-from pvg.servers.control import ControlClient, ServerInfo
 from pvg.telemetry.spans import run_in
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.models.language_model import LanguageModel
-
-VOCABULARY_PADDING = 64  # vLLM pads the rows of embeddings to a multiple of this
-NOTHING = hashlib.sha256(b"").hexdigest()  # digest of a tensor that the server holds in another form
-
-
-class ChecksumTest:
-    """`dtype`: the servers' dtype. `always`: check every update, not only until weights have changed.
-
-    Servers start with the first version of a run, so a match there does not prove that loading works. By default,
-    updates are checked up to the first one with different tensors.
-    """
-
-    def __init__(self, dtype: str, executor: Executor, *, always: bool) -> None:
-        self._dtype = dtype
-        self._executor = executor
-        self._always = always
-        self._first: dict[str, str] = {}  # the first digest of each tensor
-        self._changed = False
-        self.compared = 0  # number of tensors in the last check
-
-    @property
-    def due(self) -> bool:
-        """Whether to check the next update."""
-        return self._always or not self._changed
-
-    async def check(
-        self, control: ControlClient, info: ServerInfo | None, tensors: Mapping[str, Tensor], version: int
-    ) -> None:
-        """Raises WeightsNotArrivedError with the server, the version and the first tensor that differs."""
-        if info is None or info.world_size != 1:  # with several workers, each has a part of a tensor
-            return
-        found = {name.rpartition(":")[2]: digest for name, digest in (await control.checksums()).items()}
-        shared = {
-            name: tensors[name]
-            for name in sorted(found.keys() & tensors.keys())
-            if found[name] != NOTHING and not _may_be_padded(tensors[name])
-        }
-        expected = await run_in(self._executor, self._digests, shared)
-        self.compared = len(shared)
-        self._first = expected | self._first  # servers can hold different tensors in a comparable form
-        self._changed |= any(self._first[name] != digest for name, digest in expected.items())
-        for name in shared:
-            if found[name] != expected[name]:
-                raise WeightsNotArrivedError(
-                    f"{control.url} does not have version {version} of the weights: its {name} differs.",
-                    "Restart the server, then continue with --resume.",
-                )
-
-    def _digests(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        import torch
-
-        dtype = getattr(torch, self._dtype)
-        found = {}
-        for name, tensor in tensors.items():
-            host = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-            found[name] = hashlib.sha256(host.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
-        return found
-
-
-def _may_be_padded(tensor: Tensor) -> bool:
-    return tensor.ndim == 2 and tensor.shape[0] % VOCABULARY_PADDING != 0
-
-
-# --- the canary ------------------------------------------------------------------------------------------------------
 
 # Measured with vLLM on a CPU: 1e-5 nats in float32; 0.3 in bfloat16 (SmolLM2-135M) for improbable tokens, because
 # bfloat16 keeps 8 bits of logits that reach 30.

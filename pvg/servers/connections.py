@@ -15,13 +15,12 @@ from pathlib import Path
 from pvg.config.servers import Serving, Weights
 from pvg.errors import ConfigurationError
 from pvg.servers.control import ControlClient
-from pvg.servers.pool import ConnectionLimits, HttpPool
+from pvg.servers.pool import HttpPool
 from pvg.store.atomic import disk_full_explained, make_directory, sync_directory, temporary_beside
 
 KEY_VARIABLE = "PVG_CONTROL_KEY"
 KEY_FILE = "control.key"
 SHORTEST_KEY = 16
-CONTROL_CONNECTIONS = 8  # per server: one update, one probe and one checksum at a time, with some to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,13 @@ class Connections:
     weights: Weights
 
     @classmethod
-    def open(cls, serving: Serving, weights: Weights, limits: ConnectionLimits, key: str | None = None) -> Connections:
-        """`limits`: of `requests`. `key`: None reads the key of the control routes. Sends nothing yet."""
+    def open(cls, serving: Serving, weights: Weights, connections: int, key: str | None = None) -> Connections:
+        """`connections`: of each pool. `key`: None reads the key of the control routes. Sends nothing yet."""
         key = control_key(weights.root) if key is None else key
-        requests = HttpPool(limits, key=key)
+        requests = HttpPool(connections, key=key)
         if weights.client == "shared":
             return cls(requests, requests, serving, weights)
-        of_control = ConnectionLimits.derive(CONTROL_CONNECTIONS * limits.hosts, limits.hosts)
-        return cls(requests, HttpPool(of_control, key=key, fresh=True), serving, weights)
+        return cls(requests, HttpPool(connections, key=key, fresh=True), serving, weights)
 
     def client(self, url: str) -> ControlClient:
         """A client of the control routes of the server at `url`."""

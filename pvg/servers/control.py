@@ -104,14 +104,12 @@ class ControlClient:
                 raise MalformedReply(self.url, f"in /pvg/info, {name!r} is missing or not of type {kind.__name__}")
         return ServerInfo(**{name: fields[name] for name in ServerInfo.__slots__})
 
-    async def load_weights(self, name: str, label: WeightLabel, trace: str, *, keep_kv: bool = False) -> DeliveryTiming:
+    async def load_weights(self, name: str, label: WeightLabel, trace: str) -> DeliveryTiming:
         """Make the server load the weights in folder `name` of its root: pause (keeping requests in flight), load,
-        label, resume. Returns when this is done; immediately if the server already has the label.
-
-        `keep_kv`: requests in flight keep the keys and values of the old weights. Otherwise the server recomputes those
-        of their prompts and tokens so far.
+        label, resume. Returns when this is done; immediately if the server already has the label. The server recomputes
+        the keys and values of requests in flight.
         """
-        return await self._update("/pvg/weights", {"name": name, "keep_kv": keep_kv}, label, trace)
+        return await self._update("/pvg/weights", {"name": name}, label, trace)
 
     async def load_adapter(self, name: str, label: WeightLabel, trace: str) -> DeliveryTiming:
         """Make the server load the adapter in folder `name` of its root, as a model named like the label."""
@@ -133,14 +131,6 @@ class ControlClient:
         before the requests have ended."""
         body = {"request_ids": [f"{GENERATION_ID}{name}" for name in request_ids]}
         await self._call("POST", "/inference/v1/abort_requests", body, self._probe_timeout_s)
-
-    async def checksums(self) -> dict[str, str]:
-        """sha256 in hex of the engine's tensors by vLLM's names, without tensors that it holds in another form."""
-        body: Mapping[str, Any] = {"action": "checksum"}
-        found = (await self._call("POST", "/weight_checker", body, self._timeout_s)).json()
-        if not isinstance(found, dict) or not isinstance(found.get("checksums"), dict):
-            raise MalformedReply(self.url, "/weight_checker gave no checksums")
-        return {str(name): str(digest) for name, digest in found["checksums"].items()}
 
     async def call(self, path: str, body: Mapping[str, Any] | None, trace: str = "") -> Reply:
         """POST to another of vLLM's RL routes."""

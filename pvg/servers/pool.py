@@ -1,11 +1,10 @@
 """`HttpPool`: HTTP connections to servers, as many as the concurrency needs, and an exception class for each fault.
 
-    pool = HttpPool(ConnectionLimits.derive(1024, hosts=2), connect_timeout_s=5.0, key=key)
+    pool = HttpPool(connections_for(1024), key=key)
     reply = await pool.request("POST", f"{server}/inference/v1/generate", body, timeout_s=60.0)
 
-Invariant 7: a request waits for the server, never for a connection. `ConnectionLimits` derives the limits from the
-requests in flight, because a pool that is too small does not fail: requests queue inside the HTTP client, where no
-timing shows it. The code that opens a pool asserts this; `waited_s` shows violations.
+Invariant 7: a request waits for the server, never for a connection. A pool that is too small does not fail: requests
+queue inside the HTTP client, where no timing shows it. `waited_s` shows violations.
 """
 
 from __future__ import annotations
@@ -22,57 +21,15 @@ import aiohttp
 import orjson
 from aiohttp.http import HttpProcessingError
 
-from pvg.errors import ConfigurationError
-
 T = TypeVar("T")
 
-# Minimum for small runs: weight updates and health checks share this client, which must never be the bottleneck.
-FLOOR_TOTAL = 500
-FLOOR_PER_HOST = 200
+# Weight updates and health checks of small runs share this client, which must never be the bottleneck.
+LEAST_CONNECTIONS = 500
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Most open connections: to all `hosts` together, and to each of them."""
-
-    total: int
-    per_host: int
-    hosts: int = 1
-
-    @classmethod
-    def derive(cls, concurrency: int, hosts: int = 1) -> ConnectionLimits:
-        """Limits with which `concurrency` requests, spread evenly over `hosts`, never wait for a connection.
-
-        Raises ConfigurationError if either is below 1.
-        """
-        _check_positive(concurrency, hosts)
-        per_host = max(FLOOR_PER_HOST, -(-concurrency // hosts))
-        return cls(total=max(FLOOR_TOTAL, concurrency), per_host=per_host, hosts=hosts)
-
-    @property
-    def capacity(self) -> int:
-        """The number of requests that can be in flight."""
-        return min(self.total, self.per_host * self.hosts)
-
-    def assert_covers(self, concurrency: int) -> None:
-        """Raises ConfigurationError that names the limit below `concurrency`."""
-        _check_positive(concurrency, self.hosts)
-        if self.total < concurrency:
-            raise ConfigurationError(
-                f"The connection limit of {self.total} is below the concurrency of {concurrency}.",
-                f"Raise it to {concurrency}, or lower rollout.concurrency.",
-            )
-        if self.per_host * self.hosts < concurrency:
-            raise ConfigurationError(
-                f"The limit of {self.per_host} connections per host allows {self.per_host * self.hosts} to "
-                f"{self.hosts} host(s), below the concurrency of {concurrency}.",
-                f"Raise it to {-(-concurrency // self.hosts)}, add hosts, or lower rollout.concurrency.",
-            )
-
-
-def _check_positive(concurrency: int, hosts: int) -> None:
-    if concurrency < 1 or hosts < 1:
-        raise ConfigurationError(f"The concurrency ({concurrency}) and the hosts ({hosts}) must be at least 1.")
+def connections_for(concurrency: int) -> int:
+    """The number of connections with which `concurrency` requests never wait for one."""
+    return max(LEAST_CONNECTIONS, concurrency)
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------
@@ -152,14 +109,14 @@ CONNECT_S = 5.0  # timeout of a connection attempt: a server that listens accept
 
 
 class HttpPool:
-    """HTTP connections of one event loop. `connect_timeout_s` limits the connecting, each request's `timeout_s` its
-    total time. `fresh`: every request opens a new connection, so it never waits behind another or uses a stale one.
-    """
+    """At most `connections` of one event loop, to any hosts. `connect_timeout_s` limits the connecting,
+    each request's `timeout_s` its total time. `fresh`: every request opens a new connection, so it never waits behind
+    another or uses a stale one."""
 
     def __init__(
-        self, limits: ConnectionLimits, *, connect_timeout_s: float = CONNECT_S, key: str = "", fresh: bool = False
+        self, connections: int, *, connect_timeout_s: float = CONNECT_S, key: str = "", fresh: bool = False
     ) -> None:
-        self.limits = limits
+        self.connections = connections
         self.waited_s = 0.0  # for a free connection, summed over all requests
         self.opened = 0
         self.reused = 0
@@ -238,8 +195,7 @@ class HttpPool:
             raise RuntimeError("The pool is closed.")
         if self._session is None:
             connector = aiohttp.TCPConnector(
-                limit=self.limits.total,
-                limit_per_host=self.limits.per_host,
+                limit=self.connections,
                 keepalive_timeout=None if self._fresh else KEEP_ALIVE_S,
                 force_close=self._fresh,
             )

@@ -35,7 +35,7 @@ from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
 from pvg.servers.connections import KEY_VARIABLE
 from pvg.servers.control import ServerLoad, parse_server_load
-from pvg.servers.pool import ConnectionLimits, HttpPool, RefusedRequest, ServerFault
+from pvg.servers.pool import HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
 # The prefix of vLLM's log lines: (EngineCore pid=12) INFO 11-21 14:08:34 [core.py:133]
@@ -174,7 +174,7 @@ class VllmServer:
         self.spec = spec
         self.pid = 0
         self.key = spec.environment[KEY_VARIABLE]
-        self.pool = HttpPool(ConnectionLimits.derive(1), key=self.key, fresh=True)
+        self.pool = HttpPool(1, key=self.key, fresh=True)
         self.boot = ""  # identifies this start of the server, as in /pvg/info
         self._log = LogTail(spec.log)
         self._process: subprocess.Popen[bytes] | None = None

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, WeightsNotArrivedError
-from pvg.servers.canary import ChecksumTest
 from pvg.servers.connections import Connections
 from pvg.servers.control import DeliveryTiming, ServerInfo
 from pvg.servers.fleet import Fleet, Server
@@ -156,7 +155,6 @@ class ServedModel:
         *,
         session: PublishingSession,
         transport: Transport | None = None,
-        checksums: ChecksumTest | None = None,
     ) -> None:
         self.needs = needs
         self.connections = connections
@@ -174,7 +172,6 @@ class ServedModel:
         self._events = events
         self._of = {} if needs.purpose == "prover" else {"of": needs.purpose}  # in log lines
         self._retries = connections.serving.retries
-        self._checksums = checksums
         self._newest: PublishedWeights | None = None
         self._caught_up: dict[Server, Arrival] = {}  # how each server last caught up
         self._labels_in_use: Counter[str] = Counter()
@@ -276,8 +273,6 @@ class ServedModel:
             self.version = update.version
             delivered = await self._deliver(self.fleet.alive, newest)
             gaps = await self._proven(list(delivered), newest)
-            if self._checksums is not None and self._checksums.due:
-                await self._compare(list(gaps), self._checksums, update)
             arrivals = {s: Arrival(delivered[s], gap) for s, gap in gaps.items() if s.state != "away"}
             for server in arrivals:
                 self.fleet.arrived(server, str(label))
@@ -381,15 +376,6 @@ class ServedModel:
                 f"pvg cannot check whether {server.url} has the weights of the {self.needs.purpose}: {fault}.",
                 "Look at that server's log, then continue with --resume.",
             ) from None
-
-    async def _compare(self, servers: Sequence[Server], checksums: ChecksumTest, update: WeightUpdate) -> None:
-        """Compare checksums on `servers`. Those that do not answer are marked as lost. Raises
-        WeightsNotArrivedError."""
-        for server in servers:
-            try:
-                await checksums.check(server.control, server.info, update.tensors, update.version)
-            except ServerFault as fault:
-                self.fleet.lose(server, fault)
 
     async def _retire(self, transport: Transport) -> None:
         in_use = [parsed for text, n in self._labels_in_use.items() if n > 0 and (parsed := WeightLabel.parse(text))]

@@ -32,7 +32,7 @@ from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32
 from pvg.servers.connections import Connections
 from pvg.servers.models import Purpose
-from pvg.servers.pool import ConnectionLimits, together
+from pvg.servers.pool import connections_for, together
 from pvg.servers.publishing import Publisher, PublishingSession, SyncTiming, WeightUpdate
 from pvg.servers.served_model import ServedModel, ServerRequirements
 from pvg.servers.transports.files import FilesystemTransport
@@ -92,10 +92,8 @@ class VerifierServing:
         self._holder: Claim | None = None
         urls = experiment.serving.verifier_servers
         references = experiment.serving.reference_servers if isinstance(self.head, ServedImplicit) else ()
-        concurrency = CONCURRENCY * (2 if references else 1)
-        limits = ConnectionLimits.derive(concurrency, hosts=len(urls) + len(references))
-        limits.assert_covers(concurrency)
-        self.connections = Connections.open(experiment.serving, experiment.weights, limits)
+        connections = connections_for(CONCURRENCY * (2 if references else 1))
+        self.connections = Connections.open(experiment.serving, experiment.weights, connections)
         self.verifiers = self._servers("verifier", urls)
         self.references = self._servers("reference", references) if references else None
 

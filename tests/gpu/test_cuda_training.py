@@ -38,7 +38,6 @@ def trained(device: torch.device, **training: Any) -> tuple[dict[str, Tensor], l
             RepeatedBatch(batch_of(SMALL)),
             executor=executor,
             precision=experiment.training.precision,
-            memory=objective.memory,
             waits_for="batches",
         )
 

@@ -310,7 +310,6 @@ def test_vllms_own_routes_stay_reachable_and_are_stamped(server: Server) -> None
             assert (await bench.control.info()).paused
             await bench.control.resume()
             assert not (await bench.control.info()).paused
-            assert await bench.control.checksums()
 
     asyncio.run(play())
     assert "event=server.recv trace=look route=/pause" in server.log.read_text()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import pvg
 from pvg.servers.control import ControlClient
-from pvg.servers.pool import ConnectionLimits, HttpPool
+from pvg.servers.pool import HttpPool
 from pvg.servers.publishing import PublishingSession, WeightLabel
 
 PACKAGE = Path(pvg.__file__).parent
@@ -45,8 +45,7 @@ class Server:
     log: Path
 
     def pool(self, key: str | None = None) -> HttpPool:
-        limits = ConnectionLimits(64, 64)
-        return HttpPool(limits, connect_timeout_s=5.0, key=self.key if key is None else key, fresh=True)
+        return HttpPool(64, key=self.key if key is None else key, fresh=True)
 
     def control(self, pool: HttpPool) -> ControlClient:
         return ControlClient(self.url, pool, timeout_s=60.0, probe_timeout_s=30.0)

@@ -24,7 +24,5 @@ def test_one_server_can_be_asked_everything_when_the_others_are_away(connections
     )
     with tiny_model() as base:
         engine = open_vllm_engine(experiment, base, None, SilentEvents(), "run", lambda: [])  # type: ignore[arg-type]
-        limits = engine.served.connections.requests.limits
-        assert limits.per_host >= 1004
-        assert limits.total >= 1008
+        assert engine.served.connections.requests.connections >= 1008
         assert engine.max_in_flight >= 1000

@@ -6,16 +6,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from vllm_drills import Drill, Fault, canary, engine_over, fingerprint, request, run, tensors, until
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, WeightsNotArrivedError
 from pvg.records import VersionSpan
-from pvg.servers.canary import ChecksumTest
 from pvg.servers.publishing import PublishingSession, WeightUpdate
 
 
@@ -436,19 +433,6 @@ def test_tokens_of_adapters_upon_other_weights_are_not_delivered(tmp_path: Path)
         await adapting.close()
 
     run(use, tmp_path, max_lora_rank=16)
-
-
-def test_the_first_checksums_are_of_weights_that_the_server_did_not_start_with(tmp_path: Path) -> None:
-    """The first version of a run is what its servers have already: to compare that alone would prove no loading."""
-
-    async def use(d: Drill) -> None:
-        for version, content in enumerate((0, 0, 5, 6)):
-            of_version = {"w": torch.full((2, 3), float(content)), "norm": torch.full((4,), float(content))}
-            await d.engine.load_weights(WeightUpdate(version, of_version))
-        assert [server.calls["/weight_checker"] for server in d.servers] == [3, 3]
-
-    with ThreadPoolExecutor(1) as executor:
-        run(use, tmp_path, checksums=ChecksumTest("float32", executor, always=False))
 
 
 def test_servers_that_refuse_the_first_weights_ask_whether_they_serve_this_model(tmp_path: Path) -> None:

@@ -35,10 +35,8 @@ from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: 
 from pvg.rollout.vllm_engine import VllmEngine  # noqa: E402
 from pvg.servers.canary import (  # noqa: E402
     Canary,
-    ChecksumTest,
 )
 from pvg.servers.connections import Connections  # noqa: E402
-from pvg.servers.pool import ConnectionLimits  # noqa: E402
 from pvg.servers.publishing import (  # noqa: E402
     PublishingSession,
     SyncTiming,
@@ -197,10 +195,8 @@ def engine_over(
     longest: int = 100,
     key: str = KEY,
     transport: str = "filesystem",
-    checksums: ChecksumTest | None = None,
     shape: str = "",
     wants_experts: bool = False,
-    limits: ConnectionLimits | None = None,
     **serving: Any,
 ) -> VllmEngine:
     section = quick_serving(servers=tuple(urls), **{**QUICK, **serving})
@@ -208,7 +204,6 @@ def engine_over(
     weights: Weights = type("QuickWeights", (Weights,), {"timeout_s": timeout_s})(
         root=root, transport=transport, client="shared" if shared else "dedicated"
     )
-    limits = limits or ConnectionLimits.derive(concurrency, len(urls))
     served = ServedModel(
         ServerRequirements(
             purpose="prover",
@@ -219,11 +214,10 @@ def engine_over(
             lora_rank=8 * (transport == "lora"),
         ),
         urls,
-        Connections.open(section, weights, limits, key),
+        Connections.open(section, weights, concurrency, key),
         events,
         session=session,
         transport=open_transport(weights, "drill", None, "float32", session),
-        checksums=checksums,
     )
     return VllmEngine(
         served, canary=canary_ or canary(), events=events, routed_experts=wants_experts, deadline_s=deadline_s

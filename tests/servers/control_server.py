@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from pvg.servers.control import ControlClient
-from pvg.servers.pool import ConnectionLimits, HttpPool
+from pvg.servers.pool import HttpPool
 
 # What may be planned. "after": the work is done, and the reply does not come through.
 FAULTS = ("reset", "reset_after", "hang_after", "garbage_after", "refuse")
@@ -124,7 +124,7 @@ def with_servers(
     """Run `play` with that many servers and their control clients."""
 
     async def run() -> None:
-        pool = HttpPool(ConnectionLimits(16, 16), connect_timeout_s=2.0, fresh=True)
+        pool = HttpPool(16, connect_timeout_s=2.0, fresh=True)
         servers = [await ControlServer().__aenter__() for _ in range(count)]
         try:
             await play(servers, [server.control(pool, timeout_s) for server in servers])

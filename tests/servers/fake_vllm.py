@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import random
@@ -135,7 +134,7 @@ class FakeVllm:
         app = web.Application(middlewares=[self._guard], client_max_size=64 << 20)
         for path in ("/health", "/pvg/info", "/is_paused", "/weight_info", "/fake/stats"):
             app.router.add_get(path, self._simple)
-        for path in ("/pause", "/resume", "/weight_checker", "/pvg/adapters/unload", "/inference/v1/abort_requests"):
+        for path in ("/pause", "/resume", "/pvg/adapters/unload", "/inference/v1/abort_requests"):
             app.router.add_post(path, self._simple)
         app.router.add_post("/pvg/weights", self._weights)
         app.router.add_post("/pvg/adapters", self._adapter)
@@ -212,7 +211,6 @@ class FakeVllm:
             "/pvg/info": self.info,
             "/is_paused": lambda: {"is_paused": not self._resumed.is_set()},
             "/weight_info": lambda: {"weight_version": self.label},
-            "/weight_checker": lambda: {"checksums": self.checksums()},
             "/fake/stats": self.stats,
             "/inference/v1/abort_requests": lambda: self._abort(body["request_ids"]),
         }
@@ -241,10 +239,6 @@ class FakeVllm:
             if (made := self.live.get(name)) and made.finish_reason is None:
                 made.finish_reason = "abort"
 
-    def checksums(self) -> dict[str, str]:
-        tensors = self.weights.tensors if self.weights else {}
-        return {name: hashlib.sha256(raw).hexdigest() for name, (_, _, raw) in tensors.items()}
-
     def stats(self) -> dict[str, Any]:
         counts = {name: sum(getattr(self, name).values()) for name in ("received", "finished", "aborted")}
         return {**counts, "running": self.running, "peak": self.peak, "label": self.label}
@@ -269,7 +263,7 @@ class FakeVllm:
             started = time.perf_counter()
             try:
                 async with self._core:
-                    await self._load(label, file, bool(body.get("keep_kv")))
+                    await self._load(label, file)
             except ValueError as error:
                 self.label = f"{BROKEN}{label}"
                 raise Refusal(500, "load_failed", f"The weights {label} could not be loaded: {error}") from None
@@ -278,7 +272,7 @@ class FakeVllm:
             load_ms = (time.perf_counter() - started) * 1e3
             return {"label": str(label), "pause_ms": 0.1, "load_ms": load_ms, "resume_ms": 0.1}
 
-    async def _load(self, label: ServedLabel, path: Path, keep_kv: bool) -> None:
+    async def _load(self, label: ServedLabel, path: Path) -> None:
         if self.before_load is not None:
             await self.before_load()
         await asyncio.sleep(self.options.load_ms / 1e3)
@@ -288,7 +282,7 @@ class FakeVllm:
             raise ValueError("the tests want it so")
         self.weights = read_weights(path)
         self.label = str(label)
-        if not (keep_kv or self.options.keeps_cache):
+        if not self.options.keeps_cache:
             self._cache.clear()
 
     async def _adapter(self, request: web.Request) -> web.Response:

@@ -16,7 +16,6 @@ from patience import until
 
 from pvg.servers.pool import (
     ConnectionBroken,
-    ConnectionLimits,
     HttpPool,
     MalformedReply,
     RefusedRequest,
@@ -56,7 +55,7 @@ def drive(use: Callable[[HttpPool, FakeVllm, FaultProxy], Awaitable[Any]], **opt
     async def run() -> Any:
         server = FakeVllm()
         server.options.token_ms = 0.0
-        pool = HttpPool(ConnectionLimits.derive(8), connect_timeout_s=0.5, **options)
+        pool = HttpPool(8, connect_timeout_s=0.5, **options)
         async with server, FaultProxy(server.url) as proxy:
             try:
                 return await use(pool, server, proxy)
@@ -234,7 +233,7 @@ def answered_by(handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        pool = HttpPool(ConnectionLimits.derive(8), connect_timeout_s=0.5)
+        pool = HttpPool(8, connect_timeout_s=0.5)
         try:
             return await way(pool, f"http://127.0.0.1:{runner.addresses[0][1]}")
         except ServerFault as fault:

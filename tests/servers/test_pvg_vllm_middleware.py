@@ -299,7 +299,6 @@ def test_a_body_that_is_none_is_a_400(server: Server, body: bytes) -> None:
     [
         ({"name": 1, "label": "1-a/1"}, (400, "bad_request")),
         ({"name": "v1", "label": None}, (400, "bad_request")),
-        ({"name": "v1", "label": "1-a/1", "keep_kv": "yes"}, (400, "bad_request")),
         ({"name": "v" * 5000, "label": "1-a/1"}, (400, "bad_request")),
         ({"name": "v1", "label": "default"}, (422, "bad_label")),
         ({"name": "v1", "label": "broken:1-a/1"}, (422, "bad_label")),
@@ -311,8 +310,7 @@ def test_a_body_that_is_none_is_a_400(server: Server, body: bytes) -> None:
 )
 def test_a_wrong_call_is_refused_and_leaves_the_engine_alone(server: Server, body: Any, expected: Any) -> None:
     for path in ["/pvg/weights", "/pvg/adapters"]:
-        if path == "/pvg/weights" or "keep_kv" not in body:
-            assert server.code(path, body) == expected
+        assert server.code(path, body) == expected
     assert not server.engine.calls
 
 
@@ -343,11 +341,6 @@ def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytes
         "server.reply",
     ]
     assert "version=1 rpc_ms=" in lines[2]
-
-
-def test_the_keys_and_values_of_requests_in_flight_may_be_kept(server: Server) -> None:
-    server.post("/pvg/weights", {"name": "v1", "label": "1-a/1", "keep_kv": True})
-    assert server.engine.calls[0] == "pause keep False"
 
 
 def test_the_same_label_again_is_done_at_once(server: Server) -> None:

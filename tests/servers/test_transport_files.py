@@ -171,7 +171,7 @@ def test_all_servers_are_told_at_once_and_answer_for_themselves(tmp_path: Path) 
             assert (outcome.url, outcome.label, outcome.rpc_ms) == (server.url, LABEL, 1.5)
             assert outcome.parts == {"pause_ms": 0.25, "load_ms": 1.0, "resume_ms": 0.25}
             assert outcome.received_ns > 0
-            assert server.asked == [(WEIGHTS, {"name": NAME, "keep_kv": False, "label": str(LABEL)})]
+            assert server.asked == [(WEIGHTS, {"name": NAME, "label": str(LABEL)})]
 
     send(tmp_path, 3, lambda servers: None, check)
 

@@ -96,11 +96,11 @@ class Scoring(FakeVllm):
     def info(self):
         return super().info() | ({"label": self.claims} if self.claims else {})
 
-    async def _load(self, label, path, keep_kv):
+    async def _load(self, label, path):
         if self.lies:
             self.label = str(label)
         else:
-            await super()._load(label, path, keep_kv)
+            await super()._load(label, path)
 
     @web.middleware
     async def _guard(self, request, handler):

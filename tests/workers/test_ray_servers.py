@@ -24,7 +24,6 @@ from pvg.config.servers import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
 from pvg.planning.inputs import workers_of
 from pvg.servers.command import Interpreter
-from pvg.servers.pool import ConnectionLimits
 from pvg.workers.choice import cluster_settings, open_supply, with_workers
 from pvg.workers.ray_servers import RayServers
 from pvg.workers.server_agent import address_for, check_device, check_folder
@@ -71,8 +70,7 @@ class Servers:
     def __init__(self, nodes: SimulatedNodes, root: Path, **cluster: Any) -> None:
         self.events = Heard()
         self.servers = RayServers(experiment(root, address=nodes.address, **cluster), self.events)
-        limits = ConnectionLimits.derive(256, 2)
-        engine = engine_over((), root, self.events, limits=limits, unavailable_s=60.0, probe_timeout_s=5.0)
+        engine = engine_over((), root, self.events, unavailable_s=60.0, probe_timeout_s=5.0)
         self.drill = Drill(engine, [], [], self.events)
 
     async def __aenter__(self) -> Servers:

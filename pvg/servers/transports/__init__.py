@@ -42,7 +42,7 @@ def open_transport(
     folders = VersionFolders(section.root, run, session)
     if isinstance(section.transport, LoraTransport):
         return AdapterTransport(folders, executor, kind)
-    return FilesystemTransport(folders, executor, kind, keep_kv=section.transport.keep_kv)
+    return FilesystemTransport(folders, executor, kind)
 
 
 def _open_transfer(section: Weights, executor: Executor | None, dtype: str, device: torch.device | None) -> Transport:

@@ -45,15 +45,7 @@ class FilesystemTransport:
 
     adapters = False
 
-    def __init__(
-        self,
-        folders: VersionFolders,
-        executor: Executor | None,
-        dtype: torch.dtype,
-        *,
-        keep_kv: bool = False,
-    ) -> None:
-        self._keep_kv = keep_kv
+    def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype) -> None:
         self._folders = folders
         self._executor = executor
         self._dtype = dtype
@@ -75,7 +67,7 @@ class FilesystemTransport:
         name = self._folders.name(label)
 
         async def load(server: ControlClient) -> DeliveryTiming:
-            return await server.load_weights(name, label, trace, keep_kv=self._keep_kv)
+            return await server.load_weights(name, label, trace)
 
         async def has_arrived(server: ControlClient) -> bool:
             return (await server.info()).label == str(label)

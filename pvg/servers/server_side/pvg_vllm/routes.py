@@ -1,9 +1,9 @@
 """The routes below /pvg: server status, new weights, adapters.
 
 A weight update pauses the engine between two steps, lets its workers load, sets the label as weight version, and
-resumes. Requests in flight are kept. Unless the call has `"keep_kv": true`, the update drops the whole prefix cache
-with the keys and values of old weights, and requests in flight recompute theirs. So every token is sampled from exactly
-the weights of its label, regardless of the client's salts.
+resumes. Requests in flight are kept. The update drops the whole prefix cache with the keys and values of old weights,
+and requests in flight recompute theirs. So every token is sampled from exactly the weights of its label, regardless of
+the client's salts.
 """
 
 from __future__ import annotations
@@ -36,12 +36,6 @@ class RouteCall:
         value = self.body.get(key)
         if not isinstance(value, str) or not value or len(value) > 4096:
             raise Refusal(400, "bad_request", f"{key!r} must be a string.")
-        return value
-
-    def switch(self, key: str) -> bool:
-        value = self.body.get(key, False)
-        if not isinstance(value, bool):
-            raise Refusal(400, "bad_request", f"{key!r} must be true or false.")
         return value
 
     def label(self) -> ServedLabel:
@@ -105,7 +99,7 @@ class Routes:
     async def weights(self, call: RouteCall) -> dict[str, Any]:
         """Load published weights into the engine. Answers immediately if it has the label already, after it resumes an
         engine that an earlier call could not resume."""
-        engine, label, name, keep_kv = call.state.engine_client, call.label(), call.text("name"), call.switch("keep_kv")
+        engine, label, name = call.state.engine_client, call.label(), call.text("name")
         async with self._updating:
             current = await engine.get_weight_version()
             if current == str(label):
@@ -115,7 +109,7 @@ class Routes:
             check_order(current, label)
             files = await asyncio.to_thread(weight_files, self._root, name)
             tell("rpc.start", trace=call.trace, version=label.version)
-            timing = await _update(engine, label, files, keep_kv)
+            timing = await _update(engine, label, files)
             tell("rpc.done", trace=call.trace, version=label.version, rpc_ms=sum(timing.values()), **timing)
             return {"label": str(label), **timing}
 
@@ -150,12 +144,12 @@ class Routes:
             return {"label": str(label)}
 
 
-async def _update(engine: Any, label: ServedLabel, files: Sequence[Path], keep_kv: bool) -> dict[str, float]:
+async def _update(engine: Any, label: ServedLabel, files: Sequence[Path]) -> dict[str, float]:
     """Milliseconds of each part. The engine always resumes, under a label that says what it has."""
     times = [time.perf_counter()]
     reached = BROKEN + str(label)
     try:
-        await engine.pause_generation(mode="keep", clear_cache=not keep_kv)
+        await engine.pause_generation(mode="keep", clear_cache=True)
         times.append(time.perf_counter())
         try:
             failures = await engine.collective_rpc("pvg_load_weights", args=([str(file) for file in files],))
