@@ -125,7 +125,7 @@ class LoopSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the rollouts are not whole groups."""
     workload, profile = workload_settings(LoopSettings, settings), settings.profile
-    check_work(settings.experiment, None, workload.rollouts)
+    check_work(settings.experiment, workload.rollouts)
     return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
 
 

@@ -94,9 +94,6 @@ WORKLOADS: WorkloadTable = {
     name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "sync")
 }
 
-# Workloads that can take their work from a recorded run (`--replay RUN`).
-REPLAYING = frozenset({"rollout", "trainer"})
-
 # Workloads that can run on vLLM servers (`--server URL`, `--serve`).
 SERVED = frozenset({"rollout", "sync", "e2e"})
 
