@@ -36,7 +36,7 @@ from pvg.evaluation.opponents import policy_experiment
 from pvg.evaluation.samples import SampleSet, digest_of, sampled
 from pvg.evaluation.training import PolicyTraining, probe_steps, train, training_session
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, recompute_logprobs
 

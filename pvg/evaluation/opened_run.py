@@ -44,8 +44,7 @@ from pvg.store.checkpoints import META_FILE, check_size, read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.task import Task, problems_of_half
-from pvg.telemetry.events import EventLog
-from pvg.telemetry.observer import Observer
+from pvg.telemetry.events import EventLog, Observer
 from pvg.telemetry.spans import Tracer
 from pvg.verifier.backend import ScoringModel
 from pvg.verifier.scorer import VerifierScorer

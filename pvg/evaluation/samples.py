@@ -31,7 +31,7 @@ from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import ShardInfo
-from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg.telemetry.events import PhaseInfo, Progress
 
 MANIFESTS = "samples"
 

@@ -23,7 +23,7 @@ from pvg.game.states import Phase
 from pvg.models.starts import open_learner
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
 from pvg.verifier.backend import ScoringModel
 

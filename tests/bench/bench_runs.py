@@ -23,7 +23,7 @@ from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.records import Rollout
 from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 SMALL = {
     "name": "small",

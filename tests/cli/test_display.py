@@ -13,7 +13,7 @@ from run_samples import played
 
 from pvg.reporting.formats import duration
 from pvg.reporting.run_summary import read_run
-from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg.telemetry.events import PhaseInfo, Progress
 from pvg_cli.run_display import PLAY_PHASES, SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
 
 

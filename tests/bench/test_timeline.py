@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.telemetry.chrome_trace import GAME_LANE, Event, placed, trace_events, write_trace
+from pvg.bench.profiling import GAME_LANE, Event, placed, trace_events, write_trace
 from pvg.telemetry.spans import Span, Tracer, run_in, span
 
 SECOND = 1e6  # microseconds
