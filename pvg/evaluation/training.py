@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from pvg.config.experiment import Experiment
 from pvg.evaluation.opened_run import EvaluationContext, OpenedRun, first_version, remove_folder
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, TrainingStop, read_policy, save_policy
+from pvg.game.parts import TrainingStop
+from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
 from pvg.game.session import Session, finite
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.starts import open_learner
 from pvg.store.atomic import make_directory, write_atomic
@@ -133,7 +135,7 @@ async def _train_to(
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                phase = ProverPhase(session, info, verifier, threshold, learner, rule)
+                phase = open_prover_phase(session, info, verifier, FixedVerifier(threshold), learner, rule)
             await phase.play()
         phase.tell_unfinished()
         meta = {

@@ -18,18 +18,162 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from pvg.errors import MissingRequirementError, PvgError, reason
-from pvg.reporting.live_page import LIVE, ROLLOUTS, LiveRun
-from pvg.reporting.rollouts_file import rollouts_kind
-from pvg.reporting.table import PageKind, policy_of
+from pvg.errors import MissingRequirementError, PvgError, counted, reason
+from pvg.evaluation.report import REPORT_FILE
+from pvg.reporting.follow import RunProgress, RunSituation, RunState, progress_of, situation
+from pvg.reporting.formats import compact, duration, phase_label
+from pvg.reporting.rollouts_file import rollouts_file, rollouts_kind, stored_rollouts
+from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
+from pvg.reporting.run_summary import RunSummary, committed_state, read_run
+from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements, policy_of
 from pvg.store.run_directory import RunDirectory
+
+INTERVAL_S = 1.0  # between two drawings of the page
+SHARE = 20.0  # times what a drawing takes is the time until the next, so that watching costs 1 / SHARE of a core
+EXAMPLES = 2  # per round
+ROLLOUTS = "rollouts.html"  # the address of the page with all solutions
+LIVE = PageKind(
+    scripts=(*CHARTS, "page.js", LIVE_SCRIPT),
+    policy="connect-src 'self'; base-uri 'none'",
+    sheets=("watch.css",),
+    links=((ROLLOUTS, "All rollouts"),),
+    footer="pvg watch serves this page from this machine. It loads nothing from elsewhere.",
+)
+
+
+class LiveRun:
+    """A run and its pages. Call it from one thread at a time."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.run = run
+        self._page = ""
+        self._solutions = ""
+        self._drawn_s = self._cost_s = 0.0  # when the page was drawn, and how long that took
+        self._files: tuple[object, ...] = ()  # what the page was made of
+        self._state: dict[str, Any] = {}
+        self._summary: RunSummary | None = None
+        self._situation = RunSituation("waiting")
+        self._data: RunData | None = None
+        self._collected: tuple[object, ...] = ()
+
+    def page(self) -> str:
+        """The report as it is now. It is drawn again if the run has changed and the last drawing is old enough."""
+        files = tuple(map(_signature, (self.run.state, self.run.metrics, self.run.evaluation / REPORT_FILE)))
+        if files[:1] != self._files[:1]:
+            self._state, self._solutions = committed_state(self.run, []), ""
+        before, self._situation = self._situation, situation(self.run, self._state)
+        urgent = not self._page or before.state != self._situation.state
+        if urgent or (
+            files != self._files and time.monotonic() - self._drawn_s >= max(INTERVAL_S, SHARE * self._cost_s)
+        ):
+            began = time.monotonic()
+            self._files = files
+            self._page = self._draw()
+            self._drawn_s = time.monotonic()
+            self._cost_s = self._drawn_s - began
+        return self._page
+
+    def solutions(self) -> str:
+        """The page with all solutions of the last commit."""
+        self.page()
+        if not self._solutions:
+            summary = self._summary or read_run(self.run)
+            self._solutions = rollouts_file(stored_rollouts(self.run, summary), self.run, summary, "/")
+        return self._solutions
+
+    def _draw(self) -> str:
+        now = self._situation
+        if self._summary is None or now.state != "removed":
+            self._summary = read_run(self.run)
+        summary = self._summary
+        data = self._report(summary, now)
+        progress = progress_of(summary, time.time(), data.experiment.game.effort)
+        solutions = sum(int(shard["rows"]) for shard in self._state.get("shards", ()))
+        live = elements.now(_texts(summary, now, progress, solutions), _share(now, progress))
+        sheets = (*LIVE.sheets, "board.css") if data.experiment.task.kind in DRAWN_TASKS else LIVE.sheets
+        return run_page(data, [live], replace(LIVE, sheets=sheets))
+
+    def _report(self, summary: RunSummary, now: RunSituation) -> RunData:
+        """The data of the page. Scores and solutions are read again when a phase ends, the timeline of some steps only
+        when nothing plays the run: both need whole files."""
+        key = (summary.phase, len(summary.rounds), summary.status, now.ended, self._files[2:])
+        if self._data is None or (key != self._collected and now.state != "removed"):
+            self._data, self._collected = collect(self.run, summary, EXAMPLES, playing=not now.ended), key
+        return replace(self._data, summary=summary, state=now.state, rollouts=ROLLOUTS)
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the file has been written."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _share(situation: RunSituation, progress: RunProgress | None) -> float:
+    """The finished share of the phase."""
+    if situation.state == "finished":
+        return 1.0
+    if progress is None or progress.step is None or not progress.of:
+        return 0.0
+    return min(1.0, progress.step / progress.of)
+
+
+def _texts(
+    summary: RunSummary, situation: RunSituation, progress: RunProgress | None, solutions: int
+) -> dict[str, str]:
+    """The sentences below the title."""
+    place = "Nothing is recorded yet."
+    if progress is not None and situation.state == "finished":
+        place = f"{counted(len(summary.rounds), 'round')} done"
+    elif progress is not None:
+        of = "" if progress.of is None else f" of {compact(progress.of)}"
+        step = "" if progress.step is None else f", step {compact(progress.step)}{of}"
+        place = (
+            f"round {progress.round} ({progress.round + 1} of {progress.rounds}), {phase_label(progress.phase)}{step}"
+        )
+    left = []
+    if situation.state == "running" and progress is not None:
+        if progress.phase_left_s is not None:
+            left.append(f"{duration(progress.phase_left_s)} left in this phase")
+        if progress.run_left_s is not None:
+            left.append(f"{duration(progress.run_left_s)} in the whole run")
+    return {
+        "place": place,
+        "left": ", ".join(left),
+        "solutions": f"{counted(solutions, 'stored solution')}, {counted(len(summary.alerts), 'alert')}",
+        "sign": _sign(situation, RunDirectory(summary.path)),
+    }
+
+
+def _sign(situation: RunSituation, run: RunDirectory) -> str:
+    resume = f"pvg train --resume {run.argument}"
+    who = "" if situation.process is None else f"process {situation.process} on {situation.host}"
+    ago = "" if situation.quiet_s is None else f"last sign of life {duration(situation.quiet_s)} ago"
+    sentences: dict[RunState, str] = {
+        "waiting": "The run has not begun.",
+        "running": who,
+        "silent": f"{who} is there, but is silent: {ago}",
+        "finished": "",
+        "stopped": f"Continue it with: {resume}",
+        "failed": "Its process ended before the run did. Its message is on its terminal and in events.log.",
+        "died": f"{who} is gone and did not end the run: {ago}. Continue it with: {resume}",
+        "removed": "The folder of the run is gone.",
+    }
+    return sentences[situation.state]
+
 
 HOST = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
