@@ -6,8 +6,6 @@ vLLM reads Hugging Face directories. A GGUF model and a player of another run ar
 `scalar` head is written with a score instead of the vocabulary head. Created folders are named after the fingerprint of
 their weights, appear complete or not at all, and are reused by later servers.
 
-    python -m pvg.servers.models KIND SOURCE DTYPE ROOT      what `model_folder` runs when it needs torch
-
 Invariant: this process does not load torch, and holds no weights in addition to those of the server it starts.
 """
 
@@ -16,21 +14,19 @@ from __future__ import annotations
 import copy
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import orjson
-
-from pvg import errors, hub
+from pvg import hub
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id
 from pvg.config.load import embedded_model
 from pvg.config.models import ModelSection
 from pvg.config.run_ids import is_run_id
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.store.atomic import make_directory, share_weights, sync_directory, temporary_beside
 
@@ -103,16 +99,9 @@ def _directory(source: str) -> Path:
 
 
 def _made(kind: Kind, section: ModelSection, root: Path) -> Path:
-    """Create the folder in a separate process, which imports torch."""
-    command = [sys.executable, "-P", "-m", __name__, kind, section.source, section.dtype, str(root.absolute())]
-    # The process logs to our stderr. Its result or error is one JSON line on its stdout.
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    found = orjson.loads(done.stdout or b"{}")
-    if error := found.get("error"):
-        raise getattr(errors, error["type"])(error["message"], error["remedy"])
-    if done.returncode or "folder" not in found:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
-    return Path(found["folder"])
+    """Create the folder in a separate process, which imports torch and raises its errors here."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(make_folder, kind, section, root.absolute()).result()
 
 
 def make_folder(kind: Kind, section: ModelSection, root: Path) -> Path:
@@ -193,19 +182,3 @@ def _whole(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(folder.parent)
-
-
-def _main(kind: Kind, source: str, dtype: Literal["float32", "bfloat16"], root: str) -> int:
-    try:
-        folder = make_folder(kind, ModelSection(source=source, dtype=dtype), Path(root))
-    except PvgError as error:
-        name = next(kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__))
-        document: object = {"error": {"type": name, "message": error.message, "remedy": error.remedy}}
-        sys.stdout.buffer.write(orjson.dumps(document))
-        return error.exit_code
-    sys.stdout.buffer.write(orjson.dumps({"folder": str(folder)}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))  # type: ignore[arg-type]

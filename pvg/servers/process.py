@@ -249,7 +249,7 @@ class VllmServer:
             self.spec.log.parent.mkdir(parents=True, exist_ok=True)
             self.spec.log.touch()
         self.boot = secrets.token_hex(8)
-        command = [sys.executable, "-I", "-S", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
+        command = [sys.executable, "-I", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
         try:
             process = subprocess.Popen(
                 [*command, *self.spec.command],

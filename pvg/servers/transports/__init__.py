@@ -35,10 +35,12 @@ def open_transport(
     """
     if isinstance(section.transport, DeviceTransport):
         return _open_transfer(section, executor, dtype, device)
-    from pvg.servers.transports.files import AdapterTransport, FilesystemTransport
-    from pvg.servers.transports.versions import VersionFolders, torch_dtype
+    import torch
 
-    kind = torch_dtype(dtype)
+    from pvg.servers.transports.files import AdapterTransport, FilesystemTransport
+    from pvg.servers.transports.versions import VersionFolders
+
+    kind = getattr(torch, dtype)
     folders = VersionFolders(section.root, run, session)
     if isinstance(section.transport, LoraTransport):
         return AdapterTransport(folders, executor, kind)
@@ -50,7 +52,6 @@ def _open_transfer(section: Weights, executor: Executor | None, dtype: str, devi
 
     from pvg.servers.transports.gpu import NcclBackend
     from pvg.servers.transports.transfer import TransferTransport
-    from pvg.servers.transports.versions import torch_dtype
 
     lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
     install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
@@ -61,4 +62,4 @@ def _open_transfer(section: Weights, executor: Executor | None, dtype: str, devi
         )
     if device is None or device.type != "cuda":
         device = torch.device("cuda", 0)
-    return TransferTransport(NcclBackend(), executor, device, torch_dtype(dtype), section.timeout_s)
+    return TransferTransport(NcclBackend(), executor, device, getattr(torch, dtype), section.timeout_s)

@@ -5,9 +5,6 @@
         STABLE                      written last: the weight files and their sizes
     root/RUN/.session-5f3c09ab      locked while that session lives
 
-`write_tensors` writes a safetensors file one tensor at a time, so there is never a second copy of the model in memory.
-A GPU tensor is cast on the GPU and copied once; a CPU tensor with the right dtype is written without a copy.
-
 Invariants: a folder without a temporary name is complete and durable. A session removes only its own versions and those
 of dead sessions of the same run, as shown by their locks. It removes nothing outside of root/RUN and follows no links.
 """
@@ -39,36 +36,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Names of torch's dtypes in the safetensors format.
-FORMAT_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called `name`, with or without "torch.". Raises ConfigurationError for one that weights cannot have."""
-    import torch
-
-    short = name.removeprefix("torch.")
-    dtype: torch.dtype | None = getattr(torch, short, None) if short in FORMAT_NAMES else None
-    if dtype is None or not dtype.is_floating_point:
-        raise ConfigurationError(f"The servers' dtype is {name!r}, in which no weights can be published.")
-    return dtype
-
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without additional names of the same memory: a tied weight keeps only its first name."""
@@ -96,47 +63,17 @@ def wire_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> int:
     """Create `path` with `tensors`: floating-point ones cast to `dtype`, tied ones once. Syncs it; returns its bytes.
+    Tensors that are on a device or of another dtype are copied to the host's memory."""
+    from safetensors.torch import save_file
 
-    Raises the OSError of a failed write and leaves the partial file, so use it inside a temporary folder.
-    """
-    # Wide dtypes first, so that every tensor is aligned without gaps, which the format forbids.
-    chosen = sorted(untied(tensors).items(), key=lambda item: (-wire_dtype(item[1], dtype).itemsize, item[0]))
-    with open(path, "xb", buffering=0) as file:
-        _write(file.fileno(), _header(chosen, dtype))
-        for _, tensor in chosen:
-            _write(file.fileno(), _content(tensor, dtype))
+    cast = {
+        name: tensor.detach().to(wire_dtype(tensor, dtype)).cpu().contiguous()
+        for name, tensor in untied(tensors).items()
+    }
+    save_file(cast, path, metadata={"format": "pt"})
+    with path.open("rb") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
-
-
-def _header(chosen: list[tuple[str, Tensor]], dtype: torch.dtype) -> bytes:
-    """The length of the JSON description in 8 bytes, then the description, padded to a multiple of 8."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in chosen:
-        kind = wire_dtype(tensor, dtype)
-        begin, end = end, end + tensor.numel() * kind.itemsize
-        entries[name] = {
-            "dtype": FORMAT_NAMES[str(kind).removeprefix("torch.")],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = orjson.dumps(entries)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _content(tensor: Tensor, dtype: torch.dtype) -> memoryview:
-    import torch
-
-    dense = tensor.detach().to(wire_dtype(tensor, dtype)).cpu().contiguous().reshape(-1)
-    return dense.view(torch.uint8).numpy().data if dense.numel() else memoryview(b"")
-
-
-def _write(descriptor: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
 
 
 # --- folders ---------------------------------------------------------------------------------------------------------
