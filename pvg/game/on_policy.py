@@ -37,8 +37,8 @@ from pvg.game.statistics import (
 )
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
+from pvg.rollout.dispatcher import PartialSampling, partial_sampling
 from pvg.rollout.engine import EngineStats
-from pvg.rollout.partial import PartialSampling, partial_sampling
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import (

@@ -29,10 +29,9 @@ from pvg.games.game import ExplainsRules, GameRules
 from pvg.models.language_model import LanguageModel
 from pvg.records import Group, Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout import EngineSetup, open_engine
-from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.dispatcher import Dispatcher, PartialSampling
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
 from pvg.rollout.gathering import SampleCall
-from pvg.rollout.partial import PartialSampling
 from pvg.seeds import generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.events import SilentEvents

@@ -33,8 +33,7 @@ from typing import IO, Any
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError, user_paths
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
-from pvg.servers.connections import KEY_VARIABLE
-from pvg.servers.control import ServerLoad, parse_server_load
+from pvg.servers.control import KEY_VARIABLE, ServerLoad, parse_server_load
 from pvg.servers.pool import HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed

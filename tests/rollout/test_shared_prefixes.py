@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from pvg.rollout import shared_prefixes
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder
-from pvg.rollout.shared_prefixes import LEAST_SHARED, MOST_SHARED, SharedPart, shared_parts
+from pvg.rollout.lean_rows import LEAST_SHARED, MOST_SHARED, SharedPart, shared_parts
 
 
 def tokens(*pieces: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.int32]]:

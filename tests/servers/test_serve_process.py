@@ -20,7 +20,7 @@ import serve_stand_in
 from pvg.errors import ConfigurationError
 from pvg.servers import supervisor
 from pvg.servers.command import Interpreter, ServerSpec
-from pvg.servers.connections import KEY_VARIABLE
+from pvg.servers.control import KEY_VARIABLE
 from pvg.servers.process import ServerFailedError, StartStage, VllmServer, check_port
 
 LIMIT_S = 60.0  # for what takes a second on a quiet machine

@@ -21,10 +21,9 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.transports import Transport, open_transport
+from pvg.servers.transports import UNKNOWN_PART, Transport, open_transport
 from pvg.servers.transports import transport as delivering
-from pvg.servers.transports.transport import UNKNOWN_PART
-from pvg.servers.transports.versions import write_tensors
+from pvg.servers.transports.files import write_tensors
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 LABEL = WeightLabel(SESSION, 1)

@@ -20,7 +20,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .exchange import Refusal
+
+class Refusal(Exception):
+    """Becomes a reply of `status` with {"error": {"code", "message"}}."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{status} {code}: {message}")
+        self.status = status
+        self.code = code
+        self.message = message
+
 
 BROKEN = "broken:"
 
