@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 
 from pvg.config.servers import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.servers import transports as delivering
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import UNKNOWN_PART, Transport, open_transport
-from pvg.servers.transports import transport as delivering
 from pvg.servers.transports.files import write_tensors
 
 SESSION = PublishingSession(1000, "aaaaaaaa")

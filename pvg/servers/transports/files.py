@@ -79,10 +79,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     Tensors that are on a device or of another dtype are copied to the host's memory."""
     from safetensors.torch import save_file
 
-    cast = {
-        name: tensor.detach().to(wire_dtype(tensor, dtype)).cpu().contiguous()
-        for name, tensor in untied(tensors).items()
-    }
+    cast = {}
+    for name, tensor in untied(tensors).items():
+        host = tensor.detach().to(wire_dtype(tensor, dtype)).cpu().contiguous()
+        is_part = host.untyped_storage().nbytes() > host.nbytes  # safetensors refuses views of one memory
+        cast[name] = host.clone() if is_part else host
     save_file(cast, path, metadata={"format": "pt"})
     with path.open("rb") as file:
         os.fsync(file.fileno())
