@@ -19,6 +19,9 @@ Four switches have a slow side, as research code often has it (benchmarks.loop_e
 - `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on the loop;
 - `workload.grading = "loop"` decodes and grades on the loop.
 
+`memory_over_payload` is the growth of this process's peak memory over a sample, in multiples of the batch's ids,
+log-probs and experts. benchmarks/loop-large.toml measures it with the experts of a large model (384 bytes per token).
+
 `derived` shows where pvg itself stalls the loop: `rollout_stall_ms` while rollouts arrive, `batch_stall_ms` while pvg
 scores, rewards and records them, `commit_stall_ms` during the commit. `decode_ms` and `grade_ms` are the work for one
 rollout.
@@ -49,6 +52,7 @@ from benchmarks.loop_engine import (
     RecordedScoringModel,
     RolloutStretch,
     recorded,
+    some_experts,
 )
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workloads import BenchMetric, Workload
@@ -64,7 +68,7 @@ from pvg.game.players import Players
 from pvg.game.roles import prompt_builder
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.records import Group, Problem, Rollout
+from pvg.records import Group, Int32, Problem
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
@@ -79,6 +83,7 @@ MB = 1e6
 TIMED_ALONE = 16  # rollouts for `decode_ms` and `grade_ms`
 BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # written bytes, rounded up: an id, a log-prob, a few characters
 BYTES_PER_EXPERT = {"arrow": 1, "json": 6}
+ID_AND_LOGPROB = 8  # bytes of a token
 THRESHOLD = 0.0
 
 MEASURES: dict[str, BenchMetric] = {
@@ -94,6 +99,8 @@ MEASURES: dict[str, BenchMetric] = {
     "write_s": BenchMetric("s", "lower", "encoding the rollouts' records and committing them"),
     "bytes_written_mb": BenchMetric("MB", "lower", "size of the records on disk"),
 }
+MEMORY_MEASURE = BenchMetric("1", "lower", "growth of the peak memory over a sample, in multiples of the payload")
+STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux
 
 
 class LoopSettings(Section):
@@ -132,19 +139,33 @@ class Stalls:
     commit: LagWindow | None
 
 
+def has_peak() -> bool:
+    return PEAK_RESET.exists()
+
+
+def reset_peak() -> None:
+    PEAK_RESET.write_text("5")
+
+
+def resident_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
+    """This process's resident memory: now, or its peak since PEAK_RESET was written."""
+    (kilobytes,) = [line.split()[1] for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(kilobytes) * 1024
+
+
 class WatchedDispatcher(Dispatcher):
-    """Measures the loop's lag while it samples (`during`) and afterwards (`after`), and keeps some rollouts."""
+    """Measures the loop's lag while it samples (`during`) and afterwards (`after`), and keeps some completions."""
 
     hz = 100.0
     sampled = 0.0  # when sampling ended
-    some: Sequence[tuple[Problem, Rollout]] = ()
+    some: Sequence[tuple[Problem, Int32]] = ()  # completions
 
     async def sample(self, *arguments: Any, **named: Any) -> list[Group]:
         self.after = LoopLagMonitor(self.hz)
         async with LoopLagMonitor(self.hz) as self.during:
             groups = await super().sample(*arguments, **named)
         self.sampled = time.perf_counter()
-        self.some = [(group.problem, rollout) for group in groups for rollout in group.rollouts][:TIMED_ALONE]
+        self.some = [(group.problem, one.completion_ids) for group in groups for one in group.rollouts][:TIMED_ALONE]
         self.after.start()
         return groups
 
@@ -160,7 +181,10 @@ class LoopWorkload:
         self._settings = settings
         self._samples = samples
         self._stalls: list[Stalls] = []
+        self._before = 0  # resident bytes when opened
         self.measures: Mapping[str, BenchMetric] = MEASURES
+        if has_peak():
+            self.measures = {**MEASURES, "memory_over_payload": MEMORY_MEASURE}
 
     async def open(self) -> None:
         """Record the completions with the experiment's prover. Raises MissingRequirementError if the disk is too
@@ -199,6 +223,8 @@ class LoopWorkload:
             # again, 0.2 s each time.
             gc.collect()
             gc.freeze()
+            if has_peak():
+                self._before = resident_bytes("VmRSS")
             self._stack = stack.pop_all()
 
     async def _record(self) -> None:
@@ -211,7 +237,8 @@ class LoopWorkload:
         await players.engine.close()
         how = RolloutStretch(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
         rollouts = [one for group in groups for one in group.rollouts]
-        payloads = {one.id: recorded(one, i, how, tokenizer) for i, one in enumerate(rollouts)}
+        experts = some_experts(how)
+        payloads = {one.id: recorded(one, i, how, tokenizer, experts) for i, one in enumerate(rollouts)}
         self._tokens = sum(len(payload.token_ids) for payload in payloads.values())
         players.engine = RecordedEngine(payloads, chunk=settings.chunk, max_in_flight=rollout.concurrency)
         sampling = Sampling(settings.tokens, (tokenizer.eos_id,))
@@ -241,6 +268,8 @@ class LoopWorkload:
 
     async def sample(self, index: int) -> dict[str, float]:
         source, watched = self._source(), self._dispatcher
+        if has_peak():
+            reset_peak()
         started = time.perf_counter()
         async with LoopLagMonitor(self._settings.lag_hz) as whole:
             batch = await source.next_batch()
@@ -264,7 +293,15 @@ class LoopWorkload:
             "batch_s": batch_s,
             "write_s": write_s,
             "bytes_written_mb": self._bytes_written() / MB,
+            **self._memory(),
         }
+
+    def _memory(self) -> dict[str, float]:
+        if not has_peak():
+            return {}
+        settings = self._settings
+        payload = self._tokens * (ID_AND_LOGPROB + settings.expert_layers * settings.experts_per_token)
+        return {"memory_over_payload": (resident_bytes("VmHWM") - self._before) / payload}
 
     def _source(self) -> OnPolicySource:
         """A fresh source for each sample: the same batch with an empty score cache."""
@@ -297,9 +334,9 @@ class LoopWorkload:
         of a rollout."""
         decode_s, grade_s = [], []
         tokenizer, task = self._session.players.base.tokenizer, self._session.task
-        for problem, rollout in self._dispatcher.some:
+        for problem, completion_ids in self._dispatcher.some:
             started = time.perf_counter()
-            text = tokenizer.decode(rollout.completion_ids)
+            text = tokenizer.decode(completion_ids)
             decoded = time.perf_counter()
             task.grade(problem, text)
             decode_s.append(decoded - started)

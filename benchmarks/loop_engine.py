@@ -35,28 +35,33 @@ if TYPE_CHECKING:
 
 NO_MODEL = "It has no model."
 STEP_ENDS = (";", "\n")  # a step of a solution ends with one of these
+EXPERT_ROWS = 4096  # tokens after which the experts repeat
 GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' durations evenly over an interval
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The answer to one request: token ids int32 [C], log-probs float32 [C], the experts [P + C - 1, layers, k] of
-    prompt and completion, and the seconds over which the tokens arrive."""
+    """The answer to one request: token ids int32 [C], log-probs float32 [C], and the seconds over which the tokens
+    arrive. The experts [P + C - 1, layers, k] of prompt and completion repeat `some_experts` [E, layers, k], which many
+    payloads share, from row `place` on: so what is served is not in memory before."""
 
     token_ids: Int32
     logprobs: Float32
-    experts: RoutedExperts
+    prompt_tokens: int
+    some_experts: RoutedExperts
+    place: int
     finish_reason: FinishReason
     duration_s: float
 
-    def experts_of(self, start: int, end: int) -> RoutedExperts:
-        """The experts used for sampling tokens `start` to `end`; if `start` is 0, also those of the prompt."""
-        before = len(self.experts) - len(self.token_ids)
-        return self.experts[0 if start == 0 else before + start : before + end]
+    @property
+    def experts(self) -> RoutedExperts:
+        """A copy, as each reply of a server is one."""
+        rows = np.arange(self.prompt_tokens + len(self.token_ids) - 1) + self.place
+        return self.some_experts[rows % len(self.some_experts)]
 
 
 class RecordedEngine(StandInEngine):
-    """Serves `payloads` by request id, in chunks of `chunk` tokens."""
+    """Serves `payloads` by request id: the tokens in chunks of `chunk`, and at the end, as vLLM does, the experts."""
 
     def __init__(self, payloads: Mapping[str, Payload], *, chunk: int, max_in_flight: int) -> None:
         super().__init__(max_in_flight)
@@ -67,7 +72,7 @@ class RecordedEngine(StandInEngine):
         payload = self._payloads[request.id]
         started = time.perf_counter()
         starts = range(0, len(payload.token_ids), self._chunk)
-        token_ids, logprobs, experts = list[Int32](), list[Float32](), list[RoutedExperts]()
+        token_ids, logprobs = list[Int32](), list[Float32]()
         for number, start in enumerate(starts, start=1):
             # Relative to the start, so that a busy loop delays one chunk and not all later ones.
             due = started + payload.duration_s * number / len(starts)
@@ -75,14 +80,13 @@ class RecordedEngine(StandInEngine):
             end = min(start + self._chunk, len(payload.token_ids))
             token_ids.append(payload.token_ids[start:end])
             logprobs.append(payload.logprobs[start:end])
-            experts.append(payload.experts_of(start, end))
         return self.completed(
             request,
             np.concatenate(token_ids),
             np.concatenate(logprobs),
             payload.finish_reason,
             time.perf_counter() - started,
-            np.concatenate(experts),  # type: ignore[arg-type]  # numpy loses which of the two types it is
+            payload.experts,
         )
 
 
@@ -144,17 +148,24 @@ class RolloutStretch:
     k: int = 0
 
 
-def recorded(rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer) -> Payload:
+def some_experts(how: RolloutStretch) -> RoutedExperts:
+    return np.random.default_rng(0).integers(0, 256, (EXPERT_ROWS, how.layers, how.k), dtype=np.uint8)
+
+
+def recorded(
+    rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer, experts: RoutedExperts
+) -> Payload:
     """A rollout stretched to almost `tokens` tokens in whole steps. `number` selects its duration and its experts."""
     ids, logprobs = rollout.completion_ids, rollout.logprobs
     step = first_step(ids, tokenizer)
     repeats = max(0, how.tokens - len(ids)) // max(1, step)
     token_ids = np.concatenate([np.tile(ids[:step], repeats), ids])
-    shape = (len(rollout.prompt_ids) + len(token_ids) - 1, how.layers, how.k)
     return Payload(
         token_ids=token_ids,
         logprobs=np.concatenate([np.tile(logprobs[:step], repeats), logprobs]),
-        experts=np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8),
+        prompt_tokens=len(rollout.prompt_ids),
+        some_experts=experts,
+        place=number,
         finish_reason=rollout.finish_reason,
         duration_s=how.seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
     )

@@ -61,7 +61,7 @@ def profile_lines(reports: Reports, machines: Sequence[str]) -> Iterator[str]:
     about = str(first.config["profile"]["about"])
     yield from (f"## {first.name}", "", f"{about[0].upper()}{about[1:]}.")
     if first.name == PEERS:
-        rows = [row for name, report in chosen for row in peer_rows(name, report)]
+        rows = [peer_row(name, report) for name, report in chosen]
         header = ("the work", "measure", "TRL", "pvg", "pvg is better by")
         yield from ("", *markdown_lines(header, "llrrr", rows), "")
         versions = first.config["peer"]["versions"].items()
@@ -198,16 +198,12 @@ def ratio_text(ratio: RatioInterval | None, *, marked: bool = False) -> str:
     return f"{f'**{times}**' if marked and not ratio.low <= 1.0 <= ratio.high else times} ({interval(ratio)})"
 
 
-def peer_rows(file: str, report: BenchReport) -> Iterator[tuple[str, ...]]:
-    """The rows of one report of `make bench-peers`, its headline first. Only the first row names the work: the options
-    of the command."""
-    theirs, ours = report.variants
-    headline = headline_of(report)
+def peer_row(file: str, report: BenchReport) -> tuple[str, ...]:
+    """The headline of a report of `make bench-peers`. The work: the options of the command."""
+    theirs, ours = (variant.samples[headline_of(report)] for variant in report.variants)
     work = f"[`{report.command.partition('compare.py ')[2].partition(' --out')[0]}`](benchmarks/{file})"
-    for name in sorted(theirs.samples.keys() - {WALL}, key=lambda name: (name != headline, name)):
-        found = better_by(theirs.samples[name], ours.samples[name], in_turn=interleaved(report))
-        yield work, f"`{name}`", median_text(theirs.samples[name]), median_text(ours.samples[name]), ratio_text(found)
-        work = ""
+    ratio = ratio_text(better_by(theirs, ours, in_turn=interleaved(report)))
+    return work, f"`{headline_of(report)}`", median_text(theirs), median_text(ours), ratio
 
 
 def median_text(samples: Samples) -> str:

@@ -21,7 +21,7 @@ from pvg.telemetry.catalogue import METRICS
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # These modules write the tables and the curves of a run and of its evaluation.
-SHOWN_BY = ("formats.py", "terminal.py", "run_sections.py", "evaluation.py", "evaluation_charts.py")
+SHOWN_BY = ("formats.py", "terminal.py", "run_sections.py", "evaluation.py")
 ABBREVIATION = re.compile(r"\b[A-Z]{2,}\b")
 
 

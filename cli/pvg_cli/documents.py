@@ -22,10 +22,7 @@ from pvg.bench.report import BenchReport, TimeBudget
 from pvg.config.experiment import BatchArithmetic
 from pvg.evaluation.report import EvaluationReport
 from pvg.hub import Download
-from pvg.reporting.diagnosis.diagnosis import TimingSummary
-from pvg.reporting.diagnosis.log_events import LineCounts, UpdateCounts
-from pvg.reporting.diagnosis.signatures import Finding
-from pvg.reporting.diagnosis.tally import LoadCorrelation
+from pvg.reporting.diagnosis import Finding, LoadCorrelation, TimingSummary
 from pvg.reporting.run_summary import AlertRecord, PhaseSummary, ProcessSummary, ScalingRecord, StepRecord
 from pvg.reporting.solutions import Example
 from pvg.study.results import StudyResults
@@ -254,6 +251,7 @@ class RunResults(DocumentPart):
     code_version: str
     began: float | None
     peak_memory: dict[str, float]
+    cores: dict[str, float]
     seconds: float
     notes: list[str]
     damaged: bool
@@ -461,18 +459,17 @@ class StudyPlanDocument(JsonDocument):
 
 
 class DiagnoseDocument(JsonDocument):
-    """The causes that were found in logs, the costliest first. `not_seen`: by cause, what the log lacks to check it."""
+    """The causes that were found in a run, the costliest first. Times in seconds. `not_seen`: by cause, what the record
+    lacks to check it. `with_load`: how weight updates depend on the requests in flight. `steps_s`: by phase."""
 
-    sources: list[str]
+    run: str
     seconds: float
-    lines: LineCounts
     findings: list[Finding]
     nothing_stands_out: bool
     not_seen: dict[str, str]
-    timings_ms: dict[str, TimingSummary]
+    timings_s: dict[str, TimingSummary]
     with_load: dict[str, LoadCorrelation]
-    steps_ms: dict[str, dict[str, float]]
-    updates: UpdateCounts
+    steps_s: dict[str, dict[str, float]]
     notes: list[str]
 
 

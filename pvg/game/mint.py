@@ -111,5 +111,4 @@ async def _sample(session: Session, chunk: ProblemChunk) -> list[Rollout]:
         prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
         environment=environment_of(session, None),
     )
-    session.tell_rollouts(groups, chunk.number)
     return [rollout for group in groups for rollout in group.rollouts]

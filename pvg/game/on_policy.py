@@ -300,7 +300,6 @@ class OnPolicySource:
             seconds += resampled_s
             sampled = self._now()
             self._tell_short(int(ahead["groups_missing"]))
-        session.tell_rollouts(scored.groups, number)
         with span("credit"):
             batch, credit_metrics = await self._credit(scored)
         everything = scored.rollouts

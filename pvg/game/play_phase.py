@@ -27,7 +27,7 @@ from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules, GameRules
 from pvg.models.language_model import LanguageModel
-from pvg.records import Group, Int32, Problem, Role, Rollout, source_of_round
+from pvg.records import Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher, PartialSampling
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
@@ -364,7 +364,6 @@ class PlaySource:
             loss = session.experiment.training.loss.kind
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
-        session.tell_rollouts(_groups_of(rewarded), number)
         batch = await with_logprobs(self, batch, trained)
         with span("record"):
             everything = _policy_rollouts(played, chosen.seats, trained)
@@ -458,16 +457,6 @@ class PlaySource:
         distinct = list({state.dump: state for state in reached}.values())
         generator = generator_for(self.session.seed, self.session.state.round, "play-cache", number)
         self.cache.offer(distinct, version, generator)
-
-
-def _groups_of(rewarded: Sequence[RewardedDecision]) -> list[Group]:
-    by_group: dict[int, list[Rollout]] = {}
-    for one in rewarded:
-        by_group.setdefault(one.group, []).append(one.rollout)
-    return [
-        Group(Problem(rollouts[0].problem_id, rollouts[0].question, ""), rollouts[0].role, rollouts)
-        for rollouts in by_group.values()
-    ]
 
 
 def _policy_rollouts(

@@ -118,6 +118,7 @@ class Players:
             raise
         self.publisher = Publisher([self.engine], events=events)
         self.last_sync: SyncTiming | None = None  # of the latest update
+        self.load_at_sync = 0  # requests in flight when it was sent
         self._collector: CalmCollector | None = None
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
@@ -248,6 +249,7 @@ class Players:
 
     async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None) -> None:
         """Send a policy to the engine: the whole model's tensors, and its adapter if it has one."""
+        self.load_at_sync = self.engine.requests_in_flight
         (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:

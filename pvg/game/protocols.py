@@ -116,7 +116,6 @@ async def _sample(session: Session, problems: list[Problem], number: int) -> lis
         seed=seed_for(session.seed, "solve", number),
         prefix=f"000/solve/{number:05d}",
     )
-    session.tell_rollouts(groups, number)
     return [rollout for group in groups for rollout in group.rollouts]
 
 

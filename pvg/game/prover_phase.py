@@ -321,7 +321,7 @@ class ProverPhase:
             with span("sync"):
                 await self._publish()
             self.source.published(self.version)
-        synced = sync_metrics(session.players.last_sync) if whole_batch else {}
+        synced = sync_metrics(session.players.last_sync, session.players.load_at_sync) if whole_batch else {}
         updated: dict[str, float] = {}
         if self.updates is not None and whole_batch and self.updates.due(self.source.batches_done):
             assert self.scorer is not None

@@ -84,7 +84,6 @@ async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list
         prefix=f"{round_:03d}/evaluation/{source}",
         environment=environment_of(session, scorer),
     )
-    session.tell_rollouts(groups, 0)
     return [rollout for group in groups for rollout in group.rollouts]
 
 

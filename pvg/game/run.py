@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import psutil
 import torch
 
 from pvg.config.experiment import Experiment
@@ -242,7 +243,9 @@ async def open_session(
     with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
     place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
-    ledger.log.event("run", event="start", run=run.name, **place, threads=players.threads, cores=usable_cores())
+    cores = {"threads": players.threads, "usable": usable_cores(), "machine": psutil.cpu_count() or 1}
+    ledger.record("start", cores=cores)
+    ledger.log.event("run", event="start", run=run.name, **place, **cores)
     session.monitoring = await stack.enter_async_context(monitoring_of(session, experiment, run))
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
@@ -269,7 +272,6 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
     return Monitoring(
         experiment.telemetry,
         record=session.ledger.record,
-        log=session.ledger.log.line,
         notice=session.observer.noticed,
         announce=lambda alert: session.announce(alert, session.state.step),
         alert=lambda alert: session.record_alert(alert, session.state.step),
@@ -386,7 +388,6 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
                 prefix=f"rollout/{number:05d}",
                 environment=environment_of(session, None),
             )
-        session.tell_rollouts(groups, number)
         with span("record"):
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             chunks.append(SampleColumns.of(rollouts))

@@ -14,7 +14,7 @@ from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder
 from pvg.game.states import GameState
-from pvg.records import Group, Half, Problem, Role
+from pvg.records import Half, Problem, Role
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.tasks.task import Task, problems_of_half
@@ -157,25 +157,6 @@ class Session:
         seconds = sum(self._all_seconds.values())
         self.ledger.record("run", status=status, seconds=seconds, budget=self._all_seconds)
         self.ledger.log.event("run", event="stop", status=status, seconds=seconds)
-
-    def tell_rollouts(self, groups: Sequence[Group], step: int) -> None:
-        """Log one `[rollout]` line for a batch: truncation, staleness, and how long groups waited for their last
-        member."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        spreads_ms = sorted(group.spread_s * 1e3 for group in groups)
-        version = self.players.engine.version
-        oldest = min(rollout.version for rollout in rollouts)
-        truncated = sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts)
-        self.ledger.log.event(
-            "rollout",
-            event="batch",
-            trunc_pct=100 * truncated,
-            current_step=step,
-            ckpt_step=oldest,
-            staleness=version - oldest,
-            group_p50_ms=spreads_ms[len(spreads_ms) // 2],
-            group_max_ms=spreads_ms[-1],
-        )
 
     def tell_about_excluded_sources(self, excluded: Mapping[str, str]) -> None:
         """Raise an alert for each source of the mixture without any pairs: the verifier learns nothing from it."""

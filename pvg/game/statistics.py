@@ -192,8 +192,11 @@ def sampling_metrics(rollouts: Sequence[Rollout], engine: EngineStats, seconds: 
 
 
 def cut_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The size of a batch, and its losses to the deadline (rollout.deadline)."""
+    """The size of a batch, how long its groups waited for their last member, and its losses to the deadline."""
+    waits_s = [group.spread_s for group in groups]
     return {
+        "group_wait_p50_s": float(np.median(waits_s)),
+        "group_wait_max_s": max(waits_s),
         "rollouts": float(sum(len(group.rollouts) for group in groups)),
         "groups_cut": float(sum(group.cancelled > 0 for group in groups)),
         "rollouts_cancelled": float(sum(group.cancelled for group in groups)),
@@ -217,13 +220,14 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, fl
     return {"staleness": float(behind_N.mean()), "staleness_max": float(behind_N.max())}
 
 
-def sync_metrics(timing: SyncTiming | None) -> dict[str, float]:
-    """The duration of the latest weight update and, if measured, the gap between the servers' and the trainer's
-    log-probs."""
+def sync_metrics(timing: SyncTiming | None, in_flight: int) -> dict[str, float]:
+    """The duration of the latest weight update, the requests in flight when it was sent and, if measured, the gap
+    between the servers' and the trainer's log-probs."""
     if timing is None:
         return {}
+    times = {"weights_wall_s": timing.wall_ms / 1e3, "weights_queue_s": timing.queue_ms / 1e3}
     gap = {} if timing.canary_gap is None else {"canary_gap": timing.canary_gap}
-    return {"weights_wall_s": timing.wall_ms / 1e3, "weights_queue_s": timing.queue_ms / 1e3, **gap}
+    return {**times, "weights_in_flight": float(in_flight), **gap}
 
 
 def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:

@@ -10,9 +10,8 @@ from markupsafe import Markup
 from pvg.bench.compare import VariantGain, gains
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.statistics import RatioInterval, median
-from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import Mark, StripRow, budget_marks, dot_strips
-from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, total_budget, value_text
+from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, in_order, total_budget, value_text
 from pvg.reporting.run_page import flat_settings
 from pvg.reporting.table import Column, PageSection, Table, TableCell, chart, elements, page
 from pvg.reporting.time_sections import box_key, parts_table

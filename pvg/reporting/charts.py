@@ -19,8 +19,7 @@ import orjson
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from pvg.reporting.budget_parts import in_order
-from pvg.reporting.formats import NumberStyle, percent, value_text
+from pvg.reporting.formats import NumberStyle, in_order, percent, value_text
 from pvg.reporting.run_summary import StepRecord, base_metrics
 from pvg.reporting.table import LegendKey, chart
 

@@ -39,8 +39,7 @@ from pvg.errors import counted
 from pvg.records import Rollout
 from pvg.reporting.formats import phase_label
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.shown_solutions import rollout_side, shortened
-from pvg.reporting.solutions import committed_shards, phase_of, threshold_of, verdict_word
+from pvg.reporting.solutions import committed_shards, phase_of, rollout_side, shortened, threshold_of, verdict_word
 from pvg.reporting.table import PageKind, TemplateMacros, elements, page, showable
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory

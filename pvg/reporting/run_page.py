@@ -27,8 +27,7 @@ from pvg.reporting.run_sections import (
     throughput_section,
 )
 from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.shown_solutions import shown_solution
-from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, solution_pairs
+from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, shown_solution, solution_pairs
 from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
 from pvg.store.atomic import DamagedFileError

@@ -355,7 +355,7 @@ def machine_section(summary: RunSummary) -> PageSection:
 def _gpu_charts(numbers: Sequence[int]) -> list[ChartOf]:
     """A colour for each GPU, and a dash for each measure."""
     found = []
-    for of in GPU_CHARTS:
+    for of in GPU_CHARTS if numbers else ():
         measures = list(zip(of.lines.split(", "), DASHES, strict=False))
         lines = [f"{m.replace('GPU', f'gpu{n}')} run-{n % 6} {dash}" for n in numbers for m, dash in measures]
         found.append(of._replace(lines=", ".join(lines)))

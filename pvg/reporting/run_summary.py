@@ -129,7 +129,8 @@ class RunSummary:
     (empty if the run did not record it). `notes` are remarks on incomplete or damaged files, `warnings` are
     about settings that are probably not intended. `machine` and `code_version` are those of the last commit, `began` is
     the time of the first record. `peak_memory` is the maximum over the processes of the run, in bytes, up to the last
-    commit. `damaged`: files of its state are damaged (`state_and_tags`).
+    commit. `cores`: of the newest process: its compute threads, and the usable cores and all cores of its machine.
+    `damaged`: files of its state are damaged (`state_and_tags`).
     """
 
     name: str
@@ -156,6 +157,7 @@ class RunSummary:
     code_version: str = ""
     began: float | None = None
     peak_memory: dict[str, float] = field(default_factory=dict)
+    cores: dict[str, float] = field(default_factory=dict)
     damaged: bool = False
 
     @property
@@ -296,6 +298,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "loop": {"metrics": dict},
     "workers": {"metrics": dict},
     "scaling": {"workers": int, "why": str},
+    "start": {"cores": dict},
 }
 
 
@@ -322,6 +325,7 @@ class RunRecords:
         self._readings: dict[str, list[SamplerReading]] = {kind: [] for kind in SAMPLERS}
         self._scaling: list[ScalingRecord] = []
         self._processes: list[ProcessSummary] = []
+        self._cores: dict[str, float] = {}
         self._began: float | None = None
         self._foreign = self._left_out = 0
 
@@ -342,6 +346,8 @@ class RunRecords:
         elif kind == "alert":
             names = ("round", "phase", "step", "name", "message")
             self._alerts[AlertRecord(*(record.get(name) for name in names))] = None  # type: ignore[arg-type]
+        elif kind == "start":
+            self._cores = _finite(record["cores"])
         elif kind == "run":
             self._processes.append(_process(record))
         elif moment is not None and kind in SAMPLERS:
@@ -404,6 +410,7 @@ class RunRecords:
             machine=str(state.get("machine", "")),
             code_version=str(state.get("code_version", "")),
             peak_memory=_finite(state.get("peak_memory", {})),
+            cores=self._cores,
             began=self._began,
             damaged=damaged,
         )

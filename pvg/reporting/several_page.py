@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.budget_parts import in_order
 from pvg.reporting.charts import PROVER, VERIFIER, WINDOW, RoundAxis, StepAxis, line_chart, round_axis
 from pvg.reporting.follow import RunState, state_of, state_word
 from pvg.reporting.formats import (
     ABSENT,
     METRIC_DISPLAYS,
     duration,
+    in_order,
     metric_display,
     metric_text,
     total_budget,

@@ -17,13 +17,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.reporting.budget_parts import in_order
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
     NumberStyle,
     byte_size,
     duration,
+    in_order,
     metric_display,
     metric_text,
     peak_memory_texts,
@@ -78,7 +78,7 @@ KEY_METRICS = (
     "cache_hit_rate",
 )
 
-# By family of work (pvg.reporting.budget_parts), as on the page.
+# By family of work (pvg.reporting.formats), as on the page.
 FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "sampling": ("yellow", "bright_yellow"),
     "scoring": ("cyan", "bright_cyan"),

@@ -12,9 +12,19 @@ import orjson
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.budget_parts import MEANING, BudgetPart, by_family, in_order
 from pvg.reporting.charts import PROVER, VERIFIER, Mark, StepAxis, StripRow, budget_marks, stacked_chart
-from pvg.reporting.formats import duration, percent, phase_label, short_seconds, total_budget, value_text
+from pvg.reporting.formats import (
+    MEANING,
+    BudgetPart,
+    by_family,
+    duration,
+    in_order,
+    percent,
+    phase_label,
+    short_seconds,
+    total_budget,
+    value_text,
+)
 from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED

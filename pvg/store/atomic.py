@@ -15,7 +15,8 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from functools import partial
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,16 +57,26 @@ def read_stored(path: Path) -> bytes:
 
 
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
-    """Replace `path` by `data`, durably: temporary file in the same folder, write, fsync, rename, fsync of the folder.
+    """Replace `path` by `data`, as `atomic_file` does."""
+    with atomic_file(path, before) as write:
+        write(data)
 
-    `before` is called just before the rename. If it raises, `path` stays unchanged and the temporary file is removed.
-    Raises MissingRequirementError if the disk is full. Any other OSError propagates. In both cases the old file is
-    intact and the temporary file is removed.
+
+@contextmanager
+def atomic_file(path: Path, before: Callable[[], None] | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Replace `path`, durably, by what the block writes in pieces: temporary file in the same folder, write, fsync,
+    rename, fsync of the folder.
+
+    `before` is called just before the rename. If it or the block raises, `path` stays unchanged and the temporary file
+    is removed. Raises MissingRequirementError if the disk is full. Any other OSError propagates. In both cases the old
+    file is intact and the temporary file is removed.
     """
     temporary = temporary_beside(path)
     with disk_full_explained(path):
         try:
-            write_synced(temporary, data)
+            with open(temporary, "xb", buffering=0) as file:
+                yield partial(_write_all, file)
+                os.fsync(file.fileno())
             if before is not None:
                 before()
             os.replace(temporary, path)
@@ -78,10 +89,14 @@ def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None
 def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Create `path` (which must not exist), write `data`, fsync. Not atomic: for files inside a temporary folder."""
     with open(path, "xb", buffering=0) as file:
-        rest = memoryview(data).cast("B")
-        while rest:
-            rest = rest[file.write(rest) :]
+        _write_all(file, data)
         os.fsync(file.fileno())
+
+
+def _write_all(file: FileIO, data: bytes | memoryview) -> None:
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def write_output(path: Path, data: bytes) -> None:

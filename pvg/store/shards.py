@@ -11,6 +11,7 @@ import io
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,15 @@ from numpy.typing import NDArray
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store import check_columns, protocol_columns
-from pvg.store.atomic import is_temporary, make_directory, open_stored, read_stored, sync_directory, write_atomic
+from pvg.store.atomic import (
+    atomic_file,
+    is_temporary,
+    make_directory,
+    open_stored,
+    read_stored,
+    sync_directory,
+    write_atomic,
+)
 from pvg.store.samples import DIGESTS_SUFFIX, MappedSolutions, SampleColumns, damaged, digests_of
 
 SHARD_SCHEMA = b"1"  # of a shard without additional columns; see SCHEMAS
@@ -138,14 +147,16 @@ class RolloutShards:
         path = self.directory / relative
         if path.exists():
             raise StateError(f"The shard {path} already exists, and shards never change.", "Recover the run first.")
-        data = _to_bytes(rollouts)
         make_directory(path.parent)
-        digests = digests_of(_open(pa.BufferReader(data), path)) if by_row else b""
+        with atomic_file(path, self._unchanged) as write:
+            file = _ShardFile(write)
+            _write_batch(file, rollouts)
+        digests = b""
         if by_row:
+            digests = digests_of(_open(pa.memory_map(str(path)), path))
             write_atomic(path.with_suffix(DIGESTS_SUFFIX), digests, self._unchanged)
-        write_atomic(path, memoryview(data), self._unchanged)
-        checksum = hashlib.sha256(data).hexdigest()
-        return ShardInfo(relative, len(rollouts), data.size, checksum, hashlib.sha256(digests).hexdigest() * by_row)
+        checksum = file.sha256.hexdigest()
+        return ShardInfo(relative, len(rollouts), file.size, checksum, hashlib.sha256(digests).hexdigest() * by_row)
 
     def read(self, shard: ShardInfo | Path) -> list[Rollout]:
         """The rollouts of a shard, in the order of writing.
@@ -245,7 +256,9 @@ class RolloutShards:
 def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
     """The solutions of rollouts in memory, in the form of `RolloutShards.solutions`."""
     path = Path("memory")
-    return MappedSolutions(_open(pa.BufferReader(_to_bytes(rollouts)), path), path, None)
+    sink = io.BytesIO()
+    _write_batch(_ShardFile(sink.write), rollouts)
+    return MappedSolutions(_open(pa.BufferReader(sink.getbuffer()), path), path, None)
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -286,7 +299,44 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
 # --- rows to columns -----------------------------------------------------------------------------------------------
 
 
-def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
+class _ShardFile:
+    """A file for pyarrow that passes on everything by `write`, counted and digested. In place of the experts' buffer it
+    writes the rows that the buffer stands for: their column, by far the largest one, is never copied."""
+
+    closed = False
+
+    def __init__(self, write: Callable[[memoryview], Any]) -> None:
+        self._write = write
+        self.size = 0
+        self.sha256 = hashlib.sha256()
+        self._standing_in: dict[int, list[NDArray[np.uint8]]] = {}  # by the buffer's address
+
+    def write_for(self, buffer: pa.Buffer, rows: list[NDArray[np.uint8]]) -> None:
+        """Write `rows`, as many bytes, when `buffer` is to be written."""
+        self._standing_in[buffer.address] = rows
+
+    def write(self, data: bytes | pa.Buffer) -> int:
+        rows = self._standing_in.pop(data.address, None) if isinstance(data, pa.Buffer) and data.size else None
+        before = self.size
+        for part in [data] if rows is None else rows:
+            view = memoryview(cast("bytes", part)).cast("B")
+            self._write(view)
+            self.sha256.update(view)
+            self.size += len(view)
+        return self.size - before
+
+    def close(self) -> None:
+        """Raises RuntimeError if pyarrow has copied a buffer that rows stand for, so that they are not written."""
+        if self._standing_in:
+            raise RuntimeError("pyarrow did not write the buffer of the routed experts itself")
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None: ...
+
+
+def _write_batch(file: _ShardFile, rollouts: Sequence[Rollout]) -> None:
     columns: dict[str, pa.Array] = {
         "prompt_ids": _lists([r.prompt_ids for r in rollouts], np.dtype(np.int32)),
         "completion_ids": _lists([r.completion_ids for r in rollouts], np.dtype(np.int32)),
@@ -312,17 +362,16 @@ def _to_bytes(rollouts: Sequence[Rollout]) -> pa.Buffer:
         protocol_columns.needed(rollouts),
     )
     if there[0]:
-        columns |= _expert_columns([rollout.routed_experts for rollout in rollouts])
+        columns |= _expert_columns([rollout.routed_experts for rollout in rollouts], file)
     if there[1]:
         columns |= check_columns.to_columns(rollouts)
     if there[2]:
         columns |= protocol_columns.to_columns(rollouts)
     schema = SCHEMAS[_version(there)]
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as writer:
+    with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue()
+    file.close()
 
 
 def _shared(values: Sequence[str | None]) -> pa.Array:
@@ -340,8 +389,8 @@ def _lists(rows: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, from_pandas=False))
 
 
-def _expert_columns(rows: Sequence[RoutedExperts | None]) -> dict[str, pa.Array]:
-    """EXPERTS (each array is copied once) and EXPERTS_SHAPE."""
+def _expert_columns(rows: Sequence[RoutedExperts | None], file: _ShardFile) -> dict[str, pa.Array]:
+    """EXPERTS and EXPERTS_SHAPE. The bytes of EXPERTS are address space without memory; `file` writes the rows."""
     for row in rows:
         if row is not None and (row.dtype not in (np.uint8, np.uint16) or row.ndim != 3):
             raise TypeError(
@@ -351,7 +400,10 @@ def _expert_columns(rows: Sequence[RoutedExperts | None]) -> dict[str, pa.Array]
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([part.size for part in flat], out=offsets[1:])
     present = pa.array([row is not None for row in rows]).buffers()[1]
-    buffers = [present, pa.py_buffer(offsets), pa.py_buffer(np.concatenate(flat))]
+    values = pa.py_buffer(mmap(-1, int(offsets[-1])) if offsets[-1] else b"")
+    if values.size:
+        file.write_for(values, flat)
+    buffers = [present, pa.py_buffer(offsets), values]
     shapes = [None if row is None else [*row.shape, row.dtype.itemsize] for row in rows]
     return {
         EXPERTS: pa.Array.from_buffers(pa.large_binary(), len(rows), buffers),

@@ -1,17 +1,16 @@
 """Runs everything that watches a run: device sampler, loop-lag monitor, heartbeat, sinks, metrics endpoint.
 
-    async with Monitoring(experiment.telemetry, record=ledger.record, log=ledger.log.line, ...) as monitoring:
+    async with Monitoring(experiment.telemetry, record=ledger.record, ...) as monitoring:
         monitoring.step(round_, phase, step, metrics, budget.exposed, budget.busy)
 
 Invariants: all callbacks except `announce` run in the event loop's thread, and none runs after the block has ended. All
-threads and tasks stop with the block. Nothing here changes what a run computes. Only errors of `record`, `log` or
-`announce`, such as a full disk, are raised: at the next step, or at the end of the block.
+threads and tasks stop with the block. Nothing here changes what a run computes. Only errors of `record` or `announce`,
+such as a full disk, are raised: at the next step, or at the end of the block.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from pvg.config.operation import Telemetry
 from pvg.telemetry.alerts import Alert, AlertKind
 from pvg.telemetry.device import DeviceSampler
-from pvg.telemetry.events import format_event
 from pvg.telemetry.sinks import (
     AlertCommand,
     AlertPoint,
@@ -40,7 +38,6 @@ from pvg.telemetry.waits import (
     Heartbeat,
     LagWindow,
     LoopLagMonitor,
-    cores_used,
     crowding,
     warnings,
 )
@@ -55,11 +52,11 @@ CROWDED_SAMPLES = 3  # in a row before the notice: a few seconds of another prog
 class Monitoring:
     """Watches one process of a run.
 
-    `record(kind, **fields)` appends to metrics.jsonl, `log` takes a line of events.log, `notice` takes a sentence for
-    the user. Two callbacks handle an alert that begins to hold: `announce` shows it, from any thread, also while the
-    loop is blocked; `alert` records it, on the loop. `first_step`: the number of steps in earlier processes of the run,
-    from which the step axis of the sinks continues. `load()`: the metrics of the worker processes since its last call;
-    None without workers. `workers_here`: they run on this machine. `threads`: compute threads of this process.
+    `record(kind, **fields)` appends to metrics.jsonl, `notice` takes a sentence for the user. Two callbacks handle an
+    alert that begins to hold: `announce` shows it, from any thread, also while the loop is blocked; `alert` records it,
+    on the loop. `first_step`: the number of steps in earlier processes of the run, from which the step axis of the
+    sinks continues. `load()`: the metrics of the worker processes since its last call; None without workers.
+    `workers_here`: they run on this machine. `threads`: compute threads of this process.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -72,7 +69,6 @@ class Monitoring:
         section: Telemetry,
         *,
         record: Callable[..., None],
-        log: Callable[[str], None],
         notice: Callable[[str], None],
         announce: Callable[[Alert], None],
         alert: Callable[[Alert], None],
@@ -85,7 +81,7 @@ class Monitoring:
         threads: int = 1,
     ) -> None:
         self._section = section
-        self._record, self._log, self._notice = record, log, notice
+        self._record, self._notice = record, notice
         self._announce, self._alert = announce, alert
         self._name = name
         self._opening = SinkContext(run_directory, name, config, first_step > 0, notice)
@@ -184,7 +180,7 @@ class Monitoring:
         """Report a finished step: its metrics, and its exposed and busy seconds by part. `step`: its number in the
         phase. The metrics of a step that is not `whole` are added to those of the step before it.
 
-        Raises errors of `record` or `log` since the last step.
+        Raises errors of `record` since the last step.
         """
         if self._failure is not None:
             raise self._failure
@@ -281,12 +277,8 @@ class Monitoring:
             self._guarded(self._record_lag, window, self._cores)
 
     def _record_lag(self, window: LagWindow, cores: CoreTime | None = None) -> None:
-        metrics = window.metrics()
+        metrics = window.metrics() | ({} if cores is None else cores.metrics())
         self._record("loop", time=time.time(), metrics=metrics)
-        milliseconds = {f"{name}_ms": metrics[f"lag_{name}_s"] * 1e3 for name in ("p50", "p90", "p99", "max")}
-        period_ms = 1e3 / self.lag_hz
-        fields = milliseconds | {"samples": window.samples, "period_ms": period_ms}
-        self._log(format_event("loop", event="lag", **fields, **({} if cores is None else cores.event_fields())))
         alerts = {alert.name: alert for alert in warnings(window, self.lag_limits, cores)}
         with self._holding:
             new = [alert for name, alert in alerts.items() if name not in self._held]
@@ -299,12 +291,8 @@ class Monitoring:
     def _record_workers(self, metrics: dict[str, float]) -> None:
         self.workers = metrics
         self._record("workers", metrics=metrics)
-        cores = CoreTime.of_workers(metrics)
         if self._workers_here:
-            self._cores_of_workers = cores
-        together = {name: value for name, value in metrics.items() if not re.match(r"w\d|.*_s$", name)}
-        times = {} if cores is None else cores.event_fields()
-        self._log(format_event("workers", event="sample", **together, **times))
+            self._cores_of_workers = CoreTime.of_metrics(metrics)
         self._write({f"workers/{name}": value for name, value in metrics.items()})
 
     def _sampled(self, at: float, metrics: dict[str, float]) -> None:
@@ -313,8 +301,6 @@ class Monitoring:
 
     def _record_device(self, at: float, metrics: dict[str, float]) -> None:
         self._record("device", time=at, metrics=metrics)
-        if (used := cores_used(metrics)) is not None:
-            self._log(format_event("machine", event="sample", **used))
         self._write({f"device/{name}": value for name, value in metrics.items()}, at)
         self._look_for_crowding(metrics)
 

@@ -83,19 +83,15 @@ class CoreTime:
         return CoreTime(self.ran_s + other.ran_s, self.waited_s + other.waited_s, self.longest_s + other.longest_s)
 
     @classmethod
-    def of_workers(cls, metrics: Mapping[str, float]) -> CoreTime | None:
-        """The times of all workers in their metrics; None if they have not measured any."""
+    def of_metrics(cls, metrics: Mapping[str, float]) -> CoreTime | None:
+        """The times in a record of this process ("loop") or of all workers; None if it has not measured any."""
         if "ran_s" not in metrics:
             return None
         return cls(metrics["ran_s"], metrics["waited_s"], metrics["longest_wait_s"])
 
-    def event_fields(self) -> dict[str, float]:
-        """The fields of a "[loop] lag" or "[workers] sample" line in events.log."""
-        return {
-            "ran_ms": 1e3 * self.ran_s,
-            "waited_ms": 1e3 * self.waited_s,
-            "longest_wait_ms": 1e3 * self.longest_s,
-        }
+    def metrics(self) -> dict[str, float]:
+        """By name, as in the "loop" records of metrics.jsonl."""
+        return {"ran_s": self.ran_s, "waited_s": self.waited_s, "longest_wait_s": self.longest_s}
 
 
 class CalmCollector:
@@ -169,15 +165,6 @@ class CoreWaits:
                 continue
             found[task.name] = (int(ran), int(waited))
         return found
-
-
-def cores_used(metrics: Mapping[str, float]) -> dict[str, float] | None:
-    """The fields of a "[machine] sample" line from a "device" record: the machine's cores, how many of them all
-    programs used, and how many pvg with its child processes. None in the first record, which has no time before it."""
-    if "cpu" not in metrics or "process_cpu" not in metrics:
-        return None
-    cores = psutil.cpu_count() or 1
-    return {"cores": cores, "busy_cores": metrics["cpu"] * cores, "own_cores": metrics["process_cpu"]}
 
 
 def crowding(

@@ -19,7 +19,7 @@ from bench_runs import load_profile, run_variant
 
 from benchmarks import loop
 from benchmarks.loop import LoopWorkload
-from benchmarks.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded
+from benchmarks.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded, some_experts
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game import on_policy
 from pvg.game.ledger import Ledger
@@ -63,22 +63,6 @@ def make(*overrides: str) -> LoopWorkload:
     return workload
 
 
-def sampled(*overrides: str, plant: Any = None) -> tuple[dict[str, float], dict[str, float], Any]:
-    """One sample's measures, the derived figures, and what was stored: id -> (ids, log-probs, text, experts, paid)."""
-
-    async def play() -> tuple[dict[str, float], dict[str, float], Any]:
-        workload = make(*overrides)
-        await workload.open()
-        try:
-            if plant is not None:
-                plant(workload)
-            return await workload.sample(0), workload.derived(), stored(workload)
-        finally:
-            await workload.close()
-
-    return asyncio.run(play())
-
-
 def stored(workload: LoopWorkload) -> dict[str, tuple[Any, ...]]:
     state, run = workload._ledger.state, workload._run
     if state.shards:
@@ -106,6 +90,22 @@ def stored(workload: LoopWorkload) -> dict[str, tuple[Any, ...]]:
         )
         for row in records
     }
+
+
+def sampled(*overrides: str, plant: Any = None, look: Any = stored) -> tuple[dict[str, float], dict[str, float], Any]:
+    """One sample's measures, the derived figures, and what was stored: id -> (ids, log-probs, text, experts, paid)."""
+
+    async def play() -> tuple[dict[str, float], dict[str, float], Any]:
+        workload = make(*overrides)
+        await workload.open()
+        try:
+            if plant is not None:
+                plant(workload)
+            return await workload.sample(0), workload.derived(), look(workload)
+        finally:
+            await workload.close()
+
+    return asyncio.run(play())
 
 
 NAIVE = (
@@ -163,7 +163,7 @@ def some_payload(tokens: int, prompt: int = 3) -> Payload:
     random = np.random.default_rng(0)
     experts = random.integers(0, 256, (prompt + tokens - 1, 2, 2), dtype=np.uint8)
     logprobs = np.linspace(-1, 0, tokens, dtype=np.float32)
-    return Payload(np.arange(tokens, dtype=np.int32), logprobs, experts, "length", duration_s=0.0)
+    return Payload(np.arange(tokens, dtype=np.int32), logprobs, prompt, experts, 0, "length", duration_s=0.0)
 
 
 def test_a_verifier_of_another_vocabulary_scores_the_same_rollouts_from_their_texts() -> None:
@@ -204,7 +204,7 @@ def test_the_engine_serves_what_is_recorded_under_an_id_as_often_as_it_is_asked(
 
     for completion in asyncio.run(play()):
         assert completion.token_ids.tolist() == list(range(7))
-        assert completion.routed_experts.tolist() == payload.experts.tolist()
+        assert completion.routed_experts.tolist() == payload.some_experts.tolist()
         assert completion.finish_reason == "length"
     assert (engine.stats.rows, engine.stats.tokens, engine.stats.prompt_tokens) == (2, 14, 4)
     with pytest.raises(KeyError):
@@ -226,8 +226,13 @@ def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> No
     grades = set()
     for number, (problem, rollout) in enumerate(rows):
         grades.add((rollout.grade.correct, rollout.grade.well_formed))
-        again = recorded(rollout, number, RolloutStretch(400, 2.0, layers=3, k=2), tokenizer)
-        assert again.experts.shape == (len(rollout.prompt_ids) + len(again.token_ids) - 1, 3, 2)
+        how = RolloutStretch(400, 2.0, layers=3, k=2)
+        again = recorded(rollout, number, how, tokenizer, some_experts(how))
+        assert again.experts.shape == (
+            len(rollout.prompt_ids) + len(again.token_ids) - 1,
+            3,
+            2,
+        )
         assert 1.0 <= again.duration_s <= 2.0
         step = first_step(rollout.completion_ids, tokenizer)
         assert 400 - step < len(again.token_ids) <= 400
@@ -295,6 +300,14 @@ def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.
     assert derived["commit_stall_ms"] > (STALL_S - 0.02) * 1e3
     assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3
     assert measured["write_s"] > STALL_S
+
+
+@pytest.mark.skipif(not loop.has_peak(), reason="needs the peak memory of Linux")
+def test_a_batch_takes_at_most_twice_its_size_in_memory() -> None:
+    """With 384 bytes of experts per token: 100 MB in 16 rollouts."""
+    large = ("workload.tokens=16384", "workload.expert_layers=48", "workload.experts_per_token=8", "workload.chunk=256")
+    measured, _, _ = sampled(*large, look=lambda _: None)
+    assert 0.9 < measured["memory_over_payload"] < 1.5
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------

@@ -141,9 +141,3 @@ def test_the_page_has_the_versions_and_exit_codes_of_the_code() -> None:
     assert f"its field `schema`, now {STATE_SCHEMA}" in page
     assert len(SCHEMAS_OF_SHARDS) == 8  # 1, and 1, 2 and 4 for three groups of further columns
     assert min(SCHEMAS_OF_SHARDS, key=int) == b"1"
-
-
-def test_the_lines_of_a_run_have_the_fields_that_the_page_lists() -> None:
-    """Of a real run (tests/reporting/real_runs): every line of its event log."""
-    log = (ROOT / "tests/reporting/real_runs/crowd/events.log").read_text().splitlines()
-    assert all(re.match(r"\[[a-z]+\] t=[\d.]+ ([a-z_0-9.]+=(\"[^\"]*\"|\S+) ?)+$", line) for line in log)

@@ -1,4 +1,4 @@
-"""A game on a core that another program uses too: its notice, its metric, and what `pvg diagnose` says of its log."""
+"""A game on a core that another program uses too: its notice, its metric, and what `pvg diagnose` says of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from pvg.reporting.diagnosis import diagnose
 from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.waits import SHARED
 
 # Game and busy process are pinned to one core: whatever else this machine does, each gets a half of it at most.
@@ -62,7 +63,7 @@ def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: 
     alerts = [row["message"] for row in records if row["kind"] == "alert" and row["name"] == "loop_lag_max"]
     assert alerts
     assert not [message for message in alerts if "Something computes" in message]
-    found = {finding.signature: finding for finding in diagnose([tmp_path / "shared" / "events.log"]).findings}
+    found = {finding.signature: finding for finding in diagnose(RunDirectory(tmp_path / "shared")).findings}
     assert found["shared-machine"].measured > SHARED
     assert found["shared-machine"].settings == ("cluster.max_workers",)  # each process has one thread already
     assert "threads of all its processes" in found["shared-machine"].says

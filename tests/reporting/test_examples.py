@@ -12,8 +12,7 @@ from run_samples import begin, commit, played, rollout, state
 
 from pvg.records import Grade, Role, SolverSolution, Turn
 from pvg.reporting.run_page import markup
-from pvg.reporting.shown_solutions import shown_solution
-from pvg.reporting.solutions import choose_examples
+from pvg.reporting.solutions import choose_examples, shown_solution
 from pvg.reporting.terminal import examples_list
 from pvg.store import DamagedFileError
 

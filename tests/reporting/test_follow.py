@@ -19,9 +19,9 @@ from pvg.config.game import Game
 from pvg.records import Role
 from pvg.reporting import follow
 from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
-from pvg.reporting.live_page import LiveRun
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
+from pvg.reporting.watch_server import LiveRun
 from pvg.store.lease import this_boot, this_namespace
 from pvg.store.run_directory import RunDirectory
 

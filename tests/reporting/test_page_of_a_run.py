@@ -12,7 +12,7 @@ from run_samples import begin, commit, played, rollout, state, step, telemetered
 from pvg.records import Grade, Role
 from pvg.reporting.run_page import collect, markup, run_page
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.shown_solutions import text_pieces
+from pvg.reporting.solutions import text_pieces
 from pvg.store.run_directory import RunDirectory
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\x00\u202e"

@@ -98,7 +98,7 @@ def test_the_notice_tells_other_programs_from_threads_of_our_own(monkeypatch: py
 
 def test_with_workers_their_waits_and_those_of_the_driver_are_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
-    workers = CoreTime.of_workers({"busy": 0.9, "ran_s": 5.0, "waited_s": 4.0, "longest_wait_s": 2.0})
+    workers = CoreTime.of_metrics({"busy": 0.9, "ran_s": 5.0, "waited_s": 4.0, "longest_wait_s": 2.0})
     assert workers == CoreTime(5.0, 4.0, 2.0)
     device = {"core_wait": 0.01, "cpu": 1.0, "process_cpu": 1.5}
     message = crowding(device, CoreTime(1.0, 0.0, 0.0) + workers)
@@ -106,4 +106,4 @@ def test_with_workers_their_waits_and_those_of_the_driver_are_one_share(monkeypa
     assert "waited for a core 40%" in message
     # A driver that waits, next to workers that hardly do.
     assert crowding({**device, "core_wait": 0.9}, CoreTime(0.1, 0.9, 0.9) + CoreTime(9.0, 0.5, 0.3)) is None
-    assert CoreTime.of_workers({"up": 2.0}) is None  # nothing was measured yet
+    assert CoreTime.of_metrics({"up": 2.0}) is None  # nothing was measured yet

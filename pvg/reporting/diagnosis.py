@@ -1,0 +1,698 @@
+"""`pvg diagnose`: known problems (signatures) in the record of a run, with the numbers that show them.
+
+    found = diagnose(run)
+    for finding in found.findings: print(finding.signature, finding.says)
+
+A signature is a function from the times of a run to a `Finding`, to None (checked, no problem), or to a sentence that
+says what the record lacks. To add one: write the function and add it to SIGNATURES. A signature is reported if its
+criterion is met and it costs at least LEAST_SHARE of the time. Loop lag is also reported if a warning level was
+crossed, because a single stall can cause timeouts. The advice is general: it names settings, not their values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from operator import add
+from typing import Any
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+from scipy.stats import spearmanr
+
+from pvg.config.experiment import Experiment
+from pvg.errors import UsageError, counted
+from pvg.reporting.formats import duration, short_seconds
+from pvg.reporting.run_summary import RunSummary, SamplerReading, read_run
+from pvg.reporting.table import Column, Table
+from pvg.reporting.terminal import HEADING, QUIET, section
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.spans import add_seconds
+from pvg.telemetry.waits import LAG_LIMITS, SHARED, CoreTime, LagLimits
+
+LEAST_SHARE = 0.05  # of the time; a smaller gain is within the noise between two runs on one machine
+LEAST_EVENTS = 5  # fewer updates or steps show no pattern
+DOMINATES = 0.5  # of an update's wall time: the larger half
+CHECKPOINT_SHARE = 0.10  # of the time; more is too much for protection against a crash
+STARVED_SHARE = 0.5  # of the steps' time; sampling and training in turns are balanced there
+STRAGGLING_SHARE = 2 / 3  # of the slowest group's wait: the slowest then takes three times as long as the middle one
+IDLE_WORKERS = 0.5  # of the time; two turns of equal length, the driver's and theirs, have this share
+UNBALANCED = 0.2  # between the busiest worker and the mean; samples of 5 s differ by half of this by chance
+LEAST_PAIRS = 20  # fewer updates with a known load show no relation
+RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
+STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
+FULL = 0.9  # of the machine's cores; with more free cores no thread has to wait
+OTHERS_CORES = 0.2  # cores that other programs use; less is the system itself
+TICK_S = 0.1  # between two samples of the event loop
+WORST = 3  # pieces of evidence per finding
+UNSAMPLED = frozenset({"train_verifier", "warmup"})  # the steps of these phases do not wait for rollouts
+NOTHING_TO_SET = "pvg knows no setting that would help."
+
+# The timings, and their rows in the table: short, so that it fits into 80 columns.
+TIMINGS = {
+    "weights_wall_s": "weight update",
+    "weights_queue_s": "  queued",
+    "weights_load_s": "  loading",
+    "checkpoint_s": "checkpoint",
+    "step_s": "step",
+    "train_s": "  training",
+    "idle_s": "  idle",
+    "latency_p50_s": "rollout, p50",
+    "latency_p99_s": "  p99",
+    "group_wait_p50_s": "middle group",
+    "group_wait_max_s": "  slowest group",
+    "lag_p90_s": "loop lag, p90",
+    "lag_p99_s": "  p99",
+    "lag_max_s": "  max",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    where: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A signature that was seen. `measured` is compared with `threshold`, both as `criterion` says; `cost_s` seconds
+    are lost, `share` of the time of the run."""
+
+    signature: str
+    says: str
+    criterion: str
+    measured: float
+    threshold: float
+    cost_s: float
+    share: float
+    settings: tuple[str, ...]
+    remedy: str
+    evidence: tuple[Evidence, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimingSummary:
+    """A quantity over the run, in seconds."""
+
+    n: int
+    p50: float
+    p95: float
+    p99: float
+    max: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCorrelation:
+    """A quantity and the load: Spearman's rank correlation, and the medians of both halves of the load."""
+
+    n: int
+    correlation: float
+    idle_load: float
+    busy_load: float
+    idle: float
+    busy: float
+
+    @property
+    def rises(self) -> bool:
+        return self.correlation >= max(RISES, STANDARD_ERRORS / math.sqrt(max(1, self.n - 1)))
+
+    def __str__(self) -> str:
+        """`0.3 s at 4 requests in flight, 7.9 s at 180 (rank correlation 0.81)`."""
+        return (
+            f"{short_seconds(self.idle)} at {self.idle_load:g} requests in flight, {short_seconds(self.busy)} at "
+            f"{self.busy_load:g} (rank correlation {self.correlation:.2f})"
+        )
+
+
+@dataclass(slots=True)
+class Quantity:
+    """All values of one quantity, each with its evidence."""
+
+    values: list[float] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.values)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.n
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.values))
+
+    @property
+    def largest(self) -> float:
+        return max(self.values, default=0.0)
+
+    def worst(self) -> tuple[Evidence, ...]:
+        """Of the largest values, the largest first; the earlier of equals."""
+        order = sorted(range(self.n), key=lambda place: -self.values[place])
+        return tuple(self.evidence[place] for place in order[:WORST])
+
+    def summary(self) -> TimingSummary:
+        p50, p95, p99 = np.quantile(self.values, (0.5, 0.95, 0.99)).tolist()
+        return TimingSummary(self.n, p50, p95, p99, self.largest, self.total)
+
+
+class RunTimes:
+    """The quantities that the signatures look at, from the record of a run."""
+
+    def __init__(self, experiment: Experiment, summary: RunSummary, limits: LagLimits = LAG_LIMITS) -> None:
+        self.experiment, self.summary, self.limits = experiment, summary, limits
+        self.seconds = summary.seconds
+        self.machine_cores, self.usable_cores = (summary.cores.get(name, 0.0) for name in ("machine", "usable"))
+        self.most_workers = max((reading.metrics.get("up", 0.0) for reading in summary.workers), default=0.0)
+        self.quantities: defaultdict[str, Quantity] = defaultdict(Quantity)
+        self.phases: dict[str, dict[str, float]] = {}  # phase -> steps, step_s, train_s, idle_s
+        self.loads: list[float | None] = []  # requests in flight at each weight update
+        self.truncated = any(step.metrics.get("truncated") for step in summary.steps)
+        # Of the driver, and of its workers: sums over the windows; `longest_s` sums the longest wait of each window.
+        self.cores: CoreTime | None = None
+        self.worker_cores: CoreTime | None = None
+        self.lagged_s = self.lagged_shared_s = 0.0  # lower bounds of the time in which the event loop was blocked
+        self._add_steps()
+        self._add_loop()
+        self._add_workers()
+        self._add_machine()
+
+    @property
+    def others_run(self) -> bool:
+        """Whether other programs used cores. Yes, if the run has no samples of the machine."""
+        others = self.quantities["other_cores"]
+        return not others.n or others.mean >= OTHERS_CORES
+
+    def with_load(self, name: str) -> LoadCorrelation | None:
+        """How a quantity of the weight updates depends on the requests in flight. None with too few updates, or where
+        the load never changed."""
+        known = [
+            (load, x) for load, x in zip(self.loads, self.quantities[name].values, strict=True) if load is not None
+        ]
+        if len(known) < LEAST_PAIRS:
+            return None
+        loads, values = np.array(known).T
+        border = float(np.median(loads))
+        busy = loads > border if border < loads.max() else loads >= border
+        if busy.all():
+            return None
+        return LoadCorrelation(
+            n=len(known),
+            correlation=0.0 if np.ptp(values) == 0 else float(spearmanr(loads, values).statistic),
+            idle_load=float(np.median(loads[~busy])),
+            busy_load=float(np.median(loads[busy])),
+            idle=float(np.median(values[~busy])),
+            busy=float(np.median(values[busy])),
+        )
+
+    # --- gathering ----------------------------------------------------------------------------------------------------
+
+    def _note(self, name: str, value: float, where: str, numbers: Mapping[str, float]) -> None:
+        text = "  ".join(f"{key} {number:.4g}" for key, number in numbers.items())
+        self.quantities[name].values.append(value)
+        self.quantities[name].evidence.append(Evidence(where, text))
+
+    def _add_steps(self) -> None:
+        for step in self.summary.steps:
+            where, found = f"round {step.round}, {step.phase}, step {step.step}", step.metrics
+            times = _chosen(found, "latency_p50_s", "latency_p99_s", "group_wait_p50_s", "group_wait_max_s")
+            if "weights_wall_s" in found:
+                times |= _chosen(found, "weights_wall_s", "weights_queue_s")
+                loading_s = found["weights_wall_s"] - found["weights_queue_s"]
+                times["weights_load_s"] = round(loading_s, 6)  # otherwise equal times differ, and have ranks
+                self.loads.append(found.get("weights_in_flight"))
+            if step.budget.get("checkpoint"):
+                times["checkpoint_s"] = step.budget["checkpoint"]
+            if "trainer_idle" in found:
+                wall_s = sum(step.budget.values())
+                idle_s = wall_s * found["trainer_idle"]
+                of_step = {"step_s": wall_s, "train_s": wall_s - idle_s, "idle_s": idle_s}
+                times |= of_step
+                add_seconds(self.phases.setdefault(step.phase, {}), {"steps": 1.0, **of_step})
+            shown = times | _chosen(found, "weights_in_flight")
+            for name, value in times.items():
+                family = name.partition("_")[0]
+                self._note(name, value, where, {key: shown[key] for key in shown if key.startswith(family)})
+        for phase in self.summary.phases:
+            if seconds := phase.budget.get("checkpoint"):
+                where = f"round {phase.round}, {phase.phase}, between steps"
+                self._note("checkpoint_s", seconds, where, {"checkpoint_s": seconds})
+
+    def _add_loop(self) -> None:
+        """The lags, and a lower bound of the time in which the loop was blocked. Each sample is the lag of one tick.
+        During a stall over several ticks each tick counts the rest of it, so a sample counts at most until the next
+        tick. At least 40% of the samples are above p50, a further 9% above p90, and 1% above p99."""
+        windows = []
+        for reading in self.summary.loop:
+            found = reading.metrics
+            lags = _chosen(found, "lag_p50_s", "lag_p90_s", "lag_p99_s", "lag_max_s")
+            p50, p90, p99 = (min(TICK_S, lags[f"lag_{name}_s"]) for name in ("p50", "p90", "p99"))
+            from_shares = found.get("samples", 0.0) * (0.4 * p50 + 0.09 * p90 + 0.01 * p99)
+            lagged_s = max(from_shares, lags["lag_max_s"])
+            for name in ("lag_p90_s", "lag_p99_s", "lag_max_s"):
+                self._note(name, lags[name], self._moment(reading), lags)
+            self.lagged_s += lagged_s
+            if (window := self._window(reading)) is not None:
+                windows.append(window)
+                self.lagged_shared_s += lagged_s if window.shared else 0.0
+        self.cores = reduce(add, windows) if windows else None
+
+    def _add_workers(self) -> None:
+        for reading in self.summary.workers:
+            found = _chosen(reading.metrics, "busy", "busy_most", "core_wait")
+            for name in found.keys() & {"busy", "busy_most"}:
+                self._note(name, found[name], self._moment(reading), found)
+        windows = [window for reading in self.summary.workers if (window := self._window(reading)) is not None]
+        self.worker_cores = reduce(add, windows) if windows else None
+
+    def _add_machine(self) -> None:
+        """How many cores of the machine all programs used, and how many of them pvg."""
+        for reading in self.summary.device:
+            if self.machine_cores and reading.metrics.keys() >= {"cpu", "process_cpu"}:
+                busy, own = reading.metrics["cpu"] * self.machine_cores, reading.metrics["process_cpu"]
+                used = {"busy_cores": busy, "own_cores": own}
+                self._note("busy_cores", busy, self._moment(reading), used)
+                self._note("other_cores", max(0.0, busy - own), self._moment(reading), used)
+
+    def _window(self, reading: SamplerReading) -> CoreTime | None:
+        """The waits for cores of a window; None if the system is not Linux."""
+        window = CoreTime.of_metrics(reading.metrics)
+        if window is not None:
+            numbers = _chosen(reading.metrics, "ran_s", "waited_s", "longest_wait_s")
+            self._note("longest_wait_s", window.longest_s, self._moment(reading), numbers)
+        return window
+
+    def _moment(self, reading: SamplerReading) -> str:
+        return f"after {duration(reading.time - (self.summary.began or reading.time))}"
+
+    # --- the cost of a finding ----------------------------------------------------------------------------------------
+
+    def share(self, cost_s: float) -> float:
+        return cost_s / self.seconds if self.seconds else 0.0
+
+    def costs(self, cost_s: float) -> bool:
+        """Whether it is worth reporting."""
+        return self.share(cost_s) >= LEAST_SHARE
+
+
+def _chosen(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
+    return {name: metrics[name] for name in names if name in metrics}
+
+
+# --- advice -----------------------------------------------------------------------------------------------------------
+
+# What to change for each cause: a sentence, and the keys of the settings; no keys if no setting helps.
+ADVICE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "dedicated-updates": (
+        'weights.client = "dedicated" sends updates over separate connections, past the generation requests.',
+        ("weights.client",),
+    ),
+    "fewer-requests": ("Allow fewer requests in flight.", ("rollout.concurrency",)),
+    "fewer-rows": (
+        "The engine is in this process, and an update waits until no row is decoded: decode fewer rows together.",
+        ("rollout.engine.max_rows",),
+    ),
+    "smaller-weights": (
+        "Send less (bfloat16 is half of float32, but slow on most CPUs; adapters are less than whole weights).",
+        ("rollout.dtype", "weights.transport.kind"),
+    ),
+    "weights-in-memory": ("Let model servers read the weights from memory, not from a disk.", ("weights.root",)),
+    "larger-batches": ("Update the weights less often, with larger batches.", ("training.groups",)),
+    "more-minibatches": ("Train more on each batch, with more optimizer steps.", ("training.minibatches",)),
+    "rarer-commits": ("Commit less often.", ("store.commit_every",)),
+    "faster-disk": ("Put the runs on a faster disk.", ("store.root",)),
+    "more-requests": ("Allow more requests in flight.", ("rollout.concurrency",)),
+    "more-rows": ("With the torch engine, decode more rows together.", ("rollout.engine.max_rows",)),
+    "shorter-solutions": (
+        "Cut very long completions earlier, if the task allows it, or discourage them.",
+        ("rollout.max_tokens", "training.overlong_buffer"),
+    ),
+    "whole-groups": (
+        "With the torch engine, let the number of rows be a multiple of rollout.group_size.",
+        ("rollout.engine.max_rows",),
+    ),
+    "deadline": ("Give groups a deadline.", ("rollout.deadline.kind", "rollout.deadline.seconds")),
+    "sample-ahead": (
+        "With workers or model servers, sample ahead (rollout.prefetch), so that sampling and training overlap.",
+        ("rollout.prefetch.kind",),
+    ),
+    "budget": ("The time budget of `pvg report` shows what the steps wait for.", ()),
+    "uvloop": ("Use uvloop, which does the same work in less time.", ("telemetry.event_loop",)),
+    "profile": ("To see which functions run on the event loop: pvg profile EXPERIMENT --stage e2e", ()),
+    "fewer-idle-workers": ("Fewer worker processes cost no time here.", ("cluster.max_workers",)),
+    "equal-shares": (
+        "Let the number of groups be a multiple of the number of workers, because whole groups are shared out.",
+        ("training.groups",),
+    ),
+    "slow-machine": ("If one machine is slower or busy, take it out of the cluster.", ()),
+    "own-cores": ("Stop other programs on this machine, or give pvg cores of its own (another machine, taskset).", ()),
+    "fewer-threads": ("pvg has more compute threads than cores: lower their number.", ("models.threads",)),
+    "one-thread": ("With one thread, no operation waits for a second thread.", ("models.threads",)),
+    "fewer-workers": (
+        "There are more workers than cores. Fewer processes give the same results.",
+        ("cluster.max_workers",),
+    ),
+}
+
+
+def _for_cores(times: RunTimes) -> list[str]:
+    """The advice for threads that wait for a core."""
+    threads, cores = times.summary.cores.get("threads", 1.0), times.usable_cores or 1.0
+    found = ["own-cores"] if times.others_run else []
+    if threads > cores:
+        found.append("fewer-threads")
+    elif threads > 1 and times.others_run:
+        found.append("one-thread")
+    return [*found, "fewer-workers"] if times.most_workers > cores else found
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+
+def _finding(
+    times: RunTimes, signature: str, says: str, criterion: tuple[str, float, float], cost_s: float, *more: Any
+) -> Finding:
+    """`criterion`: its words, the measured value, the threshold. `more`: names of advice, then the quantity whose
+    largest values are the evidence."""
+    *advice, evidence = more
+    chosen = [ADVICE[name] for name in advice]
+    return Finding(
+        signature,
+        says,
+        *criterion,
+        cost_s=cost_s,
+        share=times.share(cost_s),
+        settings=tuple(dict.fromkeys(key for _, keys in chosen for key in keys)),
+        remedy=" ".join(sentence for sentence, _ in chosen) or NOTHING_TO_SET,
+        evidence=times.quantities[evidence].worst(),
+    )
+
+
+def front_end_queue(times: RunTimes) -> Finding | str | None:
+    """Weight updates wait before the engine loads them, longer under higher load."""
+    queue, wall = times.quantities["weights_queue_s"], times.quantities["weights_wall_s"]
+    if queue.n < LEAST_EVENTS:
+        return f"{counted(queue.n, 'weight update')} (weights_queue_s); {LEAST_EVENTS} are needed"
+    share = queue.total / max(wall.total, 1e-9)
+    if share < DOMINATES or not times.costs(queue.total):
+        return None
+    says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading"
+    waits, loads = times.with_load("weights_queue_s"), times.with_load("weights_load_s")
+    if waits is None:
+        says += ". The record does not show how the wait depends on the load of generation."
+    elif waits.rises:
+        says += f"; the wait grows with the load of generation: {waits}"
+        says += f". Loading does not: {loads}." if loads is not None and not loads.rises else "."
+    else:
+        says += f". It does not grow with the load ({waits}): look at the network and at the event loop."
+    own_engine = times.experiment.rollout.engine.kind == "torch"
+    advice = ["fewer-rows"] if own_engine else ["dedicated-updates", "fewer-requests"]
+    criterion = ("queue / wall time of the updates", share, DOMINATES)
+    return _finding(times, "front-end-queue", says, criterion, queue.total, *advice, "weights_queue_s")
+
+
+def engine_reload(times: RunTimes) -> Finding | str | None:
+    """The engine itself takes long to load the weights."""
+    load, wall = times.quantities["weights_load_s"], times.quantities["weights_wall_s"]
+    if load.n < LEAST_EVENTS:
+        return f"{counted(load.n, 'weight update')} (weights_wall_s); {LEAST_EVENTS} are needed"
+    share = load.total / max(wall.total, 1e-9)
+    if share < DOMINATES or not times.costs(load.total):
+        return None
+    says = f"Loading weights takes the engine {short_seconds(load.median)} (median), {percent(share)} of an update"
+    related = times.with_load("weights_load_s")
+    says += f"; more under load: {related}." if related is not None and related.rises else "."
+    advice = ("smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches")
+    criterion = ("loading / wall time of the updates", share, DOMINATES)
+    return _finding(times, "engine-reload", says, criterion, load.total, *advice, "weights_load_s")
+
+
+def checkpoint(times: RunTimes) -> Finding | str | None:
+    """The run waits for commits."""
+    found = times.quantities["checkpoint_s"]
+    if found.n < LEAST_EVENTS:
+        return f"{counted(found.n, 'time')} of waiting for a commit; {LEAST_EVENTS} are needed"
+    share = times.share(found.total)
+    if share < CHECKPOINT_SHARE:
+        return None
+    says = f"The run waits for checkpoints {percent(share)} of the time: {short_seconds(found.median)} each (median)."
+    criterion = ("time of checkpoints / time", share, CHECKPOINT_SHARE)
+    return _finding(times, "checkpoint", says, criterion, found.total, "rarer-commits", "faster-disk", "checkpoint_s")
+
+
+def starved_trainer(times: RunTimes) -> Finding | str | None:
+    """The trainer waits for something to train on."""
+    steps = times.quantities["step_s"].n
+    if steps < LEAST_EVENTS:
+        return f"{counted(steps, 'step')} with idle times (trainer_idle); {LEAST_EVENTS} are needed"
+    phase, sums = max(times.phases.items(), key=lambda item: item[1]["idle_s"])
+    share = sums["idle_s"] / max(sums["step_s"], 1e-9)
+    if share < STARVED_SHARE or not times.costs(sums["idle_s"]):
+        return None
+    says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
+    advice = ["more-requests", "more-rows", "sample-ahead"]
+    if times.truncated:  # otherwise no completion hit the limit
+        advice.append("shorter-solutions")
+    advice = [*advice, "more-minibatches", "budget"] if phase not in UNSAMPLED else ["budget"]
+    criterion = ("idle / wall time of the steps", share, STARVED_SHARE)
+    return _finding(times, "starved-trainer", says, criterion, sums["idle_s"], *advice, "idle_s")
+
+
+def stragglers(times: RunTimes) -> Finding | str | None:
+    """One slow rollout delays its group, and the group delays the batch."""
+    slowest, middle = times.quantities["group_wait_max_s"], times.quantities["group_wait_p50_s"]
+    if slowest.n < LEAST_EVENTS:
+        return f"{counted(slowest.n, 'step')} with times of groups (group_wait_max_s); {LEAST_EVENTS} are needed"
+    excess_s = slowest.total - middle.total
+    share = excess_s / max(slowest.total, 1e-9)
+    if share < STRAGGLING_SHARE or not times.costs(excess_s):
+        return None
+    says = (
+        f"The slowest group of a batch waits {short_seconds(slowest.median)} for its last rollout, the middle group "
+        f"{short_seconds(middle.median)} (medians over {slowest.n} batches)."
+    )
+    criterion = ("(slowest - middle) / slowest group's wait", share, STRAGGLING_SHARE)
+    advice = [*(["shorter-solutions"] if times.truncated else []), "whole-groups", "deadline"]
+    return _finding(times, "stragglers", says, criterion, excess_s, *advice, "group_wait_max_s")
+
+
+def loop_lag(times: RunTimes) -> Finding | str | None:
+    """The event loop is blocked, so requests, weight updates and all other work on it are late. Either something
+    computes on the loop, or other programs use the cores."""
+    if not times.quantities["lag_max_s"].n:
+        return "measurements of the event loop (records of kind loop)"
+    levels = {"p90": times.limits.p90_s, "p99": times.limits.p99_s, "max": times.limits.max_s}
+    crossed = {name: times.quantities[f"lag_{name}_s"].largest / level for name, level in levels.items()}
+    name, ratio = max(crossed.items(), key=lambda item: item[1])
+    if ratio <= 1.0 and not times.costs(times.lagged_s):
+        return None
+    says = f"The event loop was late by {short_seconds(times.quantities['lag_max_s'].largest)} at worst"
+    criterion = ("blocked time / time", times.share(times.lagged_s), LEAST_SHARE)
+    if ratio > 1.0:
+        largest, level = short_seconds(ratio * levels[name]), short_seconds(levels[name])
+        says += f"; the {name} of a window reached {largest} (warning level {level})"
+        criterion = (f"largest {name} / its warning level", ratio, 1.0)
+    says += f". It was blocked for at least {short_seconds(times.lagged_s)} in all"
+    if times.lagged_shared_s > times.lagged_s / 2:
+        waited = short_seconds(times.lagged_shared_s)
+        says += f", {waited} of it while pvg's threads waited for cores that were busy."
+        advice = _for_cores(times)
+    else:
+        says += ". Something computes on it that should run in a thread."
+        advice = ["profile", "uvloop", "fewer-requests"]
+    evidence = f"lag_{name}_s" if ratio > 1.0 else "lag_max_s"
+    return _finding(times, "loop-lag", says, criterion, times.lagged_s, *advice, evidence)
+
+
+def shared_machine(times: RunTimes) -> Finding | str | None:
+    """Other programs use the cores while threads of pvg, or its workers, are ready to run. The kernel counts such waits
+    on Linux; elsewhere the cores that pvg used far below the cores that were busy show the same."""
+    found = [cores for cores in (times.cores, times.worker_cores) if cores is not None]
+    if not found:
+        return _shared_by_use(times)
+    cores = reduce(add, found)
+    longest_s = max(part.longest_s for part in found)  # driver and workers wait at the same time
+    if not cores.shared or not times.costs(longest_s):
+        return None
+    others = times.quantities["other_cores"]
+    why = "because other programs use the cores too"
+    if others.n and times.others_run:
+        why = f"because other programs used {others.mean:.1f} of {times.machine_cores:g} cores"
+    elif others.n:
+        why = "although hardly anything else ran: pvg has more threads and processes than cores"
+    whose = "its threads" if times.worker_cores is None else "the threads of all its processes"
+    says = (
+        f"Added up over {whose}, pvg ran for {short_seconds(cores.ran_s)} and waited {short_seconds(cores.waited_s)} "
+        f"for a core, {why}. Other times in this record are longer for the same reason."
+    )
+    criterion = ("time threads waited for a core / time they were ready to run", cores.share, SHARED)
+    return _finding(times, "shared-machine", says, criterion, longest_s, *_for_cores(times), "longest_wait_s")
+
+
+def _shared_by_use(times: RunTimes) -> Finding | str | None:
+    busy, others = times.quantities["busy_cores"], times.quantities["other_cores"]
+    if not others.n:
+        return "how long threads waited for a core, and which programs used the cores"
+    share, own = others.total / max(busy.total, 1e-9), busy.mean - others.mean
+    own_cores_only = 0 < times.usable_cores < times.machine_cores
+    if own_cores_only or busy.mean < FULL * times.machine_cores or share <= SHARED:
+        return None
+    says = (
+        f"{busy.mean:.1f} of {times.machine_cores:g} cores were busy, and pvg used {own:.1f} of them. Other programs "
+        "used the rest. Other times in this record are longer for the same reason."
+    )
+    criterion = ("cores that other programs used / busy cores", share, SHARED)
+    cost_s = share * times.seconds  # at most: with all cores, pvg might not have used them
+    return _finding(times, "shared-machine", says, criterion, cost_s, *_for_cores(times), "other_cores")
+
+
+def idle_workers(times: RunTimes) -> Finding | str | None:
+    """The workers wait for the driver."""
+    busy = times.quantities["busy"]
+    if busy.n < LEAST_EVENTS:
+        return _too_few_samples(times)
+    idle = 1.0 - busy.mean
+    if idle < IDLE_WORKERS:
+        return None
+    says = f"The workers had nothing to do for {percent(idle)} of the time: the driver does not give them enough."
+    more = ("fewer-idle-workers", "larger-batches", "sample-ahead", "busy")
+    criterion = ("mean time without work / time", idle, IDLE_WORKERS)
+    return _finding(times, "idle-workers", says, criterion, idle * times.seconds, *more)
+
+
+def unbalanced_workers(times: RunTimes) -> Finding | str | None:
+    """One worker has much more to do than the others, which wait for it."""
+    busy, most = times.quantities["busy"], times.quantities["busy_most"]
+    if busy.n < LEAST_EVENTS:
+        return _too_few_samples(times)
+    gap = most.mean - busy.mean
+    if gap < UNBALANCED:
+        return None
+    says = (
+        f"The busiest worker had work for {percent(most.mean)} of the time, the mean worker for {percent(busy.mean)}: "
+        "the others wait for the slowest."
+    )
+    criterion = ("share of the busiest worker - mean share", gap, UNBALANCED)
+    more = ("equal-shares", "slow-machine", "busy_most")
+    return _finding(times, "unbalanced-workers", says, criterion, gap * times.seconds, *more)
+
+
+def _too_few_samples(times: RunTimes) -> str | None:
+    """None for a run without workers."""
+    samples = times.quantities["busy"].n
+    return f"{counted(samples, 'sample')} of the workers; {LEAST_EVENTS} are needed" if times.summary.workers else None
+
+
+Look = Callable[[RunTimes], Finding | str | None]
+_OF_WEIGHTS: tuple[Look, ...] = (front_end_queue, engine_reload)
+_OF_STEPS: tuple[Look, ...] = (checkpoint, starved_trainer, stragglers)
+_OF_MACHINES: tuple[Look, ...] = (loop_lag, shared_machine, idle_workers, unbalanced_workers)
+SIGNATURES = {look.__name__.replace("_", "-"): look for look in (*_OF_WEIGHTS, *_OF_STEPS, *_OF_MACHINES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`findings` are sorted by cost, highest first. `not_seen`: signature -> what the record lacks to check it.
+    `steps_s`: phase -> its steps, and their wall, training and idle time. `notes` are about damage of the record."""
+
+    run: str
+    seconds: float
+    findings: tuple[Finding, ...]
+    not_seen: dict[str, str]
+    timings_s: dict[str, TimingSummary]
+    with_load: dict[str, LoadCorrelation]
+    steps_s: dict[str, dict[str, float]]
+    notes: tuple[str, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**asdict(self), "nothing_stands_out": not self.findings}
+
+
+def diagnose(run: RunDirectory, limits: LagLimits = LAG_LIMITS) -> Diagnosis:
+    """Look for every signature in the record of a run. Raises UsageError if it has no step yet, and what `read_run`
+    raises."""
+    times = RunTimes(run.experiment(), read_run(run), limits)
+    if not times.summary.steps:
+        raise UsageError(f"The run {run.name!r} has not recorded any step.", "Diagnose it after its first step.")
+    looked = {name: look(times) for name, look in SIGNATURES.items()}
+    findings = [found for found in looked.values() if isinstance(found, Finding)]
+    related = {name: times.with_load(name) for name in ("weights_queue_s", "weights_load_s")}
+    return Diagnosis(
+        run=run.name,
+        seconds=times.seconds,
+        findings=tuple(sorted(findings, key=lambda finding: -finding.cost_s)),
+        not_seen={name: found for name, found in looked.items() if isinstance(found, str)},
+        timings_s={name: times.quantities[name].summary() for name in TIMINGS if times.quantities[name].n},
+        with_load={name: found for name, found in related.items() if found is not None},
+        steps_s=times.phases,
+        notes=tuple(times.summary.notes),
+    )
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.095 else f"{100 * share:.1f}%"
+
+
+# --- on the terminal --------------------------------------------------------------------------------------------------
+
+
+def rendered(found: Diagnosis) -> Group:
+    """Everything that `pvg diagnose` prints, in order, without empty parts. No text is read as markup."""
+    parts: list[RenderableType] = [Text.assemble((found.run, "bold"), (f"  {duration(found.seconds)}", QUIET))]
+    for number, finding in enumerate(found.findings, start=1):
+        parts += [Text(), _shown(number, finding)]
+    if not found.findings:
+        parts += [Text(), Text(f"Nothing stands out{' in what the record has' if found.not_seen else ''}.", "green")]
+    parts += section("Timings", _timings_table(found))
+    if found.not_seen:
+        parts += section("Not in the record", _pairs(found.not_seen.items()))
+    if found.notes:
+        parts += section("Notes", Text("\n".join(found.notes), "yellow", overflow="fold"))
+    return Group(*parts)
+
+
+def _shown(number: int, finding: Finding) -> Group:
+    cost = f"{percent(finding.share)} of the time, {duration(finding.cost_s)}"
+    head = Text.assemble((f"{number}  {finding.signature}", "bold yellow"), (f"   {cost}", HEADING))
+    measured, threshold = (
+        percent(value) if finding.threshold < 1.0 else f"{value:.2g}" for value in (finding.measured, finding.threshold)
+    )
+    rows = [("seen", finding.says), ("criterion", f"{finding.criterion}: {measured} (threshold {threshold})")]
+    if finding.settings:
+        rows.append(("change", ", ".join(finding.settings)))
+    rows.append(("" if finding.settings else "advice", finding.remedy))
+    for place, evidence in enumerate(finding.evidence):
+        rows.append(("" if place else "evidence", f"{evidence.where}  {evidence.text}"))
+    return Group(head, Padding(_pairs(rows), (0, 0, 0, 3)))
+
+
+def _timings_table(found: Diagnosis) -> Table:
+    titles = ("n", "p50", "p95", "p99", "max", "in all")
+    table = Table([Column(wrap=False), *(Column(title, "right", wrap=False) for title in titles)], narrow=True)
+    for name, timing in found.timings_s.items():
+        values = (timing.p50, timing.p95, timing.p99, timing.max)
+        in_all = "" if name.startswith(("lag_", "latency_")) else short_seconds(timing.total)  # percentiles have no sum
+        table.add(TIMINGS[name], f"{timing.n:,}", *map(short_seconds, values), in_all)
+    return table
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> RichTable:
+    table = RichTable.grid(padding=(0, 2))
+    table.add_column(style=QUIET, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    return table
