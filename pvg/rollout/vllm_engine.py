@@ -69,7 +69,7 @@ from pvg.servers.served_model import (
     ServerRequirements,
     was_sent,
 )
-from pvg.servers.transports import open_transport
+from pvg.servers.transports.transfer import open_transport
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import run_in
 

@@ -22,8 +22,9 @@ from pvg.servers import transports as delivering
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.transports import UNKNOWN_PART, Transport, open_transport
+from pvg.servers.transports import UNKNOWN_PART, Transport
 from pvg.servers.transports.files import write_tensors
+from pvg.servers.transports.transfer import open_transport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 LABEL = WeightLabel(SESSION, 1)

@@ -1,19 +1,26 @@
-"""How each weight transport (setting `weights.transport`) is opened."""
+"""The `Transport` protocol: how weight updates reach vLLM servers, and delivery with verification (`deliver`).
+
+A broken connection or a missing reply does not show whether an update happened. But a server can be asked which weights
+it has, and sending the same label twice is harmless (protocol 1). So `deliver` finds out:
+
+    fault               asked       then
+    ServerUnreachable   no          one more attempt after a pause: nothing was sent
+    ConnectionBroken,
+    ReplyTimeout,
+    MalformedReply      yes         has it: delivered, times unknown; has it not: one more attempt; no answer: the fault
+    RefusedRequest      no          the fault: a server that refuses is not asked twice
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from pvg.config.servers import DeviceTransport, LoraTransport, Weights
-from pvg.errors import MissingRequirementError, PvgError
-from pvg.installation import install_extra
+from pvg.errors import PvgError
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import (
     ConnectionBroken,
@@ -23,13 +30,7 @@ from pvg.servers.pool import (
     ServerUnreachable,
     pause_before_retry,
 )
-from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-
-if TYPE_CHECKING:
-    import torch
-
-
-# The `Transport` protocol: how weight updates reach vLLM servers, and delivery with verification (`deliver`).
+from pvg.servers.publishing import WeightLabel, WeightUpdate
 
 
 class Transport(Protocol):
@@ -154,48 +155,3 @@ def confirmed_delivery(server: ControlClient, label: WeightLabel, started: float
 
 
 __all__ = ["Transport", "open_transport"]
-
-
-def open_transport(
-    section: Weights,
-    run: str,
-    executor: Executor | None,
-    dtype: str,
-    session: PublishingSession,
-    device: torch.device | None = None,
-) -> Transport:
-    """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
-    `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
-    `device`: where the weights are; from another one than a GPU, `nccl` copies them to the first GPU.
-
-    Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
-    `nccl` needs.
-    """
-    if isinstance(section.transport, DeviceTransport):
-        return _open_transfer(section, executor, dtype, device)
-    import torch
-
-    from pvg.servers.transports.files import AdapterTransport, FilesystemTransport, VersionFolders
-
-    kind = getattr(torch, dtype)
-    folders = VersionFolders(section.root, run, session)
-    if isinstance(section.transport, LoraTransport):
-        return AdapterTransport(folders, executor, kind)
-    return FilesystemTransport(folders, executor, kind)
-
-
-def _open_transfer(section: Weights, executor: Executor | None, dtype: str, device: torch.device | None) -> Transport:
-    import torch
-
-    from pvg.servers.transports.transfer import NcclBackend, TransferTransport
-
-    lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
-    install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
-    if lacking:
-        raise MissingRequirementError(
-            f'weights.transport = "nccl" needs {lacking} on the trainer\'s machine.',
-            f'Set weights.transport = "filesystem"{install}',
-        )
-    if device is None or device.type != "cuda":
-        device = torch.device("cuda", 0)
-    return TransferTransport(NcclBackend(), executor, device, getattr(torch, dtype), section.timeout_s)
