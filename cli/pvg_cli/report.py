@@ -167,21 +167,12 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
 
 
 def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[Path | None, str | None]:
-    """The file of the page with all solutions, and its new text: None for both without solutions, and no text if the
-    file is up to date."""
-    from pvg.reporting.rollouts_file import is_current, is_large, page_fingerprint, rollouts_file, stored_rollouts
+    """The file of the page with all solutions, and its text; None for both without solutions."""
+    from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
 
     beside = _own(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
-    fingerprint = page_fingerprint(run, summary, report=page.name)
-    with user_paths():
-        if is_current(beside, fingerprint):
-            return beside, None
-    if is_large(run):
-        say(f"Packing all solutions of {summary.name} into {beside}. This can take some seconds. --no-html skips it.")
     stored = stored_rollouts(run, summary)
-    if not stored.count:
-        return None, None
-    return beside, rollouts_file(stored, run, summary, page.name, fingerprint)
+    return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 
 
 def _examples(run: RunDirectory, each: int) -> list[Example]:

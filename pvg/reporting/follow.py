@@ -1,11 +1,6 @@
-"""Follows a run that another process plays: reads what the run appends, and says how the run is doing.
+"""How a run is doing: its state, from its lease and its newest record, and how long it will take.
 
-    followed = FollowedRun(run)
-    if followed.update():
-        followed.summary, followed.situation
-
-Invariants: nothing in the run's folder is locked or written. An update reads only bytes that were appended since the
-last one, except after a resume, which cuts the journal back. At most MOST_RECORDS steps are kept.
+Invariant: nothing in the run's folder is locked or written.
 """
 
 from __future__ import annotations
@@ -21,17 +16,14 @@ from typing import Any, Literal
 import orjson
 
 from pvg.reporting.formats import seconds_to_come
-from pvg.reporting.run_summary import RunRecords, RunSummary, Status, StepRecord, committed_state
+from pvg.reporting.run_summary import RunSummary, Status, StepRecord, committed_state
 from pvg.store.atomic import DamagedFileError, open_stored
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples
 
-MOST_RECORDS = 20_000  # steps that are kept, and readings of each sampler: about 60 MB
-BLOCK = 1 << 22  # bytes of one read
 LAST_BLOCK = 1 << 18  # bytes at the end of a journal that are read for a short look at the run
 PROGRESS = ("step", "phase", "round", "run")  # kinds of records that no sampler writes
-REMEMBERED = 128  # bytes before the place of the next read, which show whether the file is still the same
 RATE_STEPS = 20  # over which the speed is averaged
 MISSED_BEATS = 3
 
@@ -70,46 +62,6 @@ def state_word(
     return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
 
 
-class JournalTail:
-    """Reads the lines that were appended to a journal, and notices when the journal was cut back or replaced."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
-        self._file: tuple[int, int] | None = None
-        self._before = b""
-
-    def read(self) -> tuple[bool, list[bytes]]:
-        """The complete lines since the last call, at most about BLOCK bytes, and whether the journal begins anew. Then
-        all lines of earlier calls are void. An incomplete last line is left for a later call."""
-        try:
-            file = open_stored(self.path)
-        except FileNotFoundError:
-            return self._begin_anew(None), []
-        with file:
-            found = os.fstat(file.fileno())
-            anew = False
-            if (found.st_dev, found.st_ino) != self._file or not self._is_same(file.fileno(), found.st_size):
-                anew = self._begin_anew((found.st_dev, found.st_ino))
-            length, block = BLOCK, b""
-            while b"\n" not in block and self._offset + len(block) < found.st_size:
-                block = os.pread(file.fileno(), length, self._offset)
-                length *= 2  # a line that is longer than a block
-        whole = block[: block.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        self._before = (self._before + whole)[-REMEMBERED:]
-        return anew, whole.splitlines()
-
-    def _is_same(self, file: int, size: int) -> bool:
-        start = self._offset - len(self._before)
-        return size >= self._offset and os.pread(file, len(self._before), start) == self._before
-
-    def _begin_anew(self, file: tuple[int, int] | None) -> bool:
-        had_lines = self._offset > 0
-        self._offset, self._before, self._file = 0, b"", file
-        return had_lines
-
-
 @dataclass(frozen=True, slots=True)
 class RunSituation:
     """How a run is doing. `process` and `host`: what plays it or played it last. `quiet_s`: seconds since its last
@@ -141,102 +93,18 @@ class RunProgress:
         return asdict(self)
 
 
-class FollowedRun:
-    """A run and what is known of it. Call `update` from one thread at a time."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self.run = run
-        self.experiment = run.experiment()
-        self.shards: list[dict[str, Any]] = []  # of the last commit
-        self.state: dict[str, Any] = {}
-        self._tail = JournalTail(run.metrics)
-        self._records = RunRecords(MOST_RECORDS)
-        self._damaged = 0
-        self._newest = ""  # the kind of the newest record that no sampler wrote
-        self._seen: tuple[object, ...] = ()
-        self._notes: list[str] = []
-        self._summary: RunSummary | None = None
-        self.situation = self._situation()
-
-    def update(self) -> bool:
-        """Read what is new. Returns whether `summary` or the state of `situation` has changed."""
-        changed = self._summary is None
-        changed |= self._read_state()
-        changed |= self._read_records()
-        before, self.situation = self.situation.state, self._situation()
-        if changed:
-            self._summary = None
-        return changed or self.situation.state != before
-
-    @property
-    def summary(self) -> RunSummary:
-        """What `pvg report` reads, as far as the run has come."""
-        if self._summary is None:
-            notes = list(self._notes)
-            if self._damaged:
-                notes.append(f"{self._damaged} lines of {self.run.metrics.name} are damaged and were left out.")
-            self._summary = self._records.summary(
-                self.run, self.experiment, self.state, notes, damaged=bool(self._notes)
-            )
-        return self._summary
-
-    @property
-    def solutions(self) -> int:
-        """Committed solutions."""
-        return sum(int(shard["rows"]) for shard in self.shards)
-
-    def _read_state(self) -> bool:
-        """The last commit, if there is a newer one."""
-        seen = tuple(_signature(path) for path in (self.run.state, self.run.state.with_name("state.previous.json")))
-        if seen == self._seen:
-            return False
-        self._notes = []
-        self.state = committed_state(self.run, self._notes)
-        self.shards = list(self.state.get("shards", ()))
-        self._seen = seen
-        return True
-
-    def _read_records(self) -> bool:
-        changed = False
-        while True:
-            anew, lines = self._tail.read()
-            if anew:
-                self._records, self._damaged, self._newest = RunRecords(MOST_RECORDS), 0, ""
-            changed |= anew or bool(lines)
-            for line in lines:
-                self._add(line)
-            if not lines:
-                return changed
-
-    def _add(self, line: bytes) -> None:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict):
-            self._damaged += 1
-            return
-        self._records.add(record)
-        if record.get("kind") in PROGRESS:
-            self._newest = record["kind"]
-
-    def _situation(self) -> RunSituation:
-        return _situation(self.run, self.state, self._newest)
-
-
 def state_of(run: RunDirectory) -> RunState:
     """The state of `run` now, from its last commit."""
     return situation(run, committed_state(run, [])).state
 
 
 def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:
-    """How a run with the committed `state` (empty: none) is doing. Of its journal, reads the last block."""
-    return _situation(run, state, _newest_kind(run.metrics))
+    """How a run with the committed `state` (empty: none) is doing.
 
-
-def _situation(run: RunDirectory, state: Mapping[str, Any], newest: str) -> RunSituation:
-    """From the lease: a driver counts its beats in it, and releases it at its end. A driver that was killed does
-    neither. `newest`: the kind of the newest record that no sampler wrote; "" if there is none."""
+    From the lease: a driver counts its beats in it, and releases it at its end. A driver that was killed does neither.
+    The kind of the newest record that no sampler wrote tells how a driver ended that released it.
+    """
+    newest = _newest_kind(run.metrics)
     try:
         lease = newest_lease(run.path)
     except FileNotFoundError:
@@ -281,14 +149,6 @@ def _newest_kind(journal: Path) -> str:
         if isinstance(record, dict) and (kind := record.get("kind")) in PROGRESS:
             return str(kind)
     return ""
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _age(path: Path) -> float | None:

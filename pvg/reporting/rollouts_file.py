@@ -1,10 +1,8 @@
 """The page that contains the stored solutions of a run: a browser searches and filters them without a server.
 
-    fingerprint = page_fingerprint(run, summary, report="report.html")
-    if not is_current(path, fingerprint):
-        stored = stored_rollouts(run, summary)
-        if stored.count:
-            write_page(path, rollouts_file(stored, run, summary, "report.html", fingerprint))
+    stored = stored_rollouts(run, summary)
+    if stored.count:
+        write_page(path, rollouts_file(stored, run, summary, "report.html"))
 
 `pvg report` writes it beside a run's page, and `pvg watch` serves it. templates/rollouts.js filters and sorts.
 
@@ -16,25 +14,18 @@ Invariants: the page has at most MOST_CHARACTERS, those of the newest solutions,
 out. A block has at most BLOCK_CHARACTERS, or one solution. Both limits count every text: problems, solutions, what a
 translation was made of, turns, grades and ids. Each text has at most LONGEST characters and says how many it leaves
 out. Texts of models are data in the page, and the script writes them as text, never as markup.
-
-Packing takes seconds for a large run. So the page contains a fingerprint of everything that it is made from, and
-`is_current` compares it.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import orjson
 
-import pvg
 from pvg.errors import counted
 from pvg.records import Rollout
 from pvg.reporting.formats import phase_label
@@ -49,8 +40,6 @@ MOST_CHARACTERS = 115_000_000  # 50,000 solutions of 2,000 characters: a page of
 ROW_CHARACTERS = 250  # the columns of a solution, counted as so many characters of text
 BLOCK_CHARACTERS = 500_000  # a browser unpacks such a block in some milliseconds
 LONGEST = 100_000  # characters of one text
-LARGE_BYTES = 20_000_000  # shards of this size take about a second to pack
-HEAD_BYTES = 1_000_000  # the fingerprint is in the first bytes of the page
 LEVEL = 5  # of gzip
 ROWS = 50  # of one page of the list
 ROLES = ("helpful", "sneaky")
@@ -249,12 +238,8 @@ def _packed(value: object) -> str:
     return base64.b64encode(gzip.compress(orjson.dumps(value), LEVEL, mtime=0)).decode()
 
 
-def rollouts_file(
-    stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str, fingerprint: str = ""
-) -> str:
-    """The whole page. `report`: the file name of the run's page, which is beside it. `fingerprint`: of
-    `page_fingerprint`, so that `is_current` knows the page. A page about damaged shards has none, because they may be
-    repaired."""
+def rollouts_file(stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str) -> str:
+    """The whole page. `report`: the file name of the run's page, which is beside it."""
     title = elements.title("All rollouts", summary.name)
     choices = {
         "role": [(role, role) for role in ROLES],
@@ -264,8 +249,7 @@ def rollouts_file(
     }
     form = markup.form(choices, ORDERS, NUMBERS)
     packed = _packed({**stored.columns, "words": stored.words, "starts": stored.starts, "page": ROWS})
-    mark = "" if stored.problems else fingerprint
-    body = [elements.notes(_notes(stored, run)), markup.browser(form, mark), markup.packed(packed, stored.blocks)]
+    body = [elements.notes(_notes(stored, run)), markup.browser(form), markup.packed(packed, stored.blocks)]
     return page(f"{summary.name}: rollouts", [title, *body], [], rollouts_kind(report))
 
 
@@ -287,39 +271,3 @@ def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
         f"This page has the newest {counted(stored.count, 'solution')} of {everything}, so that a browser can open it."
     )
     return [f"{newest} The files in {run.argument}/rollouts have all of them.", *stored.problems]
-
-
-# --- a page that is already there -----------------------------------------------------------------------------------
-
-
-def page_fingerprint(run: RunDirectory, summary: RunSummary, report: str) -> str:
-    """The sha256 of everything that the page is made from: the last commit's solutions, the thresholds of the rounds,
-    names, and the code of pvg."""
-    infos = committed_shards(run)
-    thresholds = [(round_, threshold_of(summary, round_)) for round_ in sorted({info.round for info in infos})]
-    shards = [(info.path, info.rows, info.checksum) for info in infos]
-    parts = [shards, thresholds, summary.name, run.argument, report, pvg.__version__, _code_digest()]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@cache
-def _code_digest() -> str:
-    """The sha256 of this package with its templates, so that a change of a checkout makes a new page."""
-    files = sorted(path for path in Path(__file__).parent.rglob("*") if path.suffix in (".py", ".js", ".css", ".j2"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def is_current(page: Path, fingerprint: str) -> bool:
-    """Whether the file is a whole page with this fingerprint."""
-    if not page.is_file():
-        return False
-    with page.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-        file.seek(max(0, file.seek(0, 2) - 100))
-        end = file.read()
-    return f'data-fingerprint="{fingerprint}"'.encode() in head and end.rstrip().endswith(b"</html>")
-
-
-def is_large(run: RunDirectory) -> bool:
-    """Whether a user has to wait while the solutions are packed."""
-    return sum(info.bytes for info in committed_shards(run)) > LARGE_BYTES

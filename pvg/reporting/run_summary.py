@@ -312,12 +312,9 @@ def _is_known(record: dict[str, Any]) -> bool:
 class RunRecords:
     """The records of metrics.jsonl, sorted by kind while they are added. If a step was recorded twice, the last record
     counts, at the place of the first.
-
-    `limit`: the most steps, alerts and readings of a sampler that are kept, the newest; None: all.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self._steps: OrderedDict[tuple[int, str, int], StepRecord] = OrderedDict()
         self._ended: dict[tuple[int, str], dict[str, Any]] = {}
         self._rounds: dict[int, dict[str, float]] = {}
@@ -327,7 +324,7 @@ class RunRecords:
         self._processes: list[ProcessSummary] = []
         self._cores: dict[str, float] = {}
         self._began: float | None = None
-        self._foreign = self._left_out = 0
+        self._foreign = 0
 
     def add(self, record: dict[str, Any]) -> None:
         """Lines that are not records of pvg are counted for a remark and left out."""
@@ -354,18 +351,6 @@ class RunRecords:
             self._readings[kind].append(SamplerReading(moment, _finite(record["metrics"])))
         elif moment is not None and kind == "scaling":
             self._scaling.append(ScalingRecord(moment, record["workers"], record["why"]))
-        if self._limit is not None:
-            self._shorten(self._limit)
-
-    def _shorten(self, limit: int) -> None:
-        while len(self._steps) > limit:
-            self._steps.popitem(last=False)
-            self._left_out += 1
-        while len(self._alerts) > limit:
-            self._alerts.popitem(last=False)
-        for readings in self._readings.values():
-            del readings[: max(0, len(readings) - limit)]
-        del self._scaling[: max(0, len(self._scaling) - limit)]
 
     def summary(
         self,
@@ -381,9 +366,6 @@ class RunRecords:
         if self._foreign:
             of = run.metrics.name
             notes.append(f"{self._foreign} of the lines of {of} are not records of pvg and were left out.")
-        if self._left_out:
-            newest = f"Only the newest {self._limit:,} steps are shown"
-            notes.append(f"{newest}; {self._left_out:,} older ones are left out.")
         steps, status = list(self._steps.values()), status_of(state)
         return RunSummary(
             name=run.name,

@@ -23,25 +23,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from pvg.errors import MissingRequirementError, PvgError, counted, reason
 from pvg.evaluation.report import REPORT_FILE
-from pvg.reporting.follow import FollowedRun, RunProgress, RunSituation, RunState, progress_of
+from pvg.reporting.follow import RunProgress, RunSituation, RunState, progress_of, situation
 from pvg.reporting.formats import compact, duration, phase_label
-from pvg.reporting.rollouts_file import page_fingerprint, rollouts_file, rollouts_kind, stored_rollouts
+from pvg.reporting.rollouts_file import rollouts_file, rollouts_kind, stored_rollouts
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
-from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.run_summary import RunSummary, committed_state, read_run
 from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements, policy_of
 from pvg.store.run_directory import RunDirectory
 
-# The page of `pvg watch`: the report of a run, drawn again while another process plays the run.
-
-
-INTERVAL_S = 1.0  # between two looks at the run
-SHARE = 20.0
+INTERVAL_S = 1.0  # between two drawings of the page
+SHARE = 20.0  # times what a drawing takes is the time until the next, so that watching costs 1 / SHARE of a core
 EXAMPLES = 2  # per round
 ROLLOUTS = "rollouts.html"  # the address of the page with all solutions
 LIVE = PageKind(
@@ -57,52 +56,70 @@ class LiveRun:
     """A run and its pages. Call it from one thread at a time."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self.followed = FollowedRun(run)
+        self.run = run
         self._page = ""
-        self._solutions = ("", "")  # the fingerprint of the page with all solutions, and the page
+        self._solutions = ""
         self._drawn_s = self._cost_s = 0.0  # when the page was drawn, and how long that took
+        self._files: tuple[object, ...] = ()  # what the page was made of
+        self._state: dict[str, Any] = {}
+        self._summary: RunSummary | None = None
+        self._situation = RunSituation("waiting")
         self._data: RunData | None = None
         self._collected: tuple[object, ...] = ()
-        self._changed = True
 
     def page(self) -> str:
         """The report as it is now. It is drawn again if the run has changed and the last drawing is old enough."""
-        state = self.followed.situation.state
-        self._changed |= self.followed.update()
-        urgent = state != self.followed.situation.state
-        wait_s = max(INTERVAL_S, SHARE * self._cost_s)
-        if not self._page or (self._changed and (urgent or time.monotonic() - self._drawn_s >= wait_s)):
+        files = tuple(map(_signature, (self.run.state, self.run.metrics, self.run.evaluation / REPORT_FILE)))
+        if files[:1] != self._files[:1]:
+            self._state, self._solutions = committed_state(self.run, []), ""
+        before, self._situation = self._situation, situation(self.run, self._state)
+        urgent = not self._page or before.state != self._situation.state
+        if urgent or (
+            files != self._files and time.monotonic() - self._drawn_s >= max(INTERVAL_S, SHARE * self._cost_s)
+        ):
             began = time.monotonic()
-            self._page, self._changed = self._draw(), False
+            self._files = files
+            self._page = self._draw()
             self._drawn_s = time.monotonic()
             self._cost_s = self._drawn_s - began
         return self._page
 
     def solutions(self) -> str:
         """The page with all solutions of the last commit."""
-        run, summary = self.followed.run, self.followed.summary
-        fingerprint = page_fingerprint(run, summary, "/")
-        if fingerprint != self._solutions[0]:
-            page = rollouts_file(stored_rollouts(run, summary), run, summary, "/")
-            self._solutions = fingerprint, page
-        return self._solutions[1]
+        self.page()
+        if not self._solutions:
+            summary = self._summary or read_run(self.run)
+            self._solutions = rollouts_file(stored_rollouts(self.run, summary), self.run, summary, "/")
+        return self._solutions
 
     def _draw(self) -> str:
-        followed, summary, situation = self.followed, self.followed.summary, self.followed.situation
-        progress = progress_of(summary, time.time(), followed.experiment.game.effort)
-        now = elements.now(_texts(summary, situation, progress, followed.solutions), _share(situation, progress))
-        drawn = followed.experiment.task.kind in DRAWN_TASKS
-        kind = replace(LIVE, sheets=(*LIVE.sheets, "board.css")) if drawn else LIVE
-        return run_page(self._report(summary, situation), [now], kind)
+        now = self._situation
+        if self._summary is None or now.state != "removed":
+            self._summary = read_run(self.run)
+        summary = self._summary
+        data = self._report(summary, now)
+        progress = progress_of(summary, time.time(), data.experiment.game.effort)
+        solutions = sum(int(shard["rows"]) for shard in self._state.get("shards", ()))
+        live = elements.now(_texts(summary, now, progress, solutions), _share(now, progress))
+        sheets = (*LIVE.sheets, "board.css") if data.experiment.task.kind in DRAWN_TASKS else LIVE.sheets
+        return run_page(data, [live], replace(LIVE, sheets=sheets))
 
-    def _report(self, summary: RunSummary, situation: RunSituation) -> RunData:
+    def _report(self, summary: RunSummary, now: RunSituation) -> RunData:
         """The data of the page. Scores and solutions are read again when a phase ends, the timeline of some steps only
         when nothing plays the run: both need whole files."""
-        run, idle = self.followed.run, situation.ended
-        key = (summary.phase, len(summary.rounds), summary.status, idle, _evaluated(run))
-        if self._data is None or key != self._collected:
-            self._data, self._collected = collect(run, summary, EXAMPLES, playing=not idle), key
-        return replace(self._data, summary=summary, state=situation.state, rollouts=ROLLOUTS)
+        key = (summary.phase, len(summary.rounds), summary.status, now.ended, self._files[2:])
+        if self._data is None or (key != self._collected and now.state != "removed"):
+            self._data, self._collected = collect(self.run, summary, EXAMPLES, playing=not now.ended), key
+        return replace(self._data, summary=summary, state=now.state, rollouts=ROLLOUTS)
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Changes when the file has been written."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _share(situation: RunSituation, progress: RunProgress | None) -> float:
@@ -156,15 +173,6 @@ def _sign(situation: RunSituation, run: RunDirectory) -> str:
         "removed": "The folder of the run is gone.",
     }
     return sentences[situation.state]
-
-
-def _evaluated(run: RunDirectory) -> tuple[int, int] | None:
-    """Changes when `pvg evaluate` has written."""
-    try:
-        found = (run.evaluation / REPORT_FILE).stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size
 
 
 HOST = "127.0.0.1"

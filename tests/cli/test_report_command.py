@@ -17,10 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from bench_samples import ladder, one
 from page_checks import Page, check
 
-import pvg as library
 from pvg.bench.report import write_report
 from pvg.records import Role
-from pvg.reporting import rollouts_file
 from pvg.store.run_directory import RunDirectory
 
 
@@ -96,24 +94,6 @@ def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() 
     document = pvg("report", "empty", "--json").document
     assert document["rollouts_html"] is None
     assert [path.name for path in Path("runs/empty").glob("*.html")] == ["report.html"]
-
-
-def test_solutions_are_packed_again_only_for_a_new_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = played(Path("runs"))
-    monkeypatch.setattr(rollouts_file, "LARGE_BYTES", 10)
-    packing = "Packing all solutions of first into runs/first/rollouts.html."
-    first, second = pvg("report", "first"), pvg("report", "first", "--json")
-    assert packing in first.err
-    assert packing not in second.err
-    assert second.document["rollouts_html"] == "runs/first/rollouts.html"
-    assert links(run.report) == {"rollouts.html"}
-    commit(run, run.load_state().state or {}, {"mint-00009": [rollout("new", Role.HELPFUL, correct=True, score=None)]})
-    again = pvg("report", "first", "--json")
-    assert packing in again.err
-    assert again.document["rollouts_html"] == "runs/first/rollouts.html"
-    monkeypatch.setattr(library, "__version__", "99.0")
-    assert packing in pvg("report", "first").err
-    assert packing not in pvg("report", "first", "--no-html").err
 
 
 def links(path: Path) -> set[str]:

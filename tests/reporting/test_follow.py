@@ -1,4 +1,4 @@
-"""A run that another process writes, followed: only new bytes are read, and its state is told."""
+"""The state and the progress of a run that another process writes, and its live page."""
 
 from __future__ import annotations
 
@@ -7,125 +7,21 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 from page_checks import Page
-from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
+from run_samples import begin, commit, played, rollout, state, step, tell
 
 from pvg.config.game import Game
 from pvg.records import Role
-from pvg.reporting import follow
-from pvg.reporting.follow import FollowedRun, JournalTail, progress_of
+from pvg.reporting.follow import progress_of, state_of
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.watch_server import LiveRun
 from pvg.store.lease import this_boot, this_namespace
 from pvg.store.run_directory import RunDirectory
-
-
-def lines(*numbers: int) -> bytes:
-    return b"".join(b'{"n":%d}\n' % number for number in numbers)
-
-
-def test_a_tail_gives_each_line_once_and_waits_for_the_end_of_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    tail = JournalTail(path)
-    assert tail.read() == (False, [])
-    path.write_bytes(lines(1, 2) + b'{"n":')
-    assert tail.read() == (False, [b'{"n":1}', b'{"n":2}'])
-    assert tail.read() == (False, [])
-    with path.open("ab") as file:
-        file.write(b"3}\n")
-    assert tail.read() == (False, [b'{"n":3}'])
-
-
-def test_a_tail_reads_only_what_was_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "journal"
-    path.write_bytes(lines(*range(10_000)))
-    tail = JournalTail(path)
-    tail.read()
-    read: list[int] = []
-    whole = os.pread
-    monkeypatch.setattr(os, "pread", lambda file, size, at: read.append(at) or whole(file, size, at))
-    with path.open("ab") as file:
-        file.write(lines(1))
-    assert tail.read() == (False, [b'{"n":1}'])
-    assert min(read) >= path.stat().st_size - len(lines(1)) - follow.REMEMBERED
-
-
-@pytest.mark.parametrize("after", [lines(1), lines(1, 7, 8, 9), lines(1, 9)])
-def test_a_tail_notices_a_journal_that_was_cut_back(tmp_path: Path, after: bytes) -> None:
-    """Shorter than before, longer, or of the same length: in each case by its content."""
-    path = tmp_path / "journal"
-    path.write_bytes(lines(1, 2))
-    tail = JournalTail(path)
-    tail.read()
-    with path.open("r+b") as file:  # the same file, as a resume leaves it
-        file.truncate(len(lines(1)))
-        file.seek(0)
-        file.write(after)
-    assert tail.read() == (True, after.splitlines())
-
-
-def test_a_tail_notices_a_journal_that_was_replaced_by_a_copy(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-    path.write_bytes(lines(1))
-    tail = JournalTail(path)
-    tail.read()
-    shutil.copyfile(path, tmp_path / "copy")
-    os.replace(tmp_path / "copy", path)
-    assert tail.read() == (True, [b'{"n":1}'])
-
-
-def test_lines_longer_than_a_block_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "BLOCK", 8)
-    path = tmp_path / "journal"
-    path.write_bytes(b"x" * 100 + b"\n" + b"y\n")
-    tail = JournalTail(path)
-    found = [tail.read()[1] for _ in range(3)]
-    assert [line for some in found for line in some] == [b"x" * 100, b"y"]
-
-
-@pytest.mark.parametrize("make", [played, telemetered])
-def test_a_followed_run_is_what_the_report_reads(tmp_path: Path, make: object) -> None:
-    whole = make(tmp_path)  # type: ignore[operator]
-    expected = read_run(whole)
-    content = whole.metrics.read_bytes().splitlines(keepends=True)
-    whole.metrics.write_bytes(b"")
-    followed = FollowedRun(whole)
-    for line in content:
-        with whole.metrics.open("ab") as file:
-            file.write(line)
-        followed.update()
-    assert replace(followed.summary, notes=[]) == replace(expected, notes=[])
-
-
-def test_a_damaged_line_is_counted_and_the_rest_shown(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    tell(run, step("train_prover", 1, loss=1.0))
-    with run.metrics.open("ab") as file:
-        file.write(b"\xff\xfe nonsense\n[1]\n")
-    tell(run, step("train_prover", 2, loss=2.0))
-    followed = FollowedRun(run)
-    followed.update()
-    assert followed.summary.series("loss") == [1.0, 2.0]
-    assert any("2 lines of metrics.jsonl are damaged" in note for note in followed.summary.notes)
-
-
-def test_a_long_run_keeps_the_newest_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "MOST_RECORDS", 10)
-    run = begin(tmp_path)
-    tell(run, *(step("train_prover", number, loss=float(number)) for number in range(25)))
-    tell(run, *({"kind": "device", "time": float(n), "metrics": {"cpu": n / 100}} for n in range(25)))
-    followed = FollowedRun(run)
-    followed.update()
-    assert followed.summary.series("loss") == [float(n) for n in range(15, 25)]
-    assert [reading.time for reading in followed.summary.device] == [float(n) for n in range(15, 25)]
-    assert any("Only the newest 10 steps are shown; 15 older" in note for note in followed.summary.notes)
-
 
 # --- the state of the run ----------------------------------------------------------------------------------------
 
@@ -146,55 +42,47 @@ def dead_process() -> int:
     return done.pid
 
 
-def situation(run: RunDirectory) -> str:
-    followed = FollowedRun(run)
-    followed.update()
-    return followed.situation.state
-
-
 def test_the_state_of_a_run_follows_from_its_lease_and_its_records(tmp_path: Path) -> None:
     run = begin(tmp_path)
-    assert situation(run) == "waiting"
+    assert state_of(run) == "waiting"
     lease(run)
-    assert situation(run) == "running"
+    assert state_of(run) == "running"
     commit(run, state("train_prover"))
     tell(run, step("train_prover", 1, loss=1.0))
-    assert situation(run) == "running"
+    assert state_of(run) == "running"
     lease(run, age_s=60.0)
-    assert situation(run) == "silent"
+    assert state_of(run) == "silent"
     dead = dead_process()
     lease(run, process=dead, age_s=60.0)
-    assert situation(run) == "died"
+    assert state_of(run) == "died"
     lease(run, process=dead, namespace="another", age_s=1.0)  # a process of another container is not visible here
-    assert situation(run) == "running"
+    assert state_of(run) == "running"
     lease(run, process=dead, namespace=this_namespace(), age_s=1.0)
-    assert situation(run) == "died"
+    assert state_of(run) == "died"
     lease(run, start=1, namespace=this_namespace(), age_s=1.0)  # its number has another process now
-    assert situation(run) == "died"
+    assert state_of(run) == "died"
     lease(run, start=1, namespace="another", age_s=8.0)  # its number has another process in this container
-    assert situation(run) == "running"
+    assert state_of(run) == "running"
     lease(run, start=1, namespace="another", age_s=20.0)
-    assert situation(run) == "silent"
+    assert state_of(run) == "silent"
     lease(run, start=1, namespace="another", age_s=60.0)  # as on another host
-    assert situation(run) == "died"
+    assert state_of(run) == "died"
     lease(run, boot="another", age_s=20.0)
-    assert situation(run) == "silent"
+    assert state_of(run) == "silent"
     lease(run, boot="another", age_s=60.0)
-    assert situation(run) == "died"
+    assert state_of(run) == "died"
     lease(run, process=0, ended=True)
-    assert situation(run) == "failed"
+    assert state_of(run) == "failed"
     tell(run, {"kind": "run", "time": 1.0, "status": "interrupted", "seconds": 1.0, "budget": {}})
-    assert situation(run) == "stopped"
+    assert state_of(run) == "stopped"
     commit(run, state("complete"))
-    assert situation(run) == "finished"
+    assert state_of(run) == "finished"
     lease(run)  # it gets more rounds
-    assert situation(run) == "running"
+    assert state_of(run) == "running"
     lease(run, age_s=60.0)
-    assert situation(run) == "finished"
-    followed = FollowedRun(run)
+    assert state_of(run) == "finished"
     shutil.rmtree(run.path)
-    followed.update()
-    assert followed.situation.state == "removed"
+    assert state_of(run) == "removed"
 
 
 def test_time_left_is_that_of_the_last_steps_and_phases(tmp_path: Path) -> None:
@@ -265,6 +153,15 @@ def test_the_live_page_has_the_sections_of_the_report_and_all_solutions(tmp_path
     assert [found["id"] for name, found in Page(live.page()).tags if name == "section"] == anchors
     assert 'id="columns"' in live.solutions()
     assert live.solutions() is live.solutions()
+
+
+def test_the_live_page_of_a_removed_run_keeps_what_it_showed(tmp_path: Path) -> None:
+    run = played(tmp_path)
+    live = LiveRun(run)
+    assert "87.5 %" in live.page()
+    shutil.rmtree(run.path)
+    assert "The folder of the run is gone." in live.page()
+    assert "87.5 %" in live.page()
 
 
 def test_following_locks_and_writes_nothing(tmp_path: Path) -> None:

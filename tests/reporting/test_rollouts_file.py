@@ -27,8 +27,6 @@ from pvg.reporting.rollouts_file import (
     NUMBERED,
     ROW_CHARACTERS,
     TEXTS,
-    is_current,
-    page_fingerprint,
     rollouts_file,
     stored_rollouts,
 )
@@ -235,47 +233,6 @@ def test_each_long_text_is_cut_and_says_so(tmp_path: Path) -> None:
     for shown in (*row["problem"][1:], *row["before"], *row["after"], row["said"]):
         assert LONGEST < len(shown) < LONGEST + 60
         assert re.search(r" … and \d+ more characters$", shown)
-
-
-def test_a_page_that_is_up_to_date_is_known_by_its_fingerprint(tmp_path: Path) -> None:
-    run, _ = made(tmp_path, count=5)
-    path, seen = tmp_path / "rollouts.html", set()
-
-    def written() -> str:
-        summary = read_run(run)
-        fingerprint = page_fingerprint(run, summary, "report.html")
-        stored = stored_rollouts(run, summary)
-        assert not is_current(path, fingerprint)
-        path.write_text(rollouts_file(stored, run, summary, "report.html", fingerprint))
-        assert is_current(path, fingerprint)
-        seen.add(fingerprint)
-        return fingerprint
-
-    written()
-    commit(
-        run,
-        run.load_state().state or {},
-        {"train_prover-00002": [rollout("new", Role.HELPFUL, correct=True, score=None)]},
-    )
-    written()
-    tell(run, {"kind": "phase", "round": 0, "phase": "train_verifier", "metrics": {"threshold": 0.5}})
-    fingerprint = written()
-    tell(run, {"kind": "alert", "round": 0, "phase": "mint", "name": "entropy", "message": "low"})
-    assert page_fingerprint(run, read_run(run), "report.html") == fingerprint
-    assert page_fingerprint(run, read_run(run), "mine.html") != fingerprint
-    assert len(seen) == 3
-    path.write_text(path.read_text()[:-20])
-    assert not is_current(path, fingerprint)
-
-
-def test_a_page_about_a_damaged_shard_is_never_up_to_date(tmp_path: Path) -> None:
-    run, _ = made(tmp_path, count=5)
-    shard, path = run.path / (run.load_state().state or {})["shards"][1]["path"], tmp_path / "rollouts.html"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    summary = read_run(run)
-    fingerprint = page_fingerprint(run, summary, "report.html")
-    path.write_text(rollouts_file(stored_rollouts(run, summary), run, summary, "report.html", fingerprint))
-    assert not is_current(path, fingerprint)
 
 
 def test_a_damaged_shard_is_noted_and_the_rest_kept(tmp_path: Path) -> None:
