@@ -112,7 +112,7 @@ def evaluate(
     Raises UsageError for a part or a round that does not exist, StateError for other settings than those
     that the run was played with; `evaluate.*`, `serving.*`, `telemetry.*` and those that bound memory may differ.
     """
-    from pvg.evaluation.opponents import check_settings_of_run, default_parts, parse_parts
+    from pvg.evaluation.report import check_settings_of_run, default_parts, parse_parts
     from pvg.evaluation.runner import EvaluationRequest
     from pvg.evaluation.runner import evaluate as measure
 

@@ -24,11 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.evaluation.detection import ROUNDING
-from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, percentile, share_of
-from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
-from pvg.evaluation.opponents import KINDS, attacker_experiment
-from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
+from pvg.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.opened_run import (
+    REFERENCE_RANGE,
+    ROUND,
+    EvaluationContext,
+    SampleSet,
+    ScoredRollouts,
+    digest,
+    first_version,
+)
+from pvg.evaluation.report import KINDS, attacker_experiment
 from pvg.evaluation.training import PolicyTraining, kept_policy, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.verifier.backend import ScoringModel
@@ -214,22 +220,18 @@ def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
 
 
 def final_samples(context: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
+    """Fresh samples of a trained attacker on the test problems."""
+    section, training = context.experiment.evaluate, attack_training(context, target, kind)
     return SampleSet(
         name=attack_name(target.round, kind),
         round=target.round,
         problems=context.test_problems(),
         roles=(Role.SNEAKY,),
-        size=context.experiment.evaluate.samples,
-        policy=attack_digest(context, target, kind),
+        size=section.samples,
+        policy=training.digest,
+        load=partial(training.publish, context, section.attack_steps, first_version(training.versions + 1)),
         asking=target.round,
     )
-
-
-async def sample_attacker(context: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
-    training = attack_training(context, target, kind)
-    steps, version = context.experiment.evaluate.attack_steps, first_version(training.versions + 1)
-    publish = partial(training.publish, context, steps, version)
-    return await sampled(context, final_samples(context, target, kind), publish)
 
 
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:

@@ -13,15 +13,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from pvg.errors import ConfigurationError
-from pvg.game.batch_logprobs import EarlyReference, with_logprobs
+from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.players import Players
-from pvg.game.prefetch import Prefetcher
-from pvg.game.prover_phase import PhaseSource, ProverPhase, open_round_learner, save_prover
+from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
@@ -32,7 +32,6 @@ from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
 from pvg.rollout.gathering import SampleCall
-from pvg.rollout.partial import PartialSampling
 from pvg.seeds import generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.events import SilentEvents
@@ -42,6 +41,8 @@ from pvg.training.credit import advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pvg.workers.training import ModelInWorkers
 
 
@@ -270,7 +271,7 @@ async def train_player(session: Session) -> None:
                     opponent = await stack.enter_async_context(base_policy(session.players))
                 elif named != "self":
                     opponent = named
-            phase = PlayPhase(session, info, learner, opponent)
+            phase = open_phase(session, info, learner, partial(_open_batches, session, learner, opponent))
             await phase.play()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)
@@ -281,15 +282,16 @@ async def train_player(session: Session) -> None:
         learner.close()
 
 
-class PlayPhase(ProverPhase):
-    """A prover phase whose batches are games. `opponent`: who plays the other seats; None: the policy itself."""
-
-    def __init__(self, session: Session, info: Any, learner: LanguageModel, opponent: Opponent | None) -> None:
-        self._opponent = opponent
-        super().__init__(session, info, None, 0.0, learner)
-
-    def open_source(self, objective: PolicyObjective, threshold: float) -> PhaseSource:
-        return PlaySource(self.session, objective, self.learner, self._opponent)
+def _open_batches(
+    session: Session,
+    learner: LanguageModel,
+    opponent: Opponent | None,
+    objective: PolicyObjective,
+    workers: ModelInWorkers[PolicyBatch] | None,
+) -> PlayBatches:
+    recomputed = session.experiment.rollout.logprobs == "recomputed"
+    logprobs = BatchLogprobs(session.players, objective, learner, workers=workers, recomputed=recomputed)
+    return PlayBatches(session, objective, logprobs, opponent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,23 +305,21 @@ class _Starts:
 
 
 @dataclass
-class PlaySource:
+class PlayBatches:
     """Produces one batch of decisions per call, from games that the current policy plays. A batch depends only on the
-    weights, its number and the state cache (`task.in_step = false`: also on the order of arrivals).
+    weights, its number and the state cache (`task.in_step = false`: also on the order of arrivals). `opponent`: who
+    plays the other seats; None: the policy itself.
 
     `metrics`: those of the newest batch. It samples nothing ahead.
     """
 
     session: Session
     objective: PolicyObjective
-    learner: LanguageModel
+    logprobs: BatchLogprobs
     opponent: Opponent | None
-    batches_done: int = 0
+    done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    workers: ModelInWorkers[PolicyBatch] | None = None
-    early: EarlyReference | None = None
-    prefetcher: Prefetcher | None = None
-    partial: PartialSampling | None = None
+    carried = 0
 
     def __post_init__(self) -> None:
         task = play_task(self.session)
@@ -328,23 +328,23 @@ class PlaySource:
 
     def start(self, version: int) -> None: ...
 
-    def published(self, version: int) -> None: ...
+    async def published(self, version: int) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None: ...
 
-    def progress(self) -> dict[str, Any]:
-        cache = {} if not self.section.cache_share else {"states": self.cache.state()}
-        return {"batches": self.batches_done, **cache}
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {"done": self.done, "states": self.cache.state()}
 
-    def load_progress(self, progress: Mapping[str, Any]) -> int:
-        self.batches_done = progress["batches"]
-        self.cache.load_state(progress.get("states", ()))
-        return 0
+    def load_state(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+        self.done = progress["done"]
+        self.cache.load_state(progress["states"])
+        return dict(tensors), 0
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> PolicyBatch:
-        session, number = self.session, self.batches_done
+        session, number = self.session, self.done
         players = session.players
         began, before = time.perf_counter(), players.engine.stats
         chosen = self._starts(number)
@@ -365,7 +365,8 @@ class PlaySource:
             loss = session.experiment.training.loss.kind
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
-        batch = await with_logprobs(self, batch, trained)
+        session.tell_rollouts(trained, number)
+        batch = await self.logprobs.add(batch, trained)
         with span("record"):
             everything = _policy_rollouts(played, chosen.seats, trained)
             session.ledger.keep(everything)
@@ -373,7 +374,7 @@ class PlaySource:
                 "play_phases", round=session.state.round, step=number, phases=phase_statistics(played)
             )
             self._offer(played, number)
-            self.batches_done += 1
+            self.done += 1
             games = [one for continuations in played for one in continuations]
             self.metrics = {
                 "rollouts": float(len(everything)),

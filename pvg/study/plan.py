@@ -39,7 +39,7 @@ from pvg.config.load import (
     switch_note,
 )
 from pvg.errors import ConfigurationError, PvgError
-from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
+from pvg.evaluation.report import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.store.run_players import run_sources

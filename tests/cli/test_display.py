@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import threading
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 from rich.console import Console
 from run_samples import played
 
-from pvg.reporting.formats import duration
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.observer import PhaseInfo, Progress
-from pvg_cli.run_display import PLAY_PHASES, SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
+from pvg_cli.run_display import SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
 
 
 class Clock:
@@ -40,16 +38,6 @@ def drawn(state: RunBoard, width: int, *, roomy: bool = True) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_stop_names_the_commit_point_only_after_a_phase_has_begun() -> None:
-    watcher = RunWatcher(board()[0], Console(file=io.StringIO(), width=80))
-    watcher.stopping = True
-    for hint in ("stopping; Ctrl-C again quits at once", "stopping at the next commit point"):
-        with watcher._console.capture() as panel:
-            watcher._console.print(watcher.render())
-        assert hint in panel.get()
-        watcher.phase_started(info("mint", 10))
-
-
 def test_rate_and_eta_count_only_what_this_process_did() -> None:
     state, clock = board()
     state.start_phase(info("train_prover", 60, done=20))
@@ -61,26 +49,6 @@ def test_rate_and_eta_count_only_what_this_process_did() -> None:
     assert state.phase_eta() == pytest.approx(70.0)
     clock.now = 12.0
     assert state.phase_eta() == pytest.approx(68.0)
-
-
-def test_the_whole_game_is_estimated_once_every_phase_was_timed() -> None:
-    state, clock = board()
-    for phase, seconds in (("mint", 2.0), ("train_verifier", 5.0), ("train_prover", 20.0), ("checkpoint", 3.0)):
-        state.start_phase(info(phase, 10))
-        clock.now += seconds / 2
-        state.progress(Progress(5))
-        if phase == "checkpoint":
-            break
-        assert state.game_eta() is None
-        clock.now += seconds / 2
-        state.finish_phase(info(phase, 10), {})
-    assert state.game_eta() is None
-    clock.now += 1.5
-    state.finish_phase(info("checkpoint", 10), {})
-    state.start_phase(info("mint", 10, round_=1))
-    clock.now += 1.0
-    state.progress(Progress(5))
-    assert state.game_eta() == pytest.approx(1.0 + 5.0 + 20.0 + 3.0)
 
 
 def test_the_estimate_of_a_growing_game_grows_with_its_rounds() -> None:
@@ -95,49 +63,6 @@ def test_the_estimate_of_a_growing_game_grows_with_its_rounds() -> None:
     state.progress(Progress(10))
     # the rest of this mint; then mint and verifier twice and three times as long, the other phases as long as before
     assert state.game_eta() == pytest.approx(2.0 + (2 * 5.0 + 20.0 + 3.0) + (3 * 2.0 + 3 * 5.0 + 20.0 + 3.0))
-
-
-@pytest.mark.parametrize("elapsed_s", [5.0, 947.0, 45_000.0])
-def test_80_columns_cut_nothing_off(elapsed_s: float) -> None:
-    state, clock = board()
-    for phase in ("mint", "train_verifier", "train_prover", "checkpoint"):
-        state.start_phase(info(phase, 1000))
-        clock.now += elapsed_s / 5
-        state.finish_phase(info(phase, 1000), {})
-    state.start_phase(info("mint", 1000, round_=1))
-    clock.now = elapsed_s
-    state.progress(Progress(500))
-    text = "\n".join(drawn(state, 80))
-    assert "…" not in text
-    for shown in ("mint", "verifier", "prover", "checkpoint", duration(elapsed_s), "left", "in total"):
-        assert shown in text
-
-
-def test_phases_are_done_now_or_next() -> None:
-    state, _ = board()
-    state.start_phase(info("mint", 1))
-    state.finish_phase(info("mint", 1), {})
-    state.start_phase(info("train_verifier", 1))
-    assert [state.phase_state(phase) for phase in state.phases] == ["done", "now", "next", "next"]
-    state.start_phase(info("mint", 1, round_=1))
-    assert [state.phase_state(phase) for phase in state.phases] == ["now", "next", "next", "next"]
-
-
-def test_a_warm_start_comes_before_the_phases_of_the_round_and_shows_its_loss() -> None:
-    state, clock = board()
-    state.start_phase(info("warmup", 10))
-    clock.now = 1.0
-    state.progress(Progress(1, {"loss": 1.25, "grad_norm": 3.0}))
-    shown = "\n".join(drawn(state, 100))
-    assert "● warm start" in shown
-    assert "○ mint" in shown
-    assert "1.25" in shown
-    assert "helpful accuracy" not in shown
-    state.finish_phase(info("warmup", 10), {})
-    state.start_phase(info("mint", 10))
-    shown = "\n".join(drawn(state, 100))
-    assert "warm start" not in shown
-    assert "helpful accuracy" in shown
 
 
 def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
@@ -199,21 +124,6 @@ def test_the_panel_is_a_whole_rectangle_at_every_width(width: int, roomy: bool) 
         assert lines[-1].endswith("╯")
 
 
-def test_the_panel_shows_the_numbers_unshortened_at_80_columns() -> None:
-    text = "\n".join(drawn(full_board(), 80))
-    for part in (
-        "round 1 (2 of 2)",
-        "● prover",
-        "700/2.0k steps",
-        "sneaky error rate",
-        "123k",
-        "-12.35",
-        "goodharting",
-    ):
-        assert part in text
-    assert "…" not in text
-
-
 def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=80, height=40)
@@ -244,22 +154,6 @@ def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
     assert "a notice" in stream.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("unit", "total", "said"),
-    [
-        ("measures", 1, "1 measure"),
-        ("matches", 1, "1 match"),
-        ("matches", 2, "2 matches"),
-        ("rollouts", 2048, "2.0k rollouts"),
-    ],
-)
-def test_one_unit_of_work_is_singular(unit: str, total: int, said: str) -> None:
-    stream, (state, _) = io.StringIO(), board()
-    with RunWatcher(state, Console(file=stream, width=200)) as lines:
-        lines.phase_started(PhaseInfo(0, 1, "measures", unit, total, part=2, parts=3, label="measures of round 0"))
-    assert stream.getvalue().strip().endswith(f"part 2 of 3, measures of round 0: measuring begins: {said}")
-
-
 def test_plain_lines_are_few_and_without_escape_codes() -> None:
     state, clock = board()
     stream = io.StringIO()
@@ -278,46 +172,3 @@ def test_plain_lines_are_few_and_without_escape_codes() -> None:
     assert "done in 50 s" in told[-2]
     assert "verifier_auc=0.900" in told[-1]
     assert "\x1b" not in text
-
-
-def test_plain_lines_give_the_newest_figures_of_a_phase_though_the_last_step_has_none() -> None:
-    state, clock = board()
-    stream = io.StringIO()
-    lines = RunWatcher(state, Console(file=stream))
-    lines.phase_started(info("train_prover", 100))
-    lines.progressed(Progress(1, {"helpful_accuracy": 0.5, "loss": 0.1}))
-    clock.now += 2 * SECONDS_BETWEEN_LINES
-    lines.progressed(Progress(2, {"loss": 0.1}))
-    assert "helpful_accuracy=50.0%" in stream.getvalue()
-    lines.phase_started(info("train_verifier", 100))
-    clock.now += 2 * SECONDS_BETWEEN_LINES
-    lines.progressed(Progress(1, {"pair_accuracy": 0.75}))
-    assert stream.getvalue().splitlines()[-1].endswith("pair_accuracy=75.0%")
-
-
-def test_an_evaluation_shows_its_part() -> None:
-    board = RunBoard("modchain", "modchain", 2, clock=Clock(), phases=())
-    board.start_phase(PhaseInfo(0, 2, "attack", "steps of cgc", 40, part=3, parts=7, label="attacks on round 0"))
-    assert "part 3 of 7   attacks on round 0" in " ".join(drawn(board, 80))
-
-
-def test_a_line_leaves_out_what_was_not_measured() -> None:
-    stream = io.StringIO()
-    watcher = RunWatcher(board()[0], Console(file=stream, width=200))
-    watcher.phase_started(info("train_prover", 10))
-    watcher.phase_finished(info("train_prover", 10), {"helpful_accuracy": 0.5, "fooled_rate": math.nan})
-    assert "helpful_accuracy=50.0%" in stream.getvalue()
-    assert "fooled_rate" not in stream.getvalue()
-
-
-def test_lines_of_self_play_have_the_reward_and_the_share_of_legal_decisions() -> None:
-    stream = io.StringIO()
-    shown = RunBoard("negotiation", "negotiation", 2, clock=Clock(), phases=PLAY_PHASES)
-    watcher = RunWatcher(shown, Console(file=stream, width=200))
-    watcher.phase_started(info("train_prover", 10))
-    panel = "\n".join(drawn(shown, 100))  # before the first step
-    assert "mean reward" in panel
-    assert not [word for word in ("mint", "verifier", "fooled") if word in panel]
-    watcher.phase_finished(info("train_prover", 10), {"reward_mean": 1.25, "legal": 1.0})
-    assert "reward_mean=1.25" in stream.getvalue()
-    assert "legal=100%" in stream.getvalue()

@@ -15,7 +15,7 @@ from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
 from pvg.evaluation.opened_run import OpenedRun, open_frozen_verifier
-from pvg.evaluation.opponents import PARTS
+from pvg.evaluation.report import PARTS
 from pvg.evaluation.runner import open_evaluation
 from pvg.game.states import Phase
 from pvg.records import Rollout

@@ -23,11 +23,11 @@ from pvg.config.task import ModchainTask
 from pvg.config.verifier import Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import AttackTarget, attack_training, check, reference_of
-from pvg.evaluation.baseline import baseline_experiment
 from pvg.evaluation.measures import folds_of
-from pvg.evaluation.opponents import attacker_experiment
-from pvg.evaluation.rounds import RoundParts
-from pvg.evaluation.samples import SampleSet, ScoredRollouts
+from pvg.evaluation.opened_run import SampleSet, ScoredRollouts
+from pvg.evaluation.report import attacker_experiment
+from pvg.evaluation.runner import RoundParts
+from pvg.evaluation.training import baseline_experiment
 from pvg.records import Checks, Float32, Grade, Problem, Role, Rollout
 from pvg.tasks.modchain import Modchain, chain_problem
 
@@ -313,10 +313,10 @@ def stub_study(problems: list[Problem], samples: dict[str, list[Rollout]], **sec
 def given_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an evaluation samples is what its study holds under the set's name."""
 
-    async def sampled(study: Any, wanted: SampleSet, load: Any) -> list[Rollout]:
+    async def sampled(study: Any, wanted: SampleSet) -> list[Rollout]:
         return study.samples[wanted.name]
 
-    monkeypatch.setattr("pvg.evaluation.rounds.sampled", sampled)
+    monkeypatch.setattr("pvg.evaluation.runner.sampled", sampled)
 
 
 def solution(number: int, problem: Problem, role: Role, text: str) -> Rollout:

@@ -67,7 +67,7 @@ def batches(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def progress(root: Path) -> dict[str, Any]:
     state = FileStateStore(RunDirectory.open("drill", root).state).load().state
     assert state is not None
-    return dict(state["progress"])
+    return dict(state["progress"]["batches"])
 
 
 @pytest.mark.drill
@@ -80,7 +80,7 @@ def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(name: str, tmp_p
     outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 1 + 3 * batch))
     assert outcome.status == "interrupted"
     state = progress(tmp_path / "stopped")
-    assert ("baseline" in state, "success" in state) == (
+    assert (bool(state["credit"]), bool(state["problems"])) == (
         experiment.training.loss.kind == "rae",
         experiment.training.curriculum.kind != "none",
     )
@@ -200,7 +200,7 @@ def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path, mo
     assert [len(batch) for batch in batches] == [12, 12, 12]
     assert all(np.bincount(batch.role_ids_N).tolist() == [6, 6] for batch in batches)
     assert len(kept) > 36
-    seen = progress(tmp_path)["success"]["seen"]
+    seen = progress(tmp_path)["problems"]["seen"]
     assert {(problem, role) for role, of in seen.items() for problem in of} == {
         (rollout.problem_id, rollout.role.value) for rollout in kept
     }
@@ -213,7 +213,7 @@ def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path, mo
             share = float(aligned_N[[r.role is role for r in of_step]].mean())
             before = levels.get(role.value, share)
             levels[role.value] = before + 0.05 * (share - before)
-    assert progress(tmp_path)["success"]["levels"] == pytest.approx(levels)
+    assert progress(tmp_path)["problems"]["levels"] == pytest.approx(levels)
 
 
 def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, UsageError
-from pvg.evaluation.opponents import check_protocol
+from pvg.evaluation.report import check_protocol
 from pvg.game.run import play
 from pvg.games import GAMES, open_game
 from pvg.games.negotiation import Negotiation

@@ -77,7 +77,7 @@ def test_the_reference_computes_them_once_too_and_gives_each_row_its_own(llama):
 
 
 def test_log_probs_without_memory_left_are_an_error_that_names_the_setting_and_how_to_continue(llama):
-    """For the KL of the tax (pvg.evaluation.baseline) and for the references of training."""
+    """For the KL of the tax (pvg.evaluation.training) and for the references of training."""
 
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

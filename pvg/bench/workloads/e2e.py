@@ -31,9 +31,11 @@ from pvg.errors import ConfigurationError
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.prompt_checks import check_prompts_fit
-from pvg.game.prover_phase import ProverPhase
+from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
+from pvg.game.round import TrainingPhase
 from pvg.game.session import Session
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -206,11 +208,11 @@ class EndToEnd:
             "rollouts_per_s": session.ledger.rollouts / seconds,
         }
 
-    async def _fresh_phase(self) -> ProverPhase:
+    async def _fresh_phase(self) -> TrainingPhase:
         session, players = self._session, self._session.players
         await players.compute(lambda: self._learner.load_weights(players.base.weights()))
         info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._workload.steps)
-        phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
+        phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
         phase.version = players.engine.version  # play() publishes the start weights as the version after it
         session.ledger.completion_tokens = session.ledger.prompt_tokens = session.ledger.rollouts = 0
         return phase

@@ -195,7 +195,7 @@ def drawn_rewards(rollouts: Sequence[Rollout], seed: int) -> Float32:
 
 
 def policy_batch(rollouts: Sequence[Rollout], rewards_N: Float32, loss: str) -> PolicyBatch:
-    """The batch as the game builds it (pvg.game.on_policy), with the sampler's log-probs and without a reference."""
+    """The batch as the game builds it (pvg.game.round), with the sampler's log-probs and without a reference."""
     group_ids_N = np.array([r.group for r in rollouts], dtype=np.int32)
     role_ids_N = np.array([r.role.number for r in rollouts], dtype=np.int8)
     if loss == "spo":  # without tracked values

@@ -50,8 +50,9 @@ from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import NoPrefetch
 from pvg.errors import ConfigurationError, StateError
-from pvg.game.orders import ProverOrders
-from pvg.game.prover_phase import ProverPhase
+from pvg.game.orders import prover_orders
+from pvg.game.prover_phase import open_prover_phase
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -291,7 +292,7 @@ class PipelinedSteps:
             Dispatcher(engine, session.task, players.base.tokenizer, sampling, rows),
         )
         try:
-            orders = ProverOrders(session, None)
+            orders = prover_orders(session)
             groups = [group for n in range(batches) for group in await orders.sample(orders.batch(n), n)]
         finally:
             players.dispatcher = asked
@@ -339,7 +340,7 @@ class PipelinedSteps:
         with span("reset"):
             await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
             info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
-            phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
+            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
             phase.version = session.players.engine.version
         await phase.play()
         return MeasuredSteps(

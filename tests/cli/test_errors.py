@@ -1,0 +1,384 @@
+"""What a user sees when something is wrong: one line, a remedy, an exit code, and with --json one document."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+from calling import ENTRY, Called, pvg
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pvg.config.experiment import Experiment
+from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, PvgError, one_line, visible
+from pvg.store import FileStateStore, RunDirectory
+
+ROOT = Path(__file__).parents[2]
+BIG = "9" * 5000
+
+
+def refused(called: Called, code: int, named: str) -> None:
+    """The command, called with --json, ended with `code`, and its one-line error names `named`."""
+    assert called.code == code, called.err
+    error = called.document["error"]
+    assert named in error["message"] + error["remedy"]
+    assert error["exit_code"] == code
+    assert called.err.startswith("error: ")
+    assert "Traceback" not in called.err
+
+
+HOSTILE_FILES = {
+    "deep.toml": "seed = " + "[" * 5000,
+    "tables.toml": "seed = " + "{a = " * 5000,
+    "dotted.toml": ".".join(["a"] * 3000) + " = 1",
+    "digits.toml": f"seed = {BIG}",
+    "beyond.toml": f"[training]\nsteps = {2**63}",
+    "nul.toml": 'name = "a\\u0000b"',
+    "nan.toml": '[task]\nkind = "reasoning_gym"\n[task.settings]\nx = nan',
+    "date.toml": '[task]\nkind = "reasoning_gym"\n[task.settings]\nx = 1979-05-27',
+    "deep.json": "[" * 5000,
+    "nested.json": '{"schema_version": 1, "a": ' + "[" * 500 + "]" * 500 + "}",
+    "digits.json": '{"schema_version": 1, "repeats": ' + BIG + "}",
+    "start.toml": '[game.start]\nkind = "base"\n',
+    "mine.py": "X = 5\ndef f(a, b):\n    return a\nasync def g(): ...\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def _files(empty_folder: Path) -> None:
+    """In the working directory: one file of each hostile kind."""
+    for name in ("fifo", "fifo.toml", "fifo.py", "fifo.json"):
+        os.mkfifo(name)
+    for name, text in HOSTILE_FILES.items():
+        Path(name).write_text(text)
+    with Path("large.toml").open("wb") as file:
+        file.truncate(1 << 40)  # sparse: reading it would fill the memory
+
+
+# The command line, and the key, file or run that its error names.
+MISTAKES: list[tuple[tuple[str, ...], str]] = [
+    (("train", "modchian"), "'modchain'"),
+    (("train", "nowhere.toml"), "nowhere.toml"),
+    (("train", "-s", "training.step=3"), "'training.steps'"),
+    (("train", "-s", "training.steps"), "training.steps"),
+    (("train", "-s", "training.steps=many"), "training.steps"),
+    (("train", "--dry-run", "-s", "rollout.group_size=1"), "rollout.group_size"),
+    (("train", "--dry-run", "-s", "training.minibatches=0"), "training.minibatches"),
+    (("train", "--dry-run", "-s", "training.micro_batch_rollouts=9999"), "training.micro_batch_rollouts"),
+    (("train", "--name", "../away"), "../away"),
+    (("train", "--name", "n" * 200), "name of a run"),
+    (("train", "--name", "round-2"), "--name my-round-2"),
+    (("train", "--name", "a", "--resume", "b"), "--resume"),
+    (("train", "--resume"), "'modchain'"),
+    (("train", "--resume", "gone"), "'gone'"),
+    (("train", "negotiation", "-s", "@start.toml"), "game.start"),
+    (("rollout", "modchian"), "'modchain'"),
+    (("report", "gone"), "'gone'"),
+    (("report", "n" * 300), "File name too long"),
+    (("report", "nested.json"), "nested.json"),
+    (("diagnose", "fifo"), "fifo"),
+    (("diagnose", "/dev/zero"), "/dev/zero"),
+    (("compare", "fifo", "fifo.json"), "fifo"),
+    (("compare", "deep.json", "deep.json"), "deep.json"),
+    (("compare", "digits.json", "digits.json"), "digits.json"),
+    (("bench", "--profile", "n" * 300), "File name too long"),
+    (("bench", "--profile", "fifo.toml"), "fifo.toml"),
+    (("study", "deep.toml"), "deep.toml"),
+    (("config", "show", "modchian"), "'modchain'"),
+    (("config", "schema", "modchian"), "'modchain'"),
+    (("config", "validate", ""), "''"),
+    *(
+        (("config", "validate", name), name)
+        for name in HOSTILE_FILES
+        if name.endswith(".toml") and name != "start.toml"
+    ),
+    (("config", "validate", "fifo.toml"), "fifo.toml"),
+    (("config", "validate", "large.toml"), "large.toml"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "named"), MISTAKES, ids=lambda value: " ".join(value)[:40])
+def test_a_mistake_is_one_line_with_exit_code_2(arguments: tuple[str, ...], named: str) -> None:
+    refused(pvg(*arguments, "--json"), 2, named)
+    assert not Path("runs").exists()
+
+
+# A setting, and the key or file that its error names.
+SETTINGS = [
+    ("seed=x", "seed"),
+    ("seed=" + "[" * 5000, "seed"),
+    (".".join(["a"] * 3000) + "=1", "16 parts"),
+    (f"seed={BIG}", "seed"),
+    (f"seed={2**63}", "seed"),
+    (f"training.groups={10**18}", "training.groups"),
+    ("task.settings.x=nan", "task.settings.x"),
+    ("@fifo", "fifo"),
+    ("@/dev/zero", "/dev/zero"),
+    ("@~nosuchuser/x", "nosuchuser"),
+    ("@a\0b", "NUL"),
+    ("store.root=a\0b", "store.root"),
+    ("serving.servers=[['x']]", "serving.servers"),
+    ("telemetry.sinks=[[],{}]", "telemetry.sinks"),
+    ("serving.servers=http://host:99999", "serving.servers"),
+    ("serving.servers=http://user:secret@host:80", "serving.servers"),
+    ("models.device=meta", "models.device"),
+    ("models.threads=1000000000", "models.threads"),
+    ("name=" + "n" * 300, "name"),
+    ("game.reward=fifo.py:x", "fifo.py"),
+    ("game.reward=mine.py:X", "mine.py"),
+    ("game.reward=mine.py:g", "mine.py"),
+    ("training.loss=mine.py:f", "training.loss"),
+]
+
+
+@pytest.mark.parametrize(("setting", "named"), SETTINGS, ids=lambda value: value[:40].replace("\0", "NUL"))
+def test_a_wrong_setting_names_its_key(setting: str, named: str) -> None:
+    refused(pvg("config", "validate", "-s", setting, "--json"), 2, named)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("train", "--bogus"), ("rollout", "--role", "king"), ("report",), ("bogus",), ("config", "bogus")]
+)
+def test_wrong_usage_is_exit_code_2_and_a_document_with_json(arguments: tuple[str, ...]) -> None:
+    plain = pvg(*arguments)
+    assert (plain.code, plain.out) == (2, "")
+    called = pvg(*arguments, "--json")
+    assert (called.code, called.document["error"]["type"]) == (2, "UsageError")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "--resume", "drawn"),
+        ("evaluate", "drawn"),
+        ("score", "drawn", "rows.jsonl", "--out", "x"),
+        ("export", "drawn", "--player", "prover", "--out", "x"),
+        ("serve", "drawn", "--player", "verifier"),
+    ],
+)
+def test_samples_without_a_game_are_no_run_to_go_on_with(arguments: tuple[str, ...]) -> None:
+    run = RunDirectory.create(Path("runs"), "drawn", Experiment())
+    FileStateStore(run.state).save({"phase": "init", "rounds": [], "shards": [{}]})
+    refused(pvg(*arguments, "--json"), 2, "pvg rollout")
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("report", "first"), ("study", "quick", "--dry-run")])
+def test_a_file_in_place_of_the_folder_of_runs_is_named(arguments: tuple[str, ...]) -> None:
+    Path("runs").touch()
+    refused(pvg(*arguments, "--json"), 2, "runs is not a folder")
+
+
+def test_a_deleted_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    refused(pvg("train", "--json"), 2, "current folder")
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pvg_cli.runs.resolve", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "traceback"),
+    [
+        (MissingRequirementError("There is no moon.", "pip install moon"), 3, False),
+        (KeyboardInterrupt(), 130, False),
+        (RuntimeError("a bug of \x1b[31m ours"), 70, True),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/secret"), 3, False),
+        (OSError(errno.EROFS, "Read-only", "runs/secret"), 3, False),
+        (OSError(errno.EIO, "Input/output error", "runs/secret"), 3, False),
+        (OSError(errno.ENOSPC, "No space left on device"), 3, False),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/secret"), 70, True),
+        (PermissionError(errno.EPERM, "not permitted"), 70, True),
+    ],
+    ids=repr,
+)
+def test_each_kind_of_error_has_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, traceback: bool
+) -> None:
+    failing(monkeypatch, error)
+    called = pvg("config", "show", "--json")
+    assert called.code == code
+    assert called.document["error"]["exit_code"] == code
+    assert ("Traceback" in called.err) is traceback
+    assert called.err.replace("\n", "").isprintable()
+    if isinstance(error, OSError) and error.filename:
+        assert "runs/secret" in called.err
+    if isinstance(error, PvgError):
+        assert error.remedy in called.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 3), (errno.ENOTDIR, 2), (errno.ELOOP, 2)])
+def test_an_error_of_a_path_that_the_user_named_is_no_defect(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "runs/secret")
+
+    monkeypatch.setattr(Path, "is_file", fail)  # as in looking for the experiment
+    refused(pvg("config", "show", "--json"), code, "runs/secret")
+
+
+def test_debug_shows_the_traceback_of_a_mistake() -> None:
+    called = pvg("train", "modchian", "--debug")
+    assert called.code == 2
+    assert "Traceback" in called.err
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_output_that_does_not_fit_is_no_defect() -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run([*ENTRY, "bench", "--json"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 3
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+# --- any text, and any bytes ------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.text(max_size=400) | st.text(alphabet="ab \n\x1b\u202e\udc80", min_size=2000, max_size=5000))
+def test_one_line_is_one_printable_line_of_bounded_length(text: str) -> None:
+    line = one_line(text)
+    assert line.isprintable()
+    assert len(line) <= LONGEST_LINE
+    assert all(len(word) <= 10 * LONGEST_WORD for word in line.split())  # ten characters for one that is escaped
+    assert one_line(line.strip()) == line.strip() or len(line) > LONGEST_WORD
+    assert visible(text).replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("text", ["plain", "with blanks", "é, 中文, 😀", "/a/path" * 40])
+def test_what_is_printable_and_short_stays_as_it_is(text: str) -> None:
+    assert one_line(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["k" * 100_000, "\x1b[31mred\x07", "two\nlines\r\x0bthree", "\u202egnp", "\udc80"], ids=ascii
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [("config", "show", "-s", "{}=1"), ("config", "show", "-s", "seed={}"), ("report", "{}"), ("train", "--{}")],
+    ids=" ".join,
+)
+def test_what_a_user_typed_is_quoted_in_one_printable_line(arguments: tuple[str, ...], text: str) -> None:
+    called = pvg(*(word.replace("{}", text) for word in arguments), "--json")
+    assert called.code in (2, 3)
+    assert called.document["error"]["message"].isprintable()
+    assert len(called.document["error"]["message"]) <= LONGEST_LINE
+    assert all(line.isprintable() for line in called.err.splitlines())
+    assert len(called.err) < 4 * LONGEST_LINE
+
+
+SHIPPED = [
+    path.read_bytes() for kind in ("experiments", "profiles", "studies") for path in (ROOT / kind).glob("*.toml")
+]
+REPORT = (ROOT / "docs" / "benchmarks" / "e2e.json").read_bytes()
+
+values = st.recursive(
+    st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+SECTIONS = ["task", "models", "rollout", "verifier", "training", "game", "serving", "evaluate", "telemetry", "store"]
+KEYS = ["kind", "source", "prover", "threads", "groups", "steps", "loss", "reward", "servers", "root", "sinks", "arm"]
+tables = st.dictionaries(
+    st.sampled_from([*SECTIONS, "name", "seed", "experiment", "workload", "arm", "grid", "common", "x"]),
+    values | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), values, max_size=4),
+    max_size=5,
+)
+
+
+@st.composite
+def mutated(draw: st.DrawFn, originals: list[bytes]) -> bytes:
+    """A shipped file with a few bytes changed, taken out or put in."""
+    data = bytearray(draw(st.sampled_from(originals)))
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(data)))
+        data[place : place + draw(st.integers(0, 12))] = draw(st.binary(max_size=12))
+    return bytes(data)
+
+
+def toml(table: dict[str, object]) -> bytes:
+    return tomli_w.dumps(table).encode("utf-8", "surrogatepass")
+
+
+fuzzed = settings(
+    max_examples=max(20, settings.default.max_examples // 5),  # each example is several commands
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def survives(*arguments: str) -> None:
+    """What is wrong is the user's mistake or the environment's, never a defect."""
+    called = pvg(*arguments)
+    assert called.code in (0, 1, 2, 3), (called.code, called.err)
+
+
+@fuzzed
+@given(st.binary(max_size=200) | tables.map(toml) | mutated(SHIPPED))
+def test_any_bytes_as_a_settings_file_are_survived(content: bytes) -> None:
+    Path("any.toml").write_bytes(content)
+    survives("config", "validate", "any.toml")
+    survives("study", "--dry-run", "any.toml")
+    # One wrong key more, so that a profile which happens to be valid runs no benchmark.
+    survives("bench", "--profile", "any.toml", "-s", "training.nosuch=1")
+
+
+@fuzzed
+@given(st.binary(max_size=200) | mutated([REPORT]))
+def test_any_bytes_as_a_report_or_a_log_are_survived(content: bytes) -> None:
+    Path("any.json").write_bytes(content)
+    survives("compare", "any.json", "any.json")
+    survives("report", "--no-html", "any.json")
+    survives("diagnose", "any.json")
+
+
+@fuzzed
+@given(st.text(max_size=60), st.sampled_from(["training.steps", "task.path", "serving.servers", "name", ""]))
+def test_any_text_as_an_argument_is_survived(text: str, key: str) -> None:
+    survives("config", "validate", "-s", f"{key}={text}")
+    survives("config", "validate", "-s", text)
+    survives("report", "--no-html", "--", text)
+
+
+def test_a_termination_ends_a_command_that_a_script_started_in_the_background() -> None:
+    """There SIGINT is ignored, so SIGTERM must not be turned into one."""
+    process = subprocess.Popen([sys.executable, "-c", BACKGROUND], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+BACKGROUND = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import typer
+from pvg_cli.boundary import guarded
+
+@guarded
+def command(as_json: bool = False, debug: bool = False) -> None:
+    print("ready", flush=True)
+    time.sleep(300)
+
+try:
+    command(as_json=False, debug=False)
+except typer.Exit as done:
+    sys.exit(done.exit_code)
+"""
