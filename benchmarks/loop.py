@@ -75,7 +75,7 @@ from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, SilentObserver
+from pvg.telemetry.events import PhaseInfo, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 from pvg.training.losses import PolicyObjective

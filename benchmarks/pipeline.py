@@ -61,7 +61,7 @@ from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import SyncTiming, WeightUpdate
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
 
 
