@@ -22,10 +22,8 @@ import orjson
 
 from pvg.config.experiment import TABLES, Experiment
 from pvg.errors import ConfigurationError, ServerUnavailableError, UsageError
-from pvg.servers.command import LOOPBACK, find_interpreter, server_spec
-from pvg.servers.connections import control_key
-from pvg.servers.control import ControlClient, ServerInfo
-from pvg.servers.models import model_folder
+from pvg.servers.command import LOOPBACK, find_interpreter, model_folder, server_spec
+from pvg.servers.control import ControlClient, ServerInfo, control_key
 from pvg.servers.pool import HttpPool, ServerFault
 from pvg.servers.process import VllmServer, free_port
 

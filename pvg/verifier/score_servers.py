@@ -27,7 +27,7 @@ from pvg.errors import ConfigurationError, ServerUnavailableError, TrainingDiver
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
-from pvg.rollout.vllm_wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
+from pvg.rollout.vllm_requests import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.control import ServerInfo
 from pvg.servers.fleet import Server, StaleWeights
 from pvg.servers.pool import MalformedReply, ServerFault, pause_before_retry, together

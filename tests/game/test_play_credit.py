@@ -12,8 +12,7 @@ from pvg.game.play_rating import elo, interval, match_metrics
 from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan
-from pvg.rollout.game_records import MOST_STATE_BYTES, game_record
-from pvg.rollout.games import GameStart, PlayedGame, SeatDecision
+from pvg.rollout.games import MOST_STATE_BYTES, GameStart, PlayedGame, SeatDecision, game_record
 
 GAME = Negotiation()
 PROBLEM = Problem("start", "", "")

@@ -13,9 +13,8 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import assign as assign_key
 from pvg.config.load import build_experiment, parse_override
 from pvg.errors import ConfigurationError
-from pvg.servers.command import Interpreter, ServerSpec, server_spec
-from pvg.servers.connections import KEY_VARIABLE, control_key
-from pvg.servers.models import Purpose
+from pvg.servers.command import Interpreter, Purpose, ServerSpec, server_spec
+from pvg.servers.control import KEY_VARIABLE, control_key
 
 CPU = Interpreter(Path(sys.executable), "0.32.0", "cpu", "a test")
 GPU = Interpreter(Path(sys.executable), "0.32.0", "gpu", "a test")
