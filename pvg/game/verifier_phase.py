@@ -36,7 +36,7 @@ from pvg.seeds import seed_for
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
 from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import GradientWorkers, Trainer

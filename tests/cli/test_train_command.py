@@ -21,7 +21,7 @@ from pvg.config.load import changed
 from pvg.errors import MissingRequirementError
 from pvg.game.run import GameOutcome
 from pvg.store import RunDirectory
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 
 Play = Callable[..., Any]
 

@@ -20,7 +20,7 @@ from pvg.evaluation.runner import open_evaluation
 from pvg.game.states import Phase
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 BASE = {"source": "embedded:modchain-prover"}
 SMALL = {

@@ -45,7 +45,7 @@ from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import missing_results
 from pvg.tasks.modchain import Modchain
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
 class StopIn(SilentObserver):

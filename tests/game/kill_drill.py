@@ -46,7 +46,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.tasks.modchain import clean_trace
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
 

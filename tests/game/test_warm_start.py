@@ -37,7 +37,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.training.supervised import SupervisedObjective, demonstration_batch
 
 CPU = torch.device("cpu")

@@ -45,7 +45,7 @@ from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 
 THRESHOLD = 0.0
