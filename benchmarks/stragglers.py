@@ -34,7 +34,7 @@ from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.prompts import TagPrompts
+from pvg.config.rollout import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import cut_metrics, staleness_metrics

@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import nearest
+from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup
 from pvg.errors import UsageError, counted
 from pvg.planning.bounds import BatchWork, expected_longest, lognormal_lengths
 from pvg.planning.memory import BYTES

@@ -34,7 +34,7 @@ from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.workloads import BenchMetric, Workload
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.verifier import Verifier as VerifierSection
+from pvg.config.training import Verifier as VerifierSection
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
