@@ -23,7 +23,7 @@ from pvg.bench.compare import (
 )
 from pvg.bench.statistics import RatioInterval
 from pvg.reporting.formats import peak_memory_texts
-from pvg.reporting.table import Column, Table, TableCell
+from pvg.reporting.table import Column, Table, TableCell, markdown_lines
 from pvg.reporting.terminal import HEADING, QUIET
 from pvg_cli.bench_tables import number
 
@@ -256,10 +256,8 @@ def markdown_text(comparison: ReportComparison) -> str:
     for title, found in (("environments", comparison.environment), ("settings", comparison.settings)):
         if found:
             lines += ["", f"The {title} differ:", ""]
-            table = Table([Column("key"), Column("A"), Column("B")])
-            for each in found:
-                table.add(each.key, _short(each.a), _short(each.b))
-            lines.append(table.to_markdown())
+            rows = [(each.key, _short(each.a), _short(each.b)) for each in found]
+            lines += markdown_lines(("key", "A", "B"), "lll", rows)
     if comparison.failing:
         lines += ["", f"**{failure_line(comparison)}**"]
     lines += ["", _all_metrics(comparison).to_markdown(), "", _method(comparison)]

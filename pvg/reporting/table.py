@@ -25,7 +25,7 @@ import errno
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -354,6 +354,13 @@ class Table:
 
     def __html__(self) -> str:
         return self.to_html()
+
+
+def markdown_lines(header: Sequence[str], align: str, rows: Iterable[Row]) -> list[str]:
+    """The lines of a Markdown table; `align` has an l or r per column."""
+    sides: dict[str, Literal["left", "right"]] = {"l": "left", "r": "right"}
+    columns = [Column(title, sides[side]) for title, side in zip(header, align, strict=True)]
+    return Table(columns, list(rows)).to_markdown().split("\n")
 
 
 def side_by_side(first: str, names: Sequence[str]) -> list[Column]:
