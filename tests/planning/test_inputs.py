@@ -8,8 +8,8 @@ import pytest
 
 from pvg.config.load import build_experiment
 from pvg.errors import UsageError
-from pvg.planning.inputs import MACHINES, Inputs, not_modelled, work_of, workers_of
-from pvg.planning.shapes import ModelShape
+from pvg.planning.memory import ModelShape
+from pvg.planning.plan import MACHINES, Inputs, not_modelled, work_of, workers_of
 
 BILLION = ModelShape("one", 10, 1000, 4000, 1000, 500, 1000, 10**9, "its sizes")
 SERVED = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}

@@ -16,10 +16,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pvg.config.load import build_experiment, find_experiment, load_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.planning.inputs import MACHINES, Inputs
-from pvg.planning.memory import ModelInTraining, layer_bytes, memory_of, training_parts
-from pvg.planning.plan import plan_of
-from pvg.planning.shapes import ModelShape, read_shape, shape_of
+from pvg.planning.memory import (
+    ModelInTraining,
+    ModelShape,
+    layer_bytes,
+    memory_of,
+    read_shape,
+    shape_of,
+    training_parts,
+)
+from pvg.planning.plan import MACHINES, Inputs, plan_of
 from pvg.training.losses import PolicyObjective
 from pvg.training.memory import SavedTensors
 
