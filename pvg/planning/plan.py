@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import ndtri
 
 from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
@@ -19,12 +19,6 @@ from pvg.config.warmup import DemonstrationWarmup
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
-
-# What a prediction depends on besides the experiment: estimated, assumed, or given by the user.
-
-
-# Bounds of a batch's time in closed form.
-
 
 QUANTILES = 2048  # lengths in the pool of a log-normal distribution
 
@@ -74,6 +68,9 @@ class StepBounds:
     turns_s: float
     balance: float
 
+    def least_s(self, ahead: int) -> float:
+        return self.overlap_s if ahead else self.turns_s
+
     @property
     def limit(self) -> str:
         """Which of the two takes longer."""
@@ -117,16 +114,14 @@ def lognormal_lengths(mean: float, sigma: float, longest: int) -> NDArray[np.int
         )
     if not 0 <= sigma <= 4:
         raise ConfigurationError(f"sigma is {sigma:g}, but must be between 0 and 4.")
-    normal = NormalDist()
-    scores = np.array([normal.inv_cdf((i + 0.5) / QUANTILES) for i in range(QUANTILES)])
+    scores = ndtri((np.arange(QUANTILES) + 0.5) / QUANTILES)
+
     low, high = 0.0, math.log(longest) + 4 * sigma + 1  # of the median's logarithm
     for _ in range(60):
         middle = (low + high) / 2
-        if np.clip(np.exp(middle + sigma * scores), 1, longest).mean() < mean:
-            low = middle
-        else:
-            high = middle
-    return np.clip(np.rint(np.exp(low + sigma * scores)), 1, longest).astype(np.int64)
+        too_short = np.clip(np.exp(middle + sigma * scores), 1, longest).mean() < mean
+        low, high = (middle, high) if too_short else (low, middle)
+    return np.asarray(np.clip(np.rint(np.exp(low + sigma * scores)), 1, longest), dtype=np.int64)
 
 
 # --- GPUs by their data sheets, and how well they are used -----------------------------------------------------------
@@ -297,31 +292,28 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
 
 def not_modelled(experiment: Experiment) -> list[str]:
     """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
-    found, ranks = [], ranks_of(experiment.cluster)
-    if experiment.server_cluster is None and has_workers(experiment.cluster):
-        found.append(
-            "workers of the cluster also train, and have copies of the models: the memory, and an estimated "
-            "train_token_s, are those of one process"
-        )
-    if ranks is not None:
-        found.append(
-            f"cluster.trainer_ranks = {ranks} is not modelled: the trainer's memory, and an estimated "
-            f"train_token_s, are those of one process. A rank keeps 1/{ranks} of the trained weights, gradients and "
-            "optimizer, and has all weights of a layer for a moment"
-        )
-    if experiment.rollout.deadline.kind != "none":
-        found.append("rollout.deadline is not modelled: the plan waits for all rollouts of a batch")
-    if experiment.training.dynamic_sampling:
-        found.append("training.dynamic_sampling is not modelled: resampled groups take longer than planned")
-    if experiment.rollout.prefetch.kind != "none" and not overlaps(experiment):
-        found.append("rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none")
-    if experiment.game.schedule.kind == "simultaneous":
-        found.append("game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned")
-    if experiment.game.protocol.kind != "direct":
-        found.append(
-            f"game.protocol = {experiment.game.protocol.kind!r} is not modelled: a rollout is one request here"
-        )
-    return found
+    ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
+    one = "the memory, and an estimated train_token_s, are those of one process"
+    found = {
+        f"workers of the cluster also train, and have copies of the models: {one}": experiment.server_cluster is None
+        and has_workers(experiment.cluster),
+        f"cluster.trainer_ranks = {ranks} is not modelled: {one}. A rank keeps 1/{ranks} of the trained weights, "
+        "gradients and optimizer": ranks is not None,
+        "rollout.deadline is not modelled: the plan waits for all rollouts of a batch": (
+            experiment.rollout.deadline.kind != "none"
+        ),
+        "training.dynamic_sampling is not modelled: resampled groups take longer than planned": (
+            experiment.training.dynamic_sampling > 0
+        ),
+        "rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none": (
+            experiment.rollout.prefetch.kind != "none" and not overlaps(experiment)
+        ),
+        "game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned": (
+            experiment.game.schedule.kind == "simultaneous"
+        ),
+        f"game.protocol = {protocol!r} is not modelled: a rollout is one request here": protocol != "direct",
+    }
+    return [text for text, there in found.items() if there]
 
 
 def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
@@ -359,8 +351,7 @@ class ExperimentPlan:
     @property
     def step_s(self) -> float:
         """The least seconds of an optimizer step."""
-        least_s = self.bounds.overlap_s if self.work.ahead else self.bounds.turns_s
-        return least_s / self.experiment.training.minibatches
+        return self.bounds.least_s(self.work.ahead) / self.experiment.training.minibatches
 
     def plain(self) -> dict[str, Any]:
         """As JSON-compatible data."""
@@ -438,11 +429,10 @@ def _loads(experiment: Experiment, key: str, value: Any) -> bool:
 def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
     """What to change: only settings that load together with the others."""
     bounds = bounds_of(work)
-    least_s = bounds.overlap_s if work.ahead else bounds.turns_s
+    least_s = bounds.least_s(work.ahead)
     most = min(work.workers * work.slots, work.rollouts * (1 + work.ahead))
     if work.concurrency < most:
-        wider = bounds_of(replace(work, concurrency=most))
-        found_s = wider.overlap_s if work.ahead else wider.turns_s
+        found_s = bounds_of(replace(work, concurrency=most)).least_s(work.ahead)
         if found_s < (1 - WORTH) * least_s and _loads(experiment, "rollout.concurrency", most):
             yield (
                 f"The workers decode {work.workers * work.slots:,} rows: set rollout.concurrency = {most}. A batch "
@@ -451,54 +441,51 @@ def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
     waiting = 1 - bounds.trainer_s / least_s
     if waiting <= WAITS:
         return
-    waits = f"The trainer waits at least {100 * waiting:.0f} % of the time for rollouts"
     enough = math.ceil(work.rollouts * (1 + work.ahead) / work.slots)  # every rollout in flight has a row
     if work.ahead and work.workers < enough:
         number = min(math.ceil(bounds.balance), enough) if math.isfinite(bounds.balance) else enough
-        yield f"{waits}: {counted(number, 'worker')} would balance it at best."
+        says = f"{counted(number, 'worker')} would balance it at best"
     elif work.ahead:
-        yield f"{waits}. More workers do not help: raise rollout.prefetch.batches, or shorten the longest rollouts."
+        says = "More workers do not help: raise rollout.prefetch.batches, or shorten the longest rollouts"
     elif _loads(experiment, "rollout.prefetch", "fresh"):
-        yield f"{waits}. With sampling ahead (rollout.prefetch = 'fresh') a batch takes at least " + (
-            f"{sample_seconds(bounds.overlap_s)} instead of {sample_seconds(least_s)}."
+        says = (
+            "With sampling ahead (rollout.prefetch = 'fresh') a batch takes at least "
+            f"{sample_seconds(bounds.overlap_s)} instead of {sample_seconds(least_s)}"
         )
     else:
-        yield f"{waits}. Other settings of this experiment exclude sampling ahead (rollout.prefetch)."
+        says = "Other settings of this experiment exclude sampling ahead (rollout.prefetch)"
+    yield f"The trainer waits at least {100 * waiting:.0f} % of the time for rollouts. {says}."
 
 
 def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
-    training, verifier = plan.experiment.training, plan.experiment.verifier
     for stage in plan.memory:
         if plan.fits(stage) is not False:
             continue
-        available = plan.available_gb(stage) * GB
-        parts = sorted(stage.parts, key=lambda name: -stage.parts[name])
-        over = (stage.total - available) / GB
-        served = stage.place == "server"
+        available, served = plan.available_gb(stage) * GB, stage.place == "server"
+        largest = max(stage.parts, key=stage.parts.__getitem__)
         limit = "a server may take of its GPU (serving.gpu_memory_utilization)" if served else "the GPU has"
-        says = f"'{stage.stage}' needs {over:.3g} GB more than {limit}; the largest part is {parts[0]}"
         if stage.stage == "sample":
-            room = available - (stage.total - stage.parts["KV cache"])
-            rows = int(room // stage.kv_row_bytes)
+            rows = int((available - (stage.total - stage.parts["KV cache"])) // stage.kv_row_bytes)
             key = "serving.max_num_seqs" if served else "rollout.engine.max_rows"
-            if rows > 0:
-                yield f"{says}. {rows} rows fit: set {key} = {rows}."
-            elif served:
-                yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model (models.prover.source)."
-            else:
-                yield f"{says}. Choose smaller models (models.*.source)."
-            continue
-        section = "training" if stage.stage == "train the prover" else "verifier"
-        remedies = []
-        if parts[0].startswith("activations"):
-            if section == "training" and _loads(plan.experiment, "training.gradient_checkpointing", True):
-                remedies.append("training.gradient_checkpointing = true")
-            tokens = training.micro_batch_tokens if section == "training" else verifier.micro_batch_tokens
-            if _loads(plan.experiment, f"{section}.micro_batch_tokens", tokens // 2):
-                remedies.append(f"a lower {section}.micro_batch_tokens")
-        if _loads(plan.experiment, f"{section}.adapters", "lora"):
-            remedies.append(f"{section}.adapters = 'lora'")
-        yield f"{says}. Set {', or '.join(remedies) if remedies else 'smaller models (models.*.source)'}."
+            remedies = [f"{key} = {rows}"] * (rows > 0) or ["a higher serving.tensor_parallel"] * served
+        else:
+            remedies = list(_training_remedies(plan.experiment, stage.stage, largest))
+        yield (
+            f"'{stage.stage}' needs {(stage.total - available) / GB:.3g} GB more than {limit}; the largest part is "
+            f"{largest}. Set {', or '.join([*remedies, 'a smaller model (models.*.source)'])}."
+        )
+
+
+def _training_remedies(experiment: Experiment, stage: str, largest: str) -> Iterator[str]:
+    section = "training" if stage == "train the prover" else "verifier"
+    if largest.startswith("activations"):
+        if section == "training" and _loads(experiment, "training.gradient_checkpointing", True):
+            yield "training.gradient_checkpointing = true"
+        tokens = (experiment.training if section == "training" else experiment.verifier).micro_batch_tokens
+        if _loads(experiment, f"{section}.micro_batch_tokens", tokens // 2):
+            yield f"a lower {section}.micro_batch_tokens"
+    if _loads(experiment, f"{section}.adapters", "lora"):
+        yield f"{section}.adapters = 'lora'"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
