@@ -41,11 +41,6 @@ def test_a_value_that_is_no_number_is_refused(word: str) -> None:
         assumed().assign([word])
 
 
-def test_an_unknown_input_is_refused_with_the_nearest() -> None:
-    with pytest.raises(UsageError, match="Did you mean 'token_s'"):
-        assumed().assign(["tokens_s=1"])
-
-
 def test_the_workers_of_a_cluster_are_its_processes_at_most() -> None:
     for cluster, workers in (
         ({"workers": 4}, 4),
