@@ -22,10 +22,8 @@ import orjson
 
 from pvg.config.experiment import TABLES, Experiment
 from pvg.errors import ConfigurationError, ServerUnavailableError, UsageError
-from pvg.servers.command import LOOPBACK, find_interpreter, server_spec
-from pvg.servers.connections import control_key
-from pvg.servers.control import ControlClient, ServerInfo
-from pvg.servers.models import model_folder
+from pvg.servers.command import LOOPBACK, find_interpreter, model_folder, server_spec
+from pvg.servers.control import ControlClient, ServerInfo, control_key
 from pvg.servers.pool import HttpPool, ServerFault
 from pvg.servers.process import VllmServer, free_port
 
@@ -34,9 +32,7 @@ FIXED_AT_START = frozenset(
     {
         "serving.max_num_seqs",
         "serving.gpu_memory_utilization",
-        "serving.max_model_len",
         "serving.tensor_parallel",
-        "serving.startup_s",
         "serving.extra_args",
         "models.prover.source",
         "models.prover.dtype",
@@ -48,7 +44,7 @@ FIXED_AT_START = frozenset(
     }
 )
 # Those of them that a server reports, under the same name.
-COMPARED = ("serving.max_num_seqs", "serving.max_model_len")
+COMPARED = ("serving.max_num_seqs",)
 # Fields of `ServerInfo` that a report contains.
 REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
 

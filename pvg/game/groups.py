@@ -24,8 +24,8 @@ from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.spans import span
 
 if TYPE_CHECKING:
+    from pvg.rollout.dispatcher import PartialSampling
     from pvg.rollout.engine import EngineStats
-    from pvg.rollout.partial import PartialSampling
 
 Bools = NDArray[np.bool_]
 

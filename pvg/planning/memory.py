@@ -10,8 +10,8 @@ parameter.
 Activations per position of a layer, as autograd saves them with pvg's layers (pvg.models.fused_layers), D the width, Q
 the columns of the queries, I those of the MLP: two norms 4 D, attention 5 Q (queries; keys and values repeated for all
 heads; the mixed values twice), MLP 4 I. In bfloat16 these take 2 bytes each, and float32 parts of norms and rotations
-add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what a
-step saves, and with a game's metrics.
+add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what autograd
+saves.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pvg.games.diplomacy.standard import mini_board, standard_board
 from pvg.records import Role, Rollout
 from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
-from pvg.rollout.game_records import GameRecord, PhaseRecord
+from pvg.rollout.games import GameRecord, PhaseRecord
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 

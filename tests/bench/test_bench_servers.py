@@ -39,7 +39,7 @@ from pvg.servers.command import (  # noqa: E402
     Interpreter,
     ServerSpec,
 )
-from pvg.servers.connections import KEY_VARIABLE  # noqa: E402
+from pvg.servers.control import KEY_VARIABLE  # noqa: E402
 
 KEY = "the-key-of-the-benchmarks"
 URL = "http://127.0.0.1:9"

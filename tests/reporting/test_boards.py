@@ -31,8 +31,7 @@ from pvg.reporting.boards import (
     plans_section,
 )
 from pvg.reporting.table import page
-from pvg.rollout.game_records import GameRecord, game_record
-from pvg.rollout.games import PlayedGame, SeatDecision, game_start
+from pvg.rollout.games import GameRecord, PlayedGame, SeatDecision, game_record, game_start
 
 
 def draw(board: Board, position: Position, text: str) -> str:
