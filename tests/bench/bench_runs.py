@@ -22,7 +22,9 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.records import Rollout
-from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
 from pvg.telemetry.observer import SilentObserver
 
 SMALL = {

@@ -10,7 +10,8 @@ from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.fixtures import recorded_batches, train_seconds
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
-from pvg.store import DamagedFileError, RunDirectory
+from pvg.store.atomic import DamagedFileError
+from pvg.store.run_directory import RunDirectory
 
 FEW = ["workload.rollouts=24", "rollout.group_size=4"]
 

@@ -15,7 +15,7 @@ from pvg.bench.workloads.trainer import forward_flops
 from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, StateError
 from pvg.models import open_model
-from pvg.store import RunDirectory
+from pvg.store.run_directory import RunDirectory
 from pvg.training.credit import zero_signal_groups
 
 FEW = ["workload.rollouts=24", "rollout.group_size=4"]

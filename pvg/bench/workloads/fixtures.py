@@ -21,7 +21,10 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Int32, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.seeds import draw_cyclic, generator_for, seed_for
-from pvg.store import FileStateStore, RolloutShards, RunDirectory, ShardInfo, read_json_lines
+from pvg.store.journal import read_json_lines
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.spans import trained_seconds
 from pvg.training.batch import PolicyBatch
