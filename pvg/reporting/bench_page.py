@@ -7,9 +7,8 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from pvg.bench.compare import VariantGain, gains
+from pvg.bench.compare import RatioInterval, VariantGain, gains, median
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.charts import Mark, StripRow, budget_marks, dot_strips
 from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, in_order, total_budget, value_text
 from pvg.reporting.run_page import flat_settings
