@@ -136,7 +136,7 @@ class PipelinedStepsSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the experiment's steps are not whole batches, or if it may end early."""
     experiment = settings.experiment
-    if experiment.training.minibatches != 1 or experiment.game.stop.kind != "steps":
+    if experiment.training.minibatches != 1 or experiment.game.stop != "steps":
         raise ConfigurationError(
             "The pipeline workload measures a fixed number of steps of one batch each.",
             "Set training.minibatches = 1 and game.stop = 'steps'.",
@@ -234,7 +234,7 @@ class PipelinedSteps:
             "groups": experiment.training.groups,
             "group_size": experiment.rollout.group_size,
             "concurrency": experiment.rollout.concurrency,
-            "loss": experiment.training.loss.kind,
+            "loss": experiment.training.loss,
             "kl": experiment.training.kl.coefficient,
             "seed": experiment.seed,
         }

@@ -117,7 +117,6 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
             workers=workers,
         )
         prompt_ids = session.prompts.render(session.problems("prover")[0], Role.HELPFUL)

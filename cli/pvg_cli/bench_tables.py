@@ -125,7 +125,7 @@ def ladder_table(report: BenchReport) -> Table:
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     table = Table(
         [
-            Column("turned on, one by one", min_width=27),
+            Column("turned on, one by one"),
             Column(_heading(headline, measured), "right", "strong", wrap=False),
             Column("gain", wrap=False),
             Column("total", wrap=False),

@@ -392,7 +392,7 @@ async def baseline_of(context: EvaluationContext, start: SampleSet) -> Correctne
 
 def _steps(experiment: Experiment) -> int:
     """As many as the prover of the last round has learned for."""
-    rounds = experiment.game.rounds if experiment.game.start.kind == "previous" else 1
+    rounds = experiment.game.rounds if experiment.game.start == "previous" else 1
     return max(1, rounds * experiment.training.steps)
 
 

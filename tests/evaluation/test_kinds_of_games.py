@@ -29,7 +29,6 @@ SMALL = {
     "attacks": ["cgc"],
     "attack_steps": 2,
     "attack_window": 1,
-    "attack_cgc_floor": -90.0,
     "baseline_probes": 1,
 }
 GAMES: dict[str, dict[str, Any]] = {

@@ -148,7 +148,7 @@ class TrainerWorkload:
             prefix="bench/fixed",
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)
+        return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss)
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
@@ -166,7 +166,6 @@ class TrainerWorkload:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
             waits_for="batches",  # the trainer never waits for rollouts
         )
 
@@ -185,7 +184,7 @@ class TrainerWorkload:
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
-            "loss": self._experiment.training.loss.kind,
+            "loss": self._experiment.training.loss,
             "kl": self._kl,
             "optimizer_steps": self._steps,
             "rollouts": rollouts,
