@@ -5,7 +5,7 @@
     # also with a verifier of another vocabulary:
     pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true
 
-One sample is a batch of the game without its models. The game's own code (pvg.game.on_policy) takes rollouts from an
+One sample is a batch of the game without its models. The game's own code (pvg.game.round) takes rollouts from an
 engine that streams recorded completions in chunks, with the experts that a mixture-of-experts model would have chosen
 for every token (see benchmarks.loop_engine). The code grades them, makes the verifier's input, computes
 rewards and credit, and records them. Then the ledger commits them to a run directory. A monitor ticks at 100 Hz; the
@@ -54,26 +54,27 @@ from benchmarks.loop_engine import (
     recorded,
     some_experts,
 )
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl
 from pvg.errors import MissingRequirementError
 from pvg.game.ledger import Ledger
-from pvg.game.on_policy import OnPolicySource
-from pvg.game.orders import ProverOrders
+from pvg.game.orders import prover_orders
 from pvg.game.players import Players
+from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
+from pvg.game.round import GameBatches
 from pvg.game.session import Session
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.records import Group, Int32, Problem
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, SilentObserver
+from pvg.telemetry.events import PhaseInfo, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 from pvg.training.losses import PolicyObjective
@@ -125,7 +126,7 @@ class LoopSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the rollouts are not whole groups."""
     workload, profile = workload_settings(LoopSettings, settings), settings.profile
-    check_work(settings.experiment, None, workload.rollouts)
+    check_work(settings.experiment, workload.rollouts)
     return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
 
 
@@ -231,7 +232,7 @@ class LoopWorkload:
         """Sample the batch once with the prover; later the recorded engine serves it."""
         settings, players, task = self._settings, self._session.players, self._session.task
         tokenizer, rollout = players.base.tokenizer, self._experiment.rollout
-        orders = ProverOrders(self._session, None)
+        orders = prover_orders(self._session)
         self._orders: list[GroupOrder] = orders.batch(0)
         groups = await orders.sample(self._orders, 0)
         await players.engine.close()
@@ -261,7 +262,7 @@ class LoopWorkload:
             "seconds": settings.seconds,
             "retokenize": settings.retokenize,
             "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
-            "loss": self._experiment.training.loss.kind,
+            "loss": self._experiment.training.loss,
             "reward": self._experiment.game.reward.kind,
             "seed": self._experiment.seed,
         }
@@ -303,7 +304,7 @@ class LoopWorkload:
         payload = self._tokens * (ID_AND_LOGPROB + settings.expert_layers * settings.experts_per_token)
         return {"memory_over_payload": (resident_bytes("VmHWM") - self._before) / payload}
 
-    def _source(self) -> OnPolicySource:
+    def _source(self) -> GameBatches:
         """A fresh source for each sample: the same batch with an empty score cache."""
         session, players = self._session, self._session.players
         tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
@@ -320,7 +321,7 @@ class LoopWorkload:
             reading=players.batching,
         )
         objective = PolicyObjective(self._experiment.training, self._experiment.rollout, tokenizer.pad_id)
-        return OnPolicySource(session, scorer, THRESHOLD, objective, players.base)
+        return open_batches(session, scorer, FixedVerifier(THRESHOLD), objective, players.base)
 
     def _bytes_written(self) -> int:
         if isinstance(self._ledger, JsonLedger):

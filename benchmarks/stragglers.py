@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from benchmarks.stand_in import StandInEngine
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.prompts import TagPrompts
@@ -41,10 +40,9 @@ from pvg.game.statistics import cut_metrics, staleness_metrics
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Group, Rollout
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, partial_sampling
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.gathering import training_deadline
-from pvg.rollout.partial import partial_sampling
 from pvg.seeds import seed_for
 from pvg.servers.publishing import WeightUpdate
 from pvg.tasks import open_task
@@ -267,7 +265,7 @@ class Stragglers:
         """Compute credit as in the game, sleep as long as a trainer would work, and publish the next version. Returns
         the time slept."""
         with span("credit"):
-            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss.kind)
+            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss)
         seconds = self._workload.train_s * len(rollouts) / self._rollouts
         with span("forward_backward"):
             await asyncio.sleep(seconds)

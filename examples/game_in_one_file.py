@@ -15,7 +15,7 @@ The problems are chains of sums modulo 10, such as `7+5+8+3+6?`. A solution is `
 
 `pvg train` plays this game with commits, resuming, metrics and many more choices. In its embedded game, each round's
 prover goes on from the previous round (`game.start`). Its loop is in pvg/game: run.py,
-mint.py, verifier_phase.py, prover_phase.py and on_policy.py have the parts below in the same order.
+mint.py, verifier_phase.py and round.py have the parts below in the same order.
 
 Names of arrays end in their shape: N rollouts, M pairs.
 """

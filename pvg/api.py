@@ -28,7 +28,7 @@ from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
-from pvg.telemetry.observer import Observer, SilentObserver
+from pvg.telemetry.events import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def evaluate(
     Raises UsageError for a part or a round that does not exist, StateError for other settings than those
     that the run was played with; `evaluate.*`, `serving.*`, `telemetry.*` and those that bound memory may differ.
     """
-    from pvg.evaluation.opponents import check_settings_of_run, default_parts, parse_parts
+    from pvg.evaluation.report import check_settings_of_run, default_parts, parse_parts
     from pvg.evaluation.runner import EvaluationRequest
     from pvg.evaluation.runner import evaluate as measure
 

@@ -27,15 +27,16 @@ from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
 from pvg.bench.workloads.trainer import ModelSize
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.game.on_policy import OnPolicySource
 from pvg.game.players import Players
-from pvg.game.prover_phase import policy_of
+from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
+from pvg.game.round import GameBatches
+from pvg.game.simultaneous import FixedVerifier
 from pvg.models.starts import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.telemetry.spans import Tracer
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -71,7 +72,7 @@ class TimedSource:
     """A source that measures the time of its newest batch, the mean length of its completions, and the arithmetic that
     a step on it requires, in 10^9 operations."""
 
-    def __init__(self, source: OnPolicySource, size: ModelSize, *, reference: bool) -> None:
+    def __init__(self, source: GameBatches, size: ModelSize, *, reference: bool) -> None:
         self._source, self._size, self._reference = source, size, reference
         self.rollout_s = self.completion_tokens = 0.0
         self._batch: PolicyBatch | None = None
@@ -104,7 +105,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         scorer: Any = Unscored()
         source = TimedSource(
-            OnPolicySource(session, scorer, 0.0, objective, learner, workers=workers),
+            open_batches(session, scorer, FixedVerifier(0.0), objective, learner, workers),
             ModelSize.of(learner),
             reference=objective.needs_reference,
         )
@@ -116,7 +117,6 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
             workers=workers,
         )
         prompt_ids = session.prompts.render(session.problems("prover")[0], Role.HELPFUL)
@@ -128,7 +128,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
                 began = time.perf_counter()
                 report = await trainer.step()
                 assert report is not None, "the source never ends"
-                tensors, adapter = await policy_of(session, learner)
+                tensors, adapter = await players.compute(learner.policy)
                 await players.publish(tensors, report.step + 1, adapter)
                 step_s = time.perf_counter() - began
                 tracer.close_step()

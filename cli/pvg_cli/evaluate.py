@@ -44,7 +44,7 @@ def evaluate(
 
     Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
-    from pvg.evaluation.opponents import default_parts, parse_parts, parse_rounds
+    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
     from pvg.hub import fetch_all
     from pvg.store.run_directory import RunDirectory
 
@@ -69,7 +69,7 @@ def evaluate(
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     """The settings of the run with the overrides. Raises StateError if an override changes results of the run."""
     from pvg.config.load import load_experiment
-    from pvg.evaluation.opponents import check_settings_of_run
+    from pvg.evaluation.report import check_settings_of_run
     from pvg.store.run_players import pinned_players
 
     experiment = pinned_players(load_experiment(run.experiment_file, overrides))

@@ -101,8 +101,7 @@ def serve(
         raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
     from pvg.config.load import find_experiment
     from pvg.hub import fetch_all, pinned
-    from pvg.servers.command import find_interpreter, served_dtype, server_spec
-    from pvg.servers.models import kind_for, model_folder
+    from pvg.servers.command import find_interpreter, kind_for, model_folder, served_dtype, server_spec
     from pvg.servers.process import check_port
     from pvg.store.run_players import pinned_players
     from pvg.telemetry.cpu import SYSTEM, native_bfloat16

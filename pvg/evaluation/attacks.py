@@ -24,11 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.evaluation.detection import ROUNDING
-from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, mean_of, percentile, share_of
-from pvg.evaluation.opened_run import REFERENCE_RANGE, ROUND, EvaluationContext, digest, first_version
-from pvg.evaluation.opponents import KINDS, attacker_experiment
-from pvg.evaluation.samples import SampleSet, ScoredRollouts, sampled
+from pvg.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.opened_run import (
+    REFERENCE_RANGE,
+    ROUND,
+    EvaluationContext,
+    SampleSet,
+    ScoredRollouts,
+    digest,
+    first_version,
+)
+from pvg.evaluation.report import KINDS, attacker_experiment
 from pvg.evaluation.training import PolicyTraining, kept_policy, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.verifier.backend import ScoringModel
@@ -147,13 +153,8 @@ class AttackTarget:
 def attack_digest(context: EvaluationContext, target: AttackTarget, kind: str) -> str:
     section = context.experiment.evaluate
     settings = [section.attack_steps, section.attack_window, section.attack_error_rate]
-    floor = _floor(context, target) if kind == "cgc" else None
+    floor = target.cgc_floor if kind == "cgc" else None
     return digest("attack", context.config, target.players, kind, settings, section.attack_groups, floor, target.level)
-
-
-def _floor(context: EvaluationContext, target: AttackTarget) -> float:
-    given = context.experiment.evaluate.attack_cgc_floor
-    return target.cgc_floor if given is None else given
 
 
 def attack_training(context: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
@@ -161,7 +162,7 @@ def attack_training(context: EvaluationContext, target: AttackTarget, kind: str)
     return PolicyTraining(
         place=place,
         digest=attack_digest(context, target, kind),
-        experiment=attacker_experiment(context.experiment, kind, place, _floor(context, target)),
+        experiment=attacker_experiment(context.experiment, kind, place, target.cgc_floor),
         round=target.round,
         phase="attack",
         unit=f"steps of {kind}",
@@ -214,22 +215,18 @@ def ended(aim: AttackStop, steps: int) -> dict[str, Any]:
 
 
 def final_samples(context: EvaluationContext, target: AttackTarget, kind: str) -> SampleSet:
+    """Fresh samples of a trained attacker on the test problems."""
+    section, training = context.experiment.evaluate, attack_training(context, target, kind)
     return SampleSet(
         name=attack_name(target.round, kind),
         round=target.round,
         problems=context.test_problems(),
         roles=(Role.SNEAKY,),
-        size=context.experiment.evaluate.samples,
-        policy=attack_digest(context, target, kind),
+        size=section.samples,
+        policy=training.digest,
+        load=partial(training.publish, context, section.attack_steps, first_version(training.versions + 1)),
         asking=target.round,
     )
-
-
-async def sample_attacker(context: EvaluationContext, target: AttackTarget, kind: str) -> list[Rollout]:
-    training = attack_training(context, target, kind)
-    steps, version = context.experiment.evaluate.attack_steps, first_version(training.versions + 1)
-    publish = partial(training.publish, context, steps, version)
-    return await sampled(context, final_samples(context, target, kind), publish)
 
 
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:

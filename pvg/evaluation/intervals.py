@@ -11,7 +11,7 @@ size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problem
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -116,3 +116,148 @@ def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence
     sums_P = np.bincount(problems_N, weights=values_N, minlength=size)
     counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
     return ratio(sums_P.astype(np.float64), counts_P, weights_BP, confidence, len(values_N))
+
+
+# How well scores separate correct solutions from flaws: ROC curves and AUCs, with intervals over problems.
+
+
+MOST_POINTS = 101  # of a stored ROC curve
+
+# False-positive rates at which the band is evaluated: every whole percent. The scores of a trained verifier often have
+# two modes, so their curve is one steep step. Its position is the uncertain part, and wider distances would miss it.
+PERCENTS = tuple(range(101))
+
+# An interval needs at least this many flaws above its cut and below it, and this many correct solutions between its
+# ends and accepting none or all. No resample contains a flaw above the highest one, or a rejection too rare to have
+# been seen. In simulations with 24 and 128 problems (smooth curves and steps), intervals without this rule contained
+# the true rate in as little as 0 % of 150 cases at a false-positive rate of 0, and in 30 to 90 % where hardly any
+# correct solution is rejected. With the rule they contained it in 95 to 99 %, averaged over the cuts.
+FEWEST = 5
+
+ROUNDING = 1e-9  # tolerance for a count that was computed from a share
+
+
+@dataclass(frozen=True, slots=True)
+class PairWins:
+    """For pairs of problems [P, P]: how often a positive of the row's problem scores above a negative of the column's
+    (a tie counts half). Also the numbers of positives and of negatives of each problem [P]."""
+
+    wins_PP: Float64
+    positives_P: Float64
+    negatives_P: Float64
+
+
+def wins(
+    positive_N: NDArray[Any], problems_N: Ints, negative_M: NDArray[Any], problems_M: Ints, problems: int
+) -> PairWins:
+    """Counts over all N x M pairs; an AUC and all its bootstrap resamples are sums of them.
+
+    Scores [N] and [M]; `problems_*`: their problems, numbered below `problems`."""
+    by_problem_PM = np.zeros((problems, len(negative_M)))
+    order_N = np.argsort(problems_N, kind="stable")
+    ends = np.searchsorted(problems_N[order_N], np.arange(problems + 1))
+    for p in range(problems):
+        scores = np.sort(positive_N[order_N[ends[p] : ends[p + 1]]])
+        above_M = len(scores) - np.searchsorted(scores, negative_M, side="right")
+        not_below_M = len(scores) - np.searchsorted(scores, negative_M, side="left")
+        by_problem_PM[p] = (above_M + not_below_M) / 2
+    belongs_MP = np.zeros((len(negative_M), problems))
+    belongs_MP[np.arange(len(negative_M)), problems_M] = 1.0
+    return PairWins(
+        by_problem_PM @ belongs_MP,
+        np.bincount(problems_N, minlength=problems).astype(np.float64),
+        np.bincount(problems_M, minlength=problems).astype(np.float64),
+    )
+
+
+def auc_of(found: PairWins, weights_BP: Float64, confidence: float, fold_P: Ints | None = None) -> Estimate:
+    """P(positive above negative) + P(tie)/2 over all pairs, with a bootstrap over problems: a problem drawn twice
+    contributes its positives and its negatives twice.
+
+    `fold_P`: only pairs within a fold count, because in cross-validation other folds' scores come from other models."""
+    size = len(found.positives_P)
+    pairs_PP = np.outer(found.positives_P, found.negatives_P)
+    wins_PP = found.wins_PP
+    if fold_P is not None:
+        same_PP = fold_P[:, None] == fold_P[None, :]
+        wins_PP, pairs_PP = wins_PP * same_PP, pairs_PP * same_PP
+    total = float(pairs_PP.sum())
+    solutions = int(found.positives_P.sum() + found.negatives_P.sum())
+    problems = int(((found.positives_P + found.negatives_P) > 0).sum())
+    if not total:
+        return Estimate(None, None, None, solutions, problems)
+    if weights_BP.shape[1] != size:
+        raise ValueError(f"resamples of {weights_BP.shape[1]} problems do not fit counts of {size}")
+    won_B = np.einsum("bp,bp->b", weights_BP @ wins_PP, weights_BP)
+    pairs_B = np.einsum("bp,bp->b", weights_BP @ pairs_PP, weights_BP)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        replicates_B = won_B / pairs_B
+    return percentile(float(wins_PP.sum()) / total, replicates_B, confidence, solutions, problems)
+
+
+def roc(positive_N: NDArray[Any], negative_M: NDArray[Any]) -> list[tuple[float, float]]:
+    """The ROC curve as (false-positive rate, true-positive rate) from (0, 0) to (1, 1), in order of decreasing scores.
+    Long curves have MOST_POINTS evenly spaced corners. Empty without positives or negatives."""
+    if not len(positive_N) or not len(negative_M):
+        return []
+    levels = np.unique(np.concatenate([positive_N, negative_M]))[::-1]
+    right, wrong = np.sort(positive_N), np.sort(negative_M)
+    true_L = 1.0 - np.searchsorted(right, levels, side="left") / len(right)
+    false_L = 1.0 - np.searchsorted(wrong, levels, side="left") / len(wrong)
+    points = [(0.0, 0.0), *((float(f), float(t)) for f, t in zip(false_L, true_L, strict=True))]
+    if len(points) <= MOST_POINTS:
+        return points
+    kept = {math.floor(i * (len(points) - 1) / (MOST_POINTS - 1)) for i in range(MOST_POINTS)}
+    return [points[i] for i in sorted(kept)]
+
+
+def band(
+    positive_N: NDArray[Any],
+    problems_N: Ints,
+    negative_M: NDArray[Any],
+    problems_M: Ints,
+    weights_BP: Float64,
+    confidence: float,
+) -> list[tuple[float, Estimate]]:
+    """The ROC curve at the false-positive rates PERCENTS: (false-positive rate, true-positive rate with its percentile
+    interval). Empty without positives or negatives. Scores [N] and [M]; `problems_*`: their problems, numbered below P.
+
+    The band is *pointwise*: each interval is for its own false-positive rate (vertical cuts). The probability that all
+    of them contain the true curve is below `confidence`. A problem drawn twice contributes its positives and its
+    negatives twice; resamples without positives or negatives have no curve. FEWEST says when there is no interval.
+
+    Sources: Fawcett 2006, An introduction to ROC analysis, Pattern Recognition Letters 27, 861-874 (vertical cuts
+    through several curves, straight lines where scores are tied); Macskassy and Provost 2004, Confidence bands for ROC
+    curves, ROCAI (intervals of such cuts are too tight as a band for the whole curve); Macskassy, Provost and Rosset
+    2005, Pointwise ROC confidence bounds, ROCML (they fail at the curve's ends)."""
+    if not len(positive_N) or not len(negative_M):
+        return []
+    scores_S = np.concatenate([positive_N, negative_M])
+    order_S = np.argsort(-scores_S, kind="stable")
+    ranked_S, positive_S = scores_S[order_S], order_S < len(positive_N)
+    problems_S = np.concatenate([problems_N, problems_M])[order_S]
+    ends_L = np.append(np.flatnonzero(ranked_S[1:] != ranked_S[:-1]), len(ranked_S) - 1)  # of each distinct score
+
+    def cut(weights_P: Float64) -> Float64:
+        """The true-positive rates [K] of a resample. Where its curve is vertical, the top counts."""
+        drawn_S = weights_P[problems_S]
+        true_C, false_C = (
+            np.append(0.0, np.cumsum(drawn_S * chosen_S)[ends_L]) for chosen_S in (positive_S, ~positive_S)
+        )
+        if not true_C[-1] or not false_C[-1]:
+            return np.full(len(PERCENTS), np.nan)
+        return np.asarray(np.interp(np.array(PERCENTS) * false_C[-1] / 100, false_C, true_C) / true_C[-1])
+
+    value_K = cut(np.ones(weights_BP.shape[1]))
+    replicates_KB = np.array([cut(weights_P) for weights_P in weights_BP]).T
+    solutions, problems = len(scores_S), len(np.unique(problems_S))
+    points = []
+    for percent, value, replicates_B in zip(PERCENTS, value_K, replicates_KB, strict=True):
+        found = percentile(float(value), replicates_B, confidence, solutions, problems)
+        if found.low is not None and found.high is not None:
+            above = percent * len(negative_M) / 100
+            positives_aside = len(positive_N) * min(found.high, 1.0 - found.low)
+            if min(above, len(negative_M) - above, positives_aside + ROUNDING) < FEWEST:
+                found = replace(found, low=None, high=None)
+        points.append((percent / 100, found))
+    return points

@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import orjson
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol
 from pvg.errors import StateError
+from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
 from pvg.game.players import Players
 from pvg.game.protocols import environment_of
@@ -28,6 +30,7 @@ from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
+from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import Environment
@@ -42,10 +45,10 @@ from pvg.store.atomic import (
 )
 from pvg.store.checkpoints import META_FILE, check_size, read_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.task import Task, problems_of_half
-from pvg.telemetry.events import EventLog
-from pvg.telemetry.observer import Observer
+from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import Tracer
 from pvg.verifier.backend import ScoringModel
 from pvg.verifier.scorer import VerifierScorer
@@ -53,8 +56,6 @@ from pvg.verifier.scorer import VerifierScorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Raised when a measure's definition changes, which makes results of older versions stale.
-DEFINITIONS = 1
 
 # Weight versions that a unit may publish, with one range per unit. Versions only increase in an engine, and must not
 # depend on which process computes a unit. So units are computed in the order of their ranges.
@@ -69,7 +70,7 @@ ROUND = 16  # ranges per round
 
 def digest(*parts: Any) -> str:
     """The digest of plain data; equal parts have equal digests."""
-    data = orjson.dumps([DEFINITIONS, *parts], option=orjson.OPT_SORT_KEYS)
+    data = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
@@ -131,22 +132,6 @@ def _sha256(path: Path) -> str:
         raise StateError(f"{path} is missing.", "Restore the run from a copy.") from None
 
 
-def read_json(path: Path, key: str) -> dict[str, Any] | None:
-    """Content that an evaluation wrote to `path`, with a digest and `key`; None without a file. Raises
-    DamagedFileError."""
-    try:
-        found = orjson.loads(read_stored(path))
-    except FileNotFoundError:
-        return None
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict) or not {"digest", key} <= found.keys():
-        raise DamagedFileError(
-            f"{path} is damaged.", "Remove it and evaluate again; pvg then computes its content again."
-        )
-    return found
-
-
 class ResultFiles:
     """Finished results by name, one file each, replaced atomically."""
 
@@ -156,9 +141,10 @@ class ResultFiles:
         remove_temporaries(folder)
 
     def read(self, name: str, wanted: str) -> Any | None:
-        """The result of `name` if it was computed for the digest `wanted`, otherwise None."""
-        found = read_json(self._folder / f"{name}.json", "result")
-        return None if found is None or found["digest"] != wanted else found["result"]
+        """The result of `name` if it was computed for the digest `wanted`, otherwise None. Raises DamagedFileError."""
+        path = self._folder / f"{name}.json"
+        found = self._content(path) if path.exists() else {}
+        return found["result"] if found.get("digest") == wanted else None
 
     def exists(self, name: str) -> bool:
         """Whether there is a result of `name`, for any settings."""
@@ -167,6 +153,23 @@ class ResultFiles:
     def write(self, name: str, for_: str, result: Any) -> None:
         data = orjson.dumps({"digest": for_, "result": result}, option=orjson.OPT_INDENT_2)
         write_atomic(self._folder / f"{name}.json", data)
+
+    def all(self) -> Iterator[Any]:
+        """Every result, for any settings."""
+        for path in sorted(self._folder.glob("*.json")):
+            yield self._content(path)["result"]
+
+    @staticmethod
+    def _content(path: Path) -> dict[str, Any]:
+        try:
+            found = orjson.loads(read_stored(path))
+        except orjson.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict) or not {"digest", "result"} <= found.keys():
+            raise DamagedFileError(
+                f"{path} is damaged.", "Remove it and evaluate again; pvg then computes its content again."
+            )
+        return found
 
 
 class MissingResult(Exception):
@@ -197,6 +200,7 @@ class EvaluationContext:
     computing: bool = True  # False: a result that is not on disk is MissingResult
     config: str = field(init=False)  # the digest of the run's settings; MEMORY_SETTINGS of `experiment` may differ
     units: ResultFiles = field(init=False)
+    manifests: ResultFiles = field(init=False)  # the shards of each set of samples
     shards: RolloutShards = field(init=False)
     verifiers: dict[int, FrozenVerifier] = field(default_factory=dict)  # the open ones, by round
     _problems: dict[str, list[Problem]] = field(default_factory=dict)
@@ -204,6 +208,7 @@ class EvaluationContext:
     def __post_init__(self) -> None:
         self.config = self.ledger.directory.experiment().hash()
         self.units = ResultFiles(self.folder / "units")
+        self.manifests = ResultFiles(self.folder / "samples")
         self.shards = RolloutShards(self.folder)
 
     @property
@@ -251,10 +256,6 @@ def remove_folder(path: Path) -> None:
         removed = temporary_beside(path)
         path.rename(removed)
         shutil.rmtree(removed)
-
-
-def committed_shards(manifests: list[Mapping[str, Any]]) -> list[ShardInfo]:
-    return [ShardInfo.from_plain(plain) for manifest in manifests for plain in manifest["shards"]]
 
 
 # --- the frozen verifier of a round -----------------------------------------------------------------------------------
@@ -336,3 +337,140 @@ async def questions(context: EvaluationContext, asking: FrozenVerifier) -> Envir
     """The environment that asks about steps of the next samples; None outside challenge games."""
     scorer = await asking.scorer() if verifier_asks(context.experiment) else None
     return environment_of(context, scorer)
+
+
+# --- fresh samples ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """What to sample: `size` solutions of each problem in each role, the same problems for every policy. `policy`: a
+    digest of the policy. `name`: the policy's name in the evaluation. `round`: for the path of the shards and for the
+    display. `load` publishes the policy. In a challenge game the verifier of round `asking` asks about the steps; later
+    verifiers score the same dialogues."""
+
+    name: str
+    round: int
+    problems: Sequence[Problem]
+    roles: tuple[Role, ...]
+    size: int
+    policy: str
+    load: Callable[[], Awaitable[None]]
+    asking: int = 0
+
+    @property
+    def rollouts(self) -> int:
+        return len(self.problems) * len(self.roles) * self.size
+
+
+def digest_of(context: EvaluationContext, wanted: SampleSet) -> str:
+    ids = [problem.id for problem in wanted.problems]
+    roles = [role.value for role in wanted.roles]
+    asking = [context.ledger.players_of(wanted.asking)] if verifier_asks(context.experiment) else []
+    return digest("samples", context.config, wanted.name, wanted.policy, ids, roles, wanted.size, *asking)
+
+
+async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout]:
+    """The set's rollouts in order of problems and roles, read from disk or sampled.
+
+    Each chunk is one shard, and a manifest names the committed ones: a killed process leaves at most one shard without
+    a name, which the next start removes. Raises InterruptedByUser after a chunk if a stop was requested."""
+    for_ = digest_of(context, wanted)
+    shards = _committed(context, wanted)
+    chunks = _chunks(context, wanted)
+    if len(shards) < len(chunks):
+        context.begin(wanted.name)
+        done = sum(shard.rows for shard in shards)
+        info = PhaseInfo(wanted.round, context.experiment.game.rounds, "samples", "rollouts", wanted.rollouts, done)
+        context.observer.phase_started(info)
+        await wanted.load()
+        with open_frozen_verifier(context, wanted.asking) as asking:
+            environment = await questions(context, asking)
+            for number in range(len(shards), len(chunks)):
+                rollouts = await _sample(context, wanted, number, chunks[number], environment)
+                label = f"{wanted.name}-{for_[:8]}-{number:05d}"
+                shards.append(context.shards.write(wanted.round, label, rollouts))
+                context.manifests.write(wanted.name, for_, [shard.plain() for shard in shards])
+                done += len(rollouts)
+                metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
+                del metrics["tokens_per_s"]
+                context.observer.progressed(Progress(done, metrics))
+                context.check_stop()
+        context.observer.phase_finished(info, {})
+    return [rollout for shard in shards for rollout in context.shards.read(shard)]
+
+
+def is_complete(context: EvaluationContext, wanted: SampleSet) -> bool:
+    return sum(shard.rows for shard in _committed(context, wanted)) == wanted.rollouts
+
+
+def _chunks(context: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
+    per_chunk = max(1, context.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
+    return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
+
+
+async def _sample(
+    context: EvaluationContext,
+    wanted: SampleSet,
+    number: int,
+    problems: Sequence[Problem],
+    environment: Environment | None,
+) -> list[Rollout]:
+    first = sum(len(chunk) for chunk in _chunks(context, wanted)[:number])
+    orders = [
+        context.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
+        for position, problem in enumerate(problems)
+        for rank, role in enumerate(wanted.roles)
+    ]
+    groups = await context.players.dispatcher.sample(
+        orders,
+        round_=wanted.round,
+        source=wanted.name,
+        step=number,
+        seed=seed_for(context.seed, "evaluate", wanted.name, number),
+        prefix=f"evaluate/{wanted.name}/{number:05d}",
+        environment=environment,
+    )
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def _committed(context: EvaluationContext, wanted: SampleSet) -> list[ShardInfo]:
+    return [
+        ShardInfo.from_plain(plain) for plain in context.manifests.read(wanted.name, digest_of(context, wanted)) or ()
+    ]
+
+
+def recover(context: EvaluationContext) -> int:
+    """Remove shards of killed processes and of stale sets; returns their number."""
+    committed = [ShardInfo.from_plain(plain) for shards in context.manifests.all() for plain in shards]
+    return len(context.shards.recover(committed))
+
+
+# --- samples as arrays -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """Rollouts with one verifier's scores, as arrays [N]. `pool`: the problems, indexed by `problems_N`."""
+
+    rollouts: Sequence[Rollout]
+    scores_N: Float32
+    pool: Sequence[Problem]
+
+    @cached_property
+    def correct_N(self) -> Any:
+        return np.array([r.grade.correct for r in self.rollouts], dtype=bool)
+
+    @cached_property
+    def helpful_N(self) -> Any:
+        return np.array([r.role is Role.HELPFUL for r in self.rollouts], dtype=bool)
+
+    @cached_property
+    def flaws_N(self) -> Any:
+        """Whether each rollout is a flaw (pvg.records.Rollout.is_flaw)."""
+        return np.array([r.is_flaw for r in self.rollouts], dtype=bool)
+
+    @cached_property
+    def problems_N(self) -> Ints:
+        places = {problem.id: place for place, problem in enumerate(self.pool)}
+        return np.array([places[r.problem_id] for r in self.rollouts], dtype=np.int64)

@@ -12,37 +12,365 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property, partial
 from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences
 from pvg.errors import TrainingDivergedError, UsageError, counted, user_paths
-from pvg.evaluation import baseline as baselines
-from pvg.evaluation.baseline import CorrectnessBaseline, baseline_of, distance
-from pvg.evaluation.intervals import CONFIDENCE
-from pvg.evaluation.opened_run import MOST_ROUNDS, EvaluationContext, MissingResult, OpenedRun, open_frozen_verifier
-from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol
-from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, write_report
-from pvg.evaluation.rounds import RoundParts, base_samples, base_set, bootstrap, round_samples
-from pvg.evaluation.samples import recover
-from pvg.evaluation.training import RenamingObserver
+from pvg.evaluation import measures
+from pvg.evaluation.attacks import (
+    AttackTarget,
+    attack,
+    attack_digest,
+    attack_name,
+    check,
+    final_samples,
+    reference_of,
+)
+from pvg.evaluation.intervals import CONFIDENCE, RESAMPLES, Float64, draws
+from pvg.evaluation.opened_run import (
+    BASE_RANGE,
+    MOST_ROUNDS,
+    REFERENCE_RANGE,
+    ROUND,
+    SAMPLES_RANGE,
+    EvaluationContext,
+    FrozenVerifier,
+    MissingResult,
+    OpenedRun,
+    SampleSet,
+    ScoredRollouts,
+    digest,
+    digest_of,
+    first_version,
+    is_complete,
+    open_frozen_verifier,
+    recover,
+    sampled,
+)
+from pvg.evaluation.report import (
+    PARTS,
+    REPORT_FILE,
+    EvaluationReport,
+    attack_kinds,
+    check_attacks,
+    check_protocol,
+    notes,
+    notes_of_results,
+    write_report,
+)
+from pvg.evaluation.training import (
+    CorrectnessBaseline,
+    RenamingObserver,
+    baseline_experiment,
+    baseline_of,
+    distance,
+    policy_totals,
+    tax,
+)
 from pvg.game.ledger import check_same_code
+from pvg.game.mint import load_source
 from pvg.game.players import Players
 from pvg.game.protocols import solutions_of
+from pvg.game.prover_phase import read_prover
 from pvg.game.roles import prompt_builder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import Phase
 from pvg.game.warm_start import warmed
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
+from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
-from pvg.tasks import open_task
-from pvg.telemetry.events import EventLog, ServerNotices
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.tasks import LocatesFlaws, open_task
+from pvg.tasks.task import ConcealsText, Task
+from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.version import code_version
+
+# --- the parts of one round -------------------------------------------------------------------------------------------
+
+BOTH = (Role.HELPFUL, Role.SNEAKY)
+ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
+LOCALISED = 256  # most flawed solutions of a round that are scored step by step; each costs a pass per step
+# Raised when a measure's definition changes. Earlier measurements are then stale; samples and attackers, which took
+# hours, are kept.
+MEASURED = 1
+
+
+def bootstrap(context: EvaluationContext, problems: int) -> Float64:
+    """The resamples of `problems` problems, equal for every part, so that differences between parts are real."""
+    return draws(problems, RESAMPLES, seed_for(context.seed, "evaluate", "bootstrap"))
+
+
+def base_set(context: EvaluationContext) -> SampleSet:
+    load = partial(load_source, context, BASE_SOURCE, first_version(BASE_RANGE))
+    size = context.experiment.evaluate.samples
+    return SampleSet(BASE_SOURCE, 0, context.test_problems(), BOTH, size, BASE_SOURCE, load)
+
+
+def round_set(context: EvaluationContext, round_: int) -> SampleSet:
+    """Both roles of a round's prover on the test problems."""
+    name, size, policy = source_of_round(round_), context.experiment.evaluate.samples, context.ledger.players_of(round_)
+    load = partial(load_source, context, name, first_version(SAMPLES_RANGE + round_))
+    return SampleSet(name, round_, context.test_problems(), BOTH, size, policy, load, round_)
+
+
+class RoundParts:
+    """The parts of one round. Each returns plain data in the report's form. Raises MissingResult if something is not
+    stored and computing is not allowed, InterruptedByUser if a stop was requested."""
+
+    def __init__(self, context: EvaluationContext, frozen: FrozenVerifier) -> None:
+        self.context = context
+        self.frozen = frozen
+        self.round = frozen.round
+        self.source = source_of_round(frozen.round)
+        self.section = context.experiment.evaluate
+        self.kinds = attack_kinds(context.experiment)
+        self.base, self.own = base_set(context), round_set(context, frozen.round)
+
+    @cached_property
+    def _draws(self) -> Float64:
+        return bootstrap(self.context, len(self.context.test_problems()))
+
+    @property
+    def _reference(self) -> SampleSet:
+        pool, round_ = self.context.prover_problems(), self.round
+        load = partial(load_source, self.context, self.source, first_version(REFERENCE_RANGE + ROUND * round_))
+        name, size = f"reference-{self.source}", self.section.samples
+        return SampleSet(name, round_, pool, (Role.HELPFUL,), size, self.frozen.digest, load, round_)
+
+    async def _scored(self, wanted: SampleSet) -> ScoredRollouts:
+        """A set of samples with the scores of this round's verifier."""
+        rollouts = await sampled(self.context, wanted)
+        scores_N = await self.frozen.scores(wanted.name, rollouts, digest_of(self.context, wanted))
+        return ScoredRollouts(rollouts, scores_N, wanted.problems)
+
+    def _of(self, *sets: SampleSet) -> list[str]:
+        """The digests on which a part depends that reads these sets with this round's verifier."""
+        return [self.frozen.digest, *(digest_of(self.context, wanted) for wanted in sets)]
+
+    async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of a part of this round, from disk or computed by `work`."""
+        context, unit = self.context, f"{name}-{self.source}"
+        for_ = digest(name, MEASURED, inputs)
+        found = context.units.read(unit, for_)
+        if found is None:
+            context.begin(unit)
+            found = await work()
+            context.units.write(unit, for_, found)
+        return found
+
+    # --- the parts -------------------------------------------------------------------------------------------------
+
+    def named(self, part: str) -> Callable[[], Awaitable[Any]]:
+        """The method of a part of PARTS except the tax, which needs a baseline."""
+        found: Callable[[], Awaitable[Any]] = getattr(self, part.replace("-", "_"))
+        return found
+
+    async def exploit(self) -> list[dict[str, Any]]:
+        """Where computing is not allowed: the attacks that are stored, if there are any and none is stale."""
+        target, found, missing = await self.target(), [], None
+        for kind in self.kinds:
+            try:
+                found.append(await self._exploit(target, kind))
+            except MissingResult as error:
+                missing = error
+                if error.stale:
+                    break
+        if missing is not None and (missing.stale or not found):
+            raise missing
+        return found
+
+    async def _exploit(self, target: AttackTarget, kind: str) -> dict[str, Any]:
+        result = {**await self._attack(target, kind), "reference": target.reference}
+        if result["status"] in ATTACKED:
+
+            async def work() -> Any:
+                fresh, own = await self._scored(final_samples(self.context, target, kind)), await self._scored(self.own)
+                return await self._compute(lambda: check(fresh, own, target.threshold, self._draws))
+
+            inputs = [attack_digest(self.context, target, kind), *self._of(self.own)]
+            result["check"] = await self._unit(f"check-{kind}", inputs, work)
+        return result
+
+    async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
+        name, for_ = attack_name(self.round, kind), attack_digest(self.context, target, kind)
+        found = self.context.units.read(name, for_)
+        if found is None:
+            self.context.begin(name)
+            found = await attack(self.context, target, kind, await self.frozen.verifier())
+            self.context.units.write(name, for_, found)
+        return dict(found)
+
+    async def target(self) -> AttackTarget:
+        """The target of this round's attacks, from samples of the round itself."""
+
+        async def work() -> dict[str, Any]:
+            own, base = await self._scored(self.own), await self._scored(self.base)
+            reference = await self._scored(self._reference)
+            weights_BP = bootstrap(self.context, len(reference.pool))
+            scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
+            return {
+                "reference": reference_of(reference, weights_BP, CONFIDENCE).plain(),
+                "lowest": float(scores_N.min()),
+                "highest": float(scores_N.max()),
+            }
+
+        facts = await self.frozen.facts()
+        found = await self._unit("reference", self._of(self.own, self.base, self._reference), work)
+        return AttackTarget(self.round, self.frozen.digest, facts["threshold"], **found)
+
+    async def best_of_n(self) -> Any:
+        async def work() -> Any:
+            sources = {self.source: await self._scored(self.own), BASE_SOURCE: await self._scored(self.base)}
+            return await self._compute(lambda: measures.best_of_n(sources, self.section, self._draws))
+
+        return await self._unit("best-of-n", self._of(self.own, self.base), work)
+
+    async def detection(self) -> Any:
+        """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
+        were trained after the last request for detection are left out until the next request."""
+        context, threshold = self.context, (await self.frozen.facts())["threshold"]
+
+        async def work() -> Any:
+            samples = await self._scored(self.own)
+            return await self._compute(lambda: measures.completeness(samples, threshold))
+
+        found = await self._unit("detection", self._of(self.own), work)
+        sources = [await self._flaws(BASE_SOURCE, self.base, threshold)]
+        for earlier in (round_set(context, number) for number in range(self.round + 1)):
+            sources.append(await self._flaws(earlier.name, earlier, threshold))
+        for kind, fresh in (await self._attackers()).items():
+            with suppress(MissingResult):
+                sources.append(await self._flaws(f"attack-{kind}", fresh, threshold))
+        return {**found, "sources": sources}
+
+    async def _flaws(self, name: str, wanted: SampleSet, threshold: float) -> Any:
+        async def work() -> Any:
+            own, flaws = await self._scored(self.own), await self._scored(wanted)
+            return await self._compute(lambda: measures.detection(name, own, flaws, threshold, self._draws))
+
+        return await self._unit(f"detection-{name}", self._of(self.own, wanted), work)
+
+    async def _attackers(self) -> Mapping[str, SampleSet]:
+        """The stored samples of this round's attackers, whether or not attacks are requested now."""
+        computing, self.context.computing = self.context.computing, False
+        try:
+            target = await self.target()
+        except MissingResult:
+            return {}
+        finally:
+            self.context.computing = computing
+        found = {kind: final_samples(self.context, target, kind) for kind in self.kinds}
+        return {kind: wanted for kind, wanted in found.items() if is_complete(self.context, wanted)}
+
+    async def separability(self) -> Any:
+        async def work() -> Any:
+            own, tokenizer = await self._scored(self.own), self.context.players.base.tokenizer
+            read = solutions_read(own.rollouts, self.context.task, tokenizer.encode, tokenizer.end_ids)
+            return await self._compute(lambda: measures.separability(own, read, self._draws))
+
+        return await self._unit("separability", [digest_of(self.context, self.own)], work)
+
+    async def calibration(self) -> Any:
+        async def work() -> Any:
+            own, verifier = await self._scored(self.own), self.context.experiment.verifier
+            return await self._compute(lambda: measures.calibration(own, verifier, self._draws))
+
+        return await self._unit("calibration", self._of(self.own), work)
+
+    async def localisation(self) -> Any:
+        async def work() -> Any:
+            if not isinstance(self.context.task, LocatesFlaws):
+                return {"known": False}
+            return await self._localisation(self.context.task)
+
+        return await self._unit("localisation", self._of(self.own), work)
+
+    async def _localisation(self, task: LocatesFlaws) -> Any:
+        rollouts = await sampled(self.context, self.own)
+        chosen = flawed(task, rollouts, self.context.test_problems(), LOCALISED)
+        encode = self.context.players.base.tokenizer.encode
+        prefixes = [
+            replace(rollout, id=f"{rollout.id}/{end}", text=text[:end], completion_ids=encode(text[:end]), turns=())
+            for rollout, _, _ in chosen
+            for text in (rollout.solution,)
+            for end in (0, *task.cuts(text))
+        ]
+        limits = digest(digest_of(self.context, self.own), len(chosen))
+        scores_N = await self.frozen.scores(f"prefixes-{self.source}", prefixes, limits)
+        lengths = [1 + len(task.cuts(rollout.solution)) for rollout, _, _ in chosen]
+        split = [part.tolist() for part in np.split(scores_N, np.cumsum(lengths)[:-1])] if chosen else []
+        flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
+        return await self._compute(lambda: measures.localisation(split, flaws, places, self._draws))
+
+    async def tax(self, baseline: CorrectnessBaseline) -> Any:
+        of = digest_of(self.context, self.own)
+
+        async def work() -> Any:
+            policy = await policy_totals(
+                self.context,
+                self.source,
+                of,
+                [r for r in await sampled(self.context, self.own) if r.role is Role.HELPFUL],
+                lambda: read_prover(self.context, self.source)[0],
+            )
+            totals = [found for _, found in baseline.points]
+            estimate = await self._compute(lambda: tax(policy, totals, self._draws, CONFIDENCE))
+            ones = np.ones(len(policy.kl_P))
+            kls = [found.kl(ones) for found in totals]
+            return {
+                "policy": distance(self.source, policy, self._draws, CONFIDENCE),
+                "tax": estimate.plain(),
+                "in_range": min(kls) <= policy.kl(ones) <= max(kls),
+                "kl_range": [min(kls), max(kls)],
+            }
+
+        return await self._unit("tax", [of, baseline.digest], work)
+
+    async def _compute(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the compute thread, so that the event loop can update the display."""
+        return await self.context.players.compute(work)
+
+
+def solutions_read(
+    rollouts: Sequence[Rollout], task: Task, encode: Callable[[str], NDArray[np.int32]], end_ids: Sequence[int]
+) -> list[NDArray[np.int32]]:
+    """int32 [C] each: the tokens of every solution that its verifier may read, without the end of the text. Concealed
+    parts, such as a sneaky solution's certificate, would reveal the role to a style probe. In a dialogue, only what the
+    prover wrote: the verifier's question is not its style."""
+    if isinstance(task, ConcealsText):
+        return [encode(task.shown(rollout.text)) for rollout in rollouts]
+    written = [r.completion_ids[r.sampled_mask] if r.turns else r.completion_ids for r in rollouts]
+    return [ids[:-1] if len(ids) and ids[-1] in end_ids else ids for ids in written]
+
+
+def flawed(
+    task: LocatesFlaws, rollouts: Sequence[Rollout], pool: Sequence[Problem], most: int
+) -> list[tuple[Rollout, int, int]]:
+    """At most `most` flaws with a wrong step that the task knows: (solution, step, index of the problem). The first
+    flaw of every problem comes first, then the second ones, to cover as many problems as possible."""
+    places = {problem.id: place for place, problem in enumerate(pool)}
+    seen: dict[str, int] = {}
+    found = []
+    for rollout in rollouts:
+        if not rollout.is_flaw:
+            continue
+        flaw = task.flaw(pool[places[rollout.problem_id]], rollout.solution)
+        if flaw is None or not 0 <= flaw < len(task.cuts(rollout.solution)):
+            continue
+        turn = seen[rollout.problem_id] = seen.get(rollout.problem_id, -1) + 1
+        found.append((turn, places[rollout.problem_id], rollout, flaw))
+    found.sort(key=lambda entry: entry[:2])
+    return [(rollout, flaw, place) for _, place, rollout, flaw in found[:most]]
+
 
 MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisation")
 
@@ -79,7 +407,7 @@ async def evaluate(
     if "exploit" in request.parts:
         check_attacks(experiment)
     if "tax" in request.parts:
-        baselines.baseline_experiment(experiment)
+        baseline_experiment(experiment)
     async with AsyncExitStack() as stack:
         context = await open_evaluation(experiment, reading, observer, stop, stack)
         if limits := differences(run.experiment().hashed(), experiment.hashed()):
@@ -169,14 +497,14 @@ async def _compute(context: EvaluationContext, rounds: Sequence[int], request: E
     baseline: CorrectnessBaseline | None = None
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
     begin_part()
-    await base_samples(context)
+    await sampled(context, base_set(context))
     for round_ in _sampled_rounds(rounds, request):
         begin_part()
-        await round_samples(context, round_)
+        await sampled(context, round_set(context, round_))
     if "tax" in request.parts:
         begin_part()
         try:
-            baseline = await _baseline(context)
+            baseline = await baseline_of(context, base_set(context))
         except TrainingDivergedError as error:  # the other parts do not need the baseline
             context.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
     for round_ in rounds:
@@ -213,7 +541,7 @@ def _measured(request: EvaluationRequest) -> list[str]:
 async def _measure(
     context: EvaluationContext, parts: RoundParts, wanted: Sequence[str], baseline: CorrectnessBaseline | None
 ) -> None:
-    works = {part: _work(parts, part) for part in wanted}
+    works = {part: parts.named(part) for part in wanted}
     if baseline is not None:
         works["tax"] = lambda: parts.tax(baseline)
     if not works:
@@ -226,25 +554,10 @@ async def _measure(
     context.observer.phase_finished(info, {})
 
 
-def _work(parts: RoundParts, part: str) -> Callable[[], Awaitable[Any]]:
-    return {
-        "exploit": parts.exploit,
-        "best-of-n": parts.best_of_n,
-        "detection": parts.detection,
-        "separability": parts.separability,
-        "calibration": parts.calibration,
-        "localisation": parts.localisation,
-    }[part]
-
-
 @contextmanager
 def _judged(context: EvaluationContext, round_: int) -> Iterator[RoundParts]:
     with open_frozen_verifier(context, round_) as frozen:
         yield RoundParts(context, frozen)
-
-
-async def _baseline(context: EvaluationContext) -> CorrectnessBaseline:
-    return await baseline_of(context, base_set(context), lambda: base_samples(context))
 
 
 # --- the report --------------------------------------------------------------------------------------------------
@@ -259,7 +572,7 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
     diverged = False
     try:
         try:
-            baseline = await _baseline(context)
+            baseline = await baseline_of(context, base_set(context))
         except MissingResult:
             baseline = None
         except TrainingDivergedError as error:
@@ -318,7 +631,7 @@ async def _assemble_round(
                         raise MissingResult(part, stale=context.units.exists(f"{part}-{parts.source}"))
                     found["tax"] = await parts.tax(baseline)
                 else:
-                    found[part.replace("-", "_")] = await _work(parts, part)()
+                    found[part.replace("-", "_")] = await parts.named(part)()
             except MissingResult as missing:
                 if missing.stale:
                     stale.append(f"{part} of round {round_}")

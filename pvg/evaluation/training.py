@@ -6,31 +6,55 @@ continues from its last commit, and ends with the same bits as an uninterrupted 
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pvg.config.experiment import Experiment
-from pvg.evaluation.opened_run import EvaluationContext, OpenedRun, first_version, remove_folder
+from pvg.config.game import PlainReward
+from pvg.errors import TrainingDivergedError
+from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
+from pvg.evaluation.opened_run import (
+    BASELINE_RANGE,
+    EvaluationContext,
+    OpenedRun,
+    SampleSet,
+    digest,
+    digest_of,
+    first_version,
+    open_frozen_verifier,
+    remove_folder,
+    sampled,
+)
+from pvg.evaluation.report import policy_experiment
 from pvg.game.ledger import Ledger
-from pvg.game.prover_phase import ProverPhase, TrainingStop, read_policy, save_policy
+from pvg.game.parts import TrainingStop
+from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
 from pvg.game.session import Session, finite
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.starts import open_learner
+from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
+from pvg.training.batch import PolicyBatch
+from pvg.training.forward import ForwardSettings, recompute_logprobs
 from pvg.verifier.backend import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.models.low_rank import LowRankAdapter
+
 
 DIGEST_FILE = "digest"
 
@@ -133,7 +157,7 @@ async def _train_to(
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                phase = ProverPhase(session, info, verifier, threshold, learner, rule)
+                phase = open_prover_phase(session, info, verifier, FixedVerifier(threshold), learner, rule)
             await phase.play()
         phase.tell_unfinished()
         meta = {
@@ -190,3 +214,227 @@ def probe_steps(total: int, probes: int, minibatches: int) -> tuple[int, ...]:
     steps: Sequence[int] = [round(total * (number + 1) / probes) for number in range(probes)]
     whole = {step // minibatches * minibatches for step in steps[:-1]}
     return tuple(sorted({step for step in whole if step > 0} | {total}))
+
+
+# The legibility tax: accuracy that the game's prover loses against a prover rewarded only for correctness.
+
+
+async def policy_totals(
+    context: EvaluationContext,
+    name: str,
+    of: str,
+    helpful: Sequence[Rollout],
+    read: Callable[[], Mapping[str, Tensor]] | None,
+    *,
+    shown: bool = False,
+) -> PolicyTotals:
+    """The accuracy of a policy and its KL to the base prover, from its `helpful` samples, whose digest is `of`.
+    Computed once and stored. `read` returns the policy's weights; None is the base prover itself, with KL 0. `shown`:
+    as a phase of its own, because two forward passes of a larger model take minutes."""
+    for_ = digest("reach", of)
+    found = context.units.read(f"reach-{name}", for_)
+    if found is None:
+        context.begin(f"reach-{name}")
+        info = PhaseInfo(0, context.experiment.game.rounds, "kl", "solutions", len(helpful))
+        if shown:
+            context.observer.phase_started(info)
+        kl_N = (
+            np.zeros(len(helpful))
+            if read is None
+            else await context.players.compute(lambda: _kl(context, helpful, read()))
+        )
+        if shown:
+            context.observer.phase_finished(info, {})
+        found = _by_problem(helpful, kl_N, context.test_problems())
+        context.units.write(f"reach-{name}", for_, found)
+    return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
+
+
+def _kl(context: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mapping[str, Tensor]) -> Any:
+    """float64 [N]: sum over a solution's tokens of log pi - log start, in nats. Runs in the compute thread.
+
+    In a dialogue only the tokens of the solution count. This is the KL between the distributions of solutions: it does
+    not depend on the questions, and a change of the answers adds nothing. Correctness refers to the solution too.
+    """
+    experiment, base = context.experiment, context.players.base
+    settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
+    settings = replace(settings, precision="float32", router_replay=False)
+    batch = _batch(rollouts)
+    with base.copy() as policy:
+        policy.load_weights(tensors)
+        own = recompute_logprobs(policy.module, batch, settings)
+    start = recompute_logprobs(base.module, batch, settings)
+    return np.array([float(np.sum(p.astype(np.float64) - b)) for p, b in zip(own, start, strict=True)])
+
+
+def _batch(rollouts: Sequence[Rollout]) -> PolicyBatch:
+    """Rollouts as a batch for computing log-probs only."""
+    rows = len(rollouts)
+    return PolicyBatch(
+        sequences=[np.concatenate([r.prompt_ids, r.completion_ids[: r.solution_tokens]]) for r in rollouts],
+        prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
+        sampled_logprobs=[r.logprobs[: r.solution_tokens] for r in rollouts],
+        reference_logprobs=None,
+        advantages_N=np.zeros(rows, dtype=np.float32),
+        role_ids_N=np.array([r.role.number for r in rollouts], dtype=np.int8),
+        group_ids_N=np.array([r.group for r in rollouts], dtype=np.int32),
+        versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
+    )
+
+
+def _by_problem(rollouts: Sequence[Rollout], kl_N: Any, pool: Sequence[Problem]) -> dict[str, list[float]]:
+    places = {problem.id: place for place, problem in enumerate(pool)}
+    problems_N = np.array([places[r.problem_id] for r in rollouts])
+    columns = {
+        "kl": kl_N,
+        "correct": np.array([float(r.grade.correct) for r in rollouts]),
+        "tokens": np.array([float(r.solution_tokens) for r in rollouts]),
+        "solutions": np.ones(len(rollouts)),
+    }
+    return {
+        key: [float(v) for v in np.bincount(problems_N, weights=values, minlength=len(pool))]
+        for key, values in columns.items()
+    }
+
+
+# --- the tax ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTotals:
+    """A policy's results in the helpful role, summed by test problem [P]: KL in nats, correct solutions, tokens and
+    solutions. All policies of one comparison have the same problems in the same order."""
+
+    kl_P: Float64
+    correct_P: Float64
+    tokens_P: Float64
+    solutions_P: Float64
+
+    def kl(self, weights_P: Float64) -> float:
+        return float(weights_P @ self.kl_P / (weights_P @ self.solutions_P))
+
+    def accuracy(self, weights_P: Float64) -> float:
+        return float(weights_P @ self.correct_P / (weights_P @ self.solutions_P))
+
+
+def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
+    """The accuracy at `kl`, interpolated between K points sorted by KL (points with equal KL are averaged). Above their
+    range it is that of the largest KL, and below it NaN: there is no extrapolation."""
+    levels, place_K = np.unique(kls_K, return_inverse=True)
+    means = np.bincount(place_K, weights=accuracies_K) / np.bincount(place_K)
+    if kl < levels[0]:
+        return math.nan
+    return float(np.interp(kl, levels, means))
+
+
+def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64, confidence: float) -> Estimate:
+    """The baseline's accuracy at the policy's KL (`accuracy_at`) minus the policy's. Positive: the game costs accuracy.
+
+    The bootstrap resamples problems for all policies together, because they solved the same ones. A resample in which
+    the policy's KL is below the baseline's range has no value; with many of those there is no interval."""
+    problems = len(policy.kl_P)
+
+    def once(weights_P: Float64) -> float:
+        kls_K = np.array([probe.kl(weights_P) for probe in baseline])
+        accuracies_K = np.array([probe.accuracy(weights_P) for probe in baseline])
+        return accuracy_at(policy.kl(weights_P), kls_K, accuracies_K) - policy.accuracy(weights_P)
+
+    replicates_B = np.array([once(weights_P) for weights_P in weights_BP])
+    return percentile(once(np.ones(problems)), replicates_B, confidence, int(policy.solutions_P.sum()), problems)
+
+
+# --- the baseline -----------------------------------------------------------------------------------------------------
+
+UNIT = "baseline"
+DIVERGED = "diverged"  # in the stored result of a training: why it diverged
+
+
+@dataclass(frozen=True)
+class CorrectnessBaseline:
+    """The baseline's probes by name (the start first), and a digest of all of it."""
+
+    points: list[tuple[str, PolicyTotals]]
+    digest: str
+
+
+def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: float) -> dict[str, Any]:
+    """A policy's KL and accuracy with their intervals (pvg.evaluation.report.PolicyDistance)."""
+    n, tokens = int(found.solutions_P.sum()), int(found.tokens_P.sum())
+    return {
+        "name": name,
+        "kl": ratio(found.kl_P, found.solutions_P, weights_BP, confidence, n).plain(),
+        "kl_per_token": ratio(found.kl_P, found.tokens_P, weights_BP, confidence, tokens).plain(),
+        "accuracy": ratio(found.correct_P, found.solutions_P, weights_BP, confidence, n).plain(),
+    }
+
+
+async def baseline_of(context: EvaluationContext, start: SampleSet) -> CorrectnessBaseline:
+    """The baseline's probes. Trains, samples and measures what is missing. `start`: the base prover's samples.
+
+    Raises TrainingDivergedError if the training of the baseline diverges, or has diverged in an earlier call."""
+    marks = [digest_of(context, start)]
+    helpful = [r for r in await sampled(context, start) if r.role is Role.HELPFUL]
+    points = [(BASE_SOURCE, await policy_totals(context, BASE_SOURCE, marks[0], helpful, None))]
+    training = _baseline_training(context)
+    await _trained(context, training)
+    size, pool = context.experiment.evaluate.samples, context.test_problems()
+    for place, steps in enumerate(training.saved_steps):
+        load = partial(training.publish, context, steps, first_version(BASELINE_RANGE + 1 + place))
+        policy = digest(training.digest, steps)
+        wanted = SampleSet(f"{UNIT}-{steps:06d}", 0, pool, (Role.HELPFUL,), size, policy, load)
+        rollouts = await sampled(context, wanted)
+        marks.append(digest_of(context, wanted))
+        read = partial(training.tensors, context, steps)
+        totals = await policy_totals(context, wanted.name, marks[-1], rollouts, read, shown=True)
+        points.append((f"step {steps}", totals))
+    return CorrectnessBaseline(points, digest("baseline", marks))
+
+
+def _steps(experiment: Experiment) -> int:
+    """As many as the prover of the last round has learned for."""
+    rounds = experiment.game.rounds if experiment.game.start == "previous" else 1
+    return max(1, rounds * experiment.training.steps)
+
+
+def baseline_experiment(experiment: Experiment) -> Experiment:
+    """The settings of a baseline trained here. Raises ConfigurationError."""
+    return policy_experiment(
+        experiment, "helpful", PlainReward(kind="correctness"), {"steps": _steps(experiment)}, UNIT
+    )
+
+
+def _baseline_training(context: EvaluationContext) -> PolicyTraining:
+    section, steps = context.experiment.evaluate, _steps(context.experiment)
+    saved_steps = probe_steps(steps, section.baseline_probes, context.experiment.training.minibatches)
+    return PolicyTraining(
+        place=UNIT,
+        digest=digest(UNIT, context.config, steps, saved_steps, context.ledger.players_of(0)),
+        experiment=baseline_experiment(context.experiment),
+        round=0,
+        phase=UNIT,
+        unit="steps",
+        versions=BASELINE_RANGE,
+        saved_steps=saved_steps,
+    )
+
+
+async def _trained(context: EvaluationContext, training: PolicyTraining) -> None:
+    stored: Any = context.units.read(UNIT, training.digest)
+    if stored is None:
+        context.begin(UNIT)
+        stored = await _train_baseline(context, training)
+        context.units.write(UNIT, training.digest, stored)
+    if DIVERGED in stored:
+        raise TrainingDivergedError(stored[DIVERGED])
+
+
+async def _train_baseline(context: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:
+    """The result to store: the steps of the saved policies, or why the training diverged."""
+    with open_frozen_verifier(context, 0) as frozen:  # scores are stored, but the reward ignores them
+        verifier = await frozen.verifier()
+        with training_session(context, training) as session:
+            try:
+                await train(session, training, verifier, (await frozen.facts())["threshold"])
+            except TrainingDivergedError as error:
+                return {DIVERGED: str(error)}
+    return list(training.saved_steps)

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from pvg.game.session import Session
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Rollout
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch
+from pvg.training.batch import PolicyBatch, batch_of
 from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
+    from pvg.game.players import Players
     from pvg.workers.training import ModelInWorkers
 
 Compute = Callable[[Sequence[Rollout]], Awaitable[list[Float32]]]
@@ -105,68 +105,92 @@ class EarlyReference:
             self._known |= {r.id: (r.version, logprobs) for r, logprobs in zip(rollouts, found, strict=True)}
 
 
-class LogprobSource(Protocol):
-    """The parts of a source of batches that computing log-probs needs. `learner`: the policy in training. `workers`:
-    compute in its place; None without workers."""
+class LateReference:
+    """In place of an `EarlyReference` where the trainer's threads sample: nothing is computed early."""
 
-    session: Session
-    objective: PolicyObjective
-    learner: LanguageModel
-    workers: ModelInWorkers[PolicyBatch] | None
-    early: EarlyReference | None
+    def start(self) -> None: ...
 
+    async def close(self) -> None: ...
 
-async def with_logprobs(source: LogprobSource, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
-    """Add the log-probs that the loss needs. `batch` consists of these `rollouts`.
+    def arrived(self, rollouts: Sequence[Rollout]) -> None: ...
 
-    - The reference's, if the loss has a KL term.
-    - The current policy's, if the loss clips around them and the batch has several steps.
-    - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
-    """
-    players, objective, experiment = source.session.players, source.objective, source.session.experiment
-    if objective.needs_reference:
-        batch = replace(batch, reference_logprobs=await reference_logprobs(source, batch, rollouts))
-    if experiment.rollout.logprobs == "recomputed":
-        batch = replace(batch, sampled_logprobs=await compute_logprobs(source, "recompute", batch))
-    if objective.needs_start:
-        return replace(batch, proximal_logprobs=await compute_logprobs(source, "recompute", batch))
-    stale_N = batch.versions_N < players.engine.version
-    if objective.decoupled and stale_N.any():
-        if objective.one_step:
-            return replace(batch, stale_N=stale_N)
-        stale_M = np.flatnonzero(stale_N)
-        recomputed = await compute_logprobs(source, "recompute", batch.select(stale_M))
-        proximal = list(batch.sampled_logprobs)  # fresh rows: the sampler is the policy at the start of the batch
-        for row, logprobs in zip(stale_M, recomputed, strict=True):
-            proximal[row] = logprobs
-        batch = replace(batch, proximal_logprobs=proximal)
-    return batch
+    @asynccontextmanager
+    async def compute_passes(self) -> AsyncIterator[None]:
+        yield
+
+    def take(self, rollouts: Sequence[Rollout], oldest: int) -> dict[str, Float32]:
+        return {}
 
 
-async def reference_logprobs(source: LogprobSource, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
-    """The reference's log-probs: those computed early, and the rest computed now."""
-    oldest = source.session.players.engine.version - source.session.experiment.rollout.prefetch.staleness_budget
-    known = {} if source.early is None else source.early.take(rollouts, oldest)
-    missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
-    if len(missing_M):
-        rest = batch if len(missing_M) == len(batch) else batch.select(missing_M)
-        for row, logprobs in zip(missing_M.tolist(), await compute_logprobs(source, "reference", rest), strict=True):
-            known[rollouts[row].id] = logprobs
-    return [known[rollout.id] for rollout in rollouts]
+class BatchLogprobs:
+    """Adds to a batch the log-probs that its loss needs. `learner`: the policy in training. `workers`: compute in its
+    place, if given. `recomputed`: instead of the sampler's (`rollout.logprobs`). `staleness_budget`: the most versions
+    that a rollout may be behind."""
 
+    def __init__(
+        self,
+        players: Players,
+        objective: PolicyObjective,
+        learner: LanguageModel,
+        *,
+        workers: ModelInWorkers[PolicyBatch] | None = None,
+        recomputed: bool = False,
+        staleness_budget: int = 0,
+    ) -> None:
+        self._players, self._objective, self._learner, self._workers = players, objective, learner, workers
+        self._recomputed, self._budget = recomputed, staleness_budget
+        early = objective.needs_reference and players.samples_elsewhere
+        self.early = EarlyReference(self._reference_of) if early else LateReference()
 
-async def compute_logprobs(
-    source: LogprobSource, part: Literal["reference", "recompute"], batch: PolicyBatch
-) -> list[Float32]:
-    """The log-probs under the base prover ("reference") or the policy in training ("recompute")."""
-    if source.workers is not None:
-        with span(part):
-            return await source.workers.logprobs("base" if part == "reference" else "learner", batch)
-    model = source.session.players.base if part == "reference" else source.learner
+    async def add(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> PolicyBatch:
+        """`batch`, which consists of these `rollouts`, with log-probs:
 
-    def recompute() -> list[Float32]:
-        # The span starts here, so the wait for the thread does not count as training.
-        with span(part, device=True):
-            return source.objective.recompute(model.module, batch)
+        - The reference's, if the loss has a KL term.
+        - The current policy's, if the loss clips around them and the batch has several steps.
+        - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
+        """
+        objective = self._objective
+        if objective.needs_reference:
+            batch = replace(batch, reference_logprobs=await self.reference(batch, rollouts))
+        if self._recomputed:
+            batch = replace(batch, sampled_logprobs=await self._compute("recompute", batch))
+        if objective.needs_start:
+            return replace(batch, proximal_logprobs=await self._compute("recompute", batch))
+        stale_N = batch.versions_N < self._players.engine.version
+        if objective.decoupled and stale_N.any():
+            if objective.one_step:
+                return replace(batch, stale_N=stale_N)
+            stale_M = np.flatnonzero(stale_N)
+            recomputed = await self._compute("recompute", batch.select(stale_M))
+            proximal = list(batch.sampled_logprobs)  # fresh rows: the sampler is the policy at the start of the batch
+            for row, logprobs in zip(stale_M, recomputed, strict=True):
+                proximal[row] = logprobs
+            batch = replace(batch, proximal_logprobs=proximal)
+        return batch
 
-    return await source.session.players.compute(recompute)
+    async def reference(self, batch: PolicyBatch, rollouts: Sequence[Rollout]) -> list[Float32]:
+        """The reference's log-probs: those computed early, and the rest computed now."""
+        known = self.early.take(rollouts, self._players.engine.version - self._budget)
+        missing_M = np.flatnonzero([rollout.id not in known for rollout in rollouts])
+        if len(missing_M):
+            rest = batch if len(missing_M) == len(batch) else batch.select(missing_M)
+            for row, logprobs in zip(missing_M.tolist(), await self._compute("reference", rest), strict=True):
+                known[rollouts[row].id] = logprobs
+        return [known[rollout.id] for rollout in rollouts]
+
+    async def _reference_of(self, rollouts: Sequence[Rollout]) -> list[Float32]:
+        return await self._compute("reference", batch_of(rollouts, np.zeros(len(rollouts), dtype=np.float32)))
+
+    async def _compute(self, part: Literal["reference", "recompute"], batch: PolicyBatch) -> list[Float32]:
+        """The log-probs under the base prover ("reference") or the policy in training ("recompute")."""
+        if self._workers is not None:
+            with span(part):
+                return await self._workers.logprobs("base" if part == "reference" else "learner", batch)
+        model = self._players.base if part == "reference" else self._learner
+
+        def recompute() -> list[Float32]:
+            # The span starts here, so the wait for the thread does not count as training.
+            with span(part, device=True):
+                return self._objective.recompute(model.module, batch)
+
+        return await self._players.compute(recompute)

@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.training import BucketCurriculum, PrioritisedCurriculum
 from pvg.game.roles import assign_roles
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
-from pvg.rollout.gathering import training_deadline
+from pvg.rollout.gathering import Deadline, training_deadline
 from pvg.seeds import draw_weighted, generator_for, seed_for
 from pvg.training.credit import ValueTracker
-
-if TYPE_CHECKING:
-    from pvg.config.experiment import Experiment
-
 
 # The curriculum: it chooses problems by how often the prover has succeeded at them (`training.curriculum`).
 
@@ -124,22 +119,69 @@ def draw_from_buckets(
     return chosen + shuffled
 
 
-def curriculum_of(experiment: Experiment) -> Curriculum | None:
-    settings = experiment.training.curriculum
-    return None if settings.kind == "none" else Curriculum(settings)
+class Problems(Protocol):
+    """Chooses the problems of prover training."""
+
+    def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
+        """The problems of `groups` of batch `number`, whose groups have `roles`."""
+        ...
+
+    def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
+        """`count` positions in `problems` for `role`; none repeats before all were drawn once."""
+        ...
+
+    def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
+        """Learn which rollouts of a batch were role-aligned. Returns metrics."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ShuffledProblems:
+    """One endless shuffle of all problems for both roles."""
+
+    def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
+        # Both roles share one shuffle, so a group's problem depends on its position among all groups.
+        problems = session.draw("prover", number * len(roles), len(roles), f"prover-{session.state.round}")
+        return [problems[group] for group in groups]
+
+    def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
+        return [int(position) for position in generator.permutation(len(problems))[:count]]
+
+    def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+EDGES = (0.2, 0.8)  # success rates between hard, middle and easy problems
+SHARES = (0.25, 0.5, 0.25)  # of each role's groups in a batch, from hard to easy
 
 
 class Curriculum:
-    def __init__(self, settings: BucketCurriculum | PrioritisedCurriculum) -> None:
-        self._settings = settings
+    """Problems by how often each role has succeeded at them. `rates`: success of each problem and role."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
         self._rates = ValueTracker()
 
-    def draw(self, problems: Sequence[str], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        """`count` positions in `problems` (ids) for `role`; none repeats before all were drawn once."""
-        rates_P = self._of([(problem, role) for problem in problems])
-        if self._settings.kind == "buckets":
-            buckets_P = buckets_of(rates_P, self._settings.edges)
-            return draw_from_buckets(buckets_P, self._settings.shares, count, generator)
+    def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
+        pool = session.problems("prover")
+        drawn: dict[Role, list[int]] = {}
+        for role in dict.fromkeys(roles[group] for group in groups):
+            generator = generator_for(session.seed, session.state.round, "prover-problems", role.value, number)
+            drawn[role] = self.draw(pool, role, roles.count(role), generator)
+        return [pool[drawn[roles[group]].pop()] for group in groups]
+
+    def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
+        rates_P = self._of([(problem.id, role) for problem in problems])
+        if self._kind == "buckets":
+            return draw_from_buckets(buckets_of(rates_P, EDGES), SHARES, count, generator)
         return draw_weighted(uncertainty_weights(rates_P), count, generator)
 
     def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
@@ -149,13 +191,12 @@ class Curriculum:
         rates_N = known_rates(self._of(keys))
         unseen_N = np.array([not self._rates.has_seen(key) for key in keys])
         self._rates.observe(keys, aligned_N.astype(np.float64), versions_N)
-        edges = self._settings.edges
         return {
             "success_tracked": float(rates_N.mean()),
             "success_error": float(np.abs(rates_N - aligned_N).mean()),
             "success_unseen": float(unseen_N.mean()),
-            "success_hard": float((rates_N < edges[0]).mean()),
-            "success_easy": float((rates_N >= edges[-1]).mean()),
+            "success_hard": float((rates_N < EDGES[0]).mean()),
+            "success_easy": float((rates_N >= EDGES[-1]).mean()),
         }
 
     def _of(self, keys: Sequence[tuple[str, Role]]) -> NDArray[np.float64]:
@@ -173,24 +214,30 @@ class Curriculum:
 
 @dataclass
 class ProverOrders:
+    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `environment`, `on_group`:
+    see `Dispatcher.sample`."""
+
     session: Session
-    curriculum: Curriculum | None
+    groups: int
+    size: int
+    sneaky_share: float
+    problems: Problems = field(default_factory=ShuffledProblems)
+    deadline: Deadline | None = None
     environment: Environment | None = None
-    on_group: Callable[[Sequence[Rollout]], None] | None = None  # see `Dispatcher.sample`
+    on_group: Callable[[Sequence[Rollout]], None] | None = None
 
     def roles(self, number: int) -> list[Role]:
         """The role of each group of batch `number`: the configured shares in random order."""
-        session, round_ = self.session, self.session.state.round
-        generator = generator_for(session.seed, round_, "prover-roles", number)
-        return assign_roles(session.experiment.training.groups, session.experiment.game.sneaky_share, generator)
+        generator = generator_for(self.session.seed, self.session.state.round, "prover-roles", number)
+        return assign_roles(self.groups, self.sneaky_share, generator)
 
     def batch(self, number: int, of: Role | None = None) -> list[GroupOrder]:
         """The groups of batch `number`, with roles and problems. `of`: only groups of this role."""
-        roles, size = self.roles(number), self.session.experiment.rollout.group_size
+        roles = self.roles(number)
         groups = [group for group, role in enumerate(roles) if of is None or role is of]
-        problems = self._problems(number, roles, groups)
+        problems = self.problems.of_groups(self.session, number, roles, groups)
         return [
-            self.session.order(problem, roles[group], group, size)
+            self.session.order(problem, roles[group], group, self.size)
             for group, problem in zip(groups, problems, strict=True)
         ]
 
@@ -199,15 +246,14 @@ class ProverOrders:
     ) -> list[GroupOrder]:
         """Further groups for batch `number`: `counts` of each role, numbered after the groups `before`. No role gets a
         problem that it already has in `before`; if too few problems remain, there are fewer groups."""
-        session, round_ = self.session, self.session.state.round
-        pool, size = session.problems("prover"), session.experiment.rollout.group_size
-        orders: list[GroupOrder] = []
+        session, orders = self.session, list[GroupOrder]()
         for role, count in counts.items():
             asked = {order.problem.id for order in before if order.role is role}
-            left = [problem for problem in pool if problem.id not in asked]
-            generator = generator_for(session.seed, round_, "prover-refill", role.value, number, attempt)
-            for position in self._drawn(left, role, min(count, len(left)), generator):
-                orders.append(session.order(left[position], role, len(before) + len(orders), size))
+            left = [problem for problem in session.problems("prover") if problem.id not in asked]
+            place = ("prover-refill", role.value, number, attempt)
+            generator = generator_for(session.seed, session.state.round, *place)
+            for position in self.problems.draw(left, role, min(count, len(left)), generator):
+                orders.append(session.order(left[position], role, len(before) + len(orders), self.size))
         return orders
 
     def call(self, number: int) -> SampleCall:
@@ -236,30 +282,26 @@ class ProverOrders:
             step=call.step,
             seed=call.seed,
             prefix=call.prefix,
-            deadline=training_deadline(self.session.experiment),
+            deadline=self.deadline,
             gate=gate,
             environment=self.environment,
             on_group=self.on_group,
         )
 
-    def _problems(self, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
-        """The problems of `groups`, from the endless shuffle or the curriculum. `roles`: of all groups of the batch."""
-        session, round_ = self.session, self.session.state.round
-        if self.curriculum is None:
-            # Both roles share one shuffle, so a group's problem depends on its position among all groups.
-            problems = session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
-            return [problems[group] for group in groups]
-        pool = session.problems("prover")
-        drawn: dict[Role, list[int]] = {}
-        for role in dict.fromkeys(roles[group] for group in groups):
-            generator = generator_for(session.seed, round_, "prover-problems", role.value, number)
-            drawn[role] = self._drawn(pool, role, roles.count(role), generator)
-        return [pool[drawn[roles[group]].pop()] for group in groups]
 
-    def _drawn(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        if self.curriculum is None:
-            return [int(position) for position in generator.permutation(len(problems))[:count]]
-        return self.curriculum.draw([problem.id for problem in problems], role, count, generator)
+def prover_orders(session: Session, environment: Environment | None = None) -> ProverOrders:
+    """The orders of prover training in the session's game."""
+    experiment = session.experiment
+    training, curriculum = experiment.training, experiment.training.curriculum
+    return ProverOrders(
+        session,
+        training.groups,
+        experiment.rollout.group_size,
+        experiment.game.sneaky_share,
+        ShuffledProblems() if curriculum == "none" else Curriculum(curriculum),
+        training_deadline(experiment),
+        environment,
+    )
 
 
 def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Generator) -> list[GroupOrder]:

@@ -13,15 +13,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from pvg.errors import ConfigurationError
-from pvg.game.batch_logprobs import EarlyReference, with_logprobs
+from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.players import Players
-from pvg.game.prefetch import Prefetcher
-from pvg.game.prover_phase import PhaseSource, ProverPhase, open_round_learner, save_prover
+from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
@@ -32,7 +32,6 @@ from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
 from pvg.rollout.gathering import SampleCall
-from pvg.rollout.partial import PartialSampling
 from pvg.seeds import generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.events import SilentEvents
@@ -42,6 +41,8 @@ from pvg.training.credit import advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pvg.workers.training import ModelInWorkers
 
 
@@ -68,10 +69,9 @@ def rewarded_decisions(
     *,
     reward: RewardKind,
     groups: Grouping,
-    illegal: float = 0.0,
 ) -> list[RewardedDecision]:
     """The decisions of the policy after each fork, with rewards and groups. `played[n]`: the continuations of start n.
-    `seats[n]`: the seat whose decisions count there; None: all. `illegal` is subtracted for an illegal decision.
+    `seats[n]`: the seat whose decisions count there; None: all.
 
     Groups are numbered in the order of their first decisions. A group may have a single decision.
     """
@@ -84,7 +84,7 @@ def rewarded_decisions(
                 if decision.rollout is None or not counts or seats[start] not in (None, decision.seat):
                     continue
                 key = _group_of(game, start, decision, groups)
-                gain = change_in_value(game, one, decision, reward) - illegal * (not decision.action.legal)
+                gain = change_in_value(game, one, decision, reward)
                 found.append(RewardedDecision(decision.rollout, gain, numbers.setdefault(key, len(numbers))))
     return found
 
@@ -158,6 +158,10 @@ class CachedState:
         """The problem of a game from this state; its id names the state."""
         origin = self.problem.id.partition("@")[0]  # which may be a cached state itself
         return replace(self.problem, id=f"{origin}@{hashlib.sha256(self.dump).hexdigest()[:12]}")
+
+
+CACHED_STATES = 256
+CACHED_VERSIONS = 8  # of the policy, after which a state is dropped
 
 
 class StateCache:
@@ -270,7 +274,7 @@ async def train_player(session: Session) -> None:
                     opponent = await stack.enter_async_context(base_policy(session.players))
                 elif named != "self":
                     opponent = named
-            phase = PlayPhase(session, info, learner, opponent)
+            phase = open_phase(session, info, learner, partial(_open_batches, session, learner, opponent))
             await phase.play()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)
@@ -281,15 +285,16 @@ async def train_player(session: Session) -> None:
         learner.close()
 
 
-class PlayPhase(ProverPhase):
-    """A prover phase whose batches are games. `opponent`: who plays the other seats; None: the policy itself."""
-
-    def __init__(self, session: Session, info: Any, learner: LanguageModel, opponent: Opponent | None) -> None:
-        self._opponent = opponent
-        super().__init__(session, info, None, 0.0, learner)
-
-    def open_source(self, objective: PolicyObjective, threshold: float) -> PhaseSource:
-        return PlaySource(self.session, objective, self.learner, self._opponent)
+def _open_batches(
+    session: Session,
+    learner: LanguageModel,
+    opponent: Opponent | None,
+    objective: PolicyObjective,
+    workers: ModelInWorkers[PolicyBatch] | None,
+) -> PlayBatches:
+    recomputed = session.experiment.rollout.logprobs == "recomputed"
+    logprobs = BatchLogprobs(session.players, objective, learner, workers=workers, recomputed=recomputed)
+    return PlayBatches(session, objective, logprobs, opponent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,48 +308,46 @@ class _Starts:
 
 
 @dataclass
-class PlaySource:
+class PlayBatches:
     """Produces one batch of decisions per call, from games that the current policy plays. A batch depends only on the
-    weights, its number and the state cache (`task.in_step = false`: also on the order of arrivals).
+    weights, its number and the state cache (`task.in_step = false`: also on the order of arrivals). `opponent`: who
+    plays the other seats; None: the policy itself.
 
     `metrics`: those of the newest batch. It samples nothing ahead.
     """
 
     session: Session
     objective: PolicyObjective
-    learner: LanguageModel
+    logprobs: BatchLogprobs
     opponent: Opponent | None
-    batches_done: int = 0
+    done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    workers: ModelInWorkers[PolicyBatch] | None = None
-    early: EarlyReference | None = None
-    prefetcher: Prefetcher | None = None
-    partial: PartialSampling | None = None
+    carried = 0
 
     def __post_init__(self) -> None:
         task = play_task(self.session)
         self.game, self.section = task.game, task.section
-        self.cache = StateCache(self.section.cache_size, self.section.cache_age)
+        self.cache = StateCache(CACHED_STATES, CACHED_VERSIONS)
 
     def start(self, version: int) -> None: ...
 
-    def published(self, version: int) -> None: ...
+    async def published(self, version: int) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None: ...
 
-    def progress(self) -> dict[str, Any]:
-        cache = {} if not self.section.cache_share else {"states": self.cache.state()}
-        return {"batches": self.batches_done, **cache}
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {"done": self.done, "states": self.cache.state()}
 
-    def load_progress(self, progress: Mapping[str, Any]) -> int:
-        self.batches_done = progress["batches"]
-        self.cache.load_state(progress.get("states", ()))
-        return 0
+    def load_state(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+        self.done = progress["done"]
+        self.cache.load_state(progress["states"])
+        return dict(tensors), 0
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> PolicyBatch:
-        session, number = self.session, self.batches_done
+        session, number = self.session, self.done
         players = session.players
         began, before = time.perf_counter(), players.engine.stats
         chosen = self._starts(number)
@@ -362,10 +365,11 @@ class PlaySource:
             rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
             groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
             roles_N = np.array([rollout.role.number for rollout in trained], dtype=np.int8)
-            loss = session.experiment.training.loss.kind
+            loss = session.experiment.training.loss
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
-        batch = await with_logprobs(self, batch, trained)
+        session.tell_rollouts(trained, number)
+        batch = await self.logprobs.add(batch, trained)
         with span("record"):
             everything = _policy_rollouts(played, chosen.seats, trained)
             session.ledger.keep(everything)
@@ -373,7 +377,7 @@ class PlaySource:
                 "play_phases", round=session.state.round, step=number, phases=phase_statistics(played)
             )
             self._offer(played, number)
-            self.batches_done += 1
+            self.done += 1
             games = [one for continuations in played for one in continuations]
             self.metrics = {
                 "rollouts": float(len(everything)),
@@ -407,10 +411,7 @@ class PlaySource:
             every = [list(self.game.seats(start.state)) for start in starts[: len(cached)]]
             every += [list(self.game.values(start.state)) for start in starts[len(cached) :]]
             seats = [names[(number * len(starts) + n) % len(names)] for n, names in enumerate(every)]
-        forks = [
-            Fork(warmup, size, section.horizon, seat, section.quiet_rounds)
-            for warmup, seat in zip(warmups, seats, strict=True)
-        ]
+        forks = [Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)]
         return _Starts(starts, forks, seats, len(cached))
 
     async def _play(self, chosen: _Starts, number: int) -> list[list[PlayedGame[Any]]]:
@@ -439,9 +440,7 @@ class PlaySource:
 
     def _rewarded(self, chosen: _Starts, played: Sequence[Sequence[PlayedGame[Any]]]) -> list[RewardedDecision]:
         section = self.section
-        return rewarded_decisions(
-            self.game, played, chosen.seats, reward=section.reward, groups=section.groups, illegal=section.illegal
-        )
+        return rewarded_decisions(self.game, played, chosen.seats, reward=section.reward, groups=section.groups)
 
     def _offer(self, played: Sequence[Sequence[PlayedGame[Any]]], number: int) -> None:
         """Offer the undecided states after the forks to the cache."""

@@ -17,9 +17,9 @@ from torch import nn
 
 from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
-from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
+from pvg.game.statistics import sync_metrics
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import VerifierModel
@@ -32,7 +32,7 @@ from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
-from pvg.servers.publishing import Publisher, SyncTiming
+from pvg.servers.publishing import Publisher
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pvg.workers.rank_group import RankGroup
     from pvg.workers.ranks import Committed, ModelInRanks
     from pvg.workers.ray_servers import RayServers
+    from pvg.workers.scoring import ScoringCopies
     from pvg.workers.training import ModelInWorkers
 
 T = TypeVar("T")
@@ -117,8 +118,6 @@ class Players:
             self._end_supplies()
             raise
         self.publisher = Publisher([self.engine], events=events)
-        self.last_sync: SyncTiming | None = None  # of the latest update
-        self.load_at_sync = 0  # requests in flight when it was sent
         self._collector: CalmCollector | None = None
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
@@ -247,10 +246,13 @@ class Players:
         change at the same time. Its time counts for the caller's span."""
         return await run_in(self.batching, work)
 
-    async def publish(self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None) -> None:
-        """Send a policy to the engine: the whole model's tensors, and its adapter if it has one."""
-        self.load_at_sync = self.engine.requests_in_flight
-        (self.last_sync,) = await self.publisher.publish(tensors, version, adapter)
+    async def publish(
+        self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None
+    ) -> dict[str, float]:
+        """Send a policy to the engine: the whole model's tensors, and its adapter if it has one. Returns metrics."""
+        in_flight = self.engine.requests_in_flight
+        (timing,) = await self.publisher.publish(tensors, version, adapter)
+        return sync_metrics(timing, in_flight)
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
@@ -273,10 +275,13 @@ class Players:
         sampled ahead. Open the phase and its models inside."""
         return nullcontext() if self.workers is None else self.workers.divided()
 
-    async def prepare_scoring(self, verifier: ScoringModel) -> None:
-        """Open the workers' copies of a verifier before its first score. Does nothing without workers."""
-        if self.workers is not None:
-            await self._slots.prepare(verifier)
+    def scoring_copies(self, verifier: ScoringModel) -> list[ScoringCopies]:
+        """The workers' copies of a verifier, to prepare before its first score; none without workers."""
+        if self.workers is None:
+            return []
+        from pvg.workers.scoring import ScoringCopies
+
+        return [ScoringCopies(self._slots, verifier)]
 
     def prover_workers(self, experiment: Experiment, learner: nn.Module) -> ModelInWorkers[PolicyBatch] | None:
         """Computes the gradients of `learner` in the workers; None without workers, or if ranks train it. `experiment`:
@@ -384,6 +389,4 @@ def verifier_template(experiment: Experiment, task: Task, tokenizer: Tokenizer, 
     """What a verifier with this tokenizer reads of a solution of `task`. `reads`: the built-in head whose input it
     takes."""
     shown = task.shown if isinstance(task, ConcealsText) else None
-    prompts, head = experiment.prompts, experiment.verifier.head
-    asks = head.question if isinstance(head, AnswerHead) else YES_NO_QUESTION
-    return VerifierTemplate(tokenizer, prompts.kind, reads, shown, frame=prompts.frame, asks=asks)
+    return VerifierTemplate(tokenizer, experiment.prompts.kind, reads, shown)

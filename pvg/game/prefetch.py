@@ -25,7 +25,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from pvg.verifier.scorer import VerifierScorer
 # Rollouts per forward pass in the thread `Players.scoring`. A pass of a small model has a fixed cost of 20 to 30 of its
 # rows. Most of this cost holds Python's interpreter lock, which the trainer needs too.
 SCORED_TOGETHER = 64
+
+
+WhenScored = Literal["arrival", "background", "batch"]
 
 
 @dataclass
@@ -72,44 +75,51 @@ class RoleQueue:
 
 
 class Prefetcher:
-    def __init__(self, orders: ProverOrders, scorer: VerifierScorer) -> None:
-        self._orders = orders
-        self._scorer = scorer
-        self._experiment = orders.session.experiment
+    """A `GroupSource` of `orders`. `scored`: when a group is scored - as soon as it arrives, in the background with
+    others, or with its batch."""
+
+    ahead = True
+    carried = 0
+
+    def __init__(
+        self,
+        orders: ProverOrders,
+        scorer: VerifierScorer,
+        settings: SamplingAhead,
+        *,
+        concurrency: int,
+        scored: WhenScored,
+    ) -> None:
+        self._orders, self._scorer, self._settings = orders, scorer, settings
+        self._concurrency, self._scored = concurrency, scored
         self._pipeline: Pipeline | None = None
-        self._queues = {role: RoleQueue(orders, role, self._experiment.training.groups) for role in Role}
+        self._queues = {role: RoleQueue(orders, role, orders.groups) for role in Role}
         self._lost = LostRollouts()
-        self._unscored: list[Rollout] = []  # for the thread `Players.scoring`
+        self._unscored: list[Rollout] = []  # in the background
         self._scoring: set[asyncio.Task[Float32]] = set()
 
-    @property
-    def started(self) -> dict[str, int]:
+    def state(self) -> dict[str, int]:
         """For each role, the number up to which its groups have started."""
         return {role.value: queue.started for role, queue in self._queues.items()}
 
-    def resume(self, started: Mapping[str, int] | int) -> None:
-        """Continue after the groups that have `started`: by role, or one number for both roles (older commits)."""
-        groups = self._experiment.training.groups
-        if isinstance(started, int):
-            started = dict.fromkeys(Role, started)
-        self._queues = {role: RoleQueue(self._orders, role, groups, started[role.value]) for role in Role}
+    def load_state(self, state: Mapping[str, Any]) -> int:
+        """Continue after the groups that have started. Groups in progress were never recorded, so none is lost."""
+        self._queues = {role: RoleQueue(self._orders, role, self._orders.groups, state[role.value]) for role in Role}
+        return 0
 
     def start(self, version: int, batch: int, batches: int) -> None:
         """Begin to sample for batch number `batch`; trainer and engine have `version`. `batches`: batches that remain
         in the phase. After the last one is taken, no new group begins."""
-        rollout = self._experiment.rollout
-        ahead = rollout.prefetch
-        assert isinstance(ahead, SamplingAhead)
         self._pipeline = Pipeline(
             self._sample,
             lambda number: Counter(self._orders.roles(number)),
-            ahead=ahead.batches,
-            budget=ahead.staleness_budget,
-            concurrency=rollout.concurrency,
+            ahead=self._settings.batches,
+            budget=self._settings.staleness_budget,
+            concurrency=self._concurrency,
             version=version,
             batch=batch,
             batches=batches,
-            prefer=ahead.kind,
+            prefer=self._settings.kind,
         )
         self._pipeline.start()
 
@@ -131,13 +141,11 @@ class Prefetcher:
     async def _sampled(self, batch: int, order: GroupOrder, gate: AdmissionGate) -> Group:
         """Sample the ordered group, and score it unless that delays the trainer."""
         (group,) = await self._orders.sample([order], batch, gate)
-        if self._experiment.verifier.engine == "torch":
-            players = self._orders.session.players
-            if players.scoring is not None or players.workers is not None:
-                self._score_soon(group)
-                return group
-            if not self._open.starved:
-                return group
+        if self._scored == "background":
+            self._score_soon(group)
+            return group
+        if self._scored == "batch" and not self._open.starved:
+            return group
         with span("score"):
             scores_N = await self._scorer.score(group.rollouts)
         version = self._scorer.version
@@ -175,7 +183,7 @@ class Prefetcher:
         batch."""
         pipeline = self._open
         before, self._lost = self._lost, pipeline.lost
-        now, size = self._lost, self._experiment.rollout.group_size
+        now, size = self._lost, self._orders.size
         in_flight_N = [arrival.arrived - rollout.version for arrival in taken for rollout in arrival.group.rollouts]
         in_queue_N = [pipeline.version - arrival.arrived for arrival in taken for _ in arrival.group.rollouts]
         lost = {

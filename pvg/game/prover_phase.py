@@ -7,39 +7,47 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.config.game import StopAfterSteps, StopAtScoreParity
-from pvg.errors import StateError, counted
-from pvg.game.batch_logprobs import LogprobSource
-from pvg.game.on_policy import OnPolicySource
+from pvg.config.rollout import SamplingAhead
+from pvg.game.batch_logprobs import BatchLogprobs
+from pvg.game.groups import CarriedGroups, FreshGroups, Refill
+from pvg.game.orders import ProverOrders, prover_orders
+from pvg.game.parts import Batches, GroupSource, Helper, TrainingStop, VerifierInRound
 from pvg.game.players import Players
-from pvg.game.prefetch import Prefetcher
+from pvg.game.prefetch import Prefetcher, WhenScored
+from pvg.game.protocols import environment_of
+from pvg.game.rewards import credit_of, pay
+from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.round_verifier import read_verifier
-from pvg.game.session import Session, finite
-from pvg.game.simultaneous import VerifierUpdates, open_updates
+from pvg.game.session import Session
+from pvg.game.simultaneous import open_verifier_in_round
 from pvg.game.states import GameState, Phase
-from pvg.game.statistics import sync_metrics
+from pvg.game.statistics import BatchClock
 from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.low_rank import LowRankAdapter
 from pvg.models.starts import open_learner
-from pvg.rollout.partial import PartialSampling
+from pvg.rollout.dispatcher import partial_sampling
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
 from pvg.telemetry.alerts import Alerts
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
 from pvg.verifier.backend import ScoringModel
+from pvg.verifier.scorer import VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pvg.workers.training import ModelInWorkers
 
 
 # Batches before score_parity can end a phase: the averages need about as many (StopRule.decay).
@@ -53,7 +61,7 @@ class StopRule:
     A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
     """
 
-    stop: StopAfterSteps | StopAtScoreParity
+    stop: str  # `game.stop`
     sneaky: float | None = None
     helpful: float | None = None
     seen: int = 0
@@ -64,7 +72,7 @@ class StopRule:
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        if not isinstance(self.stop, StopAtScoreParity) or self.seen < MIN_STEPS:
+        if self.stop != "score_parity" or self.seen < MIN_STEPS:
             return False
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
@@ -99,36 +107,23 @@ class RunWithPlayers(Protocol):
     def ledger(self) -> WeightsReader: ...
 
 
-class TrainingStop(Protocol):
-    """Decides whether a prover's training ends early (`StopRule`, or an attack's goal). Commits store its state.
-    The phase calls `observe` once per batch, after the last optimizer step on it."""
-
-    def observe(self, metrics: Mapping[str, float]) -> bool: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
 async def train_prover(session: Session) -> None:
     """Run the phase from the last committed step on, then enter CHECKPOINT."""
     info = session.begin("steps", session.experiment.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = await open_round_verifier(session, session.state.round)
-        from_previous = session.experiment.game.start.kind == "previous"
+        from_previous = session.experiment.game.start == "previous"
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=from_previous))
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                updates = await open_updates(session, verifier, threshold)
-                phase = ProverPhase(session, info, verifier, threshold, learner, updates=updates)
+                current = await open_verifier_in_round(session, verifier, threshold)
+                phase = open_prover_phase(session, info, verifier, current, learner)
             await phase.play()
         phase.tell_unfinished()
         with span("checkpoint"):
-            names = await save_prover(session, learner, phase.done)
-            if updates is not None:
-                names.append(await updates.save())
+            names = [*await save_prover(session, learner, phase.done), *await current.save()]
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # Commits the version too: it may have changed since the phase's last commit.
@@ -136,6 +131,116 @@ async def train_prover(session: Session) -> None:
     finally:
         learner.close()
         verifier.close()
+
+
+def open_prover_phase(
+    session: Session,
+    info: PhaseInfo,
+    verifier: ScoringModel,
+    current: VerifierInRound,
+    learner: LanguageModel,
+    stop_rule: TrainingStop | None = None,
+) -> TrainingPhase:
+    """The training of `learner` against `verifier`, from the last commit on. `current`: what the verifier does
+    meanwhile. `stop_rule`: None takes the rule of the session's game. The caller owns both models."""
+    scorer = session.players.scorer(verifier, beside_trainer=True)
+
+    def batches(objective: PolicyObjective, workers: ModelInWorkers[PolicyBatch] | None) -> GameBatches:
+        return open_batches(session, scorer, current, objective, learner, workers)
+
+    return open_phase(session, info, learner, batches, stop_rule, session.players.scoring_copies(verifier))
+
+
+def open_phase(
+    session: Session,
+    info: PhaseInfo,
+    learner: LanguageModel,
+    open_batches: Callable[[PolicyObjective, ModelInWorkers[PolicyBatch] | None], Batches],
+    stop_rule: TrainingStop | None = None,
+    helpers: Sequence[Helper] = (),
+) -> TrainingPhase:
+    """The training of `learner` on batches for its objective, from the last commit on. `helpers`: processes to prepare
+    besides those that train."""
+    experiment, players = session.experiment, session.players
+    training = experiment.training
+    objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
+    learner.require_gradients()
+    optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
+    workers = players.prover_workers(experiment, learner.module)
+    ranks = players.prover_ranks(experiment, learner.module, optimizer, session.ledger.read_checkpoint)
+    batches = open_batches(objective, workers)
+    minibatches = MinibatchSource(batches, training.minibatches)
+    trainer: Trainer[PolicyBatch] = Trainer(
+        learner.module,
+        objective,
+        optimizer,
+        minibatches,
+        executor=players.executor,
+        precision=training.precision,
+        gradient_checkpointing=training.gradient_checkpointing,
+        workers=workers,
+        ranks=ranks,
+    )
+    return TrainingPhase(
+        session,
+        info,
+        learner,
+        batches,
+        minibatches,
+        trainer,
+        StopRule(experiment.game.stop) if stop_rule is None else stop_rule,
+        Alerts(two_roles=0 < experiment.game.sneaky_share < 1),
+        [*helpers, *(helper for helper in (workers, ranks) if helper is not None)],
+    )
+
+
+def open_batches(
+    session: Session,
+    scorer: VerifierScorer,
+    verifier: VerifierInRound,
+    objective: PolicyObjective,
+    learner: LanguageModel,
+    workers: ModelInWorkers[PolicyBatch] | None = None,
+) -> GameBatches:
+    """The batches of the session's game for `learner`. `workers`: compute its log-probs, if given."""
+    experiment, players = session.experiment, session.players
+    rollout, training, game = experiment.rollout, experiment.training, experiment.game
+    orders = prover_orders(session, environment_of(session, scorer))
+    logprobs = BatchLogprobs(
+        players,
+        objective,
+        learner,
+        workers=workers,
+        recomputed=rollout.logprobs == "recomputed",
+        staleness_budget=rollout.prefetch.staleness_budget,
+    )
+    orders.on_group = logprobs.early.arrived
+    return GameBatches(
+        session,
+        -(-training.steps // training.minibatches),
+        orders,
+        _groups_of(session, orders, scorer),
+        Refill(orders, training.dynamic_sampling),
+        scorer,
+        verifier,
+        partial(pay, game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer),
+        credit_of(training.loss, objective.credit),
+        logprobs,
+        BatchClock(players.engine, scorer),
+    )
+
+
+def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -> GroupSource:
+    experiment, players = session.experiment, session.players
+    ahead = experiment.rollout.prefetch
+    if isinstance(ahead, SamplingAhead):
+        beside = players.scoring is not None or players.workers is not None
+        scored: WhenScored = "background" if beside else "batch"
+        if experiment.verifier.engine != "torch":
+            scored = "arrival"
+        return Prefetcher(orders, scorer, ahead, concurrency=experiment.rollout.concurrency, scored=scored)
+    carried = partial_sampling(experiment, players.dispatcher)
+    return FreshGroups(orders) if carried is None else CarriedGroups(orders, carried)
 
 
 def open_round_learner(session: Session, *, from_previous: bool) -> LanguageModel:
@@ -157,13 +262,6 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
     return learner
 
 
-async def policy_of(session: Session, learner: LanguageModel) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
-    """A learner's tensors of the whole model, and its adapter if it has one, to publish or save."""
-    return await session.players.compute(
-        lambda: (learner.weights(), learner.adapter() if isinstance(learner, AdaptedModel) else None)
-    )
-
-
 async def save_prover(session: Session, learner: LanguageModel, steps: int) -> list[str]:
     """Write the round's prover; returns the names to commit."""
     meta = {"round": session.state.round, "steps": steps}
@@ -172,7 +270,7 @@ async def save_prover(session: Session, learner: LanguageModel, steps: int) -> l
 
 async def save_policy(session: Session, learner: LanguageModel, name: str, meta: Mapping[str, Any]) -> list[str]:
     """Write a policy as `name`, with its adapter next to it if it has one; returns the names to commit."""
-    tensors, adapter = await policy_of(session, learner)
+    tensors, adapter = await session.players.compute(learner.policy)
     files = await session.players.compute(lambda: learner.description(TENSORS_FILE))
     await session.ledger.save_weights(name, tensors, meta, files)
     if adapter is None:
@@ -201,201 +299,3 @@ async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[Sco
     final = final_verifier_name(round_)  # exists if the verifier trained during the prover phase, and that has ended
     name = final if final in session.ledger.state.weights else verifier_weights_name(round_)
     return await players.compute(lambda: read_verifier(players, read, name))
-
-
-class PhaseSource(LogprobSource, Protocol):
-    """A phase's source of batches: `OnPolicySource`, or games (pvg.game.play_phase.PlaySource)."""
-
-    batches_done: int
-    metrics: dict[str, float]
-    prefetcher: Prefetcher | None
-    partial: PartialSampling | None
-
-    async def next_batch(self) -> PolicyBatch: ...
-
-    def start(self, version: int) -> None: ...
-
-    def published(self, version: int) -> None: ...
-
-    async def close(self) -> None: ...
-
-    def progress(self) -> dict[str, Any]: ...
-
-    def load_progress(self, progress: Mapping[str, Any]) -> int: ...
-
-
-class ProverPhase:
-    """One prover phase: the trainer, its source of batches, the stop rule and the alerts, restored from the last
-    commit. `updates`: trains the verifier during the phase; None: it is frozen. Without a verifier, a subclass opens a
-    source that needs none."""
-
-    def __init__(
-        self,
-        session: Session,
-        info: PhaseInfo,
-        verifier: ScoringModel | None,
-        threshold: float,
-        learner: LanguageModel,
-        stop_rule: TrainingStop | None = None,
-        updates: VerifierUpdates | None = None,
-    ) -> None:
-        """`stop_rule`: None takes the rule of the session's game."""
-        experiment = session.experiment
-        training = experiment.training
-        self.session, self.info, self.learner, self.verifier = session, info, learner, verifier
-        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
-        self.scorer = None if verifier is None else session.players.scorer(verifier, beside_trainer=True)
-        self.updates = updates
-        self.source: PhaseSource = self.open_source(objective, threshold)
-        self.minibatches = MinibatchSource(self.source, training.minibatches)
-        learner.require_gradients()
-        optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
-        self.workers = self.source.workers = session.players.prover_workers(experiment, learner.module)
-        self.ranks = session.players.prover_ranks(experiment, learner.module, optimizer, session.ledger.read_checkpoint)
-        self.trainer: Trainer[PolicyBatch] = Trainer(
-            learner.module,
-            objective,
-            optimizer,
-            self.minibatches,
-            executor=session.players.executor,
-            precision=training.precision,
-            gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
-            events=session.ledger.log,
-            workers=self.workers,
-            ranks=self.ranks,
-        )
-        self.stop_rule: TrainingStop = StopRule(experiment.game.stop) if stop_rule is None else stop_rule
-        self.alerts = Alerts(two_roles=0 < experiment.game.sneaky_share < 1)
-        self.stopped = False
-        self.version = session.state.version
-        self.last_metrics: dict[str, float] = {}
-        self._resume()
-
-    def open_source(self, objective: PolicyObjective, threshold: float) -> PhaseSource:
-        """Called once, by the constructor."""
-        assert self.scorer is not None
-        return OnPolicySource(self.session, self.scorer, threshold, objective, self.learner)
-
-    @property
-    def done(self) -> int:
-        return self.trainer.steps_done
-
-    async def play(self) -> None:
-        # The start weights get a new version: the engine may hold those of the last mint or evaluation.
-        if self.done == 0:
-            self.version += 1
-        with span("sync"):
-            await self._publish()
-        with span("open_models"):
-            if self.verifier is not None:
-                await self.session.players.prepare_scoring(self.verifier)
-            if self.workers is not None:
-                await self.workers.prepare()
-            if self.ranks is not None:
-                await self.ranks.prepare()
-        self.source.start(self.version)
-        self.session.first_step()
-        try:
-            while self.done < self.info.total and not self.stopped:
-                await self._step()
-        finally:
-            with span("rollout"):
-                await self.source.close()
-            if self.workers is not None:
-                await self.workers.close()
-            if self.ranks is not None:
-                await self.ranks.close()
-            if self.updates is not None:
-                await self.updates.close()
-
-    async def _step(self) -> None:
-        session = self.session
-        new_batch = self.minibatches.pending == 0  # if so, this step samples a batch
-        report = await self.trainer.step()
-        if report is None:
-            raise StateError("The source of prover batches ended before the phase did; this is a defect of pvg.")
-        whole_batch = self.minibatches.pending == 0
-        if whole_batch:
-            self.version += 1
-            with span("sync"):
-                await self._publish()
-            self.source.published(self.version)
-        synced = sync_metrics(session.players.last_sync, session.players.load_at_sync) if whole_batch else {}
-        updated: dict[str, float] = {}
-        if self.updates is not None and whole_batch and self.updates.due(self.source.batches_done):
-            assert self.scorer is not None
-            updated = await self.updates.play(self.scorer)
-            self._take_threshold(self.updates)
-        of_step = {**report.metrics, **synced, **updated}
-        metrics = self.last_metrics = {**self.source.metrics, **of_step}
-        session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
-        if whole_batch:
-            self.stopped = self.stop_rule.observe(metrics)
-        # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
-        session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
-        if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
-            # The checkpoint includes the score cache, so that a resumed run asks the verifier for the same scores. A
-            # score depends on its batch mates in its last bits, and these would reach the weights. Prefetch is not
-            # reproducible bit by bit anyway, and scores may be in flight at any time, so it stores no cache.
-            ahead = self.source.prefetcher is not None
-            cache: dict[str, Tensor] = {}
-            if self.scorer is not None and not ahead:
-                cache = await session.players.off_loop(self.scorer.cache_state)
-            progress = self._progress()
-            if self.updates is not None:
-                tensors, progress["updates"] = await self.updates.state()
-                cache |= tensors
-            await session.commit_trainer(self.trainer, cache, version=self.version, progress=progress)
-
-    def _take_threshold(self, updates: VerifierUpdates) -> None:
-        assert isinstance(self.source, OnPolicySource)
-        self.source.threshold = updates.threshold
-
-    async def _publish(self) -> None:
-        tensors, adapter = await policy_of(self.session, self.learner)
-        await self.session.players.publish(tensors, self.version, adapter)
-
-    def tell_unfinished(self) -> None:
-        """Report carried rollouts at the end of the phase: the next policy does not continue them."""
-        partial = self.source.partial
-        if partial is not None and partial.carried:
-            self._tell_lost(partial.carried, "were unfinished when the phase ended and are dropped")
-
-    def _tell_lost(self, rollouts: int, how: str) -> None:
-        self.session.ledger.log.event("rollout", event="lost", rollouts=rollouts, step=self.done)
-        self.session.observer.noticed(f"{counted(rollouts, 'rollout')} {how} (rollout.deadline).")
-
-    # --- resuming ----------------------------------------------------------------------------------------------
-
-    def _progress(self) -> dict[str, Any]:
-        return {
-            **self.source.progress(),
-            "version": self.version,
-            "stopped": self.stopped,
-            "stop_rule": self.stop_rule.state(),
-            "alerts": self.alerts.state(),
-            "metrics": finite(self.last_metrics),
-        }
-
-    def _resume(self) -> None:
-        state = self.session.state
-        checkpoint = self.session.ledger.read_checkpoint()
-        if checkpoint is None:
-            return
-        tensors, meta = checkpoint
-        if self.updates is not None:
-            assert self.scorer is not None
-            tensors = self.updates.load_state(tensors, state.progress["updates"], self.scorer)
-            self._take_threshold(self.updates)
-        cache = {name: tensor for name, tensor in tensors.items() if name.startswith("scores.")}
-        if self.scorer is not None and self.source.prefetcher is None:
-            self.scorer.load_cache_state(cache)
-        self.trainer.load_state({name: t for name, t in tensors.items() if name not in cache}, meta)
-        if lost := self.source.load_progress(state.progress):
-            self._tell_lost(lost, "were unfinished when the run stopped and are lost")
-        self.version = state.progress["version"]
-        self.stopped = state.progress["stopped"]
-        self.stop_rule.load_state(state.progress["stop_rule"])
-        self.alerts.load_state(state.progress["alerts"])
-        self.last_metrics = {k: math.nan if v is None else v for k, v in state.progress["metrics"].items()}

@@ -10,14 +10,13 @@ Without this rule the cheapest flaw of the sneaky role is a text that is not a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.experiment import Experiment
 from pvg.config.game import (
     CgcReward,
     CompositeReward,
@@ -30,10 +29,20 @@ from pvg.config.game import (
 )
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
-from pvg.game.statistics import RolloutColumns
+from pvg.game.parts import Credit
+from pvg.game.statistics import RolloutColumns, value_metrics
 from pvg.records import Float32, Rollout
 from pvg.tasks.task import ComparesPrograms, Task
-from pvg.training.credit import soft_overlong_rewards
+from pvg.training.batch import groups_and_roles
+from pvg.training.credit import Credit as CreditFunction
+from pvg.training.credit import (
+    RoleBaseline,
+    ValueTracker,
+    advantages,
+    baseline_advantages,
+    soft_overlong_rewards,
+    tracked_advantages,
+)
 
 Bools = NDArray[np.bool_]
 
@@ -50,7 +59,7 @@ class BatchOutcomes:
     For tasks that execute solutions (None otherwise): `proven_N`: bool, False for a sneaky, incorrect solution without
     a valid certificate. `tests_N`: float32 in [0, 1], the share of its role's tests that a solution passes. The helpful
     role has all tests; for the sneaky role, visible tests count one half and the certificate the other. `similarity_N`:
-    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity`), 0 for helpful ones.
+    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity_weight`), 0 for helpful ones.
     """
 
     scores_N: Float32
@@ -113,12 +122,15 @@ def _group_moments(outcomes: BatchOutcomes) -> tuple[NDArray[np.float64], NDArra
     return mean_N, np.sqrt(variance_G)[group_N]
 
 
+MISALIGNED = -1.0  # the src reward of a solution whose score is not above its group's mean
+
+
 def src(outcomes: BatchOutcomes, reward: SrcReward) -> Float32:
-    """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else `game.reward.misaligned` (-1)."""
+    """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else MISALIGNED."""
     centred_N = centred_scores(outcomes)
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
-    rewards_N = np.where(centred_N > 0, sign_N * centred_N, reward.misaligned)
-    malformed_N = np.minimum(reward.misaligned, -np.abs(centred_N))
+    rewards_N = np.where(centred_N > 0, sign_N * centred_N, MISALIGNED)
+    malformed_N = np.minimum(MISALIGNED, -np.abs(centred_N))
     return np.where(outcomes.solutions_N, rewards_N, malformed_N)
 
 
@@ -177,10 +189,10 @@ def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
 
 
 def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
-    """sigmoid(V) + `tests_weight` t minus the similarity penalty. t is the share of the role's tests
+    """sigmoid(V) + t minus the similarity penalty. t is the share of the role's tests
     that pass (without tests: 1 if aligned, else 0). A malformed solution gets the lowest possible reward."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    rewards_N = _accepted(outcomes) + reward.tests_weight * tests_N
+    rewards_N = _accepted(outcomes) + tests_N
     rewards_N = rewards_N - _similarity_penalty(outcomes, reward)
     return np.where(outcomes.well_formed_N, rewards_N, -reward.similarity_weight).astype(np.float32)
 
@@ -209,8 +221,17 @@ class BatchRewards:
     similarity_N: Float32 | None
 
 
-def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_N: Float32) -> BatchRewards:
-    """Compute the rewards of a batch. Raises TrainingDivergedError if a score allows no reward."""
+def pay(
+    game: Game,
+    task: Task,
+    rollouts: Sequence[Rollout],
+    scores_N: Float32,
+    *,
+    max_tokens: int,
+    overlong_buffer: int = 0,
+) -> BatchRewards:
+    """Compute the rewards of a batch of completions of at most `max_tokens` tokens; `overlong_buffer`: see
+    `soft_overlong_rewards`. Raises TrainingDivergedError if a score allows no reward."""
     columns = RolloutColumns(rollouts, scores_N)
     numbers: dict[str, int] = {}
     problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
@@ -224,16 +245,14 @@ def pay(experiment: Experiment, task: Task, rollouts: Sequence[Rollout], scores_
         kept_answer_N=columns.kept_N,
         proven_N=columns.proven_N,
         tests_N=columns.tests_N,
-        similarity_N=_similarities(experiment.game, task, rollouts, columns.helpful_N),
+        similarity_N=_similarities(game, task, rollouts, columns.helpful_N),
     )
     try:
-        rewards_N = rewards(outcomes, experiment.game)
+        rewards_N = rewards(outcomes, game)
     except ValueError as error:
         raise TrainingDivergedError(str(error)) from None
     lengths_N = np.array([r.sampled_tokens for r in rollouts])
-    rewards_N = rewards_N + soft_overlong_rewards(
-        lengths_N, experiment.rollout.max_tokens, experiment.training.overlong_buffer
-    )
+    rewards_N = rewards_N + soft_overlong_rewards(lengths_N, max_tokens, overlong_buffer)
     return BatchRewards(rewards_N, outcomes.aligned_N, outcomes.similarity_N)
 
 
@@ -252,7 +271,61 @@ def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N
         [task.solution(rollouts[row].text) for row in rows],
         [rollouts[row].reference for row in rows],
         np.array([rollouts[row].group for row in rows], dtype=np.int32),
-        reference=reward.similarity in ("reference", "both"),
-        group=reward.similarity in ("group", "both"),
     )
     return found_N
+
+
+# --- from rewards to advantages ---------------------------------------------------------------------------------------
+
+
+class GroupCredit:
+    """Compares the rollouts of a group. `loss`: see pvg.training.credit.advantages; `own`: the credit function of a
+    user's loss."""
+
+    def __init__(self, loss: str, own: CreditFunction | None = None) -> None:
+        self._loss, self._own = loss, own
+
+    def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
+        return advantages(self._loss, rewards_N, *groups_and_roles(rollouts), credit=self._own), {}
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
+
+class TrackedCredit:
+    """spo: compares a rollout with the value of its problem and role (`ValueTracker`)."""
+
+    def __init__(self) -> None:
+        self._tracker = ValueTracker()
+        self.state, self.load_state = self._tracker.state, self._tracker.load_state
+
+    def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
+        versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
+        values_N = self._tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
+        lengths_N = np.array([r.sampled_tokens for r in rollouts])
+        _, role_ids_N = groups_and_roles(rollouts)
+        advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
+        return advantages_N, value_metrics(rewards_N, values_N, advantages_N)
+
+
+class BaselineCredit:
+    """rae: compares a rollout with the mean reward of its role (`RoleBaseline`)."""
+
+    def __init__(self) -> None:
+        self._baseline = RoleBaseline()
+        self.state, self.load_state = self._baseline.state, self._baseline.load_state
+
+    def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
+        values_N = self._baseline.observe([r.role for r in rollouts], rewards_N)
+        _, role_ids_N = groups_and_roles(rollouts)
+        advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
+        return advantages_N, value_metrics(rewards_N, values_N, advantages_N)
+
+
+def credit_of(loss: str, own: CreditFunction | None) -> Credit:
+    """The credit of policy loss `loss`; `own`: see `GroupCredit`."""
+    if loss == "spo":
+        return TrackedCredit()
+    return BaselineCredit() if loss == "rae" else GroupCredit(loss, own)

@@ -10,16 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pvg.config.experiment import Experiment
+from pvg.errors import counted
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder
 from pvg.game.states import GameState
-from pvg.records import Half, Problem, Role
+from pvg.records import Half, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import SHORTEST_SPAN_S, StepBudget, Tracer, add_seconds, span, trained_seconds
 
 if TYPE_CHECKING:
@@ -157,6 +158,23 @@ class Session:
         seconds = sum(self._all_seconds.values())
         self.ledger.record("run", status=status, seconds=seconds, budget=self._all_seconds)
         self.ledger.log.event("run", event="stop", status=status, seconds=seconds)
+
+    def tell_rollouts(self, rollouts: Sequence[Rollout], step: int) -> None:
+        """Log one `[rollout]` line for a batch: truncation and staleness."""
+        version, oldest = self.players.engine.version, min(rollout.version for rollout in rollouts)
+        self.ledger.log.event(
+            "rollout",
+            event="batch",
+            trunc_pct=100 * sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+            current_step=step,
+            ckpt_step=oldest,
+            staleness=version - oldest,
+        )
+
+    def tell_lost(self, rollouts: int, step: int, how: str) -> None:
+        """Log and show that unfinished rollouts are lost."""
+        self.ledger.log.event("rollout", event="lost", rollouts=rollouts, step=step)
+        self.observer.noticed(f"{counted(rollouts, 'rollout')} {how} (rollout.deadline).")
 
     def tell_about_excluded_sources(self, excluded: Mapping[str, str]) -> None:
         """Raise an alert for each source of the mixture without any pairs: the verifier learns nothing from it."""

@@ -1,8 +1,7 @@
 """The simultaneous schedule (`game.schedule`): the verifier keeps learning while the prover learns against it.
 
-    updates = await open_updates(session, verifier, threshold)      # None in the Stackelberg schedule
-    if updates.due(batches_done):
-        metrics = await updates.play(scorer)                        # all later scores come from the new verifier
+    updates = await open_verifier_in_round(session, verifier, threshold)
+    metrics = await updates.after(batches_done, scorer)     # after an update all scores come from the new verifier
 
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
 learns from the other's problems (invariant 4). Then it makes `game.schedule.updates` optimizer steps. Of their pairs,
@@ -56,16 +55,41 @@ FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps t
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
-async def open_updates(session: Session, verifier: ScoringModel, threshold: float) -> VerifierUpdates | None:
-    """The updates of the current round, with the rollouts of committed ones; None if the verifier is frozen."""
+class FixedVerifier:
+    """The round's verifier in the Stackelberg schedule: nothing changes while the prover trains."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None: ...
+
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
+    ) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    async def save(self) -> list[str]:
+        return []
+
+
+async def open_verifier_in_round(
+    session: Session, verifier: ScoringModel, threshold: float
+) -> FixedVerifier | VerifierUpdates:
+    """The round's verifier by `game.schedule`, with the rollouts of committed updates."""
     schedule = session.experiment.game.schedule
     if not isinstance(schedule, SimultaneousSchedule):
-        return None
+        return FixedVerifier(threshold)
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))
     roles_R = await minted_roles(session, calibrating)
-    done = session.state.progress.get("updates", {}).get("done", 0)
+    done = session.state.progress.get("batches", {}).get("verifier", {}).get("done", 0)
     window = range(max(0, done - WINDOW + 1), done)
     prefixes = [f"{_prefix(round_)}{number:05d}" for number in window]
     phase = Phase.TRAIN_PROVER.value
@@ -134,13 +158,11 @@ class VerifierUpdates:
         if self._workers is not None:
             await self._workers.close()
 
-    def due(self, batches: int) -> bool:
-        """Whether an update follows the prover's batch number `batches`, counted from 1."""
-        return batches % self._schedule.every == 0
-
-    async def play(self, scorer: VerifierScorer) -> dict[str, float]:
-        """Make one update. No score may be in flight during this call. Returns the metrics of the last optimizer step
-        and of the calibration."""
+    async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
+        """Make an update if one is due after the prover's batch number `batches`, counted from 1. No score may be in
+        flight during this call. Returns the metrics of the last optimizer step and of the calibration."""
+        if batches % self._schedule.every:
+            return {}
         session = self._session
         with span("rollout"):
             fresh = await self._sample(scorer)
@@ -238,15 +260,14 @@ class VerifierUpdates:
         oldest = self._done - WINDOW
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
 
-    async def save(self) -> str:
-        """Write the current verifier; returns the name to commit."""
+    async def save(self) -> list[str]:
         session, name = self._session, final_verifier_name(self._session.state.round)
         tensors, version = await session.players.compute(
             lambda: (self._verifier.trainable_state(), self._verifier.version())
         )
         meta = {"round": session.state.round, "version": version, "threshold": self.threshold}
         await session.ledger.save_weights(name, tensors, meta)
-        return name
+        return [name]
 
     # --- resuming ----------------------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,9 +15,9 @@ from pvg.store.samples import SampleColumns
 from pvg.verifier.calibration import acceptance_threshold, auc
 
 if TYPE_CHECKING:
-    from pvg.rollout.engine import EngineStats
+    from pvg.rollout.engine import Engine, EngineStats
     from pvg.servers.publishing import SyncTiming
-    from pvg.verifier.scorer import ScorerStats
+    from pvg.verifier.scorer import ScorerStats, VerifierScorer
 
 Bools = NDArray[np.bool_]
 
@@ -220,11 +222,9 @@ def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> dict[str, fl
     return {"staleness": float(behind_N.mean()), "staleness_max": float(behind_N.max())}
 
 
-def sync_metrics(timing: SyncTiming | None, in_flight: int) -> dict[str, float]:
-    """The duration of the latest weight update, the requests in flight when it was sent and, if measured, the gap
+def sync_metrics(timing: SyncTiming, in_flight: int) -> dict[str, float]:
+    """The duration of a weight update, the requests in flight when it was sent and, if measured, the gap
     between the servers' and the trainer's log-probs."""
-    if timing is None:
-        return {}
     times = {"weights_wall_s": timing.wall_ms / 1e3, "weights_queue_s": timing.queue_ms / 1e3}
     gap = {} if timing.canary_gap is None else {"canary_gap": timing.canary_gap}
     return {**times, "weights_in_flight": float(in_flight), **gap}
@@ -244,3 +244,50 @@ def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:
         "cache_misses": float(after.misses),
         "cache_evictions": float(after.evictions),
     }
+
+
+# --- of a training batch ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """A time in seconds, and the counts of an engine and a scorer until then."""
+
+    at: float
+    engine: EngineStats
+    scorer: ScorerStats
+
+
+class BatchClock:
+    """Measures the sampling of batches: from `begin`, or from the end of the sampling before, to `sampled`."""
+
+    def __init__(self, engine: Engine, scorer: VerifierScorer) -> None:
+        self._engine, self._scorer = engine, scorer
+        self._since = self._until = self._now()
+        self.seconds = 0.0
+
+    def _now(self) -> Counters:
+        return Counters(time.perf_counter(), self._engine.stats, self._scorer.stats)
+
+    def begin(self) -> None:
+        self._since = self._now()
+
+    def sampled(self) -> None:
+        self._until = self._now()
+        self.seconds = self._until.at - self._since.at
+
+    def resampled(self, seconds: float) -> None:
+        """Further groups took `seconds`, after others had been scored."""
+        self._until, self.seconds = self._now(), self.seconds + seconds
+
+    @property
+    def counts(self) -> EngineStats:
+        """The engine's counts during the sampling."""
+        return self._until.engine.since(self._since.engine)
+
+    def end(self) -> dict[str, float]:
+        """Metrics of the score cache for this batch. The next batch begins where this one's sampling has ended."""
+        scorer = self._now().scorer
+        found = cache_metrics(self._since.scorer, scorer)
+        self._since = replace(self._until, scorer=scorer)
+        return found

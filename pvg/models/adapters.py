@@ -115,6 +115,9 @@ class AdaptedModel(LanguageModel):
             tensors[f"{name}.weight"] = _merged(layer)
         return tensors
 
+    def policy(self) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+        return self.weights(), self.adapter()
+
     def adapter(self) -> LowRankAdapter:
         """A copy of the adapters, which does not change with further training."""
         tensors: dict[str, Tensor] = {}

@@ -25,6 +25,8 @@ from pvg.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from pvg.models.low_rank import LowRankAdapter
+
 
 class ModelClosedError(RuntimeError):
     """A bug in the caller: it used a model after closing it."""
@@ -105,6 +107,10 @@ class LanguageModel:
     def again(self) -> LanguageModel:
         """The same weights with an additional owner. They are freed when all owners have closed."""
         return LanguageModel(self.module, self.tokenizer, self.name)
+
+    def policy(self) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+        """What to publish or save: the whole model's tensors, and the adapter if it has one."""
+        return self.weights(), None
 
     def weights(self) -> dict[str, Tensor]:
         """Every weight once, under its first name, detached but not copied: it changes with training."""

@@ -6,7 +6,7 @@ tokens. So the GPU never waits for Python, and a step can be one CUDA graph (`St
 
 Unlike pvg.rollout.lean_rows, every row has a row of the cache. Finding equal rows would need the tokens on the host in
 each step, and it would save little: on a GPU, a step's time is mostly that of reading the weights. Prompts are still
-computed once (pvg.rollout.lean_prefill).
+computed once (pvg.rollout.lean_rows).
 
 A step computes the first rows of the state, rounded up to a power of two, and the first columns of the cache, rounded
 up to COLUMN_STEP. So there are few shapes, each with a graph. A row that has ended, or was never used, computes its
@@ -36,7 +36,7 @@ from pvg.records import Float32
 from pvg.rollout.decoding import NO_STOP, DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import LeanCache, LeanDecoder
-from pvg.rollout.lean_prefill import prefill_rows
+from pvg.rollout.lean_rows import prefill_rows
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 

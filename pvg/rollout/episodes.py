@@ -33,6 +33,7 @@ from pvg.records import Float32, Grade, Group, Int32, Problem, Rollout, Timing, 
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import (
     Deadline,
+    Grader,
     GroupOrder,
     GroupSampling,
     SampleCall,
@@ -40,7 +41,6 @@ from pvg.rollout.gathering import (
     gatherings_of,
     request_seed,
 )
-from pvg.rollout.grading import Grader
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from pvg.errors import ConfigurationError
@@ -50,15 +50,13 @@ class Fork:
     """`warmup` phases are played once, then `samples` continuations of at most `horizon` phases (None: to the end).
 
     `seat`: the warmup goes on until this seat decides (None: any seat). If the game ends during the warmup, the
-    continuations begin at the last state in which it decides. A continuation ends early if no value has changed for
-    `quiet_rounds` phases (None: never).
+    continuations begin at the last state in which it decides.
     """
 
     warmup: int = 0
     samples: int = 1
     horizon: int | None = None
     seat: str | None = None
-    quiet_rounds: int | None = None
 
 
 WHOLE_GAME = Fork()
@@ -88,7 +86,7 @@ class PlayedGame(Generic[S]):
     fork: int
     states: tuple[S, ...]
     decisions: tuple[SeatDecision[S], ...]
-    ended: Literal["over", "horizon", "quiet"]
+    ended: Literal["over", "horizon"]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +102,6 @@ class _Table(Generic[S]):
     fork: int = 0
     until: int | None = None
     waits_for: str | None = None
-    quiet_rounds: int | None = None
-    quiet: int = 0
     decisions: list[SeatDecision[S]] = field(default_factory=list)
 
     @property
@@ -180,20 +176,19 @@ class _Hall(Generic[S]):
         after = self.game.step(state, {decision.seat: decision.action for decision in decisions}, seed)
         table.decisions += decisions
         table.states.append(after)
-        table.quiet = table.quiet + 1 if self.game.values(after) == self.game.values(state) else 0
 
     def _turn(self, table: _Table[S], seat: str) -> int:
         return table.phase * len(self.seats) + self.seats.index(seat)
 
     # --- whole games --------------------------------------------------------------------------------------------------
 
-    def ending(self, table: _Table[S]) -> Literal["over", "horizon", "quiet"] | None:
+    def ending(self, table: _Table[S]) -> Literal["over", "horizon"] | None:
         seats = self.game.seats(table.states[-1])
         if not seats:
             return "over"
         if table.until is not None and table.phase >= table.until and table.waits_for in (None, *seats):
             return "horizon"
-        return "quiet" if table.quiet_rounds is not None and table.quiet >= table.quiet_rounds else None
+        return None
 
     async def play_out(self, tables: Sequence[_Table[S]]) -> None:
         """Play all tables to their ends, in step."""
@@ -216,8 +211,6 @@ class _Hall(Generic[S]):
                 fork=phase,
                 until=None if fork.horizon is None else phase + fork.horizon,
                 waits_for=None,
-                quiet_rounds=fork.quiet_rounds,
-                quiet=0,
             )
             for sample in range(fork.samples)
         ]
@@ -295,3 +288,76 @@ def _check_scripts(game: GameRules[Any], opponents: Sequence[Mapping[str, Oppone
             f"{type(game).__name__} has no scripts, so {sorted(scripts)[0]!r} cannot play it.",
             "Give the game a method `scripted` (pvg.games.game.PlaysByScript), or let the policy play all seats.",
         )
+
+
+# A played game as a plain record of metrics.jsonl, with everything that `pvg report` needs to show it phase by
+# phase.
+
+
+MOST_STATE_BYTES = 2**20  # of all states of a record; a state that lists all moves grows with the game
+
+
+@dataclass(frozen=True, slots=True)
+class SeatRecord:
+    """What one seat decided: `text` in the game's standard form, and a `note` on what was illegal."""
+
+    seat: str
+    text: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """A phase: its name, the state before it as `GameRules.dump` writes it (in hex; empty beyond
+    MOST_STATE_BYTES), and the value of each seat."""
+
+    phase: str
+    state: str
+    values: Mapping[str, float]
+    decisions: Sequence[SeatRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class GameRecord:
+    """`game`: its name in the settings. `start`: the id of its start. `players`: who plays each seat. `phases`: those
+    that were played; the last entry is the final state, without a name and without decisions."""
+
+    round: int
+    game: str
+    start: str
+    players: Mapping[str, str]
+    ended: str
+    phases: Sequence[PhaseRecord]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> GameRecord:
+        """The record that `plain` wrote. Raises KeyError or TypeError for another mapping."""
+        phases = [
+            PhaseRecord(p["phase"], p["state"], p["values"], [SeatRecord(**seat) for seat in p["decisions"]])
+            for p in plain["phases"]
+        ]
+        found = {name: plain[name] for name in ("round", "game", "start", "players", "ended")}
+        return cls(**found, phases=phases)
+
+
+def game_record(
+    round_: int, name: str, game: GameRules[Any], played: PlayedGame[Any], players: Mapping[str, str]
+) -> GameRecord:
+    """The record of a game, from its start. `players`: seat -> "policy", "random", "greedy" or "base"."""
+    decisions: dict[int, list[SeatRecord]] = {}
+    names: dict[int, str] = {}
+    for decision in played.decisions:
+        names[decision.number] = decision.phase
+        seat = SeatRecord(decision.seat, decision.action.text, decision.action.note)
+        decisions.setdefault(decision.number, []).append(seat)
+    phases, left = [], MOST_STATE_BYTES
+    for number, state in enumerate(played.states):
+        dump = game.dump(state) if left > 0 else b""
+        left -= len(dump)
+        written = dump.hex() if left >= 0 else ""
+        values = dict(game.values(state))
+        phases.append(PhaseRecord(names.get(number, ""), written, values, decisions.get(number, [])))
+    return GameRecord(round_, name, played.start.problem.id, dict(players), played.ended, phases)

@@ -13,20 +13,105 @@ clock or another thread. The only exception: rows whose callers have left (`drop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
-from pvg.rollout.decoding import DecodedRow, DecodingJob, TurnResult, finished_row
+from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import CommonPrefix, LeanCache, LeanDecoder
-from pvg.rollout.lean_prefill import prefill_rows
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
+
+# Fills rows of a `LeanCache` with known tokens, each distinct beginning computed once.
+
+
+# Parts of prompts that several prompts begin with, so that a prefill computes each part once.
+
+
+LEAST_SHARED = 32  # tokens; an estimate: the separate pass for a few tokens costs more than it saves
+MOST_SHARED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPart:
+    """The tokens `start:end`, which all `prompts` have, as all tokens before them. Prompts are numbers in a list."""
+
+    prompts: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def shared_parts(prompts: Sequence[Int32]) -> list[list[SharedPart]]:
+    """The parts of distinct prompts int32 [P], level by level. The parts of a prompt cover each of its tokens once.
+    Without shared parts there is one level, in the order of the prompts."""
+    # The bytes of numbers that are not negative have the order of the numbers, if the high byte is the first one.
+    order = sorted(range(len(prompts)), key=lambda number: prompts[number].astype(">i4").tobytes())
+    common = [_common(prompts[one], prompts[next_]) for one, next_ in pairwise(order)]
+    levels: list[list[SharedPart]] = [[]]
+
+    def add(low: int, high: int, start: int, end: int, level: int) -> None:
+        if level == len(levels):
+            levels.append([])
+        if end > start:
+            levels[level].append(SharedPart(tuple(sorted(order[low:high])), start, end))
+
+    def split(low: int, high: int, start: int, level: int) -> None:
+        """The parts of order[low:high], which share `start` tokens of earlier levels."""
+        first = low
+        for place in range(low, high):
+            if place + 1 < high and level < MOST_SHARED and common[place] >= start + LEAST_SHARED:
+                continue
+            if first == place:
+                add(first, place + 1, start, len(prompts[order[place]]), level)
+            else:
+                end = min(common[first:place])
+                add(first, place + 1, start, end, level)
+                split(first, place + 1, end, level + 1)
+            first = place + 1
+
+    split(0, len(order), 0, 0)
+    return [sorted(level, key=lambda part: part.prompts[0]) for level in levels]
+
+
+def _common(one: Int32, other: Int32) -> int:
+    """The number of tokens with which both begin."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+def prefill_rows(decoder: LeanDecoder, cache: LeanCache, prefix_of: Mapping[int, Int32]) -> None:
+    """Fill the cache's rows with their prefixes int32 [P]: all known tokens but the last, which is the row's first
+    input. What several prefixes begin with is computed once."""
+    rows_of: dict[bytes, list[int]] = {}
+    for row, prefix in prefix_of.items():
+        if len(prefix):
+            rows_of.setdefault(prefix.tobytes(), []).append(row)
+    groups, device = list(rows_of.values()), decoder.device
+    prefixes = [prefix_of[rows[0]] for rows in groups]
+    for parts in shared_parts(prefixes):
+        lengths_P = np.asarray([part.length for part in parts], dtype=np.int64)
+        for batch in token_budget_batches(lengths_P, max(PREFILL_TOKENS, int(lengths_P.max(initial=0)))):
+            chosen = [parts[number] for number in batch]
+            ids_BL, _ = pad_right([prefixes[part.prompts[0]][part.start : part.end] for part in chosen], 0, device)
+            starts = [part.start for part in chosen]
+            pairs = [(row, b) for b, part in enumerate(chosen) for prompt in part.prompts for row in groups[prompt]]
+            rows_F, prompts_F = torch.tensor(pairs, device=device).T
+            decoder.prefill(
+                ids_BL, cache, rows_F, prompts_F, torch.tensor(starts, device=device) if any(starts) else None
+            )
+
 
 # In continuous batching a turn ends when this share of its rows has finished, or after TURN_STEPS. More often would
 # spend too much on prefills and trips to the event loop; less often would leave places empty.

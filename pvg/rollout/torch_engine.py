@@ -47,8 +47,7 @@ from pvg.rollout.engine import (
     gather_requests,
 )
 from pvg.rollout.lean import LeanDecoder, NotLeanError
-from pvg.rollout.lean_rows import LeanRows
-from pvg.rollout.shared_prefixes import shared_parts
+from pvg.rollout.lean_rows import LeanRows, shared_parts
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in

@@ -27,7 +27,7 @@ from pvg.telemetry.events import Events
 from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 
 if TYPE_CHECKING:
-    from pvg.servers.transports.transport import Transport
+    from pvg.servers.transports import Transport
 
 T = TypeVar("T")
 

@@ -33,8 +33,7 @@ from typing import IO, Any
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError, user_paths
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
-from pvg.servers.connections import KEY_VARIABLE
-from pvg.servers.control import ServerLoad, parse_server_load
+from pvg.servers.control import KEY_VARIABLE, ServerLoad, parse_server_load
 from pvg.servers.pool import HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
@@ -249,7 +248,7 @@ class VllmServer:
             self.spec.log.parent.mkdir(parents=True, exist_ok=True)
             self.spec.log.touch()
         self.boot = secrets.token_hex(8)
-        command = [sys.executable, "-I", "-S", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
+        command = [sys.executable, "-I", supervisor.__file__, str(GRACE_S), str(self.spec.log)]
         try:
             process = subprocess.Popen(
                 [*command, *self.spec.command],
@@ -299,9 +298,7 @@ class VllmServer:
         if self._poll() is not None:
             raise self._failure("ended before it was ready")
         if time.monotonic() > deadline:
-            raise self._failure(
-                f"was not ready after {self.spec.startup_s:g} s", "Give it more time: --set serving.startup_s=SECONDS"
-            )
+            raise self._failure(f"was not ready after {self.spec.startup_s:g} s", "Look into its log.")
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

@@ -25,16 +25,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, WeightsNotArrivedError
-from pvg.servers.connections import Connections
-from pvg.servers.control import DeliveryTiming, ServerInfo
+from pvg.servers.control import Connections, DeliveryTiming, ServerInfo
 from pvg.servers.fleet import Fleet, Server
 from pvg.servers.pool import RefusedRequest, ServerFault, asked_again, pause_before_retry
 from pvg.servers.publishing import BROKEN, PublishingSession, SyncTiming, WeightLabel, WeightUpdate
-from pvg.servers.transports.transport import Transport
+from pvg.servers.transports import Transport
 from pvg.telemetry.events import Events
 
 if TYPE_CHECKING:
-    from pvg.servers.models import Purpose
+    from pvg.servers.command import Purpose
 
 T = TypeVar("T")
 
@@ -93,7 +92,7 @@ class ServerRequirements:
             raise ConfigurationError(
                 f"{info.url} accepts {info.max_model_len} tokens, but a prompt and its completion may take "
                 f"{self.max_length}.",
-                "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
+                "Start it with a larger --max-model-len (serving.extra_args), or lower rollout.max_tokens.",
             )
         if self.processed_logprobs and info.logprobs_mode != "processed_logprobs":
             raise MissingRequirementError(

@@ -8,7 +8,7 @@ tree when that end closes (for any reason), on SIGTERM, SIGINT or SIGHUP, and wh
 forked at the start, ends the tree if this program is killed.
 
 Invariant: while this program or its guard lives, every process of the tree is a descendant of this program (on Linux it
-is their subreaper) or a member of its session. It uses only the standard library, so it starts quickly.
+is their subreaper) or a member of its session.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+
+import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -135,13 +136,8 @@ def _sweep() -> None:
 
 def _tree() -> set[int]:
     """The live processes of the tree, without this program and its guard."""
-    table = processes()
-    found: set[int] = {os.getpid()}
-    size = 0
-    while len(found) > size:
-        size = len(found)
-        found |= {pid for pid, (parent, _) in table.items() if parent in found}
-    found |= {pid for pid, (_, session) in table.items() if session == os.getpid()}
+    found = {process.pid for process in psutil.Process().children(recursive=True) if _lives(process)}
+    found |= members(os.getpid())
     return found - {os.getpid(), GUARD}
 
 
@@ -151,35 +147,18 @@ def _send(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def processes() -> dict[int, tuple[int, int]]:
-    """Parent and session of every live process (without zombies)."""
-    if not Path("/proc/self/stat").exists():
-        return _processes_by_ps()
-    found = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):  # it has ended
-                # "pid (name) state parent group session ...", where the name may contain anything
-                state, parent, _, session = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:4]
-                if state not in "ZX":
-                    found[int(name)] = (int(parent), int(session))
-    return found
-
-
-def _processes_by_ps() -> dict[int, tuple[int, int]]:
-    """The same without /proc, for example on macOS."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for line in listed.splitlines():
-        pid, parent, state = line.split()[:3]
-        if not state.startswith("Z"):
-            with contextlib.suppress(OSError):
-                found[int(pid)] = (int(parent), os.getsid(int(pid)))
-    return found
-
-
 def members(session: int) -> set[int]:
-    return {pid for pid, (_, of) in processes().items() if of == session}
+    """The pids of a session's live processes."""
+    return {process.pid for process in psutil.process_iter() if _lives(process, session)}
+
+
+def _lives(process: psutil.Process, session: int | None = None) -> bool:
+    """Whether it exists, is no zombie, and belongs to the session, if one is given."""
+    try:
+        ours = session is None or os.getsid(process.pid) == session
+        return ours and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except (psutil.Error, OSError):  # it has ended
+        return False
 
 
 # --- when this program itself is killed ------------------------------------------------------------------------------

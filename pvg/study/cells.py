@@ -25,7 +25,7 @@ import orjson
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences
 from pvg.errors import PvgError, StateError, UsageError, user_paths
-from pvg.evaluation.opponents import default_parts
+from pvg.evaluation.report import default_parts
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import DamagedFileError, make_directory, read_stored, remove_temporaries, write_atomic
 from pvg.store.run_directory import RunDirectory, exclusive, refuse_no_folder

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from pvg import hub
-from pvg.bench.profile import validation_mistake
+from pvg.bench.workloads import validation_mistake
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import parse
@@ -39,7 +39,7 @@ from pvg.config.load import (
     switch_note,
 )
 from pvg.errors import ConfigurationError, PvgError
-from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
+from pvg.evaluation.report import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.store.run_players import run_sources

@@ -27,7 +27,7 @@ from pvg.errors import ConfigurationError, ServerUnavailableError, TrainingDiver
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
 from pvg.records import Float32
-from pvg.rollout.vllm_wire import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
+from pvg.rollout.vllm_requests import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.control import ServerInfo
 from pvg.servers.fleet import Server, StaleWeights
 from pvg.servers.pool import MalformedReply, ServerFault, pause_before_retry, together
@@ -333,7 +333,7 @@ class ScoreServers:
                 raise ConfigurationError(
                     f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} accepts "
                     f"at most {server.info.max_model_len}.",
-                    "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
+                    "Start it with a larger --max-model-len (serving.extra_args), or lower rollout.max_tokens.",
                 )
 
     def _gave_up(self, what: str) -> ServerUnavailableError:

@@ -30,13 +30,12 @@ from pvg.config.experiment import Experiment
 from pvg.models.heads import VerifierModel
 from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32
-from pvg.servers.connections import Connections
-from pvg.servers.models import Purpose
+from pvg.servers.command import Purpose
+from pvg.servers.control import Connections
 from pvg.servers.pool import connections_for, together
 from pvg.servers.publishing import Publisher, PublishingSession, SyncTiming, WeightUpdate
 from pvg.servers.served_model import ServedModel, ServerRequirements
-from pvg.servers.transports.files import FilesystemTransport
-from pvg.servers.transports.versions import VersionFolders, torch_dtype
+from pvg.servers.transports.files import FilesystemTransport, VersionFolders
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import span
 from pvg.verifier.backend import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
@@ -159,7 +158,7 @@ class VerifierServing:
             raise
         dtype = next(server.info.dtype for server in self.verifiers.served.fleet.servers if server.info is not None)
         folders = VersionFolders(Path(self._weights.root), self._run, self._session)
-        self.verifiers.served.transport = FilesystemTransport(folders, self.executor, torch_dtype(dtype))
+        self.verifiers.served.transport = FilesystemTransport(folders, self.executor, getattr(torch, dtype))
 
     async def _publish(self, model: VerifierModel, version: _Version) -> None:
         """Publish to all servers that are up; the fleet updates the others when they return."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError, PvgError, ServerUnavailableError, counted
-from pvg.servers.connections import control_key
+from pvg.servers.control import control_key
 from pvg.servers.fleet import Server
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory

@@ -164,3 +164,16 @@ class WorkerBackend(ScoreBackend):
     def _keep(self, inputs: Sequence[ScoreInput], rows: Int64, references_N: Array) -> None:
         for row, value in zip(rows.tolist(), references_N.tolist(), strict=True):
             self.references.put(ScoreKey("", self._template_key, inputs[row].digest), value)
+
+
+class ScoringCopies:
+    """The workers' copies of one verifier: `prepare` opens them before its first score. They close with the verifier's
+    slot."""
+
+    def __init__(self, slots: ScoringSlots, verifier: ScoringModel) -> None:
+        self._slots, self._verifier = slots, verifier
+
+    async def prepare(self) -> None:
+        await self._slots.prepare(self._verifier)
+
+    async def close(self) -> None: ...

@@ -19,9 +19,8 @@ from typing import Any
 from pvg.config.load import build_experiment
 from pvg.config.servers import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, shortened
-from pvg.servers.command import LOOPBACK, Interpreter, find_interpreter, server_spec
-from pvg.servers.connections import KEY_VARIABLE
-from pvg.servers.models import model_folder
+from pvg.servers.command import LOOPBACK, Interpreter, find_interpreter, model_folder, server_spec
+from pvg.servers.control import KEY_VARIABLE
 from pvg.servers.process import LogTail, ServerFailedError, VllmServer, free_port
 from pvg.workers.node_agent import ray_node, versions
 

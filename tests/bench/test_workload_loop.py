@@ -21,9 +21,11 @@ from benchmarks import loop
 from benchmarks.loop import LoopWorkload
 from benchmarks.loop_engine import Payload, RecordedEngine, RolloutStretch, first_step, recorded, some_experts
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
-from pvg.game import on_policy
+from pvg.game import prover_phase
+from pvg.game import round as round_
+from pvg.game.groups import ScoredGroups
 from pvg.game.ledger import Ledger
-from pvg.game.orders import ProverOrders
+from pvg.game.orders import prover_orders
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.verifier.template import VerifierTemplate
@@ -174,8 +176,8 @@ def test_a_verifier_of_another_vocabulary_scores_the_same_rollouts_from_their_te
 
 def test_no_work_on_a_batch_is_done_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of these takes milliseconds for a batch of long rollouts."""
-    names = ("pay", "batch_of", "_scored", "_measured")
-    threads: dict[str, set[str]] = {name: set() for name in (*names, "tokens")}
+    places: dict[str, Any] = {"pay": prover_phase, "batch_of": round_, "metrics": ScoredGroups, "stored": ScoredGroups}
+    threads: dict[str, set[str]] = {name: set() for name in (*places, "tokens")}
 
     def noting(name: str, work: Any) -> Any:
         def noted(*arguments: Any, **named: Any) -> Any:
@@ -184,8 +186,8 @@ def test_no_work_on_a_batch_is_done_on_the_loop(monkeypatch: pytest.MonkeyPatch)
 
         return noted
 
-    for name in names:
-        monkeypatch.setattr(on_policy, name, noting(name, getattr(on_policy, name)))
+    for name, place in places.items():
+        monkeypatch.setattr(place, name, noting(name, getattr(place, name)))
     monkeypatch.setattr(VerifierTemplate, "tokens", noting("tokens", VerifierTemplate.tokens))
     sampled()
     assert all(found == {"pvg-batch_0"} for found in threads.values()), threads
@@ -216,7 +218,7 @@ def test_a_stretched_solution_repeats_its_first_step_and_keeps_its_grade() -> No
         workload = make()
         await workload.open()
         try:
-            groups = await ProverOrders(workload._session, None).sample(workload._orders, 0)
+            groups = await prover_orders(workload._session).sample(workload._orders, 0)
             return workload, [(group.problem, rollout) for group in groups for rollout in group.rollouts]
         finally:
             await workload.close()
@@ -273,13 +275,13 @@ def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
 
 
 def test_a_stall_of_the_batch_is_seen_where_it_happened(monkeypatch: pytest.MonkeyPatch) -> None:
-    pay = on_policy.pay
+    pay = prover_phase.pay
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **named: Any) -> Any:
         time.sleep(STALL_S)
-        return pay(*arguments)
+        return pay(*arguments, **named)
 
-    monkeypatch.setattr(on_policy, "pay", slow)
+    monkeypatch.setattr(prover_phase, "pay", slow)
     measured, derived, _ = sampled("workload.batch=loop")
     assert derived["batch_stall_ms"] > (STALL_S - 0.02) * 1e3
     assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3

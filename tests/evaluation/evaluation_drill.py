@@ -37,7 +37,7 @@ from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 NAME = "drill"  # of the run, as kill_drill has it
 
@@ -114,7 +114,7 @@ def fingerprint(root: Path) -> dict[str, Any]:
     }
     samples = {}
     for path in sorted((folder / "samples").glob("*.json")):
-        infos = [ShardInfo.from_plain(plain) for plain in orjson.loads(path.read_bytes())["shards"]]
+        infos = [ShardInfo.from_plain(plain) for plain in orjson.loads(path.read_bytes())["result"]]
         rollouts = [rollout for info in infos for rollout in RolloutShards(folder).read(info)]
         samples[path.name] = [repr(replace(rollout, timing=Timing())) for rollout in rollouts]
     shards = len(list(folder.glob("rollouts/*/*.arrow")))

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.detection import MOST_POINTS, auc_of, roc, wins
-from pvg.evaluation.intervals import draws
+from pvg.evaluation.intervals import MOST_POINTS, auc_of, draws, roc, wins
 from pvg.verifier.calibration import auc
 
 sides = st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 4)), min_size=1, max_size=12)

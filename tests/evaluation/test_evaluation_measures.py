@@ -15,8 +15,8 @@ from store_samples import rollout
 from pvg.config.verifier import Verifier
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration, separability
-from pvg.evaluation.rounds import flawed, solutions_read
-from pvg.evaluation.samples import ScoredRollouts
+from pvg.evaluation.opened_run import ScoredRollouts
+from pvg.evaluation.runner import flawed, solutions_read
 from pvg.records import Checks, Grade, Problem, Role
 
 PROBLEMS = [Problem(f"p{place}", "", "") for place in range(12)]

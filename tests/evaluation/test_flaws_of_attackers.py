@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pvg.evaluation.attacks import MOST_KINDS, written_flaws
-from pvg.evaluation.samples import ScoredRollouts
+from pvg.evaluation.opened_run import ScoredRollouts
 from pvg.records import Grade, Problem, Role, Rollout, VersionSpan, flaw_kind
 
 IDS = np.zeros(1, dtype=np.int32)

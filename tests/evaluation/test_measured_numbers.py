@@ -23,11 +23,11 @@ from pvg.config.task import ModchainTask
 from pvg.config.verifier import Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import AttackTarget, attack_training, check, reference_of
-from pvg.evaluation.baseline import baseline_experiment
 from pvg.evaluation.measures import folds_of
-from pvg.evaluation.opponents import attacker_experiment
-from pvg.evaluation.rounds import RoundParts
-from pvg.evaluation.samples import SampleSet, ScoredRollouts
+from pvg.evaluation.opened_run import SampleSet, ScoredRollouts
+from pvg.evaluation.report import attacker_experiment
+from pvg.evaluation.runner import RoundParts
+from pvg.evaluation.training import baseline_experiment
 from pvg.records import Checks, Float32, Grade, Problem, Role, Rollout
 from pvg.tasks.modchain import Modchain, chain_problem
 
@@ -241,8 +241,6 @@ def test_the_cgc_floor_is_below_all_scores_by_their_spread_and_one() -> None:
     assert target.level == 2 / 3
     study = stub_study([], {})
     assert attack_training(study, target, "cgc").experiment.game.reward.floor == -12.0
-    given = stub_study([], {}, attack_cgc_floor=-7.0)
-    assert attack_training(given, target, "cgc").experiment.game.reward.floor == -7.0
 
 
 def test_the_baseline_is_the_helpful_role_alone_and_an_attacker_the_sneaky_one() -> None:
@@ -313,10 +311,10 @@ def stub_study(problems: list[Problem], samples: dict[str, list[Rollout]], **sec
 def given_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an evaluation samples is what its study holds under the set's name."""
 
-    async def sampled(study: Any, wanted: SampleSet, load: Any) -> list[Rollout]:
+    async def sampled(study: Any, wanted: SampleSet) -> list[Rollout]:
         return study.samples[wanted.name]
 
-    monkeypatch.setattr("pvg.evaluation.rounds.sampled", sampled)
+    monkeypatch.setattr("pvg.evaluation.runner.sampled", sampled)
 
 
 def solution(number: int, problem: Problem, role: Role, text: str) -> Rollout:

@@ -14,16 +14,15 @@ import pytest
 import torch
 from evaluation_drill import evaluated_experiment
 
-from pvg.evaluation.rounds import LOCALISED
+from pvg.evaluation.runner import LOCALISED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from test_runner import changed, copy_of, evaluated, played
 
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
-from pvg.evaluation.opened_run import OpenedRun, committed_shards
-from pvg.evaluation.opponents import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
-from pvg.evaluation.report import REPORT_FILE
+from pvg.evaluation.opened_run import OpenedRun
+from pvg.evaluation.report import PARTS, REPORT_FILE, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.game.players import Players
 from pvg.game.protocols import ChallengeEnvironment
 from pvg.game.round_verifier import read_verifier
@@ -33,7 +32,7 @@ from pvg.rollout.episodes import Transcript
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import verifier_weights_name
-from pvg.store.shards import RolloutShards
+from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks import open_task
 
 
@@ -42,7 +41,7 @@ def samples_of(run: RunDirectory) -> dict[str, list[Rollout]]:
     shards = RolloutShards(run.evaluation)
     found = {}
     for path in (run.evaluation / "samples").glob("*.json"):
-        infos = committed_shards([orjson.loads(path.read_bytes())])
+        infos = [ShardInfo.from_plain(plain) for plain in orjson.loads(path.read_bytes())["result"]]
         found[path.stem] = [rollout for info in infos for rollout in shards.read(info)]
     return found
 
@@ -64,7 +63,7 @@ def asking() -> Experiment:
         evaluated_experiment(),
         game={"protocol": "challenge", "rounds": 2, "reward": {"kind": "cgc", "floor": -90.0}},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
-        evaluate={"attacks": ["cgc"], "attack_cgc_floor": -90.0},
+        evaluate={"attacks": ["cgc"]},
     )
 
 
@@ -175,7 +174,7 @@ def translating(attacks: list[str]) -> Experiment:
         evaluated_experiment(),
         game={"protocol": "decoupled", "reward": "decoupled"},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
-        evaluate={"attacks": attacks, "attack_cgc_floor": -90.0},
+        evaluate={"attacks": attacks},
     )
 
 

@@ -12,7 +12,7 @@ import orjson
 import pytest
 from evaluation_drill import evaluated_experiment, own_files
 
-from pvg.evaluation import measures
+from pvg.evaluation import runner
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
@@ -21,8 +21,19 @@ from page_checks import check
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
-from pvg.evaluation.opponents import PARTS, attacker_experiment, check_attacks, parse_parts, parse_rounds
-from pvg.evaluation.report import REPORT_FILE, EvaluationReport, notes, notes_of_results, read_report, report_of
+from pvg.evaluation.report import (
+    PARTS,
+    REPORT_FILE,
+    EvaluationReport,
+    attacker_experiment,
+    check_attacks,
+    notes,
+    notes_of_results,
+    parse_parts,
+    parse_rounds,
+    read_report,
+    report_of,
+)
 from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.evaluation.training import probe_steps
 from pvg.game.ledger import Ledger, check_same_code
@@ -34,7 +45,7 @@ from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import missing_results
 from pvg.tasks.modchain import Modchain
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
 class StopIn(SilentObserver):
@@ -134,19 +145,19 @@ def test_a_second_call_computes_nothing(measured: RunDirectory) -> None:
     assert {**after, "created": ""} == {**orjson.loads(before), "created": ""}
 
 
-def test_changed_constants_make_their_units_stale_and_no_others(
+def test_another_definition_makes_measures_stale_and_keeps_samples_and_attackers(
     measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copy_of(measured, tmp_path)
-    monkeypatch.setattr(measures, "BINS", 3)
+    monkeypatch.setattr(runner, "MEASURED", 2)
     outcome, _ = evaluated(run, evaluated_experiment(), parts=("best-of-n",))
-    assert outcome.report.stale == ["calibration of round 0"]
+    assert "calibration of round 0" in outcome.report.stale
     (found,) = outcome.report.rounds
     assert found.calibration is None
-    assert found.detection is not None
-    outcome, observer = evaluated(run, evaluated_experiment(), parts=("calibration",))
+    assert found.best_of_n is not None
+    outcome, observer = evaluated(run, evaluated_experiment())
     assert outcome.report.stale == []
-    assert outcome.report.rounds[0].calibration is not None
+    assert outcome.report.rounds == report_of(measured).rounds
     assert set(observer.phases) == {"measures"}
 
 
@@ -201,7 +212,7 @@ def test_a_baseline_that_diverges_costs_the_tax_alone(
         trained.append(1)
         raise TrainingDivergedError("a number that is not finite", "")
 
-    monkeypatch.setattr("pvg.evaluation.baseline.train", diverging)
+    monkeypatch.setattr("pvg.evaluation.training.train", diverging)
     run = copy_of(measured, tmp_path)
     other = changed(evaluated_experiment(), evaluate={"baseline_probes": 3})
     for parts in (("tax", "calibration"), ("tax", "calibration"), ("calibration",)):
@@ -350,7 +361,7 @@ def test_probes_lie_between_batches_and_end_with_the_training() -> None:
 def test_what_an_attack_is_judged_by_is_not_chosen_by_a_curriculum() -> None:
     chosen = changed(evaluated_experiment(), training={"curriculum": "prioritised", "dynamic_sampling": 4})
     training = attacker_experiment(chosen, "goodhart", "place", None).training
-    assert (training.curriculum.kind, training.dynamic_sampling) == ("none", 0)
+    assert (training.curriculum, training.dynamic_sampling) == ("none", 0)
 
 
 def test_a_run_is_not_evaluated_with_other_code_than_it_was_played_with(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.calibration import (
+from pvg.evaluation.intervals import draws
+from pvg.evaluation.measures import (
     RIDGE,
     brier,
     calibration_error,
@@ -19,7 +20,6 @@ from pvg.evaluation.calibration import (
     reliability,
     sigmoid,
 )
-from pvg.evaluation.intervals import draws
 
 
 def test_the_sigmoid():

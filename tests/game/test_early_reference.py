@@ -15,10 +15,9 @@ import pytest
 from test_configurations import changed, played, rows
 from test_prefetch import AHEAD, made_group
 
-from pvg.game import batch_logprobs
-from pvg.game.batch_logprobs import EarlyReference
-from pvg.game.on_policy import OnPolicySource
+from pvg.game.batch_logprobs import BatchLogprobs, EarlyReference
 from pvg.game.players import Players
+from pvg.game.round import GameBatches
 from pvg.records import Float32, Rollout
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.training.batch import PolicyBatch
@@ -134,11 +133,12 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
             closed.append("ahead")
 
     async def close() -> None:
+        parts = SimpleNamespace(logprobs=SimpleNamespace(early=Early()), groups=Ahead(), verifier=Ahead())
         with pytest.raises(asyncio.CancelledError):
-            await OnPolicySource.close(SimpleNamespace(early=Early(), prefetcher=Ahead()))  # type: ignore[arg-type]
+            await GameBatches.close(parts)  # type: ignore[arg-type]
 
     asyncio.run(close())
-    assert closed == ["ahead"]
+    assert closed == ["ahead", "ahead"]
 
 
 @pytest.mark.drill
@@ -162,20 +162,18 @@ def test_in_a_game_they_are_those_of_a_pass_over_the_whole_batch(
         counts.append((len(found), len(asked)))
         return found
 
-    given = batch_logprobs.reference_logprobs
+    given = BatchLogprobs.reference
 
-    async def checked(
-        source: batch_logprobs.LogprobSource, batch: PolicyBatch, asked: Sequence[Rollout]
-    ) -> list[Float32]:
-        found = await given(source, batch, asked)
-        base = source.session.players.base
-        expected = await source.session.players.compute(partial(source.objective.recompute, base.module, batch))
+    async def checked(self: BatchLogprobs, batch: PolicyBatch, asked: Sequence[Rollout]) -> list[Float32]:
+        found = await given(self, batch, asked)
+        players = self._players
+        expected = await players.compute(partial(self._objective.recompute, players.base.module, batch))
         for row, logprobs in zip(found, expected, strict=True):
             np.testing.assert_allclose(row, logprobs, rtol=1e-5, atol=1e-5)
         return found
 
     monkeypatch.setattr(EarlyReference, "take", counting)
-    monkeypatch.setattr(batch_logprobs, "reference_logprobs", checked)
+    monkeypatch.setattr(BatchLogprobs, "reference", checked)
     # Groups arrive one after the other, with real tokens: as from a server, or from workers that only sample.
     if "cluster" not in settings:
         monkeypatch.setattr(TorchEngine, "remote", True)

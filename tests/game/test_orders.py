@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from test_configurations import changed
 
-from pvg.game.orders import Curriculum, ProverOrders, curriculum_of
+from pvg.game.orders import Curriculum, ProverOrders
+from pvg.game.orders import prover_orders as orders_of
 from pvg.records import Problem, Role
 from pvg.seeds import draw_cyclic
 
@@ -27,7 +28,7 @@ def prover_orders(settings: dict[str, Any]) -> ProverOrders:
         draw=lambda half, start, size, place: [POOL[i] for i in draw_cyclic(len(POOL), start, size, 3)],
         order=lambda problem, role, group, size: (problem.id, role, group),
     )
-    return ProverOrders(session, curriculum_of(experiment))  # type: ignore[arg-type]
+    return orders_of(session)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("curriculum", ["none", "buckets", "prioritised"])
@@ -36,7 +37,7 @@ def test_one_role_of_a_batch_draws_for_this_role_alone(curriculum: str, monkeypa
     draw = Curriculum.draw
 
     def counted(
-        self: Curriculum, problems: Sequence[str], role: Role, count: int, generator: np.random.Generator
+        self: Curriculum, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator
     ) -> list[int]:
         drawn.append(role)
         return draw(self, problems, role, count, generator)

@@ -110,7 +110,7 @@ def test_a_stopped_run_says_what_it_has_lost_and_uses_no_id_twice(tmp_path: Path
     assert outcome.status == "interrupted"
     state = FileStateStore(run.state).load().state
     assert state is not None
-    left = state["progress"]["partial"]
+    left = state["progress"]["batches"]["groups"]
     assert left["carried"] > 0
     assert told_lost(run) == []
     before = {rollout.id for rollout in trained_on(run)}

@@ -32,6 +32,7 @@ def test_a_long_solution_is_paid_less_by_the_overlong_buffer(buffer: int, costs:
     experiment = Experiment.model_validate(plain)
     # A buffer of 8 before the limit of 20: free up to 12 tokens, then an eighth per token.
     rollouts = [rollout(3, True), rollout(12, False), rollout(16, True), rollout(20, False)]
-    paid = pay(experiment, Modchain(experiment.task), rollouts, np.zeros(4, dtype=np.float32))
+    limits = {"max_tokens": experiment.rollout.max_tokens, "overlong_buffer": experiment.training.overlong_buffer}
+    paid = pay(experiment.game, Modchain(experiment.task), rollouts, np.zeros(4, dtype=np.float32), **limits)
     assert paid.rewards_N.tolist() == [right - cost for right, cost in zip([1, 0, 1, 0], costs, strict=True)]
     assert paid.aligned_N.tolist() == [True, False, True, False]

@@ -12,8 +12,7 @@ from pvg.game.play_rating import elo, interval, match_metrics
 from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan
-from pvg.rollout.game_records import MOST_STATE_BYTES, game_record
-from pvg.rollout.games import GameStart, PlayedGame, SeatDecision
+from pvg.rollout.games import MOST_STATE_BYTES, GameStart, PlayedGame, SeatDecision, game_record
 
 GAME = Negotiation()
 PROBLEM = Problem("start", "", "")
@@ -73,10 +72,6 @@ def test_a_dense_reward_counts_to_the_next_decision_of_the_seat() -> None:
     assert rows(groups="phase", reward="dense")[:2] == [("0/1", 0.81 * 5, 0), ("0/2", 0.81 * 1, 1)]
     (one,) = rewarded_decisions(GAME, [[played("6-66", fork=1)]], ["buyer"], reward="dense", groups="first")
     assert one.reward == 0.0  # the deal comes after the buyer's next decision
-
-
-def test_illegal_decisions_pay() -> None:
-    assert rows(illegal=0.5) == [("0/1", 0.81 * 5, 0), ("1/1", -0.5, 0)]
 
 
 def test_only_the_seat_of_the_policy_counts() -> None:

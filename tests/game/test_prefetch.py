@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from threading import current_thread
 from threading import enumerate as enumerate_threads
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,10 @@ from test_stragglers import recorded
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.models import ModelSection
+from pvg.config.rollout import SamplingAhead
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.players import Players
-from pvg.game.prefetch import Prefetcher, RoleQueue
+from pvg.game.prefetch import Prefetcher, RoleQueue, WhenScored
 from pvg.game.roles import TAGS
 from pvg.models import open_model, pick_device
 from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
@@ -99,7 +99,7 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
     assert_recorded_once(run)
     # In the one step of a batch, its own forward pass computes the log-probs at batch start.
     again = any("recompute" in step["budget"] for step in prover_steps(run))
-    assert again == (experiment.training.importance.kind == "decoupled" and experiment.training.minibatches > 1)
+    assert again == (experiment.training.importance == "decoupled" and experiment.training.minibatches > 1)
     metrics = [step["metrics"] for step in prover_steps(run) if "rollouts" in step["metrics"]]  # a batch's first steps
     assert all(0.0 <= found["staleness"] <= found["staleness_max"] <= budget for found in metrics)
     assert max(found["staleness_max"] for found in metrics) >= 1.0  # rollouts were sampled ahead
@@ -108,7 +108,7 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
         assert aged == pytest.approx(found["staleness"])
         lost = found["stale_cancelled"] + found["stale_on_arrival"] + found["stale_waiting"]
         assert found["dropped_stale"] == lost
-        decoupled = experiment.training.importance.kind == "decoupled"
+        decoupled = experiment.training.importance == "decoupled"
         assert ("start_ratio_mean" in found) == (decoupled and found["staleness_max"] > 0.0)
         assert found["rollouts"] == GROUPS * SIZE
         assert 0.0 <= found["cache_hit_rate"] <= 1.0
@@ -265,10 +265,9 @@ class Scorer:
 
 
 class Orders:
-    """The groups of every batch are helpful and come at once. `scoring`: the thread beside the trainer's."""
+    """The groups of every batch are helpful and come at once."""
 
-    def __init__(self, experiment: Experiment, scoring: object = None) -> None:
-        self.session = SimpleNamespace(experiment=experiment, players=SimpleNamespace(scoring=scoring, workers=None))
+    groups, size = GROUPS, SIZE
 
     def roles(self, number: int) -> list[Role]:
         return [Role.HELPFUL] * GROUPS
@@ -281,18 +280,11 @@ class Orders:
             return [made_group(order.problem.id) for order in orders]
 
 
-def test_a_commit_of_an_older_pvg_says_one_number_for_both_roles() -> None:
-    prefetcher = Prefetcher(Orders(changed(AHEAD)), Scorer())  # type: ignore[arg-type]
-    prefetcher.resume(7)
-    assert prefetcher.started == {"helpful": 7, "sneaky": 7}
-    prefetcher.resume({"helpful": 5, "sneaky": 8})
-    assert prefetcher.started == {"helpful": 5, "sneaky": 8}
-
-
-async def first_batch(
-    experiment: Experiment, scorer: Scorer, starved: bool, scoring: object = None
-) -> tuple[list[Group], dict[str, float]]:
-    prefetcher = Prefetcher(Orders(experiment, scoring), scorer)  # type: ignore[arg-type]
+async def first_batch(scorer: Scorer, scored: WhenScored, *, starved: bool) -> tuple[list[Group], dict[str, float]]:
+    rollout = changed(AHEAD).rollout
+    assert isinstance(rollout.prefetch, SamplingAhead)
+    concurrency = rollout.concurrency
+    prefetcher = Prefetcher(Orders(), scorer, rollout.prefetch, concurrency=concurrency, scored=scored)  # type: ignore[arg-type]
     prefetcher.start(version=0, batch=0, batches=9)
     for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
         await asyncio.sleep(0)
@@ -302,11 +294,10 @@ async def first_batch(
         await prefetcher.close()
 
 
-@pytest.mark.parametrize(("engine", "starved"), [("torch", False), ("torch", True), ("vllm", False)])
-def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, starved: bool) -> None:
-    experiment = changed({"verifier.engine": engine, "serving.verifier_servers": SERVERS, **AHEAD})
-    scorer, at_once = Scorer(), starved or engine == "vllm"
-    groups, metrics = asyncio.run(first_batch(experiment, scorer, starved))
+@pytest.mark.parametrize(("scored", "starved"), [("batch", False), ("batch", True), ("arrival", False)])
+def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(scored: WhenScored, starved: bool) -> None:
+    scorer, at_once = Scorer(), starved or scored == "arrival"
+    groups, metrics = asyncio.run(first_batch(scorer, scored, starved=starved))
     assert [group.problem.id for group in groups] == [f"0-{place}" for place in range(GROUPS)]
     assert [(r.step, r.group) for group in groups for r in group.rollouts[:1]] == [(5, p) for p in range(GROUPS)]
     scores = {r.score for group in groups for r in group.rollouts}
@@ -318,10 +309,10 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(engine: str, st
 def test_the_thread_beside_the_trainers_scores_several_groups_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 6)  # three of these groups of two
     scorer = Scorer()
-    asyncio.run(first_batch(changed(AHEAD), scorer, starved=False, scoring=object()))
+    asyncio.run(first_batch(scorer, "background", starved=False))
     assert [len(asked) for asked in scorer.calls[:2]] == [6, 6]  # of eight groups; the last two wait for a third
     scorer = Scorer()
-    asyncio.run(first_batch(changed(AHEAD), scorer, starved=True, scoring=object()))
+    asyncio.run(first_batch(scorer, "background", starved=True))
     assert [len(asked) for asked in scorer.calls[:2]] == [2, 2]  # the trainer waits
 
 
@@ -333,7 +324,7 @@ def test_a_score_ahead_that_fails_ends_the_next_batch(monkeypatch: pytest.Monkey
             raise StateError("the verifier has diverged")
 
     with pytest.raises(StateError, match="the verifier has diverged"):
-        asyncio.run(first_batch(changed(AHEAD), Failing(), starved=False, scoring=object()))
+        asyncio.run(first_batch(Failing(), "background", starved=False))
 
 
 def test_scores_ahead_that_have_not_begun_are_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +342,7 @@ def test_scores_ahead_that_have_not_begun_are_given_up_at_the_end(monkeypatch: p
                 given_up.append(len(rollouts))
             raise AssertionError("never")
 
-    asyncio.run(asyncio.wait_for(first_batch(changed(AHEAD), Reading(), starved=False, scoring=object()), 60.0))
+    asyncio.run(asyncio.wait_for(first_batch(Reading(), "background", starved=False), 60.0))
     assert asked == given_up != []
 
 
@@ -365,7 +356,7 @@ def test_nothing_is_begun_after_the_last_batch(
     close = Prefetcher.close
 
     async def noting(self: Prefetcher) -> None:
-        closed.append(self.started)
+        closed.append(self.state())
         await close(self)
 
     monkeypatch.setattr(Prefetcher, "close", noting)
@@ -383,7 +374,7 @@ def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_
     assert Counter(r.step for r in before) == dict.fromkeys(range(4), GROUPS * SIZE)
     state = FileStateStore(run.state).load().state
     assert state is not None
-    begun = state["progress"]["groups_begun"]
+    begun = state["progress"]["batches"]["groups"]
     assert min(begun.values()) > 4 * GROUPS  # some were on their way, and are lost
     outcome, run = played(experiment, tmp_path, resume=True)
     assert outcome.status == "complete"

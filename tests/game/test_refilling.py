@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pvg.game.on_policy import ScoredGroups, refilled
+from pvg.game.groups import Refill, ScoredGroups
 from pvg.records import Group, Problem, Role
 
 H, S = Role.HELPFUL, Role.SNEAKY
@@ -29,10 +29,9 @@ class Orders:
         self.asked: list[tuple[int, dict[Role, int]]] = []
         self.told: list[dict[str, Any]] = []
         log = SimpleNamespace(event=lambda kind, **what: self.told.append(what))
-        training = SimpleNamespace(dynamic_sampling=rounds)
-        self.session = SimpleNamespace(
-            experiment=SimpleNamespace(training=training), ledger=SimpleNamespace(log=log), observer=None
-        )
+        self.refills = Refill(self, rounds)  # type: ignore[arg-type]
+        observer = SimpleNamespace(noticed=lambda text: None)
+        self.session = SimpleNamespace(ledger=SimpleNamespace(log=log), observer=observer)
 
     def batch(self, number: int) -> list[tuple[Role, int]]:
         return list(zip(self.roles, range(len(self.roles)), strict=True))
@@ -57,7 +56,7 @@ class Orders:
     def run(self) -> tuple[ScoredGroups, dict[str, float]]:
         async def work() -> tuple[ScoredGroups, float, dict[str, float]]:
             first = await self.play(await self.sample(self.batch(7), 7))
-            return await refilled(first, 7, self, self.play)  # type: ignore[arg-type]
+            return await self.refills.fill(first, 7, self.play)
 
         played, _, metrics = asyncio.run(work())
         return played, metrics

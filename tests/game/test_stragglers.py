@@ -33,8 +33,8 @@ def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(tmp_path: Path)
     assert outcome.status == "interrupted"
     state = FileStateStore(RunDirectory.open("drill", tmp_path / "stopped").state).load().state
     assert state is not None
-    for tracked in ("values", "success"):
-        seen = state["progress"][tracked]["seen"]
+    for tracked in ("credit", "problems"):
+        seen = state["progress"]["batches"][tracked]["seen"]
         assert sum(map(len, seen.values())) > 16, tracked  # more than one batch has been learnt
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []

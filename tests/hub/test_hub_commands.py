@@ -23,8 +23,7 @@ from pvg import hub as pvg_hub
 from pvg.config.load import load_experiment
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError
-from pvg.servers.command import model_name
-from pvg.servers.models import model_folder
+from pvg.servers.command import model_folder, model_name
 from pvg.store.run_directory import RunDirectory
 from pvg.study.plan import load_study
 from pvg.tasks import open_task

@@ -20,7 +20,7 @@ import orjson
 from vllm_servers import vllm_python
 
 from pvg.servers import supervisor
-from pvg.servers.connections import KEY_FILE, KEY_VARIABLE
+from pvg.servers.control import KEY_FILE, KEY_VARIABLE
 
 ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 LIMIT_S = 300.0  # a busy machine of two cores

@@ -17,8 +17,7 @@ from pvg.config import experiment
 from pvg.models import open_model
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import Grade, Role, Rollout, VersionSpan
-from pvg.servers.command import find_interpreter, server_spec
-from pvg.servers.models import Purpose, model_folder
+from pvg.servers.command import Purpose, find_interpreter, model_folder, server_spec
 from pvg.servers.process import VllmServer
 from pvg.verifier.backend import ScoreCache
 from pvg.verifier.scorer import VerifierScorer

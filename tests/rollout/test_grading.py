@@ -15,8 +15,7 @@ from tiny_policies import tiny_model, with_engine
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import Deadline
-from pvg.rollout.grading import TRIP_TOKENS, Grader
+from pvg.rollout.gathering import TRIP_TOKENS, Deadline, Grader
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.spans import Tracer, span
 

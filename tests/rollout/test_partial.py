@@ -17,10 +17,9 @@ from virtual_time import run_in_virtual_time
 from benchmarks.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, PartialSampling, SampleCall
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.rollout.gathering import STARTED_AT_A_TIME, Deadline
-from pvg.rollout.partial import PartialSampling
 from pvg.servers.publishing import WeightUpdate
 
 

@@ -18,7 +18,7 @@ from pvg.errors import ConfigurationError
 from pvg.records import Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.vllm_wire import read_generated, read_routed_experts
+from pvg.rollout.vllm_requests import read_generated, read_routed_experts
 from pvg.servers.pool import MalformedReply
 from pvg.tasks import open_task
 from pvg.training.batch import routed_experts_of

@@ -15,10 +15,10 @@ from tiny_policies import generate, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pvg.rollout import shared_prefixes
+from pvg.rollout import lean_rows
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder
-from pvg.rollout.shared_prefixes import LEAST_SHARED, MOST_SHARED, SharedPart, shared_parts
+from pvg.rollout.lean_rows import LEAST_SHARED, MOST_SHARED, SharedPart, shared_parts
 
 
 def tokens(*pieces: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -112,7 +112,7 @@ def test_shared_parts_change_no_completion(
     apart = generate(branching(), model=tiny_model(module=module))
     alone = sum(computed)
     computed.clear()
-    monkeypatch.setattr(shared_prefixes, "LEAST_SHARED", 4)
+    monkeypatch.setattr(lean_rows, "LEAST_SHARED", 4)
     together = generate(branching(), model=tiny_model(module=module))
     assert sum(computed) < alone
     for one, other in zip(apart, together, strict=True):

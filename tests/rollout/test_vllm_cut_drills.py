@@ -15,8 +15,7 @@ from vllm_drills import Drill, FakeVllm, Fault, check, fingerprint, request, run
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion
-from pvg.rollout.vllm_requests import joined, remainder
-from pvg.rollout.vllm_wire import SEED_BITS
+from pvg.rollout.vllm_requests import SEED_BITS, joined, remainder
 
 
 def live(d: Drill, name: str) -> list[Any]:

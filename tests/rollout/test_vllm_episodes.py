@@ -14,7 +14,7 @@ from pvg.records import Grade, Group, Int32, Problem, Role, Rollout, Turn, Versi
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
 from pvg.rollout.engine import Completion, Sampling
 from pvg.rollout.episodes import Observation, Transcript
-from pvg.rollout.vllm_wire import SEED_BITS
+from pvg.rollout.vllm_requests import SEED_BITS
 
 QUESTION = np.array([50, 51], dtype=np.int32)
 SAMPLING = Sampling(12, (1,))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pvg.rollout.vllm_wire import StreamedCompletion, read_generated, read_prompt_logprobs
+from pvg.rollout.vllm_requests import StreamedCompletion, read_generated, read_prompt_logprobs
 from pvg.servers.pool import MalformedReply
 
 URL = "http://server"

@@ -32,18 +32,18 @@ from patience import until  # noqa: E402
 
 from pvg.config.servers import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
-from pvg.rollout.vllm_engine import VllmEngine  # noqa: E402
-from pvg.servers.canary import (  # noqa: E402
+from pvg.rollout.vllm_engine import (  # noqa: E402
     Canary,
+    VllmEngine,
 )
-from pvg.servers.connections import Connections  # noqa: E402
+from pvg.servers.control import Connections  # noqa: E402
 from pvg.servers.publishing import (  # noqa: E402
     PublishingSession,
     SyncTiming,
     WeightUpdate,
 )
 from pvg.servers.served_model import ServedModel, ServerRequirements  # noqa: E402
-from pvg.servers.transports import open_transport  # noqa: E402
+from pvg.servers.transports.transfer import open_transport  # noqa: E402
 from pvg.telemetry.events import Events, SilentEvents  # noqa: E402
 
 __all__ = [

@@ -38,13 +38,13 @@ from fake_model import (
 from pvg.servers.server_side.pvg_vllm.accepted_weights import (
     ADAPTER_FILE,
     BROKEN,
+    Refusal,
     ServedLabel,
     adapter_folder,
     check_order,
     check_session,
     weight_files,
 )
-from pvg.servers.server_side.pvg_vllm.exchange import Refusal
 
 BLOCK = 16  # tokens of a block of the prefix cache
 FREE = {"/health", "/ping", "/version", "/v1/models", "/metrics", "/inference/v1/generate", "/v1/completions"}

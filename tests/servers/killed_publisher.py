@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from pvg.servers.publishing import PublishingSession, WeightLabel
-from pvg.servers.transports.versions import STABLE, VersionFolders, write_tensors
+from pvg.servers.transports.files import STABLE, VersionFolders, write_tensors
 
 FILE = "model.safetensors"
 RUN = "run"

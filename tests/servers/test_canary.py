@@ -17,7 +17,7 @@ from pvg.models.characters import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32
-from pvg.servers.canary import NEW_TOKENS, Canary, greedy_sequences, reference_logprobs
+from pvg.rollout.vllm_engine import NEW_TOKENS, Canary, greedy_sequences, reference_logprobs
 
 SEQUENCES = [np.array([3, 4, 5, 6], dtype=np.int32), np.array([7, 8], dtype=np.int32)]
 SERVER = "http://server"

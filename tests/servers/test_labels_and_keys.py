@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
-from pvg.servers.connections import KEY_FILE, KEY_VARIABLE, control_key
+from pvg.servers.control import KEY_FILE, KEY_VARIABLE, control_key
 from pvg.servers.publishing import PublishingSession, WeightLabel
 from pvg.servers.server_side.pvg_vllm import accepted_weights as server_side
-from pvg.servers.server_side.pvg_vllm.exchange import Refusal
+from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal
 
 TAILS = st.text("0123456789abcdef-", min_size=1, max_size=12)
 LABELS = st.builds(WeightLabel, st.builds(PublishingSession, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
@@ -137,7 +137,7 @@ def test_a_place_where_no_key_can_lie_is_told(tmp_path: Path) -> None:
 RACE = """
 import sys
 from pathlib import Path
-from pvg.servers.connections import control_key
+from pvg.servers.control import control_key
 print("there", flush=True)
 for line in sys.stdin:
     try:

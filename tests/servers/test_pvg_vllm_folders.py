@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pvg.servers.server_side.pvg_vllm.accepted_weights import adapter_folder, weight_files
-from pvg.servers.server_side.pvg_vllm.exchange import Refusal
+from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal, adapter_folder, weight_files
 
 Change = Callable[[Path], object]
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pvg.servers import publishing as client
 from pvg.servers.server_side.pvg_vllm import accepted_weights as server
-from pvg.servers.server_side.pvg_vllm.exchange import Refusal, tell
+from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal
+from pvg.servers.server_side.pvg_vllm.middleware import tell
 from pvg.telemetry.events import format_event
 
 NOW = server.ServedLabel.parse("18ea1535542cb2ce-d5622cc9/12")

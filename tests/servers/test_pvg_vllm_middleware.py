@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pvg.servers.server_side.pvg_vllm import routes
-from pvg.servers.server_side.pvg_vllm.exchange import Message, Receive, Scope, Send
-from pvg.servers.server_side.pvg_vllm.middleware import ADMITTED_AT_A_TIME, PvgMiddleware
+from pvg.servers.server_side.pvg_vllm import middleware as routes
+from pvg.servers.server_side.pvg_vllm.middleware import ADMITTED_AT_A_TIME, Message, PvgMiddleware, Receive, Scope, Send
 
 KEY = "a-key"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}

@@ -13,9 +13,8 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import assign as assign_key
 from pvg.config.load import build_experiment, parse_override
 from pvg.errors import ConfigurationError
-from pvg.servers.command import Interpreter, ServerSpec, server_spec
-from pvg.servers.connections import KEY_VARIABLE, control_key
-from pvg.servers.models import Purpose
+from pvg.servers.command import Interpreter, Purpose, ServerSpec, server_spec
+from pvg.servers.control import KEY_VARIABLE, control_key
 
 CPU = Interpreter(Path(sys.executable), "0.32.0", "cpu", "a test")
 GPU = Interpreter(Path(sys.executable), "0.32.0", "gpu", "a test")
@@ -49,7 +48,7 @@ def spec_for(
     return server_spec(experiment, purpose, interpreter, folder, log=tmp_path / "log", port=8123, host=host)
 
 
-NCCL = ("weights.transport=nccl", "weights.transport.experimental=true")
+NCCL = ("weights.transport=nccl",)
 
 
 def value(spec: ServerSpec, option: str) -> str:
@@ -84,11 +83,9 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
 def test_switches_and_extra_arguments(tmp_path: Path) -> None:
     spec = spec_for(
         tmp_path,
-        "serving.max_model_len=512",
         "rollout.dtype=bfloat16",
         'serving.extra_args=["--seed", "7"]',
     )
-    assert value(spec, "--max-model-len") == "512"
     assert value(spec, "--dtype") == "bfloat16"
     assert spec.command[-2:] == ("--seed", "7")
 

@@ -16,7 +16,7 @@ from pvg.config.models import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model
 from pvg.models.heads import ScalarHead
-from pvg.servers.models import export_classifier, make_folder, model_folder
+from pvg.servers.command import export_classifier, make_folder, model_folder
 
 VERIFIER = "embedded:modchain-verifier-small"
 

@@ -18,8 +18,9 @@ from pvg.models.low_rank import LowRankAdapter
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.transports import files, open_transport
+from pvg.servers.transports import files
 from pvg.servers.transports.files import AdapterTransport, fingerprint
+from pvg.servers.transports.transfer import open_transport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 LOAD, UNLOAD = "/pvg/adapters", "/pvg/adapters/unload"

@@ -25,8 +25,7 @@ from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import transfer
-from pvg.servers.transports.gpu import NcclBackend
-from pvg.servers.transports.transfer import TransferTransport
+from pvg.servers.transports.transfer import NcclBackend, TransferTransport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 INIT, START, UPDATE, FINISH = (

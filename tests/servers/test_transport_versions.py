@@ -16,7 +16,7 @@ from full_disk import files_up_to, tmpfs_on
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
 from pvg.servers.publishing import PublishingSession, WeightLabel
-from pvg.servers.transports.versions import STABLE, VersionFolders, write_tensors
+from pvg.servers.transports.files import STABLE, VersionFolders, write_tensors
 from pvg.store.atomic import write_synced
 
 FIRST, SECOND = PublishingSession(1000, "aaaaaaaa"), PublishingSession(2000, "bbbbbbbb")

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.game.on_policy import chosen_groups, live_groups, refill_counts
+from pvg.game.groups import chosen_groups, live_groups, refill_counts
 from pvg.records import Role
 
 H, S = Role.HELPFUL, Role.SNEAKY

@@ -23,17 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError
 from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.prompt_checks import check_prompts_fit
-from pvg.game.prover_phase import ProverPhase
+from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
+from pvg.game.round import TrainingPhase
 from pvg.game.session import Session
+from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
@@ -43,7 +44,7 @@ from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 
 THRESHOLD = 0.0
@@ -81,9 +82,9 @@ def check(experiment: Experiment, steps: int) -> None:
             f"{experiment.training.minibatches} steps, so rollouts would be sampled but not trained on.",
             f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
         )
-    if experiment.game.stop.kind != "steps":
+    if experiment.game.stop != "steps":
         raise ConfigurationError(
-            f"game.stop = {experiment.game.stop.kind!r} may end a sample early.",
+            f"game.stop = {experiment.game.stop!r} may end a sample early.",
             "Set game.stop = 'steps' for a benchmark.",
         )
 
@@ -183,7 +184,7 @@ class EndToEnd:
             "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,
-            "loss": training.loss.kind,
+            "loss": training.loss,
             "kl": training.kl.coefficient,
             "seed": experiment.seed,
         }
@@ -206,11 +207,11 @@ class EndToEnd:
             "rollouts_per_s": session.ledger.rollouts / seconds,
         }
 
-    async def _fresh_phase(self) -> ProverPhase:
+    async def _fresh_phase(self) -> TrainingPhase:
         session, players = self._session, self._session.players
         await players.compute(lambda: self._learner.load_weights(players.base.weights()))
         info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._workload.steps)
-        phase = ProverPhase(session, info, self._verifier, THRESHOLD, self._learner)
+        phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
         phase.version = players.engine.version  # play() publishes the start weights as the version after it
         session.ledger.completion_tokens = session.ledger.prompt_tokens = session.ledger.rollouts = 0
         return phase

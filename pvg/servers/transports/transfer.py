@@ -20,24 +20,319 @@ or an update fails. So a server that returns late catches up in a separate group
 from __future__ import annotations
 
 import asyncio
+import base64
+import importlib.util
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pvg.errors import PvgError, StateError
-from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
-from pvg.servers.pool import ServerFault
-from pvg.servers.publishing import BROKEN, WeightLabel, WeightUpdate
-from pvg.servers.transports.gpu import GroupClient, TrainerEngine, TransferBackend, TransferSource
+from pvg.config.servers import DeviceTransport, LoraTransport, Weights
+from pvg.errors import MissingRequirementError, PvgError, StateError
+from pvg.installation import install_extra
+from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming, ServerInfo
+from pvg.servers.pool import ConnectionBroken, MalformedReply, Reply, ReplyTimeout, ServerFault
+from pvg.servers.publishing import BROKEN, PublishingSession, WeightLabel, WeightUpdate
+from pvg.servers.transports import Transport
+from pvg.servers.transports.files import AdapterTransport, FilesystemTransport, VersionFolders, untied, wire_dtype
 from pvg.telemetry.spans import run_in
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     import torch
+    from torch import Tensor
+
+
+# What vLLM's weight transfer needs on the trainer's side: the weights, a client of the servers, and a mechanism.
+
+
+class TrainerEngine(Protocol):
+    """The methods of vLLM's TrainerWeightTransferEngine that pvg uses. Both block."""
+
+    def send_weights(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class TransferBackend(Protocol):
+    """One of vLLM's mechanisms to move tensors between GPUs."""
+
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
+        """Form the group of the trainer and the client's servers. Blocks until all have joined."""
+        ...
+
+
+class ParameterMeta(NamedTuple):
+    """Has the fields of vLLM's ParamMeta."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TransferSource:
+    """A WeightSource for vLLM's trainer side: a copy of the weights in the servers' dtype, tied ones once.
+
+    The copy lets the trainer continue, and serves servers that return late. It takes that much GPU memory.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self._dtype = dtype
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors.clear()  # first, so that there are never two copies
+        for name, tensor in untied(tensors).items():
+            copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
+            self._tensors[name] = copy.contiguous()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)  # vLLM reads the copy from other streams, which do not wait
+
+    def clear(self) -> None:
+        self._tensors.clear()
+
+    def metadata(self) -> list[ParameterMeta]:
+        return [ParameterMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self._tensors.items()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._tensors.items()
+
+
+class NcclBackend:
+    """Broadcasts dense weights, packed into buffers of vLLM's size."""
+
+    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
+        try:
+            from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+            from vllm.distributed.weight_transfer.nccl_common import (
+                NCCLWeightTransferInitInfo,
+                uid_init_process_group,
+                worker_init_payload,
+            )
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+        except ImportError as error:
+            raise MissingRequirementError(
+                f"This vLLM has no weight transfer by a shared id: {error}.",
+                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
+            ) from None
+        engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
+        unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
+        workers = NCCLWeightTransferInitInfo(
+            rank_offset=1,  # of the first server; the client sets each server's own
+            world_size=client.ranks,
+            nccl_unique_id_b64=base64.b64encode(unique_id).decode("ascii"),
+            packed=engine.packed,
+            packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
+            packed_num_buffers=engine.packed_num_buffers,
+        )
+        # All ranks must enter at the same time: the workers wait for the trainer during this call.
+        caller = ThreadPoolExecutor(1, "pvg-nccl-init")
+        try:
+            called = caller.submit(client.init_weight_transfer_engine, worker_init_payload(workers))
+            engine.model_update_group = uid_init_process_group(unique_id, 0, client.ranks, source.device.index)
+            called.result()
+        finally:
+            caller.shutdown(wait=False)
+        opened: TrainerEngine = engine
+        return opened
+
+
+# --- the client of a group of servers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A server of the group. `first_rank` is the rank of its first worker; the trainer is rank 0."""
+
+    control: ControlClient
+    first_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCall:
+    """One call to one server, in ms. `part`: the part of the delivery that it belongs to."""
+
+    part: str
+    wall_ms: float
+    work_ms: float
+    received_ns: int
+
+
+class GroupClient:
+    """`servers` with their numbers of workers. The methods of vLLM's protocol raise the first fault of any server."""
+
+    def __init__(
+        self,
+        servers: Sequence[tuple[ControlClient, int]],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._loop = loop
+        self.members: list[GroupMember] = []
+        self.ranks = 1
+        for control, workers in servers:
+            self.members.append(GroupMember(control, self.ranks))
+            self.ranks += workers
+        self.begin("", "")
+
+    def begin(self, label: str, trace: str) -> None:
+        self._label, self._trace = label, trace
+        self._steps: dict[str, list[GroupCall]] = defaultdict(list)
+        self._started: set[str] = set()
+        self._finished: set[str] = set()
+        self._ended = False
+        self.faults: dict[str, ServerFault | PvgError] = {}  # each server's first fault, by url
+        self.failed = asyncio.Event()  # set with the first fault
+
+    # --- vLLM's VLLMWeightSyncClient: blocking, called from vLLM's threads --------------------------------------------
+
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """`init_info` is for the first server. If it has a rank_offset, each server gets its own."""
+
+        def body(member: GroupMember) -> dict[str, Any]:
+            ranked = {"rank_offset": member.first_rank} if "rank_offset" in init_info else {}
+            return {"init_info": {**init_info, **ranked}}
+
+        self._block(self._post("init_ms", "/init_weight_transfer_engine", body))
+
+    def start_weight_update(self) -> None:
+        self._started.update(member.control.url for member in self.members)
+        self._block(self._post("load_ms", "/start_weight_update"))
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
+        body = {"update_info": update_info}
+        self._block(self._post("load_ms", "/update_weights", lambda member: body))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ignores vLLM's `weight_version` and uses the label of the update."""
+        self._block(self._finish())
+
+    def _block(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # --- in the event loop --------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        await self._each("pause_ms", lambda member: member.control.pause(self._trace))
+
+    async def resume(self) -> None:
+        """Resume every server, even if others fail. Faults appear in the outcomes."""
+        await self._each("resume_ms", lambda member: member.control.resume(self._trace), must=True)
+
+    def end(self) -> None:
+        """Give up the update: a vLLM thread that continues later can make no more calls."""
+        self._ended = True
+
+    async def mark_broken(self, prefix: str) -> None:
+        """Give up the update, and put `prefix` before the label of servers that began it and did not finish."""
+        self.end()
+        body = {"new_version": prefix + self._label}
+        halfway = self._started - self._finished
+        await self._each(
+            "mark_ms",
+            lambda member: member.control.call("/update_weight_version", body, self._trace),
+            among=halfway,
+            must=True,
+        )
+
+    async def shutdown(self) -> None:
+        """Make the servers leave the group. One that does not answer has already left it, or leaves when the next group
+        forms."""
+        await self._each(
+            "shutdown_ms", lambda member: member.control.call("/shutdown_weight_transfer_engine", None), must=True
+        )
+
+    def outcomes(self, label: WeightLabel, *, timed_out: str = "") -> dict[str, DeliveryTiming | BaseException]:
+        """By url: a delivery if the update finished, otherwise the server's fault or the one that stopped the group."""
+        return {member.control.url: self._outcome(member.control.url, label, timed_out) for member in self.members}
+
+    def _outcome(self, url: str, label: WeightLabel, timed_out: str) -> DeliveryTiming | BaseException:
+        if fault := self.faults.get(url):
+            return fault
+        if url not in self._finished:
+            failed_url = next(iter(self.faults), "")
+            return (
+                ConnectionBroken(url, f"given up, because {failed_url} failed")
+                if failed_url
+                else ReplyTimeout(url, timed_out)
+            )
+        steps = self._steps[url]
+        parts: dict[str, float] = defaultdict(float)
+        for step in steps:
+            parts[step.part] += step.work_ms
+        return DeliveryTiming(
+            url=url,
+            label=label,
+            wall_ms=sum(step.wall_ms for step in steps),
+            rpc_ms=sum(step.work_ms for step in steps),
+            received_ns=steps[0].received_ns,
+            parts=dict(parts),
+        )
+
+    async def _finish(self) -> None:
+        body = {"weight_version": self._label}
+
+        async def finish(member: GroupMember) -> Reply:
+            reply = await member.control.call("/finish_weight_update", body, self._trace)
+            self._finished.add(member.control.url)
+            return reply
+
+        await self._each("load_ms", finish)
+
+    async def _post(
+        self, part: str, path: str, body: Callable[[GroupMember], Mapping[str, Any] | None] = lambda member: None
+    ) -> None:
+        await self._each(part, lambda member: member.control.call(path, body(member), self._trace))
+
+    async def _each(
+        self,
+        part: str,
+        call: Callable[[GroupMember], Awaitable[Reply]],
+        *,
+        among: set[str] | None = None,
+        must: bool = False,
+    ) -> None:
+        """Run `call` for all members concurrently (or those `among`) and record the results. Raises the first fault,
+        unless `must` is set: then faults are only recorded."""
+        if self._ended and not must:
+            raise ReplyTimeout(self.members[0].control.url, "the update was given up")
+        members = [member for member in self.members if among is None or member.control.url in among]
+        outcomes = await asyncio.gather(
+            *(self._timed(part, member, call) for member in members), return_exceptions=True
+        )
+        faults = [outcome for outcome in outcomes if outcome is not None]
+        for fault in faults:
+            if must and isinstance(fault, (ServerFault, PvgError)):
+                continue
+            raise fault
+
+    async def _timed(self, part: str, member: GroupMember, call: Callable[[GroupMember], Awaitable[Reply]]) -> None:
+        url, sent = member.control.url, time.perf_counter()
+        try:
+            reply = await call(member)
+            work_ms, received_ns = _stamp(reply, WORK_HEADER), int(_stamp(reply, RECEIVED_HEADER))
+        except (ServerFault, PvgError) as fault:
+            self.faults.setdefault(url, fault)
+            self.failed.set()
+            raise
+        self._steps[url].append(GroupCall(part, (time.perf_counter() - sent) * 1e3, work_ms, received_ns))
+
+
+def _stamp(reply: Reply, name: str) -> float:
+    """A number in the reply's headers, set by pvg's middleware."""
+    try:
+        return float(reply.headers.get(name, ""))
+    except ValueError:
+        raise MalformedReply(reply.url, f"the header {name} is missing or not a number") from None
+
 
 T = TypeVar("T")
 
@@ -225,3 +520,47 @@ def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
 def _retrieve(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def open_transport(
+    section: Weights,
+    run: str,
+    executor: Executor | None,
+    dtype: str,
+    session: PublishingSession,
+    device: torch.device | None = None,
+) -> Transport:
+    """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
+    `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
+    `device`: where the weights are; from another one than a GPU, `nccl` copies them to the first GPU.
+
+    Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
+    `nccl` needs.
+    """
+    if isinstance(section.transport, DeviceTransport):
+        return _open_transfer(section, executor, dtype, device)
+    import torch
+
+    kind = getattr(torch, dtype)
+    folders = VersionFolders(section.root, run, session)
+    if isinstance(section.transport, LoraTransport):
+        return AdapterTransport(folders, executor, kind)
+    return FilesystemTransport(folders, executor, kind)
+
+
+def _open_transfer(section: Weights, executor: Executor | None, dtype: str, device: torch.device | None) -> Transport:
+    import torch
+
+    lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
+    install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
+    if lacking:
+        raise MissingRequirementError(
+            f'weights.transport = "nccl" needs {lacking} on the trainer\'s machine.',
+            f'Set weights.transport = "filesystem"{install}',
+        )
+    if device is None or device.type != "cuda":
+        device = torch.device("cuda", 0)
+    return TransferTransport(NcclBackend(), executor, device, getattr(torch, dtype), section.timeout_s)

@@ -5,6 +5,6 @@
         --middleware pvg_vllm.middleware.PvgMiddleware --worker-extension-cls pvg_vllm.worker.PvgWorker
 
 vLLM has a separate environment, so this package imports no other part of pvg: only the standard library and, in
-`worker`, what vLLM installs. `accepted_weights` and `exchange` therefore repeat parts of pvg.servers.publishing and
+`worker`, what vLLM installs. `accepted_weights` and `middleware` therefore repeat parts of pvg.servers.publishing and
 pvg.telemetry.events; tests keep them consistent.
 """

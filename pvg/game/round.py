@@ -1,0 +1,250 @@
+"""The prover's round: sample, score, pay, credit, step, publish. This file is the loop of the game.
+
+    phase = TrainingPhase(session, info, learner, GameBatches(session, ...), ...)    # see pvg.game.prover_phase
+    await phase.play()
+
+`GameBatches` makes a batch of rollouts with advantages and log-probs. `TrainingPhase` takes optimizer steps on it,
+publishes the new policy, and commits. What varies is given in (pvg.game.parts): where groups come from, how rewards
+become advantages, whether the verifier learns too, when to stop.
+
+Token ids and log-probs come from the sampler unchanged. All sampled rollouts are recorded and counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pvg.errors import StateError
+from pvg.game.batch_logprobs import BatchLogprobs
+from pvg.game.groups import Refill, ScoredGroups
+from pvg.game.orders import ProverOrders
+from pvg.game.parts import Batches, Credit, GroupSource, Helper, Progress, Tensors, TrainingStop, VerifierInRound
+from pvg.game.rewards import BatchRewards
+from pvg.game.session import Session, finite
+from pvg.game.statistics import BatchClock, mean_score
+from pvg.models.language_model import LanguageModel
+from pvg.records import Float32, Group, Role, Rollout
+from pvg.telemetry.alerts import Alerts
+from pvg.telemetry.events import PhaseInfo
+from pvg.telemetry.spans import span
+from pvg.training.batch import MinibatchSource, PolicyBatch, batch_of, groups_and_roles
+from pvg.training.credit import zero_signal_groups
+from pvg.training.trainer import Trainer
+from pvg.verifier.scorer import VerifierScorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class TrainingPhase:
+    """Trains `learner` on `batches` to the end of the phase, from the last commit on."""
+
+    session: Session
+    info: PhaseInfo
+    learner: LanguageModel
+    batches: Batches
+    minibatches: MinibatchSource  # of `batches`; the trainer's source
+    trainer: Trainer[PolicyBatch]
+    stop_rule: TrainingStop
+    alerts: Alerts
+    helpers: Sequence[Helper]
+    version: int = field(init=False)
+    stopped: bool = False
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.version = self.session.state.version
+        checkpoint, progress = self.session.ledger.read_checkpoint(), self.session.state.progress
+        if checkpoint is None:
+            return
+        tensors, lost = self.batches.load_state(checkpoint[0], progress["batches"])
+        self.trainer.load_state(tensors, checkpoint[1])
+        if lost:
+            self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
+        self.version, self.stopped = progress["version"], progress["stopped"]
+        self.stop_rule.load_state(progress["stop_rule"])
+        self.alerts.load_state(progress["alerts"])
+        self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
+
+    @property
+    def done(self) -> int:
+        return self.trainer.steps_done
+
+    async def play(self) -> None:
+        # The start weights get a new version: the engine may hold those of the last mint or evaluation.
+        self.version += self.done == 0
+        await self._publish()
+        with span("open_models"):
+            for helper in self.helpers:
+                await helper.prepare()
+        self.batches.start(self.version)
+        self.session.first_step()
+        try:
+            while self.done < self.info.total and not self.stopped:
+                await self._step()
+        finally:
+            with span("rollout"):
+                await self.batches.close()
+            for helper in self.helpers:
+                await helper.close()
+
+    async def _step(self) -> None:
+        session = self.session
+        new_batch = self.minibatches.pending == 0  # if so, the trainer asks for `batches.next_batch`
+        report = await self.trainer.step()
+        if report is None:
+            raise StateError("The source of batches ended before the phase did; this is a defect of pvg.")
+        of_step = dict(report.metrics)
+        whole_batch = self.minibatches.pending == 0
+        if whole_batch:
+            self.version += 1
+            of_step |= await self._publish()
+            of_step |= await self.batches.published(self.version)
+        metrics = self.last_metrics = self.batches.metrics | of_step
+        session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
+        if whole_batch:
+            self.stopped = self.stop_rule.observe(metrics)
+        # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
+        session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
+        if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
+            await self._commit()
+
+    async def _publish(self) -> dict[str, float]:
+        with span("sync"):
+            tensors, adapter = await self.session.players.compute(self.learner.policy)
+            return await self.session.players.publish(tensors, self.version, adapter)
+
+    async def _commit(self) -> None:
+        tensors, progress = await self.batches.state()
+        progress = {
+            "batches": progress,
+            "version": self.version,
+            "stopped": self.stopped,
+            "stop_rule": self.stop_rule.state(),
+            "alerts": self.alerts.state(),
+            "metrics": finite(self.last_metrics),
+        }
+        await self.session.commit_trainer(self.trainer, tensors, version=self.version, progress=progress)
+
+    def tell_unfinished(self) -> None:
+        """Report carried rollouts at the end of the phase: the next policy does not continue them."""
+        if self.batches.carried:
+            self.session.tell_lost(
+                self.batches.carried, self.done, "were unfinished when the phase ended and are dropped"
+            )
+
+
+@dataclass
+class GameBatches:
+    """The batches of the prover-verifier game. A batch is deterministic given the weights, its number and the states of
+    the parts, unless a deadline or work ahead makes it depend on which rollouts have arrived.
+
+    `total`: batches of the whole phase. `pay`: rewards of rollouts with scores float32 [N].
+    """
+
+    session: Session
+    total: int
+    orders: ProverOrders
+    groups: GroupSource
+    refill: Refill
+    scorer: VerifierScorer
+    verifier: VerifierInRound
+    pay: Callable[[Sequence[Rollout], Float32], BatchRewards]
+    credit: Credit
+    logprobs: BatchLogprobs
+    clock: BatchClock
+    done: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    async def next_batch(self) -> PolicyBatch:
+        session, players, number = self.session, self.session.players, self.done
+        if not self.groups.ahead:
+            self.clock.begin()
+        async with self.logprobs.early.compute_passes():
+            groups, of_groups = await self.groups.batch(number)
+        self.clock.sampled()
+        scored, resampled_s, of_refill = await self.refill.fill(await self._score(groups), number, self._score)
+        if of_refill:
+            self.clock.resampled(resampled_s)
+        everything = scored.rollouts
+        session.tell_rollouts(everything, number)
+        trained = [everything[row] for row in scored.trained_M]
+        with span("credit"):
+            advantages_M, of_credit = self._credit(scored, trained)
+            batch = await players.off_loop(partial(batch_of, trained, advantages_M))
+        batch = await self.logprobs.add(batch, trained)
+        with span("record"):
+            clock, place = self.clock, (self.verifier.threshold, players.engine.version)
+            measured = partial(scored.metrics, *place, clock.counts, clock.seconds)
+            session.ledger.keep(await players.off_loop(partial(scored.stored, self.scorer.version)))
+            self.done += 1
+            self.metrics = await players.off_loop(measured) | of_credit | of_groups | of_refill | clock.end()
+        return batch
+
+    async def _score(self, groups: Sequence[Group]) -> ScoredGroups:
+        """Score and reward groups that were sampled together."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        with span("score"):  # the cache already holds the scores of groups that were sampled ahead
+            scores_N = await self.scorer.score(rollouts)
+        with span("credit"):
+            paid = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
+        rows_N = np.arange(len(rollouts))
+        return ScoredGroups(groups, scores_N, paid.rewards_N, paid.aligned_N, rows_N, paid.similarity_N)
+
+    def _credit(self, scored: ScoredGroups, trained: Sequence[Rollout]) -> tuple[Float32, dict[str, float]]:
+        """Advantages float32 [M] of the rollouts to train on, and metrics. All rollouts count for the curriculum."""
+        everything = scored.rollouts
+        metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *groups_and_roles(everything))}
+        if scored.similarity_N is not None:
+            sneaky_N = np.array([r.role is Role.SNEAKY for r in everything])
+            metrics["similarity"] = mean_score(scored.similarity_N, sneaky_N)
+        metrics |= self.orders.problems.observe(everything, scored.aligned_N)
+        advantages_M, of_credit = self.credit.observe(trained, scored.rewards_N[scored.trained_M])
+        return advantages_M, metrics | of_credit
+
+    @property
+    def carried(self) -> int:
+        return self.groups.carried
+
+    def start(self, version: int) -> None:
+        self.logprobs.early.start()
+        self.clock.begin()
+        self.groups.start(version, self.done, self.total - self.done)
+
+    async def published(self, version: int) -> dict[str, float]:
+        self.groups.published(version)
+        return await self.verifier.after(self.done, self.scorer)
+
+    async def close(self) -> None:
+        try:
+            await self.logprobs.early.close()
+        finally:  # even if the wait for the early pass was cancelled
+            await self.groups.close()
+            await self.verifier.close()
+
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        # With the score cache, so that a resumed run asks the verifier for the same scores. A score depends on its
+        # batch mates in its last bits, and these would reach the weights. Groups ahead are not reproducible bit by bit
+        # anyway, and scores may be in flight at any time, so they store no cache.
+        players = self.session.players
+        cache = {} if self.groups.ahead else await players.off_loop(self.scorer.cache_state)
+        tensors, updates = await self.verifier.state()
+        own = {"done": self.done, "problems": self.orders.problems.state(), "verifier": updates}
+        return {**cache, **tensors}, own | {"groups": self.groups.state(), "credit": self.credit.state()}
+
+    def load_state(self, tensors: Tensors, progress: Progress) -> tuple[dict[str, Tensor], int]:
+        rest = self.verifier.load_state(tensors, progress["verifier"], self.scorer)
+        if not self.groups.ahead:
+            self.scorer.load_cache_state(rest)
+        self.done = progress["done"]
+        self.orders.problems.load_state(progress["problems"])
+        self.credit.load_state(progress["credit"])
+        rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}
+        return rest, self.groups.load_state(progress["groups"])
