@@ -25,7 +25,7 @@ from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import transfer
-from pvg.servers.transports.transfer import NcclBackend, TransferTransport
+from pvg.servers.transports.transfer import TransferTransport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 INIT, START, UPDATE, FINISH = (
@@ -123,7 +123,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
 
 
 def opened(timeout_s: float = 5.0) -> TransferTransport:
-    return TransferTransport(NcclBackend(), None, torch.device("cpu"), torch.bfloat16, timeout_s)
+    return TransferTransport(None, torch.device("cpu"), torch.bfloat16, timeout_s)
 
 
 def update(version: int = 1) -> WeightUpdate:
