@@ -15,9 +15,9 @@ from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import Deadline
+from pvg.rollout.episodes import Deadline
 
 TOKENIZER = tiny_model().tokenizer
 TOKENS_PER_S = 10
@@ -98,7 +98,7 @@ async def sampling(
 ) -> list[Group]:
     dispatcher = Dispatcher(engine, AnyTask(), TOKENIZER, Sampling(6, (1,)), concurrency)  # type: ignore[arg-type]
     return await dispatcher.sample(
-        orders(sizes), round_=0, source="base", step=0, seed=1, prefix="p", deadline=deadline
+        orders(sizes), SampleCall(round=0, source="base", step=0, seed=1, prefix="p", deadline=deadline)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from tiny_policies import tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import STARTED_AT_A_TIME
+from pvg.rollout.episodes import STARTED_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = 1
@@ -77,8 +78,8 @@ def orders(count: int = 5, size: int = 4) -> list[GroupOrder]:
 
 
 async def sample(dispatcher: Dispatcher, wanted: list[GroupOrder], **changes: Any) -> list[Group]:
-    options = {"round_": 2, "source": "round-001", "step": 9, "seed": 77, "prefix": "r2/mint", **changes}
-    return await dispatcher.sample(wanted, **options)
+    call = SampleCall(round=2, source="round-001", step=9, seed=77, prefix="r2/mint")
+    return await dispatcher.sample(wanted, replace(call, **changes))
 
 
 def dispatcher_of(engine: Any, concurrency: int = 7) -> Dispatcher:
@@ -114,13 +115,14 @@ def test_requests_are_submitted_in_order_under_the_bound_with_seeds_of_their_own
 
 def test_a_group_is_told_when_it_is_complete_and_the_others_are_not() -> None:
     told: list[tuple[int, list[str]]] = []
-    done: list[int] = []
+    engine = ScriptedEngine()
     groups = asyncio.run(
         sample(
-            dispatcher_of(ScriptedEngine()),
+            dispatcher_of(engine),
             orders(),
-            on_done=done.append,
-            on_group=lambda rollouts: told.append((len(done), [rollout.id for rollout in rollouts])),
+            on_group=lambda rollouts: told.append(
+                (len(engine.seen) - engine.now, [rollout.id for rollout in rollouts])
+            ),
         )
     )
     by_id = {ids[0]: ids for _, ids in told}

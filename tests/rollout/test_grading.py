@@ -13,9 +13,9 @@ import pytest
 from tiny_policies import tiny_model, with_engine
 
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import TRIP_TOKENS, Deadline, Grader
+from pvg.rollout.episodes import TRIP_TOKENS, Deadline, Grader
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.spans import Tracer, span
 
@@ -126,7 +126,7 @@ def orders(count: int, size: int) -> list[GroupOrder]:
 async def sampled(engine: Any, executor: Any, task: Any, **options: Any) -> list[Group]:
     dispatcher = Dispatcher(engine, task, TOKENIZER, Sampling(8, (EOS,)), 16, executor)
     wanted = orders(6, 8)
-    return await dispatcher.sample(wanted, round_=0, source="base", step=0, seed=5, prefix="r", **options)
+    return await dispatcher.sample(wanted, SampleCall(0, "base", 0, 5, "r", **options))
 
 
 def test_where_it_is_graded_changes_no_bit_of_what_is_sampled(thread: ThreadPoolExecutor) -> None:

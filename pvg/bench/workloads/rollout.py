@@ -59,7 +59,7 @@ from pvg.game.roles import prompt_renderer
 from pvg.models.language_model import LanguageModel
 from pvg.records import Group, Int32
 from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.seeds import generator_for, seed_for
@@ -304,11 +304,13 @@ class RolloutWorkload:
     async def _sampled(self, batch: OrderBatch) -> list[Group]:
         return await self._dispatcher.sample(
             batch.orders,
-            round_=0,
-            source="bench",
-            step=0,
-            seed=seed_for(self._workload.seed, "bench", "requests", batch.place),
-            prefix=f"bench/{batch.place}",
+            SampleCall(
+                round=0,
+                source="bench",
+                step=0,
+                seed=seed_for(self._workload.seed, "bench", "requests", batch.place),
+                prefix=f"bench/{batch.place}",
+            ),
         )
 
     def _measured(self, groups: list[Group], stats: EngineStats, wall_s: float, slept_s: float) -> dict[str, float]:
