@@ -214,8 +214,7 @@ class Column:
     `short` is its title on the terminal, if it needs another one there. `style`
     holds for all cells that have none. `on` says where the column is shown. `wrap`: long text may take several lines.
     `once`: the column heads groups of rows. The terminal and pages show its value only in the first row of a group.
-    `min_width` and `max_width` hold on the terminal, in characters. `key` is shown before the title on pages, `hint`
-    appears over it.
+    `max_width` holds on the terminal, in characters. `key` is shown before the title on pages, `hint` appears over it.
     """
 
     title: str = ""
@@ -225,7 +224,6 @@ class Column:
     on: Where = "everywhere"
     wrap: bool = True
     once: bool = False
-    min_width: int | None = None
     max_width: int | None = None
     key: LegendKey | None = None
     hint: str = ""
@@ -319,7 +317,6 @@ class Table:
                     style=style,
                     overflow="fold" if column.wrap else "ellipsis",
                     no_wrap=not column.wrap,
-                    min_width=column.min_width,
                     max_width=column.max_width,
                 )
         table.show_header = any(column.header for column in table.columns)
