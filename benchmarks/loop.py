@@ -54,9 +54,8 @@ from benchmarks.loop_engine import (
     recorded,
     some_experts,
 )
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl
@@ -75,7 +74,7 @@ from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, SilentObserver
+from pvg.telemetry.events import PhaseInfo, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 from pvg.training.losses import PolicyObjective
@@ -127,7 +126,7 @@ class LoopSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the rollouts are not whole groups."""
     workload, profile = workload_settings(LoopSettings, settings), settings.profile
-    check_work(settings.experiment, None, workload.rollouts)
+    check_work(settings.experiment, workload.rollouts)
     return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
 
 
@@ -263,7 +262,7 @@ class LoopWorkload:
             "seconds": settings.seconds,
             "retokenize": settings.retokenize,
             "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
-            "loss": self._experiment.training.loss.kind,
+            "loss": self._experiment.training.loss,
             "reward": self._experiment.game.reward.kind,
             "seed": self._experiment.seed,
         }

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from benchmarks.stand_in import StandInEngine
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.prompts import TagPrompts
@@ -259,7 +258,7 @@ class Stragglers:
         """Compute credit as in the game, sleep as long as a trainer would work, and publish the next version. Returns
         the time slept."""
         with span("credit"):
-            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss.kind)
+            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss)
         seconds = self._workload.train_s * len(rollouts) / self._rollouts
         with span("forward_backward"):
             await asyncio.sleep(seconds)

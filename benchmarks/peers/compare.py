@@ -27,10 +27,9 @@ from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
 from pvg import spinning
-from pvg.bench.compare import gains
+from pvg.bench.compare import gains, median
 from pvg.bench.report import BenchReport, Variant, read_environment, usable_cores, write_report
 from pvg.bench.runner import SampleTaken, VariantTrial, common_work, on_loop, run_trials
-from pvg.bench.statistics import median
 from pvg.bench.workloads import BenchMetric
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment, parse_override, read_toml
@@ -136,7 +135,7 @@ def _grpo_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[str, A
     }
     pool = problems_of_half(open_task(experiment.task), "prover")[: row.work["prompts"]]
     prompts = [TAGS[Role.HELPFUL] + problem.question for problem in pool]
-    return told | {"prompts": prompts}, told | {"loss": training.loss.kind, "stops": row.work["stops"]}
+    return told | {"prompts": prompts}, told | {"loss": training.loss, "stops": row.work["stops"]}
 
 
 def _verifier_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -17,7 +17,6 @@ from torch import nn
 
 from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
-from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import sync_metrics
@@ -390,6 +389,4 @@ def verifier_template(experiment: Experiment, task: Task, tokenizer: Tokenizer, 
     """What a verifier with this tokenizer reads of a solution of `task`. `reads`: the built-in head whose input it
     takes."""
     shown = task.shown if isinstance(task, ConcealsText) else None
-    prompts, head = experiment.prompts, experiment.verifier.head
-    asks = head.question if isinstance(head, AnswerHead) else YES_NO_QUESTION
-    return VerifierTemplate(tokenizer, prompts.kind, reads, shown, frame=prompts.frame, asks=asks)
+    return VerifierTemplate(tokenizer, experiment.prompts.kind, reads, shown)

@@ -152,7 +152,7 @@ def test_the_page_with_all_solutions_is_served() -> None:
         assert "form-action 'none'" in answer.headers["Content-Security-Policy"]
         page = Page(answer.read().decode())
         assert page.wrong == []
-        assert "columns" in {attributes.get("id") for _, attributes in page.tags}
+        assert "data" in {attributes.get("id") for _, attributes in page.tags}
 
 
 def test_the_page_follows_a_run_that_grows_is_cut_back_and_ends() -> None:

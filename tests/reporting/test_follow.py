@@ -151,7 +151,7 @@ def test_the_live_page_has_the_sections_of_the_report_and_all_solutions(tmp_path
     live, report = LiveRun(run), run_page(collect(run, read_run(run), 2))
     anchors = [found["id"] for name, found in Page(report).tags if name == "section"]
     assert [found["id"] for name, found in Page(live.page()).tags if name == "section"] == anchors
-    assert 'id="columns"' in live.solutions()
+    assert 'id="data"' in live.solutions()
     assert live.solutions() is live.solutions()
 
 
