@@ -17,8 +17,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_directory import RunDirectory
-from pvg.store.run_folders import refuse_samples
+from pvg.store.run_directory import RunDirectory, refuse_samples
 from pvg.store.run_players import prover_weights_name, saved_verifier_name
 
 if TYPE_CHECKING:
@@ -137,7 +136,6 @@ class FinishedRound:
                 verifier,
                 template_of(self.experiment, task, verifier),
                 verifier.version(),
-                cache_entries=section.cache_entries,
                 token_budget=section.score_tokens,
                 precision=section.precision,
                 executor=executor,

@@ -44,6 +44,8 @@ from pvg.verifier.backend import (
 )
 from pvg.verifier.template import VerifierTemplate
 
+CACHE_ENTRIES = 100_000  # scores in memory, so that a solution is scored once
+
 
 @dataclass(frozen=True, slots=True)
 class ScorerStats:
@@ -98,7 +100,7 @@ class VerifierScorer(Scorer):
         template: VerifierTemplate,
         version: str,
         *,
-        cache_entries: int,
+        cache_entries: int = CACHE_ENTRIES,
         token_budget: int,
         executor: Executor,
         precision: str = "float32",

@@ -53,12 +53,6 @@ def test_all_pairs_of_a_problem_are_more_pairs_of_fewer_solutions() -> None:
     assert problem > 1.2 * random
 
 
-def test_a_cache_of_one_entry_computes_every_pass_anew() -> None:
-    variant = measured("verifier.cache_entries=1")
-    assert variant.status == "ok", variant.reason
-    assert variant.derived["cache_hit_rate"] < 0.1
-
-
 @pytest.mark.parametrize("head", ["implicit", "scalar"])
 def test_every_sample_begins_with_the_same_verifier(head: str) -> None:
     async def run() -> list[str]:

@@ -42,7 +42,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "training": {"steps": 2},
     },
     "both at the same time": {
-        "game": {"schedule": {"kind": "simultaneous", "every": 1, "updates": 1, "problems": 4}},
+        "game": {"schedule": {"kind": "simultaneous", "every": 1, "problems": 4}},
         "training": {"steps": 2},
     },
     "groups of one": {

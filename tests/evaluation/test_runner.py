@@ -41,8 +41,8 @@ from pvg.game.run import play
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import read_json_lines
 from pvg.study.cells import missing_results
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
