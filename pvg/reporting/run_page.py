@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -18,7 +18,7 @@ from pvg.evaluation.report import EvaluationReport, report_of
 from pvg.reporting.charts import PROVER, spark
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
-from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
+from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, phase_label, value_text
 from pvg.reporting.run_sections import (
     learning_section,
     machine_section,
@@ -27,12 +27,18 @@ from pvg.reporting.run_sections import (
     throughput_section,
 )
 from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, shown_solution, solution_pairs
+from pvg.reporting.solutions import (
+    RoundScores,
+    SolutionPair,
+    round_scores,
+    shown_solution,
+    solution_pairs,
+    threshold_of,
+)
 from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
 from pvg.reporting.time_sections import StepWindow, choose_windows, read_windows, time_section, timeline_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
 
@@ -56,62 +62,51 @@ TILES = (
 class RunData:
     """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
     section of a task whose problems are drawn. `rollouts`: the address of the page with all solutions; empty: there is
-    none. `state`: of the run (`state_word`). `playing`: as for `collect`."""
+    none. `state`: of the run (`state_word`)."""
 
     summary: RunSummary
     experiment: Experiment
-    scores: list[RoundScores]
-    pairings: list[SolutionPair]
-    windows: list[StepWindow]
-    damaged_spans: int
-    problems: list[str]
+    scores: list[RoundScores] = field(default_factory=list)
+    pairs: list[SolutionPair] = field(default_factory=list)
+    windows: list[StepWindow] = field(default_factory=list)
+    damaged_spans: int = 0
+    problems: list[str] = field(default_factory=list)
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
-    playing: bool = False
     rollouts: str = ""
     state: RunState | None = None
 
 
-def collect(
-    run: RunDirectory,
-    summary: RunSummary,
-    examples: int,
-    *,
-    playing: bool = False,
-) -> RunData:
-    """Read scores, solutions and spans. A damaged shard is noted under `problems`.
+def collect(run: RunDirectory, summary: RunSummary, examples: int, *, playing: bool = False) -> RunData:
+    """Read scores, solutions and spans. A damaged file is noted under `problems`.
 
-    `playing`: another process plays the run. Then only the newest round's solutions are read, and no whole journals.
+    `playing`: another process plays the run. Then the spans are not read: their file is large.
     """
-    problems: list[str] = []
-    experiment = run.experiment()
-    drawing: PageSection | None = None
-    scores: list[RoundScores] = []
-    pairings: list[SolutionPair] = []
+    data = RunData(summary, run.experiment())
+    kind = data.experiment.task.kind
     try:
-        scores = round_scores(run, summary)
-        pairings = solution_pairs(run, examples, 1 if playing else None) if examples else []
-        if examples and experiment.task.kind in DRAWN_TASKS:
+        data = replace(data, scores=round_scores(run, summary))
+        if examples:
+            data = replace(data, pairs=solution_pairs(run, examples))
+        if examples and kind in DRAWN_TASKS:
             from pvg.reporting.boards import SECTIONS
 
-            drawing = SECTIONS[experiment.task.kind](run, experiment.task.kind, thresholds_of(scores), examples)
+            data = replace(data, drawing=SECTIONS[kind](run, kind, thresholds_of(data.scores), examples))
     except DamagedFileError as error:
-        problems.append(str(error))
-    windows: list[StepWindow] = []
-    damaged = 0
+        data.problems.append(str(error))
     if not playing:
         try:
             run.verify_journal(run.load_state().state or {}, run.spans)
         except StateError as error:
             if str(error) not in summary.notes:
-                problems.append(str(error))
+                data.problems.append(str(error))
         windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
-    evaluation = None
+        data = replace(data, windows=windows, damaged_spans=damaged)
     try:
-        evaluation = report_of(run)
+        return replace(data, evaluation=report_of(run))
     except StateError as error:
-        problems.append(str(error))
-    return RunData(summary, experiment, scores, pairings, windows, damaged, problems, evaluation, drawing, playing)
+        data.problems.append(str(error))
+        return data
 
 
 def thresholds_of(scores: Sequence[RoundScores]) -> dict[int, float]:
@@ -130,12 +125,7 @@ def _header(data: RunData) -> list[object]:
     summary = data.summary
     word, kind = state_word(data.state, summary.status, summary.damaged)
     return [
-        elements.title(
-            summary.name,
-            f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run",
-            word,
-            kind,
-        ),
+        elements.title(summary.name, f"experiment {summary.experiment}", word, kind),
         _facts(summary),
         elements.notes([*(("settings", warning) for warning in summary.warnings), *summary.notes, *data.problems]),
         markup.tiles(_tiles(summary)),
@@ -144,29 +134,21 @@ def _header(data: RunData) -> list[object]:
 
 def _sections(data: RunData) -> list[PageSection]:
     summary = data.summary
-    no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
     return [
         _alerts(summary),
         rounds_section(summary),
         evaluation_section(data.evaluation),
         learning_section(summary),
-        scores_section(data.scores, no_scores),
+        scores_section(data.scores),
         *([data.drawing] if data.drawing else []),
-        solutions_section(data.pairings, thresholds_of(data.scores), data.rollouts),
+        solutions_section(data),
         time_section(summary),
-        _timeline(data),
+        timeline_section(data.windows, data.damaged_spans),
         throughput_section(summary),
         machine_section(summary),
         settings_section(data.experiment),
-        _onwards(summary, running=data.state in ("running", "silent")),
+        _onwards(summary),
     ]
-
-
-def _timeline(data: RunData) -> PageSection:
-    if data.playing:
-        why = "pvg draws the timeline when the run ends, because it needs the whole file of spans."
-        return PageSection("gantt", "Timeline of some steps", [elements.empty(why)] if data.summary.steps else [])
-    return timeline_section(data.windows, data.damaged_spans)
 
 
 def _facts(summary: RunSummary) -> Markup:
@@ -200,24 +182,14 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         series = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
         value = last.get(name, series[-1] if series else None)
-        if value is None:
-            continue
-        since = f"base {metric_text(name, base[name])}" if name in base else ""
-        if name not in last:
-            since = "last step"
-        tiles.append(
-            (metric_display(name).label, metric_text(name, value), since, spark(series or by_round, style), style)
-        )
+        if value is not None:
+            since = "last step" if name not in last else f"base {metric_text(name, base[name])}" if name in base else ""
+            line = spark(series or by_round, style)
+            tiles.append((metric_display(name).label, metric_text(name, value), since, line, style))
     walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
     if walls:
         typical = value_text("seconds", statistics.median(walls))
         tiles.append(("prover step", typical, "median", spark(walls, "ink"), "ink"))
-    budget = summary.budget
-    if sum(budget.values()) > 0:
-        share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())
-        hidden = sum(summary.hidden.values())
-        detail = f"{value_text('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
-        tiles.append(("unaccounted", percent(share), detail, Markup(), "ink"))
     return tiles
 
 
@@ -234,52 +206,32 @@ def _alerts(summary: RunSummary) -> PageSection:
     return PageSection("alerts", "Alerts", [markup.alerts(found)], lead)
 
 
-def _onwards(summary: RunSummary, *, running: bool) -> PageSection:
-    """Commands to type next, and the files of the run."""
+def _onwards(summary: RunSummary) -> PageSection:
+    """Commands to type next."""
     name = RunDirectory(summary.path).argument
-    resumable = summary.status in ("unfinished", "empty") and not running
     commands = [
-        *([(f"pvg train --resume {name}", "continue the run")] if resumable else []),
-        *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
-        *([(f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder")] if summary.rounds else []),
+        (f"pvg train --resume {name}", "continue the run"),
+        (f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more"),
+        (f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder"),
         (f"pvg watch {name}", "follow the run and browse its solutions, live"),
-        (f"pvg report {name}", "make this report again"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
     ]
-    files = [
-        ("metrics.jsonl", "every step, phase and round"),
-        ("spans.jsonl", "what ran when"),
-        ("rollouts/", "every solution, with its score and grade"),
-        ("weights/", "the players of each round"),
-    ]
-    body = [elements.commands(commands), elements.commands(files)]
-    return PageSection("onwards", "Next steps", body, f"The folder of the run is {summary.path}.")
+    lead = f"The folder of the run is {summary.path}."
+    return PageSection("onwards", "Next steps", [elements.commands(commands)], lead)
 
 
-# Solutions of both roles side by side, with scores and grades.
-
-
-def solutions_section(
-    pairings: Sequence[SolutionPair], thresholds: dict[int, float], rollouts: str = ""
-) -> PageSection:
-    """The newest round, then earlier rounds folded. `rollouts`: the address of the page with all solutions."""
-    if not pairings:
-        return PageSection("solutions", "Solutions", [markup.all_solutions(rollouts)])
-    newest = max(pairing.round for pairing in pairings)
-    body = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
-    for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
-        older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
-        body.append(elements.details(f"Round {round_}", older))
-    body.append(markup.all_solutions(rollouts))
-    lead = f"Round {newest}: the flaws with the highest scores, each next to a helpful solution of the same problem."
-    return PageSection("solutions", "Solutions", body, lead)
-
-
-def _pair(pairing: SolutionPair, thresholds: dict[int, float]) -> Markup:
-    threshold = thresholds.get(pairing.round)
-    sides = [shown_solution(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
-    return markup.pairing(pairing.question, pairing.reference, sides)
+def solutions_section(data: RunData) -> PageSection:
+    """What both roles wrote to some problems of the newest round, with scores and grades."""
+    body = []
+    for pair in data.pairs:
+        threshold = threshold_of(data.summary, pair.round)
+        sides = [shown_solution(side, threshold) for side in (pair.helpful, pair.sneaky) if side is not None]
+        body.append(markup.pairing(pair.question, pair.reference, sides))
+    lead = (
+        "Of the newest round: the flaws with the highest scores, each next to a helpful solution of the same problem."
+    )
+    return PageSection("solutions", "Solutions", [*body, markup.all_solutions(data.rollouts)], lead)
 
 
 # The configuration: changed settings first, then all settings folded.

@@ -6,7 +6,6 @@ solutions with scores near the median, which are typical. Without scores (`pvg r
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -127,17 +126,28 @@ class SolutionPair:
     sneaky: Example | None
 
 
-def solution_pairs(run: RunDirectory, each: int, rounds: int | None = None) -> list[SolutionPair]:
-    """At most `each` problems per round, newest round first: the flaws with the highest scores, each with a helpful
-    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone. `rounds`: only so many of the
-    newest rounds; None: all.
+def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
+    """At most `each` problems of the newest round with scores: the flaws with the highest scores, each with a helpful
+    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    found: list[SolutionPair] = []
-    for rollouts in itertools.islice(scored_rollouts(run), rounds):
-        found += _pair(rollouts, each)
-    return found
+    rollouts = next(scored_rollouts(run), [])
+    helpful: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.role is Role.HELPFUL:
+            helpful.setdefault(rollout.problem_id, []).append(rollout)
+    # Flaws with a helpful partner come first, because readers can compare them.
+    flaws = sorted((r for r in rollouts if r.is_flaw), key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
+    pairs = []
+    for flaw in _distinct(flaws, each):
+        partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
+        partner = example_of(partners[0], "helpful") if partners else None
+        pairs.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, example_of(flaw, "sneaky")))
+    if pairs:
+        return pairs
+    alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
+    return [SolutionPair(r.round, r.question, r.reference, example_of(r, "helpful"), None) for r in alone]
 
 
 def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
@@ -155,25 +165,6 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
                 newest = max((rollout.source for rollout in rollouts), key=_age)
                 yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
-
-
-def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
-    flaws = [r for r in rollouts if r.is_flaw]
-    helpful: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.role is Role.HELPFUL:
-            helpful.setdefault(rollout.problem_id, []).append(rollout)
-    # Flaws with a helpful partner come first, because readers can compare them.
-    ranked = sorted(flaws, key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
-    pairings = []
-    for flaw in _distinct(ranked, each):
-        partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
-        partner = example_of(partners[0], "helpful") if partners else None
-        pairings.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, example_of(flaw, "sneaky")))
-    if not pairings:
-        alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
-        pairings = [SolutionPair(r.round, r.question, r.reference, example_of(r, "helpful"), None) for r in alone]
-    return pairings
 
 
 def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
