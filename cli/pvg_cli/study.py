@@ -19,8 +19,8 @@ from pvg_cli import completion
 from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
 
 if TYPE_CHECKING:
-    from pvg.study.cells import CellProgress, StudyFolder
     from pvg.study.plan import Cell, StudyPlan
+    from pvg.study.playing import CellProgress, StudyFolder
     from pvg.study.results import StudyResults
 
 
@@ -84,9 +84,8 @@ def study(  # noqa: PLR0917  (each is an option)
 
     Ctrl-C stops the games at commit points. The same command resumes the study, and keeps complete games.
     """
-    from pvg.study.cells import StudyFolder, progress_of, refuse_irregular_files, refuse_other_settings
-    from pvg.study.plan import load_study
-    from pvg.study.precision import with_precision
+    from pvg.study.plan import load_study, with_precision
+    from pvg.study.playing import StudyFolder, progress_of, refuse_irregular_files, refuse_other_settings
     from pvg.study.results import csv_text
     from pvg.study.text import markdown_text
 
@@ -255,8 +254,8 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> st
 def _write(plan: StudyPlan, folder: StudyFolder, command: str) -> StudyResults:
     """Collect the results so far, and write them as JSON and as a page."""
     from pvg.reporting.table import write_page
-    from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
+    from pvg.study.text import study_page
 
     results = collect(plan, command)
     write_results(folder.results, results)

@@ -14,10 +14,9 @@ from pvg.errors import counted
 from pvg.reporting.formats import duration, metric_display, metric_text, phase_label
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.terminal import QUIET, section
-from pvg.study.cells import CellProgress
 from pvg.study.measures import StudyMeasure
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
-from pvg.study.playing import Ended, Job
+from pvg.study.playing import CellProgress, Ended, Job
 from pvg.study.results import StudyResults
 from pvg.study.text import (
     cautions,

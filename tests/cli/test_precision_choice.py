@@ -13,10 +13,8 @@ from run_samples import commit, state
 from pvg.bench.profile import find_profile, parse_overrides, read_profile, settings_of
 from pvg.game.run import GameOutcome
 from pvg.store import RunDirectory
-from pvg.study.cells import StudyFolder
-from pvg.study.plan import load_study
-from pvg.study.playing import train_command
-from pvg.study.precision import with_precision
+from pvg.study.plan import load_study, with_precision
+from pvg.study.playing import StudyFolder, train_command
 
 HALF = """name = "half"
 [rollout]

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 from study_samples import SMALL, finish, small
 
 from pvg.store.run_directory import RunDirectory
-from pvg.study.cells import CellProgress
 from pvg.study.plan import StudyEvaluation
+from pvg.study.playing import CellProgress
 from pvg.study.results import collect
 from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyWatcher, draw, results_text
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pvg.store import FileStateStore, JsonLines, RunDirectory
-from pvg.study.cells import StudyFolder
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
+from pvg.study.playing import StudyFolder
 
 SMALL = """
 name = "small"

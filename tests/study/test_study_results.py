@@ -10,13 +10,20 @@ import pytest
 from page_checks import check
 from study_samples import SMALL, evaluate, finish, folder_of, small
 
-from pvg.study.cells import note_failure
 from pvg.study.measures import EVALUATION, MeasuredValue
-from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
-from pvg.study.results import StudyResults, collect, csv_text, write_results
-from pvg.study.statistics import summarise
-from pvg.study.text import cautions, change_text, markdown_text, means_table, placed, plan_cautions, rounds_text
+from pvg.study.playing import note_failure
+from pvg.study.results import StudyResults, collect, csv_text, summarise, write_results
+from pvg.study.text import (
+    cautions,
+    change_text,
+    markdown_text,
+    means_table,
+    placed,
+    plan_cautions,
+    rounds_text,
+    study_page,
+)
 
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
 
