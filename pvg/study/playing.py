@@ -32,7 +32,7 @@ from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.report import default_parts
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import DamagedFileError, make_directory, read_stored, remove_temporaries, write_atomic
-from pvg.store.run_directory import RunDirectory, exclusive, refuse_no_folder
+from pvg.store.run_directory import RunDirectory, exclusive
 from pvg.study import child
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
@@ -200,28 +200,6 @@ def steps_done(cell: Cell, state: dict[str, Any]) -> int:
         case "checkpoint":
             done += verifier + prover
     return done
-
-
-@user_paths()
-def refuse_irregular_files(folder: StudyFolder, cells: Sequence[Cell]) -> None:
-    """Raises StateError with the first path of the study that is not the file or folder that pvg makes there, and
-    UsageError if its parent is no folder. A FIFO would block pvg, and a game with a dangling link for its settings
-    would count as new."""
-    refuse_no_folder(folder.path.parent)
-    made_again = "Move it away. pvg then makes a new one."
-    for path in (folder.path, folder.cells, *(cell.run.path for cell in cells)):
-        if os.path.lexists(path) and not path.is_dir():
-            raise StateError(f"{path} is not a folder.", made_again)
-    remedies = dict.fromkeys((folder.results, folder.page), made_again)
-    for cell in cells:
-        own = (folder.settings(cell), folder.log(cell), folder.document(cell), folder.failure(cell))
-        remedies |= dict.fromkeys((*own, cell.run.path / EVALUATION), made_again)
-        remedies[cell.run.experiment_file] = (
-            f"Restore the file from a copy, or move {cell.run.path} away. pvg then plays this game again."
-        )
-    for path, remedy in remedies.items():
-        if os.path.lexists(path) and not path.is_file():
-            raise StateError(f"{path} is not a regular file.", remedy)
 
 
 def refuse_other_settings(cells: Sequence[Cell]) -> None:

@@ -1,9 +1,8 @@
-"""A study's results as short text and Markdown: figures, and sentences about their limits.
+"""A study's results for people: figures as text, sentences about their limits, and the tables.
 
-The terminal, Markdown and the page share them.
-
-    markdown_text(results)                     # the tables
-    placed(document, results.name, tables)     # a document with the tables between its marks, otherwise unchanged
+result_sections(results)                   # the same tables for the terminal, for Markdown and for the page
+markdown_text(results)
+study_page(results)
 """
 
 from __future__ import annotations
@@ -89,16 +88,6 @@ def _from_to(low: str, high: str) -> str:
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
     return f"{low} to {high}"
-
-
-def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
-    """The mean or median of every round, as many as fit."""
-    if len(rounds) < 2:
-        return ""
-    cells = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
-    if len(cells) > 6:
-        cells = [*cells[:2], "…", *cells[-2:]]
-    return " → ".join(cells)
 
 
 def interval_text(measure: MeasureRecord, low: float | None, high: float | None) -> str:
@@ -217,59 +206,54 @@ def plan_cautions(plan: StudyPlan) -> list[str]:
     return [found for effect, count in tests.items() if (found := shortfall(len(plan.seeds), count, effect))]
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def marks(name: str) -> tuple[str, str]:
-    """The marks before and after the part of a document that the tables of study `name` replace."""
-    return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
-
-
-def placed(document: str, name: str, tables: str) -> str:
-    """`document` with `tables` between the marks of study `name`. A document that is empty, or has only tables of this
-    study, is replaced completely.
-
-    Raises ValueError for any other document without the marks, with only one of them, or with repeated or nested marks.
-    """
-    begin, end = marks(name)
-    count = (document.count(begin), document.count(end))
-    if count == (0, 0) and (not document.strip() or document.startswith(f"## {name}\n")):
-        return tables
-    if count == (0, 0):
-        raise ValueError(f"it is not a table of the study, and has no marks {begin} and {end}")
-    if count != (1, 1) or document.index(begin) > document.index(end):
-        raise ValueError(f"the marks {begin} and {end} must occur once each, in this order")
-    before, rest = document.split(begin)
-    older, after = rest.split(end)
-    if "<!-- " in older:
-        raise ValueError(f"there are other marks between {begin} and {end}")
-    return f"{before}{begin}\n\n{tables}\n{end}{after}"
+def result_sections(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> list[PageSection]:
+    """The tables that have rows, each with what it shows. `keys`: the arms' swatches on a page."""
+    tables = [
+        (
+            "table",
+            "Measures after the last round",
+            means_table(results, keys),
+            "The mean over seeds (the median if values are censored), its 95 % interval (Student's t), and the range.",
+        ),
+        (
+            "rounds",
+            "After each round",
+            rounds_table(results),
+            "The mean (the median if values are censored), and the range over seeds.",
+        ),
+        (
+            "comparisons",
+            f"Against {results.reference}, paired by seed",
+            comparisons_table(results, keys),
+            f"Each arm minus {results.reference}. p: exact permutation test, the share of all exchanges within seeds "
+            f"with a difference at least as large. {HOLM}",
+        ),
+        (
+            "trends",
+            "Over the rounds",
+            trends_table(results, keys),
+            "The last round minus the first. Kendall's tau: 1 if every round is above those before it, -1 if every "
+            f"round is below; the mean over seeds. p: test of no trend, with seeds as units. {HOLM}",
+        ),
+    ]
+    return [PageSection(anchor, title, [table], lead) for anchor, title, table, lead in tables if table]
 
 
 def markdown_text(results: StudyResults) -> str:
-    """Means, comparisons, trends, cautions, and the games that they are from."""
-    parts = [f"## {results.name}"]
-    if results.about:
-        parts.append(escaped(results.about))
-    parts += ["### Measures after the last round", means_table(results).to_markdown()]
-    if rounds := rounds_table(results):
-        parts += [
-            "### After each round",
-            "The mean (the median if values are censored), and the range over seeds.",
-            rounds.to_markdown(),
-        ]
-    if results.comparisons:
-        heading = f"### Against {results.reference}, paired by seed"
-        parts += [heading, HOLM, comparisons_table(results).to_markdown()]
-    if trends := trends_table(results):
-        parts += ["### Over the rounds", HOLM, trends.to_markdown()]
+    """The tables, cautions, and the games that they are from."""
+    parts = [f"## {results.name}", *([escaped(results.about)] if results.about else [])]
+    for found in result_sections(results):
+        table = cast(Table, found.body[0])
+        parts += [f"### {found.title}", found.lead, table.to_markdown()]
     if warnings := cautions(results):
         parts.append("\n".join(f"- {escaped(sentence)}" for sentence in warnings))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
     parts.append(
         f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, played by pvg "
-        f"{', '.join(played) or results.pvg}, {results.cpu}, "
-        f"{threads_each(results.threads)}, {results.created}."
+        f"{', '.join(played) or results.pvg}, {results.cpu}, {threads_each(results.threads)}, {results.created}."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -279,22 +263,16 @@ def _arm_column(results: StudyResults) -> Column:
     return Column("arm", wrap=any(len(arm.name) > LONG_NAME for arm in results.arms))
 
 
-def means_table(results: StudyResults) -> Table:
-    """The values after the last round. The terminal also shows the means by round. The page shows these as curves, and
-    Markdown in a separate table."""
-    by_round = Column("by round", style="quiet", on="terminal")
+def means_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
+    """The values after the last round."""
     numbers = (Column("n", "right", wrap=False), Column("mean", "right", "strong"), Column("95 % interval", "right"))
-    several = any(len(results.result(a.name, m.name).rounds) > 1 for a in results.arms for m in results.measures)
-    columns = [MEASURE, _arm_column(results), *numbers, Column("range", "right", wrap=several)]
-    table = Table([*columns, by_round] if several else columns, narrow=True)
+    table = Table([MEASURE, _arm_column(results), *numbers, Column("range", "right")], narrow=True)
     for measure in results.measures:
         for arm in results.arms:
-            result = results.result(arm.name, measure.name)
-            found, seeds = result.summary, len(results.seeds)
+            found, seeds = results.result(arm.name, measure.name).summary, len(results.seeds)
             count = TableCell(f"{found.n} of {seeds}", "" if found.n == seeds else "worse")
             texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
-            rounds = [rounds_text(measure, result.rounds)] if several else []
-            table.add(measure.label, arm.name, count, *texts, *rounds)
+            table.add(measure.label, TableCell(arm.name, key=(keys or {}).get(arm.name)), count, *texts)
     return table
 
 
@@ -322,10 +300,10 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
         Column("95 % interval", "right"),
         Column("seeds", "right"),
         Column("p", "right", wrap=False),
-        Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
+        Column("Holm's p", "right", short="Holm", wrap=False),
         Column(f"Holm's p of all {results.family}", "right", on="pages"),
     )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
         measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
@@ -335,16 +313,15 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
 
 def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
     """The last round minus the first. `keys`: the arms' swatches on a page."""
-    hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
     columns = (
         Column("last - first", "right", short="change", wrap=False),
         Column("95 % interval", "right"),
         Column("seeds", "right"),
-        Column("tau", "right", wrap=False, hint=hint),
+        Column("tau", "right", wrap=False),
         Column("p", "right", wrap=False),
-        Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
+        Column("Holm's p", "right", short="Holm", wrap=False),
     )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).trend
@@ -369,10 +346,8 @@ def study_page(results: StudyResults) -> str:
         elements.notes(cautions(results)),
     ]
     sections = [
-        _means(results, keys),
+        *result_sections(results, keys),
         _curves(results, keys),
-        _comparisons(results, keys),
-        _trends(results, keys),
         _seeds(results, keys),
         _arms(results, keys),
         _games(results),
@@ -401,49 +376,6 @@ def _facts(results: StudyResults) -> Markup:
             ("pvg", results.pvg),
         ]
     )
-
-
-# --- tables ------------------------------------------------------------------------------------------------------
-
-
-def _means(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
-    """Arms down, measures across: each mean over its interval."""
-    measures = [Column(measure.label, "right", hint=measure.meaning) for measure in results.measures]
-    table = Table([Column("arm"), *measures])
-    for arm in results.arms:
-        means = (_mean(measure, results, arm.name) for measure in results.measures)
-        table.add(TableCell(arm.name, key=keys[arm.name]), *means)
-    lead = (
-        "After the last round: the mean over seeds; below it the 95 % interval (Student's t), or the range of two "
-        "seeds in parentheses."
-    )
-    return PageSection("table", "Results", [table], lead)
-
-
-def _mean(measure: MeasureRecord, results: StudyResults, arm: str) -> TableCell:
-    found = results.result(arm, measure.name).summary
-    below = spread_text(measure, found)
-    if found.n > 1 and found.low is None and not found.censored:
-        below = f"({range_text(measure, found)})"
-    of = "" if found.n == len(results.seeds) else f"({found.n} of {len(results.seeds)})"
-    hint = f"range {range_text(measure, found)}"
-    return TableCell(middle_text(measure, found), "strong", note=of, below=below, hint=hint)
-
-
-def _comparisons(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
-    lead = (
-        f"Each arm minus {results.reference}, paired by seed. p: exact permutation test, the share of all exchanges "
-        "within seeds with a difference at least as large."
-    )
-    return PageSection("comparisons", "Comparisons", [comparisons_table(results, keys)], lead)
-
-
-def _trends(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
-    lead = (
-        "The last round minus the first. Kendall's tau is 1 if every round is above those before it, and −1 if every "
-        "round is below; the mean over seeds. p: test of no trend, with seeds as units."
-    )
-    return PageSection("trends", "Over the rounds", [trends_table(results, keys)], lead)
 
 
 # --- charts ------------------------------------------------------------------------------------------------------
@@ -486,12 +418,9 @@ def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLi
     """A round with censored values shows its median, without a band; at the limit if the median is censored too."""
     points, spread = [], []
     for place, found in enumerate(result.rounds):
-        middle = found.median if found.censored else found.mean
-        if middle is None and found.censored:
-            middle = limit
-        if middle is None:
-            continue
-        points.append((float(place), middle))
+        middle = (limit if found.median is None else found.median) if found.censored else found.mean
+        if middle is not None:
+            points.append((float(place), middle))
         low, high = (found.low, found.high) if found.low is not None else (found.minimum, found.maximum)
         if low is not None and high is not None and not found.censored:
             spread.append((float(place), low, high))
@@ -534,17 +463,13 @@ def _games(results: StudyResults) -> PageSection:
     for cell in results.cells:
         status = "failed" if cell.reason else cell.status
         table.add(
-            _game(cell),
+            cell_text(cell),
             TableCell(status, f"badge {STATUS[status]}"),
             duration(cell.seconds),
             TableCell(cell.run, "code"),
         )
-    failed = elements.notes([(_game(cell), cell.reason) for cell in results.failed])
+    failed = elements.notes([(cell_text(cell), cell.reason) for cell in results.failed])
     return PageSection("games", "Games", [failed, elements.details("All games", [table])])
-
-
-def _game(cell: CellRecord) -> str:
-    return f"{cell.arm}, seed {cell.seed}"
 
 
 def _made_by(results: StudyResults) -> PageSection:
