@@ -311,7 +311,7 @@ def test_metrics_of_one_side_or_of_another_unit_are_left_out_by_name() -> None:
     assert comparison.left_out == (
         "old: only in A",
         "new: only in B",
-        "size: A has MB (lower is better), B has GB (lower)",
+        "size: A has MB, lower; B has GB, lower",
     )
 
 
