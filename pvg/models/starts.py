@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
 from pvg.models.heads import VerifierModel, build_verifier

@@ -34,8 +34,6 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -206,8 +204,6 @@ STYLES = {
     "badge bad": "red",
 }
 BAR = 8  # cells of a bar on the terminal
-
-
 Where = Literal["everywhere", "pages", "terminal"]
 
 
@@ -215,7 +211,7 @@ Where = Literal["everywhere", "pages", "terminal"]
 class Column:
     """A column.
 
-    `short` is its title on the terminal, if it needs another one there. `unit` follows the title on pages. `style`
+    `short` is its title on the terminal, if it needs another one there. `style`
     holds for all cells that have none. `on` says where the column is shown. `wrap`: long text may take several lines.
     `once`: the column heads groups of rows. The terminal and pages show its value only in the first row of a group.
     `max_width` holds on the terminal, in characters. `key` is shown before the title on pages, `hint` appears over it.
@@ -225,7 +221,6 @@ class Column:
     align: Literal["left", "right"] = "left"
     style: str = ""
     short: str | None = None
-    unit: str = ""
     on: Where = "everywhere"
     wrap: bool = True
     once: bool = False
@@ -336,15 +331,12 @@ class Table:
         ends = {place for place, (head, after) in enumerate(pairwise(heads)) if head != after}
         return ends if len(ends) + 1 < len(heads) else set()
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.to_rich()
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self.to_rich())
+    def __rich__(self) -> RichTable:
+        return self.to_rich()
 
     def to_markdown(self) -> str:
         columns = [column for column in self.columns if column.on != "terminal"]
-        titles = [escaped(f"{column.title} {column.unit}".strip()) for column in columns]
+        titles = [escaped(column.title) for column in columns]
         rules = ["---:" if column.align == "right" else "---" for column in columns]
         rows = [[escaped(cell.plain) for column, cell in row if column.on != "terminal"] for row in self._cells()]
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rules, *rows))

@@ -327,7 +327,7 @@ def test_what_cannot_be_compared_is_refused_by_name() -> None:
     assert refused(good, failed_report()) == "The benchmark of b.json failed: No model of that name."
     assert "a.json failed" in refused(failed_report(), good)
     assert "A has 'rollout', B has 'trainer'" in refused(good, made_report(*good.variants, profile="trainer"))
-    assert "A is a bench with one variant, B a sweep with k=1, k=2" in refused(good, sweep)
+    assert "no variant in common" in refused(good, sweep)
     assert "no metric in common: s: only in A, t: only in B" in refused(good, made_report(variant({"t": lower(BASE)})))
 
 

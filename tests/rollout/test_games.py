@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from pvg.config.models import ModelSection
 from pvg.config.task import ModchainTask
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.models import open_model, pick_device
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
+from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, Opponent, PlayedGame, game_start, play_games
-from pvg.rollout.gathering import SampleCall
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.tasks.modchain import Modchain
 
