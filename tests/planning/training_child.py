@@ -21,8 +21,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer
 
 PROMPT = 16
 STATUS = Path("/proc/self/status")
