@@ -54,9 +54,8 @@ from benchmarks.loop_engine import (
     recorded,
     some_experts,
 )
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from benchmarks.stand_in import StandInEngine
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.prompts import TagPrompts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from pvg.bench.profile import find_profile, read_profile
+from pvg.bench.workloads import find_profile, read_profile
 from pvg.config.cluster import AutoCluster
 from pvg.config.experiment import SECTION_NAMES, TABLES
 from pvg.config.load import find_experiment, load_experiment, valid_keys

@@ -25,11 +25,10 @@ from pvg_cli.boundary import (
 )
 
 if TYPE_CHECKING:
-    from pvg.bench.planning import BenchPlan
-    from pvg.bench.profile import BenchSettings
+    from pvg.bench.planning import BenchPlan, OnServer
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
-    from pvg.bench.servers import OnServer
+    from pvg.bench.workloads import BenchSettings
 
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
@@ -99,7 +98,7 @@ def bench(
 
     If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
-    from pvg.bench.profile import find_profile
+    from pvg.bench.workloads import find_profile
 
     if profile is not None:
         find_profile(profile)  # before torch is loaded
@@ -163,7 +162,7 @@ def _say_precision(settings: BenchSettings) -> None:
 
 
 def _list_profiles(as_json: bool) -> None:
-    from pvg.bench.profile import read_profile
+    from pvg.bench.workloads import read_profile
     from pvg.config.load import known_files
     from pvg_cli.output import names_table, stdout
 

@@ -448,7 +448,7 @@ def _known_runs(error: Any) -> str:
     metavar = getattr(getattr(error, "param", None), "metavar", None) or ""
     if type(error).__name__ != "MissingParameter" or "RUN" not in metavar.split("|"):
         return ""
-    from pvg.reporting.run_list import newest_runs
+    from pvg.reporting.follow import newest_runs
     from pvg.store.run_directory import refuse_no_folder
 
     root = Path(error.ctx.params.get("runs") or "runs") if error.ctx is not None else Path("runs")

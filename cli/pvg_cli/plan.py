@@ -49,9 +49,8 @@ def plan(
     """
     from pvg.config.load import nearest
     from pvg.errors import UsageError
-    from pvg.planning.inputs import MACHINES, Inputs
-    from pvg.planning.plan import plan_of
-    from pvg.planning.shapes import read_shape
+    from pvg.planning.memory import read_shape
+    from pvg.planning.plan import MACHINES, Inputs, plan_of
     from pvg.store.run_players import base_source, pinned_players
     from pvg_cli.runs import resolve
 
@@ -122,7 +121,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def _inputs(made: ExperimentPlan) -> Table:
-    from pvg.planning.inputs import INPUTS
+    from pvg.planning.plan import INPUTS
     from pvg.reporting.table import Column, Table
 
     table = Table([Column("input", wrap=False), Column("value", "right", wrap=False), Column("from", style="quiet")])

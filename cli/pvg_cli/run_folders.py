@@ -12,7 +12,7 @@ from pvg_cli import completion
 from pvg_cli.boundary import DebugOption, JsonOption, RunArgument, RunsOption, emit, guarded, say
 
 if TYPE_CHECKING:
-    from pvg.reporting.run_list import RunGlance
+    from pvg.reporting.follow import RunGlance
     from pvg.reporting.table import Table
     from pvg.store.run_directory import RunDirectory
 
@@ -48,7 +48,7 @@ def list_(
     """List the runs of a folder, the one with the newest activity first."""
     import time
 
-    from pvg.reporting.run_list import list_runs, runs_table
+    from pvg.reporting.follow import list_runs, runs_table
     from pvg_cli.output import stdout
 
     _refuse_no_folder(runs)
@@ -80,7 +80,7 @@ def show(
     run: RunArgument, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
     """Show what a run is: its settings, state, files and tags, and the commands to go on with."""
-    from pvg.reporting.run_list import glance_at
+    from pvg.reporting.follow import glance_at
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
 
@@ -215,9 +215,8 @@ def _sizes(run: RunDirectory) -> dict[str, int]:
 def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
     import time
 
-    from pvg.reporting.follow import state_word
+    from pvg.reporting.follow import age, state_word
     from pvg.reporting.formats import byte_size
-    from pvg.reporting.run_list import age
     from pvg.reporting.table import Column, Table
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))

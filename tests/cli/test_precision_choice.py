@@ -10,7 +10,7 @@ import pytest
 from calling import pvg
 from run_samples import commit, state
 
-from pvg.bench.profile import find_profile, parse_overrides, read_profile, settings_of
+from pvg.bench.workloads import find_profile, parse_overrides, read_profile, settings_of
 from pvg.game.run import GameOutcome
 from pvg.store import RunDirectory
 from pvg.study.cells import StudyFolder

@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import (
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import (
     check_work,
     digest_of,
     drawn_rewards,

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.verifier import Verifier as VerifierSection
