@@ -70,7 +70,7 @@ from pvg.game.session import Session
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.records import Group, Int32, Problem
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -161,10 +161,10 @@ class WatchedDispatcher(Dispatcher):
     sampled = 0.0  # when sampling ended
     some: Sequence[tuple[Problem, Int32]] = ()  # completions
 
-    async def sample(self, *arguments: Any, **named: Any) -> list[Group]:
+    async def sample(self, orders: Sequence[GroupOrder], call: SampleCall) -> list[Group]:
         self.after = LoopLagMonitor(self.hz)
         async with LoopLagMonitor(self.hz) as self.during:
-            groups = await super().sample(*arguments, **named)
+            groups = await super().sample(orders, call)
         self.sampled = time.perf_counter()
         self.some = [(group.problem, one.completion_ids) for group in groups for one in group.rollouts][:TIMED_ALONE]
         self.after.start()

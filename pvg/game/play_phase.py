@@ -30,8 +30,8 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
+from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
-from pvg.rollout.gathering import SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.events import SilentEvents

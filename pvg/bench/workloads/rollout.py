@@ -45,7 +45,7 @@ from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Int32, Rollout
 from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.seeds import draw_cyclic, generator_for, seed_for
@@ -317,11 +317,7 @@ class RolloutWorkload:
         with span("rollout"):
             groups = await self._dispatcher.sample(
                 self._orders,
-                round_=0,
-                source="bench",
-                step=0,
-                seed=seed_for(self._workload.seed, "bench", "requests", "fixed"),
-                prefix="bench/fixed",
+                SampleCall(0, "bench", 0, seed_for(self._workload.seed, "bench", "requests", "fixed"), "bench/fixed"),
             )
         wall_s = time.perf_counter() - started
         stats = self._engine.stats.since(before)

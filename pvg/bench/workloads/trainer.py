@@ -48,6 +48,7 @@ from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.models.sources import open_learner
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
@@ -140,11 +141,13 @@ class TrainerWorkload:
         render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         groups = await players.dispatcher.sample(
             fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed),
-            round_=0,
-            source="bench",
-            step=0,
-            seed=seed_for(workload.seed, "bench", "requests", "fixed"),
-            prefix="bench/fixed",
+            SampleCall(
+                round=0,
+                source="bench",
+                step=0,
+                seed=seed_for(workload.seed, "bench", "requests", "fixed"),
+                prefix="bench/fixed",
+            ),
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss)
