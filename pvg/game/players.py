@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
+from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import sync_metrics

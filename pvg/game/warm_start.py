@@ -25,12 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config.cluster import NoCluster
+from pvg.config.base import RunId
 from pvg.config.experiment import Experiment
+from pvg.config.operation import NoCluster
 from pvg.config.rollout import TorchSampling
-from pvg.config.run_ids import RunId
-from pvg.config.training import Training
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup, Training
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase

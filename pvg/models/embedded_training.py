@@ -35,8 +35,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pvg.config.load import EMBEDDED
-from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.config.training import ModelSection
 from pvg.models import open_model
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer

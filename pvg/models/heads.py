@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg.config.verifier import LogprobHead, Verifier
+from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.language_model import LanguageModel, ModelClosedError

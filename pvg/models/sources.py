@@ -26,11 +26,9 @@ from transformers import (
 )
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
-from pvg.config.models import ModelSection
-from pvg.config.run_ids import is_run_id, parse_run_id, shown_source
-from pvg.config.verifier import Verifier
+from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.config.experiment import Experiment
-    from pvg.config.models import ModelSection
+    from pvg.config.training import ModelSection
     from pvg.models.language_model import LanguageModel
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Protocol
 import orjson
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id
+from pvg.config.base import is_hub_id
 from pvg.config.task import DataTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened
 from pvg.inputs import check_regular, expanded, not_json

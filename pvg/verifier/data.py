@@ -14,8 +14,8 @@ import orjson
 import torch
 from numpy.typing import NDArray
 
-from pvg.config.prompts import framed
-from pvg.config.verifier import SOLUTIONS_PER_PROBLEM, YES_NO_QUESTION, Verifier
+from pvg.config.rollout import framed
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.heads import VerifierModel
 from pvg.models.packing import batches, pad_batch

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg.config.experiment import Experiment
-from pvg.config.verifier import LogprobHead, Verifier
+from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, ServerUnavailableError, TrainingDivergedError, WeightsNotArrivedError
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs

@@ -145,7 +145,7 @@ def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
 def test_other_runs_do_not_load_the_boards(tmp_path: Path) -> None:
     played(tmp_path, "first")
     code = (
-        "import sys; from pathlib import Path; from pvg.store import RunDirectory\n"
+        "import sys; from pathlib import Path; from pvg.store.run_directory import RunDirectory\n"
         "from pvg.reporting.run_page import collect, run_page; from pvg.reporting.run_summary import read_run\n"
         f"run = RunDirectory.open({str(tmp_path / 'first')!r}, Path('runs'))\n"
         "text = run_page(collect(run, read_run(run), 2))\n"
