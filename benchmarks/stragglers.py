@@ -177,7 +177,8 @@ class Stragglers:
         self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
         render = prompt_renderer(TagPrompts(), tokenizer)
         self._orders = fixed_orders(experiment, task, render, self._rollouts, workload.seed)
-        self._partial = partial_sampling(experiment, self._dispatcher)
+        reward = experiment.game.reward.kind
+        self._partial = partial_sampling(rollout, experiment.training, reward, self._dispatcher)
 
     def _drawn(self, index: int) -> NDArray[np.int64]:
         """The lengths of all samples up to `index`, concatenated, each with a seed of (sample, batch).
@@ -252,7 +253,7 @@ class Stragglers:
                 step=call.step,
                 seed=call.seed,
                 prefix=call.prefix,
-                deadline=training_deadline(self._experiment),
+                deadline=training_deadline(self._experiment.rollout.deadline, self._experiment.training),
             )
         return groups, time.perf_counter() - started
 

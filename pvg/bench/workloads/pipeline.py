@@ -48,7 +48,7 @@ from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.bench.workloads.pipeline_child import LONGEST_LINE
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.rollout import NoPrefetch
+from pvg.config.rollout import NoPrefetch, Rollouts
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.orders import prover_orders
 from pvg.game.prover_phase import open_prover_phase
@@ -265,7 +265,7 @@ class PipelinedSteps:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_child)
             self._session.observer = StepClock()
-            self._synchronous = replace(self._session, experiment=_synchronous(self._experiment))
+            self._synchronous = replace(self._session, rollout=_synchronous(self._experiment.rollout))
             players = self._session.players
             await players.ready()
             stack.enter_context(players.divided_workers())  # also for the synchronous steps: see "useful work"
@@ -386,13 +386,12 @@ def _seconds(spans: Iterable[Span]) -> float:
     return sum(found.end_s - found.start_s for found in spans)
 
 
-def _synchronous(experiment: Experiment) -> Experiment:
-    rollout = experiment.rollout.model_copy(update={"prefetch": NoPrefetch()})
-    return experiment.model_copy(update={"rollout": rollout})
+def _synchronous(rollout: Rollouts) -> Rollouts:
+    return rollout.model_copy(update={"prefetch": NoPrefetch()})
 
 
-def _open_child(setting: EngineSetup) -> ChildEngine:
-    return ChildEngine(setting.experiment.rollout.concurrency)
+def _open_child(setup: EngineSetup) -> ChildEngine:
+    return ChildEngine(setup.rollout.concurrency)
 
 
 def _mean_over_median(sigma: float) -> float:

@@ -106,7 +106,7 @@ class RecordedSource:
     ) -> None:
         self._batches = cycle(batches)
         self._players, self._learner, self._objective = players, learner, objective
-        self._recomputed = players.experiment.rollout.logprobs == "recomputed"
+        self._recomputed = players.rollout.logprobs == "recomputed"
 
     async def next_batch(self) -> PolicyBatch:
         batch, compute, objective = next(self._batches), self._players.compute, self._objective
