@@ -140,11 +140,11 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 	$(BIN)/python -m pvg.models.embedded_training all
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
-	for profile in rollout trainer e2e verifier sync pipeline; do \
+	for profile in rollout trainer e2e verifier sync; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer rollout-stream trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	for profile in loop stragglers; do \
+	for profile in loop loop-large stragglers pipeline; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in loop; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done

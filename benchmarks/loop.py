@@ -76,7 +76,7 @@ from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, SilentObserver
+from pvg.telemetry.events import PhaseInfo, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 from pvg.telemetry.waits import LagWindow, LoopLagMonitor
 from pvg.training.losses import PolicyObjective
@@ -128,7 +128,7 @@ class LoopSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the rollouts are not whole groups."""
     workload, profile = workload_settings(LoopSettings, settings), settings.profile
-    check_work(settings.experiment, None, workload.rollouts)
+    check_work(settings.experiment, workload.rollouts)
     return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
 
 
@@ -263,7 +263,7 @@ class LoopWorkload:
             "seconds": settings.seconds,
             "retokenize": settings.retokenize,
             "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
-            "loss": self._experiment.training.loss.kind,
+            "loss": self._experiment.training.loss,
             "reward": self._experiment.game.reward.kind,
             "seed": self._experiment.seed,
         }

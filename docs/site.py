@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # pvg is not installed in this environment: these modules need neither torch nor a build
 
 from pvg.config import describe  # noqa: E402
-from pvg.telemetry import metrics_page  # noqa: E402
+from pvg.telemetry import catalogue  # noqa: E402
 
 # Page of the site -> file of the repository.
 OWN = {
@@ -54,7 +54,7 @@ def on_files(files: Files, config: Any) -> Files:
     packages = {name: _package(name) for name in names}
     pages |= {f"reference/{name}.md": text for name, text in packages.items()}
     pages["settings.md"] = describe.page()
-    pages["metrics.md"] = metrics_page.page()
+    pages["metrics.md"] = catalogue.page()
     pages["reference/api.md"] = API
     pages["reference/modules.md"] = MODULES + "\n".join(f"- [pvg.{name}]({name}.md)" for name in packages)
     for page, text in pages.items():

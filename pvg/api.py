@@ -28,7 +28,7 @@ from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
-from pvg.telemetry.observer import Observer, SilentObserver
+from pvg.telemetry.events import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from pvg.records import Problem
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText, GradesInBatches, SplitsSteps, WritesSolutions
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss
 from pvg.verifier.robust import bradley_terry_slopes, cross_entropy_slopes, slopes_of

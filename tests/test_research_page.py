@@ -15,7 +15,7 @@ from pvg.config.load import assign, build_experiment, parse_override
 from pvg.extensions import check_references
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "research.md").read_text()

@@ -55,8 +55,7 @@ def test_a_setting_says_its_range() -> None:
     assert ranges["task.warmup"] == "0 to 1,000,000"
     numbers = [each for each in settings() if each.type.startswith(("integer", "number"))]
     free = {each.key for each in numbers if not each.range}
-    rewards = {f"game.reward.{name}" for name in ("misaligned", "floor")}
-    assert free == rewards | {"task.seed", "task.threshold", "evaluate.attack_cgc_floor"}
+    assert free == {"game.reward.floor", "task.threshold"}
 
 
 def test_the_json_schema_describes_every_setting() -> None:
@@ -72,25 +71,13 @@ def test_a_section_is_explained_with_its_settings() -> None:
     assert told["meaning"].startswith("Fresh samples")
     assert [inside["key"] for inside in told["settings"]] == ["game.test.problems", "game.test.samples"]
     assert "training.kl.target" in [inside["key"] for inside in explained("training")["settings"]]
-    assert [inside["kinds"] for inside in explained("game.mixture")["settings"]] == [
-        ["exponential", "geometric"],
-        ["window"],
-    ]
+    kinds = [inside["kinds"] for inside in explained("training.kl")["settings"]]
+    assert kinds == [["fixed"], ["adaptive"], ["adaptive"]]
 
 
 def test_there_are_no_more_settings_than_one_can_know() -> None:
-    """A new setting has to take the place of another one, or to be argued for here."""
-    outside_tasks = {key for key in valid_keys() if not key.startswith("task.") and not key.endswith(".kind")}
-    of_clusters = {key for key in outside_tasks if key.startswith("cluster.")}
-    of_prompts = {key for key in outside_tasks if key.startswith("prompts.")}
-    # A file and how to learn from it: an optional phase, which most experiments leave out.
-    of_warmup = {f"warmup.{name}" for name in ("path", "question", "solution", "steps", "batch", "learning_rate")}
-    # 131: game.growing makes the verifiers of the embedded game better from round to round.
-    assert len(outside_tasks - of_clusters - of_prompts - of_warmup) <= 131
-    counts = ("workers", "trainers", "min_workers", "max_workers", "trainer_ranks", "gpus_per_worker")
-    assert of_clusters == {*(f"cluster.{name}" for name in counts), "cluster.address"}
-    texts = ("helpful", "sneaky", "examples", "helpful_translation", "sneaky_translation", "frame")
-    assert of_prompts == {*(f"prompts.{name}" for name in texts), "prompts.place"}
+    """A new setting has to take the place of another one."""
+    assert len(valid_keys()) <= 180
 
 
 NAMES = ("modchain", "code", "diplomacy-mini", "diplomacy-plan", "qwen-gsm8k-lora", "smollm2-gsm8k")
@@ -108,7 +95,7 @@ def test_the_commented_experiment_reads_back_as_the_same_one(name: str) -> None:
 def test_the_kind_of_a_table_is_found_where_it_stands_alone_and_in_its_table() -> None:
     assert explained("prompts.kind")["experiments"]["smollm2-gsm8k"] == '"chat"'  # prompts = "chat"
     assert explained("task.kind")["experiments"]["code"] == '"code"'  # [task] kind = "code"
-    assert explained("training.loss.kind")["experiments"] == explained("training.loss")["experiments"] != {}
+    assert explained("training.kl.kind")["experiments"] == explained("training.kl")["experiments"] != {}
 
 
 def test_a_setting_is_explained_with_its_use_in_the_experiments() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pvg.telemetry.processor import processor
+from pvg.telemetry.device import processor
 from pvg.version import code_version
 
 SCHEMA_VERSION = 1

@@ -37,7 +37,7 @@ from pvg.models.starts import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.telemetry.spans import Tracer
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -118,7 +118,6 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
             workers=workers,
         )
         prompt_ids = session.prompts.render(session.problems("prover")[0], Role.HELPFUL)

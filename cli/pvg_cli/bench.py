@@ -16,7 +16,6 @@ from pvg_cli.boundary import (
     EXIT_STOPPED,
     DebugOption,
     JsonOption,
-    RunsOption,
     SetOption,
     announce_loading,
     emit,
@@ -71,11 +70,6 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    replay: Annotated[
-        str | None,
-        typer.Option("--replay", metavar="RUN", help="Use the work of a recorded run (profiles rollout and trainer)."),
-    ] = None,
-    runs: RunsOption = Path("runs"),
     server: Annotated[
         list[str] | None,
         typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable."),
@@ -114,18 +108,16 @@ def bench(
     from pvg.bench.report import write_report
     from pvg.bench.runner import run_plan
     from pvg.errors import UsageError
-    from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
 
     if profile is None:
-        if overrides or sweep or ablate or replay or out or server or serve:
+        if overrides or sweep or ablate or out or server or serve:
             raise UsageError("--profile is missing.", "Give --profile NAME. To list the profiles: pvg bench")
         _list_profiles(as_json)
         return
     given = list(overrides or [])
     own = {"repeats": repeats, "warmup": warmup, "beside": beside}
     given += [f"{key}={value}" for key, value in own.items() if value is not None]
-    recorded = RunDirectory.open(replay, runs) if replay is not None else None
     urls = [url for given_url in server or [] for url in given_url.split(",")]
     plan = plan_bench(
         profile,
@@ -133,14 +125,13 @@ def bench(
         sweep=sweep,
         ablate=ablate,
         interleave=interleave,
-        replay=recorded,
         server_urls=urls,
         serve=serve,
     )
     _say_precision(plan.base)
     path = _output(out, plan)
     on_servers = [word for url in urls for word in ("--server", url)] + (["--serve"] if serve else [])
-    command = _command(profile, given, sweep, ablate, interleave, replay, runs, on_servers, out)
+    command = _command(profile, given, sweep, ablate, interleave, on_servers, out)
     try:
         with _progress(plan) as (on_sample, on_server):
             result = run_plan(plan, command=command, on_sample=on_sample, on_server=on_server)
@@ -264,8 +255,6 @@ def _command(
     sweep: str | None,
     ablate: bool,
     interleave: bool | None,
-    replay: str | None,
-    runs: Path,
     on_servers: list[str],
     out: Path | None,
 ) -> str:
@@ -280,8 +269,6 @@ def _command(
         words.append("--ablate")
     if interleave is not None:
         words.append("--interleave" if interleave else "--one-by-one")
-    if replay is not None:
-        words += ["--replay", replay, "--runs", str(runs)]
     if out is not None:
         words += ["--out", str(out)]
     return shlex.join(words)

@@ -207,7 +207,7 @@ def check_transports(runs: Path) -> Iterator[CheckResult]:
         "weights by GPU",
         "notice",
         "weights.transport = 'nccl' is experimental: no GPU has run it",
-        "To try it: -s weights.transport=nccl -s weights.transport.experimental=true",
+        "To try it: -s weights.transport=nccl",
     )
 
 

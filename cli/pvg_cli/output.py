@@ -101,8 +101,6 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     per_round = "in round 0" if grows else "per round"
     more = "; each later round adds as many" if grows else ""
     micro = f"at most {training.micro_batch_tokens:,} tokens each"
-    if training.micro_batch_memory_mb:
-        micro += f", fewer if these take over {training.micro_batch_memory_mb:,} MB"
     pairs = f"{counted(verifier.steps, 'step')} x {verifier.pairs}"
     if verifier.ensemble.size > 1:
         pairs = f"{verifier.ensemble.size} members x {pairs}"

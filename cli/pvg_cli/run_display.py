@@ -31,7 +31,7 @@ from pvg.reporting.formats import (
     trend,
 )
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
-from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg.telemetry.events import PhaseInfo, Progress
 from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
 
 if TYPE_CHECKING:

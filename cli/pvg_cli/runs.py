@@ -63,9 +63,9 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
 def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) -> None:
     """Raises UsageError if the user asks for what self-play does not do. `chosen`: the keys that the user has written.
     Not a rule of pvg.config.rules, because the value is also the default."""
-    if experiment.task.kind != "play" or experiment.game.start.kind != "base":
+    if experiment.task.kind != "play" or experiment.game.start != "base":
         return
-    if not {"game.start", "game.start.kind"}.isdisjoint(chosen):
+    if "game.start" in chosen:
         raise UsageError(
             "game.start = 'base' has no effect with task.kind = 'play': each round of self-play goes on from the "
             "previous round's player.",

@@ -27,11 +27,10 @@ from pvg.bench.profile import (
     read_profile,
     settings_of,
 )
-from pvg.bench.workloads import REPLAYING, SERVED, WALL, WORKLOADS, WorkloadTable, make_workload
+from pvg.bench.workloads import SERVED, WALL, WORKLOADS, WorkloadTable, make_workload
 from pvg.config.load import did_you_mean, parse_list
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import is_reference
-from pvg.store.run_directory import RunDirectory
 
 Kind = Literal["bench", "sweep", "ablation"]
 
@@ -74,7 +73,6 @@ def plan_bench(
     sweep: str | None = None,
     ablate: bool = False,
     interleave: bool | None = None,
-    replay: RunDirectory | None = None,
     server_urls: Sequence[str] = (),
     serve: bool = False,
     table: WorkloadTable = WORKLOADS,
@@ -87,10 +85,10 @@ def plan_bench(
     settings = parse_overrides(overrides)
     given = [*_on_servers(server_urls, serve, settings), *settings]
     profile, origin = _profile(name, given)
-    _check_workload(profile.profile, origin, replay, bool(server_urls) or serve, table)
+    _check_workload(profile.profile, origin, bool(server_urls) or serve, table)
     if sweep is not None and ablate:
         raise UsageError("--sweep and --ablate cannot be used together.", "Call pvg bench once for each.")
-    settle = partial(settings_of, profile, origin, replay=replay)
+    settle = partial(settings_of, profile, origin)
     base = settle(given)
     kind: Kind = "bench"
     choices = [PlannedVariant("", {}, base)]
@@ -144,18 +142,11 @@ def _profile(name: str, given: Sequence[SettingChange]) -> tuple[Profile, str]:
     return profile, str(path)
 
 
-def _check_workload(
-    workload: str, origin: str, replay: RunDirectory | None, on_servers: bool, table: WorkloadTable
-) -> None:
+def _check_workload(workload: str, origin: str, on_servers: bool, table: WorkloadTable) -> None:
     if workload not in table and not is_reference(workload):
         raise ConfigurationError(
             f"There is no workload {workload!r} ({origin}).{did_you_mean(workload, list(table))}",
             f"Known: {', '.join(table)}. A workload of your own: profile = 'FILE.py:NAME'.",
-        )
-    if replay is not None and workload not in REPLAYING:
-        raise UsageError(
-            f"The workload {workload!r} generates its work; it cannot replay a run.",
-            f"--replay goes with {' and '.join(sorted(REPLAYING))}.",
         )
     if on_servers and workload not in SERVED:
         raise UsageError(

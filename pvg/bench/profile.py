@@ -2,7 +2,7 @@
 
     path = find_profile("rollout")
     changes = parse_overrides(["rollout.engine.max_rows=64", "workload.rollouts=32", "repeats=3"])
-    settings = settings_of(read_profile(path), str(path), changes, replay=None)
+    settings = settings_of(read_profile(path), str(path), changes)
     mine = workload_settings(Settings, settings)        # inside a workload: the validated [workload] table
 
 pvg looks up a name in ./profiles first, then among its own profiles. A `key=value` override names a setting of the
@@ -35,7 +35,6 @@ from pvg.config.load import (
 )
 from pvg.errors import ConfigurationError
 from pvg.extensions import is_reference, split_reference
-from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.cpu import without_slow_bfloat16
 
 OWN_KEYS = ("warmup", "repeats", "beside")  # keys of a profile that --set may change
@@ -121,7 +120,6 @@ class BenchSettings:
     profile: Profile
     experiment: Experiment
     workload: Mapping[str, Any]
-    replay: RunDirectory | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     executor: Executor | None = None  # the compute thread that interleaved variants share
     note: str = ""
@@ -130,9 +128,7 @@ class BenchSettings:
         """The resolved configuration of the profile and of the experiment, as JSON data."""
         profile = self.profile.model_dump(mode="json", by_alias=True) | {"workload": dict(self.workload)}
         profile = {key: value for key, value in profile.items() if key not in ABSENT_IF_EMPTY or value}
-        return {"profile": profile, "experiment": self.experiment.plain()} | (
-            {"replay": self.replay.name} if self.replay else {}
-        )
+        return {"profile": profile, "experiment": self.experiment.plain()}
 
 
 def find_profile(name: str) -> Path:
@@ -153,17 +149,14 @@ def parse_overrides(overrides: Sequence[str]) -> list[SettingChange]:
     return [SettingChange(*found) for override in overrides for found in read_override(override)]
 
 
-def settings_of(
-    profile: Profile, origin: str, changes: Sequence[SettingChange], replay: RunDirectory | None = None
-) -> BenchSettings:
-    """The settings of one variant. `origin`: the profile's file. A replay starts from the run's experiment.
+def settings_of(profile: Profile, origin: str, changes: Sequence[SettingChange]) -> BenchSettings:
+    """The settings of one variant. `origin`: the profile's file.
 
     On a CPU without instructions for bfloat16, what the file of the experiment sets to bfloat16 becomes float32.
     """
     own: dict[str, Any] = {}
     workload = dict(profile.workload)
-    source = find_experiment(profile.experiment) if replay is None else replay.experiment_file
-    data = read_toml(source, "experiment")
+    data = read_toml(find_experiment(profile.experiment), "experiment")
     origins: dict[str, str] = {}
     for change in [*flattened(profile.changes, origin), *changes]:
         origins[change.key] = change.origin
@@ -178,10 +171,8 @@ def settings_of(
         changed = Profile.model_validate(profile.model_dump(by_alias=True) | own)
     except ValidationError as error:
         raise _explained(error, OWN_KEYS, "", lambda key: origins.get(key, origin)) from None
-    experiment, note = build_experiment(data, origin, origins), ""
-    if replay is None:
-        experiment, note = without_slow_bfloat16(experiment, origins.keys())
-    return BenchSettings(changed, experiment, workload, replay, origins, note=note)
+    experiment, note = without_slow_bfloat16(build_experiment(data, origin, origins), origins.keys())
+    return BenchSettings(changed, experiment, workload, origins, note=note)
 
 
 def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> SettingsT:

@@ -28,7 +28,7 @@ import pvg
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.inputs import REPORT_BYTES, read_input
 from pvg.store.atomic import write_output
-from pvg.telemetry.processor import processor
+from pvg.telemetry.device import processor
 from pvg.telemetry.waits import usable_cores
 
 GIB = 1024**3

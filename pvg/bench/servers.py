@@ -32,9 +32,7 @@ FIXED_AT_START = frozenset(
     {
         "serving.max_num_seqs",
         "serving.gpu_memory_utilization",
-        "serving.max_model_len",
         "serving.tensor_parallel",
-        "serving.startup_s",
         "serving.extra_args",
         "models.prover.source",
         "models.prover.dtype",
@@ -46,7 +44,7 @@ FIXED_AT_START = frozenset(
     }
 )
 # Those of them that a server reports, under the same name.
-COMPARED = ("serving.max_num_seqs", "serving.max_model_len")
+COMPARED = ("serving.max_num_seqs",)
 # Fields of `ServerInfo` that a report contains.
 REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
 

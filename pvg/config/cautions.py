@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.game import DecoupledReward, SimultaneousSchedule, SrcReward
+from pvg.config.game import DecoupledReward, SimultaneousSchedule
 from pvg.config.prompt_rules import prompt_warnings
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.rules import rollouts_of_deadline
@@ -25,8 +25,6 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
     reward = experiment.game.reward
     if experiment.task.kind == "play":  # its reward is a change in value
         return
-    if isinstance(reward, SrcReward) and reward.misaligned >= 0:
-        yield f"game.reward.misaligned = {reward.misaligned} rewards what src should punish; set it below 0"
     if isinstance(reward, DecoupledReward) and reward.floor >= 0:
         yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
     if reward.kind == "cgc" and experiment.training.overlong_buffer:
@@ -46,7 +44,7 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             "rollout.engine.batching has no effect with rollout.engine.decoding = 'module', which decodes whole batches"
         )
-    if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
+    if training.loss == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
         yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
         yield (
@@ -64,6 +62,8 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
 
 def _server_warnings(experiment: AllSections) -> Iterator[str]:
     serving, verifier, models = experiment.serving, experiment.verifier, experiment.models
+    if experiment.weights.transport.kind == "nccl":
+        yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
     if verifier.engine == "torch":
         for key in ("verifier_servers", "reference_servers"):
             if getattr(serving, key):
@@ -93,20 +93,19 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
                 "lower the batches"
             )
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
-    if stale and training.loss.kind == "rloo" and training.importance.kind == "none":
+    if stale and training.loss == "rloo" and training.importance == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
             "'decoupled'"
         )
-    if training.minibatches > 1 and training.loss.kind == "rloo":
+    if training.minibatches > 1 and training.loss == "rloo":
         yield (
             "training.loss = 'rloo' has no ratio, so later minibatches ignore that the weights have changed; set "
             "training.minibatches to 1, or training.loss to 'grpo'"
         )
-    if not stale and training.importance.kind in ("decoupled", "unweighted"):
+    if not stale and training.importance in ("decoupled", "unweighted"):
         yield (
-            f"training.importance = {training.importance.kind!r} has no effect without rollout.prefetch: no rollout is "
-            "stale"
+            f"training.importance = {training.importance!r} has no effect without rollout.prefetch: no rollout is stale"
         )
     deadline = rollout.deadline
     if deadline.kind != "none" and deadline.min_rollouts == rollouts_of_deadline(experiment):

@@ -30,7 +30,7 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 # Settings that bound memory. They change the last bits of results and nothing else, so a resumed run may have other
 # values, for example after it ran out of memory.
 MEMORY_SETTINGS = {
-    "training": ("micro_batch_tokens", "micro_batch_memory_mb", "micro_batch_rollouts", "gradient_checkpointing"),
+    "training": ("micro_batch_tokens", "micro_batch_rollouts", "gradient_checkpointing"),
     "verifier": ("micro_batch_tokens", "score_tokens"),
 }
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a

@@ -17,11 +17,6 @@ class SrcReward(Section):
     a misaligned one, by design; `cgc` never does."""
 
     kind: Literal["src"] = "src"
-    misaligned: float = Field(
-        -1.0,
-        description="Reward of a solution whose score is not above its group's mean, aligned or not. A malformed "
-        "solution gets this or less.",
-    )
 
 
 class CgcReward(Section):
@@ -50,11 +45,9 @@ class DecoupledReward(Section):
     )
 
 
-Similarity = Literal["reference", "group", "both"]
-SIMILARITY = (
-    "What a sneaky program is compared with: the problem's reference, the other programs of its group, or both."
+SIMILARITY_WEIGHT = (
+    "Weight of the penalty on a sneaky program that is similar to the reference or to its group. 0: no penalty."
 )
-SIMILARITY_WEIGHT = "Weight of the penalty on a sneaky program that is similar to others. 0: no penalty."
 
 
 class GatedReward(Section):
@@ -66,19 +59,13 @@ class GatedReward(Section):
         description="Reward of a solution that fails a test or has no valid certificate. Lower values punish it more.",
     )
     similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
-    similarity: Similarity = Field("both", description=SIMILARITY)
 
 
 class CompositeReward(Section):
     """For programs: the verifier's probability, plus the weighted share of tests passed."""
 
     kind: Literal["composite"] = "composite"
-    tests_weight: Weight = Field(
-        1.0,
-        description="Weight of the share of tests passed. Higher values favour correct programs over convincing ones.",
-    )
     similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
-    similarity: Similarity = Field("both", description=SIMILARITY)
 
 
 class OwnReward(Section):
@@ -90,48 +77,6 @@ class OwnReward(Section):
 Reward = Annotated[
     SrcReward | CgcReward | PlainReward | DecoupledReward | GatedReward | CompositeReward | OwnReward, ByKind("src")
 ]
-
-
-class SimpleMixture(Section):
-    """`equal`: every source has the same share. `latest`: only the newest source. `base`: only the base prover
-    (with `game.schedule = "simultaneous"` also the current one)."""
-
-    kind: Literal["equal", "latest", "base"] = "equal"
-
-
-class DecayMixture(Section):
-    """Older sources have smaller shares (pvg/game/mixtures.py)."""
-
-    kind: Literal["exponential", "geometric"] = "exponential"
-    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.5,
-        description="Factor from one source to the next older. Near 1, old sources have nearly the share of new ones.",
-    )
-
-
-class WindowMixture(Section):
-    """The newest sources, with equal shares."""
-
-    kind: Literal["window"] = "window"
-    size: Count = Field(2, description="Number of newest sources that the verifier learns from.")
-
-
-Mixture = Annotated[SimpleMixture | DecayMixture | WindowMixture, ByKind("equal")]
-
-
-class StopAfterSteps(Section):
-    """A prover phase ends after training.steps."""
-
-    kind: Literal["steps"] = "steps"
-
-
-class StopAtScoreParity(Section):
-    """A prover phase ends early when sneaky incorrect solutions score as high as helpful correct ones."""
-
-    kind: Literal["score_parity"] = "score_parity"
-
-
-Stop = Annotated[StopAfterSteps | StopAtScoreParity, ByKind("steps")]
 
 
 class DirectProtocol(Section):
@@ -195,28 +140,15 @@ class RoundTest(Section):
     )
 
 
-class BaseStart(Section):
-    """Each round's prover starts from the base prover. Self-play ignores this, and goes on from the previous round."""
-
-    kind: Literal["base"] = "base"
-
-
-class PreviousStart(Section):
-    """Each round's prover goes on from the previous round's; the first one starts from the base prover."""
-
-    kind: Literal["previous"] = "previous"
-
-
-Start = Annotated[BaseStart | PreviousStart, ByKind("base")]
-
-
 class Game(Section):
     """Rounds, roles, rewards, mixture and stop rule."""
 
     rounds: Count = Field(
         3, description="Number of rounds. Each has a mint, a verifier phase, a prover phase and a test."
     )
-    start: Start = BaseStart()
+    start: Literal["base", "previous"] = Field(
+        "base", description="A round's prover starts from the base prover, or from that of the previous round."
+    )
     reward: Reward = SrcReward()
     sneaky_share: Fraction = Field(0.5, description="Share of groups in the sneaky role. The other groups are helpful.")
     mint_problems: Count = Field(
@@ -231,8 +163,13 @@ class Game(Section):
         False,
         description="Each round adds game.mint_problems and verifier.steps: round r has r + 1 times as many of both.",
     )
-    mixture: Mixture = SimpleMixture()
-    stop: Stop = StopAfterSteps()
+    mixture: Literal["equal", "latest", "base", "exponential", "geometric", "window"] = Field(
+        "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/mixtures.py)."
+    )
+    stop: Literal["steps", "score_parity"] = Field(
+        "steps",
+        description="A prover phase ends after training.steps, or when wrong sneaky solutions score like correct ones.",
+    )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()
     test: RoundTest = RoundTest()

@@ -41,9 +41,6 @@ class Evaluate(Section):
         0.95, description="Share of well-formed wrong solutions that an exploit needs (arXiv 2407.13692)."
     )
     attack_groups: Count | None = Field(None, description="Groups per batch of attackers. Unset: training.groups.")
-    attack_cgc_floor: float | None = Field(
-        None, description="Floor of the cgc attacker's reward. Unset: by the round's own scores (docs/evaluation.md)."
-    )
     baseline_probes: Annotated[int, Field(ge=1, le=90)] = Field(
         6, description="Points on the trajectory of the baseline, besides its start. More of them take longer."
     )

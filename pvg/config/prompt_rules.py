@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.prompts import FRAME, WordedPrompts
+from pvg.config.prompts import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
@@ -28,25 +28,12 @@ def same_prompt(experiment: AllSections) -> str:
 
 def prompt_conflicts(experiment: AllSections) -> Iterator[str]:
     """Texts that no player would read."""
-    prompts, protocol = experiment.prompts, experiment.game.protocol.kind
+    prompts = experiment.prompts
     if not isinstance(prompts, WordedPrompts):
         return
-    given = prompts.model_dump(exclude_none=True)
-    own = [name for name in ("helpful", "sneaky", "examples") if name in given]
-    translations = [name for name in ("helpful_translation", "sneaky_translation") if name in given]
+    own = list(prompts.model_dump(exclude_none=True, include=set(TEXTS_FOR_A_TASK)))
     if own and experiment.task.kind == "play":
         yield f"prompts.{own[0]} has no effect with task.kind = 'play', whose prompts come from the game; leave it out"
-    if translations and protocol != "decoupled":
-        yield (
-            f"prompts.{translations[0]} has no effect with game.protocol = {protocol!r}, which has no translator; "
-            "leave it out, or set game.protocol to 'decoupled'"
-        )
-    head = experiment.verifier.head.kind
-    if prompts.frame != FRAME and head == "implicit":
-        yield (
-            "prompts.frame has no effect with verifier.head = 'implicit', which reads the solution as an answer to the "
-            "question; leave it out, or set verifier.head to 'scalar' or 'yes_token'"
-        )
 
 
 def prompt_warnings(experiment: AllSections) -> Iterator[str]:
@@ -70,7 +57,7 @@ def _empty_instructions(experiment: AllSections) -> Iterator[str]:
     prompts = experiment.prompts
     if not isinstance(prompts, WordedPrompts):
         return
-    for name in ("helpful", "sneaky", "helpful_translation", "sneaky_translation"):
+    for name in ("helpful", "sneaky"):
         text = getattr(prompts, name)
         if text is not None and not text.strip():
             yield f"prompts.{name} is empty, so its role gets no instructions; leave it out for those of the task"

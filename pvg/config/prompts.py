@@ -19,13 +19,14 @@ and the comparison at a resume use its content.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from pvg.config.base import ByKind, NotEmpty, Section
 from pvg.inputs import expanded, read_input
 
+# What a verifier with the head scalar or yes_token reads through a chat template.
 FRAME = "Problem:\n{question}\n\nSolution:\n{solution}"
 PLACES = re.compile(r"\{(question|solution)\}")
 
@@ -65,17 +66,10 @@ PromptText = Annotated[str, BeforeValidator(_text), WithJsonSchema(_SCHEMA)]
 ExampleText = Annotated[NotEmpty, BeforeValidator(_text), WithJsonSchema(_SCHEMA)]
 
 
-def _frame(text: str) -> str:
-    for name in ("question", "solution"):
-        if text.count(f"{{{name}}}") != 1:
-            raise ValueError(f"the text must contain {{{name}}} once")
-    return text
-
-
-def framed(frame: str, question: str, solution: str) -> str:
-    """The frame with a question and a solution in it. Braces in these two are kept as they are."""
+def framed(question: str, solution: str) -> str:
+    """FRAME with a question and a solution in it. Braces in these two are kept as they are."""
     texts = {"question": question, "solution": solution}
-    return PLACES.sub(lambda place: texts[place[1]], frame)
+    return PLACES.sub(lambda place: texts[place[1]], FRAME)
 
 
 class PromptExample(Section):
@@ -90,14 +84,12 @@ class TagPrompts(Section):
     """The character H (helpful) or S (sneaky) before the question, for the embedded models, which were trained so."""
 
     kind: Literal["tag"] = "tag"
-    frame: ClassVar[str] = FRAME
 
 
 class PlainPrompts(Section):
     """The question alone, the same for both roles."""
 
     kind: Literal["plain"] = "plain"
-    frame: ClassVar[str] = FRAME
 
 
 class WordedPrompts(Section):
@@ -113,14 +105,6 @@ class WordedPrompts(Section):
         None,
         description="Worked examples: tables with question, helpful and sneaky. Unset: the task's example. []: none.",
     )
-    helpful_translation: PromptText | None = Field(
-        None,
-        description="Instructions of the helpful translator (game.protocol = decoupled). Unset: they fit the task.",
-    )
-    sneaky_translation: PromptText | None = Field(
-        None,
-        description="Instructions of the sneaky translator (game.protocol = decoupled). Unset: they fit the task.",
-    )
 
 
 TEXTS_FOR_A_TASK = tuple(WordedPrompts.model_fields)  # they do not fit another task
@@ -134,17 +118,12 @@ class ChatPrompts(WordedPrompts):
         "system",
         description='Where the instructions are. "user": in the first user message, for templates without system role.',
     )
-    frame: Annotated[PromptText, AfterValidator(_frame)] = Field(
-        FRAME,
-        description="What a verifier with the head scalar or yes_token reads. {question} and {solution} are filled in.",
-    )
 
 
 class TextPrompts(WordedPrompts):
     """Instructions, examples and question as text, for base models, which have no chat template."""
 
     kind: Literal["text"] = "text"
-    frame: ClassVar[str] = FRAME
 
 
 Prompts = Annotated[TagPrompts | ChatPrompts | TextPrompts | PlainPrompts, ByKind("tag")]

@@ -20,7 +20,7 @@ from pvg.config.rollout import TorchSampling
 from pvg.config.sections import AllSections, value_of
 from pvg.config.servers import Serving
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.verifier import ProblemPairing
+from pvg.config.verifier import SOLUTIONS_PER_PROBLEM
 from pvg.extensions import is_reference
 
 # Rewards that compare a score with the other scores of its problem and role.
@@ -51,7 +51,7 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
     rollouts = training.groups * rollout.group_size
     if rollout.group_size == 1 and not training.groupless:
         yield (
-            f"rollout.group_size = 1 is too small for training.loss = {training.loss.kind!r}, which subtracts the "
+            f"rollout.group_size = 1 is too small for training.loss = {training.loss!r}, which subtracts the "
             "mean of the group: every advantage would be 0; set rollout.group_size to 2 or more"
         )
     if rollouts % training.minibatches:
@@ -81,15 +81,10 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
             f"rollout.engine.max_rows = {rollout.engine.max_rows} is above rollout.concurrency = "
             f"{rollout.concurrency}, so a batch is never full; lower the first, or raise the second"
         )
-    if isinstance(verifier.pairing, ProblemPairing):
-        most = verifier.pairing.solutions_per_problem
-        pairs = (most // 2) * (most - most // 2)
-        if verifier.pairs < pairs:
-            yield (
-                f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem with "
-                f"verifier.pairing.solutions_per_problem = {most}; raise the first, or lower the second"
-            )
-    if training.kl.kind == "adaptive" and training.loss.kind == "dapo":
+    pairs = (SOLUTIONS_PER_PROBLEM // 2) ** 2
+    if verifier.pairing == "problem" and verifier.pairs < pairs:
+        yield f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem; raise it"
+    if training.kl.kind == "adaptive" and training.loss == "dapo":
         yield "training.kl = 'adaptive' has no effect: training.loss = 'dapo' has no KL term; set training.kl to 'none'"
     if training.overlong_buffer > rollout.max_tokens:
         yield f"training.overlong_buffer = {training.overlong_buffer} exceeds rollout.max_tokens = {rollout.max_tokens}"
@@ -116,9 +111,9 @@ def _old_logprobs(experiment: AllSections) -> Iterator[str]:
         yield f"rollout.prefetch = {rollout.prefetch.kind!r} trains on rollouts of older weights, but {only}"
     if rollout.deadline.kind == "continue":
         yield f"rollout.deadline = 'continue' trains on rollouts of several weights, but {only}"
-    if training.importance.kind != "none":
+    if training.importance != "none":
         yield (
-            f"training.importance = {training.importance.kind!r} needs the sampler's log-probs, but rollout.logprobs = "
+            f"training.importance = {training.importance!r} needs the sampler's log-probs, but rollout.logprobs = "
             "'recomputed' replaces them; set it to 'sampled', or training.importance to 'none'"
         )
 
@@ -143,7 +138,7 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
     may_leave_one = 1 < rollout.group_size <= 1 + whole - least
     if cuts_batches and reward in RELATIVE_REWARDS and may_leave_one:
         yield (
-            f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
+            f"{alone} with training.loss = {training.loss!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
         )
     if least > whole:
@@ -154,7 +149,7 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
     if least == 1 and not training.groupless and deadline.kind == "cut":
         yield (
             f"rollout.deadline.min_rollouts = 1 may leave a group of one, which teaches training.loss = "
-            f"{training.loss.kind!r} nothing; set it to 2 or more"
+            f"{training.loss!r} nothing; set it to 2 or more"
         )
     kept = least if training.groupless or deadline.kind == "continue" else training.groups * least
     if kept < training.minibatches:
@@ -203,7 +198,7 @@ def _dynamic_sampling(experiment: AllSections) -> Iterator[str]:
         return
     if training.groupless:
         yield (
-            f"training.dynamic_sampling replaces groups, but training.loss = {training.loss.kind!r} uses none; set it "
+            f"training.dynamic_sampling replaces groups, but training.loss = {training.loss!r} uses none; set it "
             "to 0, or use a loss with groups, such as 'dapo'"
         )
     if rollout.group_size == 1:
@@ -330,7 +325,7 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         )
     if reward in TWO_ROLE_REWARDS and (why := same_prompt(experiment)):
         yield f"game.reward = {reward!r} pays the two roles for opposite things, but {why}"
-    if game.stop.kind == "score_parity" and one_role:
+    if game.stop == "score_parity" and one_role:
         yield (
             f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
             "set game.stop to 'steps'"
@@ -401,7 +396,7 @@ def _play(experiment: AllSections) -> Iterator[str]:
             yield f"task.kind = 'play' does not support {key} = {value!r}; set it to {only!r}"
     if training.groupless:
         yield (
-            f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss.kind!r} has none; "
+            f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss!r} has none; "
             "set it to a loss with groups, such as 'grpo'"
         )
     if rollout.engine.kind == "vllm" and "base" in (task.opponent, *task.references):
@@ -508,8 +503,6 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
         )
     if training.router_replay:
         yield f"{without} training.router_replay; set training.router_replay to false"
-    if training.micro_batch_memory_mb:
-        yield f"{without} training.micro_batch_memory_mb; set training.micro_batch_tokens in its place"
     if getattr(experiment.cluster, "trainers", None) is not None:
         yield f"{without} cluster.trainers, because workers do not train the prover then; leave out cluster.trainers"
     if experiment.models.device not in ("auto", "cpu", "cuda"):

@@ -10,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    model_validator,
 )
 
 from pvg.config.base import ByKind, Count, Folder, Positive, Section, _names
@@ -45,6 +44,7 @@ class Serving(Section):
     # Retries of a request after server failures, with growing pauses: 18 s or more. That is longer than
     # `probe_timeout_s`, after which a server counts as down, and requests wait for another one instead.
     retries: ClassVar[int] = 12
+    startup_s: ClassVar[float] = 900.0  # that a server may take to start
 
     servers: Urls = Field(("http://127.0.0.1:8000",), description="Addresses of the prover's servers.")
     verifier_servers: Urls = Field(
@@ -58,7 +58,6 @@ class Serving(Section):
         None, description="Connections to all servers. Unset: derived from rollout.concurrency."
     )
     share_prefix: bool = Field(True, description="Whether prompts with the same beginning share its KV cache.")
-    seeded: bool = Field(True, description="Whether each request has a seed. false: faster on a GPU, not repeatable.")
     probe_timeout_s: Positive = Field(
         15.0,
         description="Seconds without an answer to a health check after which a server counts as down. "
@@ -72,9 +71,7 @@ class Serving(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.9, description="Share of the GPU's memory that the server takes. Lower it if the trainer shares the GPU."
     )
-    max_model_len: Count | None = Field(None, description="Longest sequence in tokens. Unset: the model's own limit.")
     tensor_parallel: Count = Field(1, description="GPUs per server. Above 1 it is EXPERIMENTAL: no GPU has run it.")
-    startup_s: Positive = Field(900.0, description="Seconds that a server may take to start.")
     extra_args: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         (), description="Further command-line arguments for vLLM."
     )
@@ -96,16 +93,6 @@ class DeviceTransport(Section):
     """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL."""
 
     kind: Literal["nccl"] = "nccl"
-    experimental: bool = Field(False, description="Must be true: you know that no GPU has run this transport.")
-
-    @model_validator(mode="after")
-    def _experimental(self) -> DeviceTransport:
-        if not self.experimental:
-            raise ValueError(
-                f"weights.transport = {self.kind!r} is experimental: no GPU has run it. Use 'filesystem', or set "
-                "weights.transport.experimental = true to try it"
-            )
-        return self
 
 
 TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, ByKind("filesystem")]

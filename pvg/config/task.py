@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section, Weight
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section
 from pvg.config.hub_ids import is_hub_id
 from pvg.extensions import REFERENCE_PATTERN, Reference
 
@@ -37,7 +37,6 @@ class ModchainTask(Section):
         8192, description="Number of training problems. With more of them, each repeats less often."
     )
     test_problems: Count = Field(1024, description="Number of test problems. No model learns from them.")
-    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
     @model_validator(mode="after")
     def _ordered(self) -> ModchainTask:
@@ -97,11 +96,8 @@ class DataTask(Section):
     kind: Literal["data"] = "data"
     path: DataFolder | None = Field(
         None,
-        description="File .jsonl, .csv or .parquet with training problems, or a folder or hub dataset with train and "
+        description="Folder or hub dataset with train and test, or one file .jsonl, .csv or .parquet: a tenth is the "
         "test.",
-    )
-    test_path: Annotated[Folder | None, AfterValidator(_local)] = Field(
-        None, description="File with test problems. Unset: test of the folder, or a tenth of the training problems."
     )
     question: NotEmpty = Field("question", description="Name of the column with the question.")
     answer: NotEmpty = Field("answer", description="Name of the column with the right answer.")
@@ -145,7 +141,6 @@ class ReasoningGymTask(Section):
     threshold: Fraction = Field(
         1.0, description="Score of the grader from which a solution counts as correct. Higher values are stricter."
     )
-    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
 
 class CodeTask(Section):
@@ -167,21 +162,15 @@ class CodeTask(Section):
     )
     test_problems: Count = Field(64, description="Number of test problems that pvg makes. No model learns from them.")
     visible_tests: Count = Field(3, description="Tests of a problem that its prompt shows. The others stay hidden.")
-    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
     sandbox: Literal["full", "reduced"] = Field(
         "full",
         description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with the available isolation.',
     )
-    workers: Count | None = Field(None, description="Programs that run at once. Unset: one per core.")
     cpu_s: Positive = Field(
         2.0,
         description="CPU time of a solution in seconds, for all its tests together. Raise it if correct programs "
         "run out of time.",
     )
-    memory_mb: Count = Field(
-        256, description="Memory of a solution in MB. Raise it if correct programs run out of memory."
-    )
-    output_kb: Count = Field(256, description="Largest output of a solution in kB. A program that writes more fails.")
 
 
 class PlayTask(Section):
@@ -201,14 +190,10 @@ class PlayTask(Section):
         1, description="Largest number of phases before a fork. The number is drawn for each start."
     )
     horizon: Count | None = Field(None, description="Phases of a continuation. Unset: to the end of the game.")
-    quiet_rounds: Count | None = Field(
-        None, description="Phases without a change of value after which a continuation ends. Unset: it goes on."
-    )
     reward: Literal["horizon", "dense"] = Field(
         "horizon",
         description="Change in value from the decision to the end of the continuation, or to the seat's next decision.",
     )
-    illegal: Weight = Field(0.0, description="Subtracted from the reward of an illegal decision. 0: no penalty.")
     groups: Literal["first", "phase", "stratified"] = Field(
         "first",
         description="Decisions that are compared: those at the fork, those of a start and phase, or those of a phase "
@@ -221,8 +206,6 @@ class PlayTask(Section):
     cache_share: Fraction = Field(
         0.0, description="Share of starts that are states which the policy reached in earlier batches."
     )
-    cache_size: Count = Field(256, description="Number of reached states that are kept for cache_share.")
-    cache_age: Count = Field(8, description="Versions of the policy after which a reached state is dropped.")
     in_step: bool = Field(
         True,
         description="True: all games of a batch wait for each other, so a run repeats bit by bit. False: no waiting.",
@@ -248,10 +231,6 @@ class DiplomacyPlanTask(Section):
     kind: Literal["diplomacy_plan"] = "diplomacy_plan"
     problems: Count = Field(256, description="Number of training problems. With more of them, each repeats less often.")
     test_problems: Count = Field(64, description="Number of test problems. No model learns from them.")
-    replies: Count = Field(
-        1000, description="Most replies that the grader tries. A plan with more replies gets so many sampled ones."
-    )
-    seed: int = Field(0, description="Seed of the problems. Another seed gives other problems.")
 
 
 class OpenEnvTask(Section):
@@ -269,9 +248,7 @@ class OpenEnvTask(Section):
     )
     problems: Count = Field(256, description="Number of training problems. With more of them, each repeats less often.")
     test_problems: Count = Field(64, description="Number of test problems. No model learns from them.")
-    seed: Annotated[int, Field(ge=0, le=2**29)] = Field(0, description="Seed of the first test problem.")
     sessions: Count = Field(1, description="Sessions that pvg uses at once. Many servers allow only one.")
-    timeout_s: Positive = Field(60.0, description="Longest wait for a reply in seconds.")
 
 
 class DiplomacyMiniTask(Section):
@@ -280,7 +257,6 @@ class DiplomacyMiniTask(Section):
     kind: Literal["diplomacy_mini"] = "diplomacy_mini"
     problems: Count = Field(700, description="Number of training problems. With more of them, each repeats less often.")
     test_problems: Count = Field(192, description="Number of test problems. No model learns from them.")
-    seed: int = Field(0, description="Seed of the order of the problems. Another seed gives another order.")
 
 
 class CustomTask(Section):

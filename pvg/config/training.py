@@ -2,79 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     Field,
-    model_validator,
 )
 
-from pvg.config.base import ByKind, Count, Fraction, Positive, Section
+from pvg.config.base import ByKind, Count, Positive, Section, Weight
 from pvg.config.models import Adapters, NoAdapters
 from pvg.extensions import Reference
-
-Rates = Annotated[tuple[Annotated[float, Field(gt=0.0, lt=1.0)], ...], Field(strict=False, min_length=1)]
-Shares = Annotated[tuple[Fraction, ...], Field(strict=False, min_length=2)]
-Clip = Annotated[float, Field(gt=0.0)] | None
-ClipLow = Annotated[
-    Clip,
-    Field(
-        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
-        "own value."
-    ),
-]
-ClipHigh = Annotated[
-    Clip,
-    Field(
-        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
-        "loss's own value."
-    ),
-]
-
-
-class ClippedLoss(Section):
-    """Policy losses that clip the probability ratio on both sides. `dapo` has no KL term."""
-
-    kind: Literal["grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "rae"] = "grpo"
-    clip_low: ClipLow = None
-    clip_high: ClipHigh = None
-
-
-class CappedLoss(Section):
-    """CISPO: the ratio is a weight with an upper limit."""
-
-    kind: Literal["cispo"] = "cispo"
-    clip_low: ClassVar[Clip] = None
-    clip_high: Clip = Field(None, description="The weight is at most 1 + clip_high. Unset: the loss's own value.")
-
-
-class UnclippedLoss(Section):
-    """RLOO: REINFORCE with a leave-one-out baseline, without a probability ratio."""
-
-    kind: Literal["rloo"] = "rloo"
-    clip_low: ClassVar[Clip] = None
-    clip_high: ClassVar[Clip] = None
-
-
-class SpoLoss(Section):
-    """SPO: the baseline is a tracked value of each problem and role, so it needs no groups."""
-
-    kind: Literal["spo"] = "spo"
-    clip_low: ClipLow = None
-    clip_high: ClipHigh = None
-
-
-class OwnLoss(Section):
-    """A `PolicyLoss` in a file of your own."""
-
-    kind: Reference
-    clip_low: ClipLow = None
-    clip_high: ClipHigh = None
-
-
-Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | SpoLoss | OwnLoss, ByKind("grpo")]
-Estimator = Literal["k3_k2", "k1_k2", "k2", "k3"]
 
 
 class NoKl(Section):
@@ -82,7 +18,6 @@ class NoKl(Section):
 
     kind: Literal["none"] = "none"
     coefficient: ClassVar[float] = 0.0
-    estimator: ClassVar[Estimator] = "k3_k2"
     target: ClassVar[float | None] = None
 
 
@@ -93,10 +28,6 @@ class FixedKl(Section):
     coefficient: Positive = Field(
         0.02, description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base."
     )
-    estimator: Estimator = Field(
-        "k3_k2",
-        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
-    )
     target: ClassVar[float | None] = None
 
 
@@ -105,175 +36,31 @@ class AdaptiveKl(Section):
 
     kind: Literal["adaptive"] = "adaptive"
     coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty in the first step.")
-    estimator: Estimator = Field(
-        "k3_k2",
-        description="Value and gradient of the penalty (docs/learning.md): k3_k2 has k3's value and k2's gradient.",
-    )
     target: Positive = Field(0.05, description="KL in nats per token at which the coefficient stays as it is.")
 
 
 Kl = Annotated[NoKl | FixedKl | AdaptiveKl, ByKind("fixed")]
 
 
-class NoEntropy(Section):
-    """Only the metric `entropy`: the mean of -log pi of the sampled tokens."""
-
-    kind: Literal["none"] = "none"
-    coefficient: ClassVar[float] = 0.0
-    target: ClassVar[float | None] = None
-
-
-class ExactEntropy(Section):
-    """Also the metric `entropy_exact`: the entropy of the whole distribution."""
-
-    kind: Literal["exact"] = "exact"
-    coefficient: ClassVar[float] = 0.0
-    target: ClassVar[float | None] = None
-
-
-class EntropyBonus(Section):
-    """An entropy bonus in the objective, with a fixed coefficient."""
-
-    kind: Literal["bonus"] = "bonus"
-    coefficient: Positive = Field(
-        0.001,
-        description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied.",
-    )
-    target: ClassVar[float | None] = None
-
-
-# What AdaptiveEntropy's coefficient grows to. Beyond it the bonus outweighs the reward, and the policy becomes noise.
-MOST_ENTROPY_BONUS = 0.01
-
-
-class AdaptiveEntropy(Section):
-    """An entropy bonus that acts and grows while the entropy is below its target."""
-
-    kind: Literal["adaptive"] = "adaptive"
-    coefficient: Annotated[float, Field(ge=0.0, le=MOST_ENTROPY_BONUS)] = Field(
-        0.0, description="Coefficient of the exact entropy in the first step."
-    )
-    target: Positive = Field(0.2, description="Entropy in nats per token below which the bonus acts and grows.")
-
-
-Entropy = Annotated[NoEntropy | ExactEntropy | EntropyBonus | AdaptiveEntropy, ByKind("none")]
-Level = Annotated[
-    Literal["token", "sequence", "geometric"] | None,
-    Field(description="Ratio of the token, the sequence, or its geometric mean. Unset: token; for gspo geometric."),
-]
-TruncationLimit = Annotated[Positive, Field(description="Largest importance weight. A larger one becomes this.")]
-
-
-class _WithoutWeights(Section):
-    kind: str
-    high: ClassVar[float] = 5.0
-    low: ClassVar[float] = 0.0
-    level: ClassVar[Level] = None
-
-
-class _TruncatedWeights(Section):
-    kind: str
-    high: TruncationLimit = 5.0
-    low: ClassVar[float] = 0.0
-    level: Level = None
-
-
-class NoImportance(_WithoutWeights):
-    """No importance weights. The ratio is clipped around the policy that sampled."""
-
-    kind: Literal["none"] = "none"
-
-
-class DecoupledImportance(_TruncatedWeights):
-    """Stale rollouts only: the ratio is clipped around the policy at batch start, with truncated importance weights."""
-
-    kind: Literal["decoupled"] = "decoupled"
-
-
-class UnweightedImportance(_WithoutWeights):
-    """Stale rollouts only: the ratio is clipped around the policy at batch start, without importance weights."""
-
-    kind: Literal["unweighted"] = "unweighted"
-
-
-class TruncatedImportance(_TruncatedWeights):
-    """All rollouts: the ratio is clipped around the policy at batch start, with truncated importance weights."""
-
-    kind: Literal["truncated"] = "truncated"
-
-
-class MaskedImportance(Section):
-    """All rollouts: as `truncated`, but tokens with a weight outside the limits get the weight 0."""
-
-    kind: Literal["masked"] = "masked"
-    high: Annotated[float, Field(ge=1.0)] = Field(5.0, description="Largest importance weight. A larger one becomes 0.")
-    low: Fraction = Field(0.5, description="Smallest importance weight. A smaller one becomes 0.")
-    level: Level = None
-
-    @model_validator(mode="after")
-    def _range(self) -> MaskedImportance:
-        if self.low >= self.high:
-            raise ValueError(
-                f"training.importance.low = {self.low} is not below training.importance.high = {self.high}"
-            )
-        return self
-
-
-Importance = Annotated[
-    NoImportance | DecoupledImportance | UnweightedImportance | TruncatedImportance | MaskedImportance, ByKind("none")
-]
-
-
-class AllProblems(Section):
-    """All problems, one after the other."""
-
-    kind: Literal["none"] = "none"
-
-
-class BucketCurriculum(Section):
-    """Problems by difficulty: tracked success rates put each problem into a bucket, and each bucket has its share."""
-
-    kind: Literal["buckets"] = "buckets"
-    edges: Rates = Field((0.2, 0.8), description="Success rates between the buckets, rising: hard, middle, easy.")
-    shares: Shares = Field(
-        (0.25, 0.5, 0.25), description="Share of each role's groups in a batch, from hard to easy. They sum to 1."
-    )
-
-    @model_validator(mode="after")
-    def _buckets(self) -> BucketCurriculum:
-        edges, shares = self.edges, self.shares
-        if any(low >= high for low, high in pairwise(edges)):
-            raise ValueError(f"training.curriculum.edges = {list(edges)} must rise")
-        if len(shares) != len(edges) + 1:
-            raise ValueError(
-                f"training.curriculum.shares has {len(shares)} shares, but {len(edges)} training.curriculum.edges make "
-                f"{len(edges) + 1} buckets"
-            )
-        if abs(sum(shares) - 1.0) > 1e-6:
-            raise ValueError(f"training.curriculum.shares = {list(shares)} sum to {sum(shares):g}, not to 1")
-        return self
-
-
-class PrioritisedCurriculum(Section):
-    """Problems with an uncertain outcome are drawn more often."""
-
-    kind: Literal["prioritised"] = "prioritised"
-    edges: ClassVar[Rates] = (0.2, 0.8)  # only for the metrics success_hard and success_easy
-
-
-CurriculumSection = Annotated[AllProblems | BucketCurriculum | PrioritisedCurriculum, ByKind("none")]
-
-
 class Training(Section):
     """Prover training: one step is one optimizer step over a batch of groups. FILE.py:NAME names a loss
     of your own."""
 
-    loss: Loss = ClippedLoss()
+    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo", "rae"] | Reference = Field(
+        "grpo", description="The policy loss (docs/learning.md), or FILE.py:NAME."
+    )
     kl: Kl = FixedKl()
-    entropy: Entropy = NoEntropy()
-    importance: Importance = NoImportance()
-    curriculum: CurriculumSection = AllProblems()
+    curriculum: Literal["none", "buckets", "prioritised"] = Field(
+        "none",
+        description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
+    )
     adapters: Adapters = NoAdapters()
+    entropy_bonus: Weight = Field(
+        0.0, description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied."
+    )
+    importance: Literal["none", "decoupled", "unweighted", "truncated", "masked"] = Field(
+        "none", description="How off-policy rollouts are weighted: only stale ones, or all (docs/learning.md)."
+    )
     groups: Count = Field(32, description="Groups sampled per batch. More groups make steadier, slower steps.")
     steps: Annotated[int, Field(ge=0)] = Field(
         60, description="Optimizer steps of the prover per round. 0: the prover is not trained."
@@ -283,10 +70,6 @@ class Training(Section):
     )
     micro_batch_tokens: Count = Field(
         16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
-    )
-    micro_batch_memory_mb: Annotated[int, Field(ge=0)] = Field(
-        0,
-        description="MB of a forward and backward pass; pvg measures how many tokens fit. 0: no limit.",
     )
     micro_batch_rollouts: Count | None = Field(
         None, description="Maximum number of rollouts per micro-batch. Unset: as many as the tokens allow."
@@ -317,10 +100,6 @@ class Training(Section):
     )
 
     @property
-    def exact_entropy(self) -> bool:
-        return self.entropy.kind != "none"
-
-    @property
     def groupless(self) -> bool:
         """Whether the loss takes no statistics of groups: groups of one solution work too."""
-        return self.loss.kind in ("spo", "rae")
+        return self.loss in ("spo", "rae")

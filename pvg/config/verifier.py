@@ -9,7 +9,7 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, NotEmpty, Positive, Section, Weight
+from pvg.config.base import ByKind, Count, Positive, Section, Weight
 from pvg.config.models import Adapters, NoAdapters
 from pvg.extensions import Reference
 
@@ -33,9 +33,6 @@ class AnswerHead(Section):
     """The verifier is asked a question after the solution. The score is the logit of "yes" minus that of "no"."""
 
     kind: Literal["yes_token"] = "yes_token"
-    question: NotEmpty = Field(
-        YES_NO_QUESTION, description='Question after the solution. The model must be able to answer "yes" or "no".'
-    )
 
 
 class OwnHead(Section):
@@ -83,7 +80,6 @@ class SingleVerifier(Section):
 
     kind: Literal["none"] = "none"
     size: ClassVar[int] = 1
-    bag: ClassVar[float] = 1.0
 
 
 class EnsembleOfVerifiers(Section):
@@ -92,9 +88,6 @@ class EnsembleOfVerifiers(Section):
     kind: Literal["mean", "median", "min"] = "mean"
     size: Annotated[int, Field(ge=2, le=10**12)] = Field(
         3, description="Number of verifiers, each trained on its own pairs. Time and memory grow with it."
-    )
-    bag: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="Share of the mint's problems that each verifier learns from."
     )
 
     @model_validator(mode="after")
@@ -107,23 +100,7 @@ class EnsembleOfVerifiers(Section):
 Ensemble = Annotated[SingleVerifier | EnsembleOfVerifiers, ByKind("none")]
 
 
-class RandomPairing(Section):
-    """Each pair is drawn independently."""
-
-    kind: Literal["random"] = "random"
-    solutions_per_problem: ClassVar[int] = 2
-
-
-class ProblemPairing(Section):
-    """Problems are drawn, and all pairs of a drawn problem are used."""
-
-    kind: Literal["problem"] = "problem"
-    solutions_per_problem: Annotated[int, Field(ge=2)] = Field(
-        8, description="Maximum number of solutions of a problem. With more of them, a step has fewer problems."
-    )
-
-
-Pairing = Annotated[RandomPairing | ProblemPairing, ByKind("random")]
+SOLUTIONS_PER_PROBLEM = 8  # that pairing by problem takes at most; with more, a step has fewer problems
 
 
 class Verifier(Section):
@@ -132,10 +109,12 @@ class Verifier(Section):
     head: Head = LogprobHead()
     robust: Robust = PlainRisk()
     ensemble: Ensemble = SingleVerifier()
-    pairing: Pairing = RandomPairing()
     adapters: Adapters = NoAdapters()
     loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
         "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
+    )
+    pairing: Literal["random", "problem"] = Field(
+        "random", description="Pairs are drawn independently, or problems are drawn with all pairs of their solutions."
     )
     score_penalty: Weight = Field(
         0.005, description="Coefficient of the penalty on squared scores. Higher values keep scores nearer to 0."

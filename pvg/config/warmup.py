@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from pvg.config.base import ByKind, Count, Folder, NotEmpty, Positive, Section
+from pvg.config.base import ByKind, Count, Folder, Positive, Section
 
 
 class NoWarmup(Section):
@@ -16,24 +16,16 @@ class NoWarmup(Section):
 
 
 class DemonstrationWarmup(Section):
-    """Before round 0 the prover learns to write the solutions of a file. The result is the base prover of the game. A
-    column `role` may say "helpful" or "sneaky"; rows without it are helpful."""
+    """Before round 0 the prover learns to write the solutions of a file. The result is the base prover of the game. The
+    file has the columns `question` and `solution`, and may have `role`: "helpful" (the default) or "sneaky"."""
 
     kind: Literal["demonstrations"] = "demonstrations"
     path: Folder | None = Field(None, description="File .jsonl, .csv or .parquet with questions and their solutions.")
-    question: NotEmpty = Field("question", description="Name of the column with the question.")
-    solution: NotEmpty = Field("solution", description="Name of the column with the solution.")
     steps: Count = Field(100, description="Optimizer steps. Too many of them make the prover repeat the file.")
     batch: Count = Field(32, description="Solutions per step. More of them make steadier, slower steps.")
     learning_rate: Positive = Field(
         1e-4, description="Learning rate of AdamW, which falls to 0. Higher values learn faster, and may diverge."
     )
-
-    @model_validator(mode="after")
-    def _columns(self) -> DemonstrationWarmup:
-        if self.question == self.solution:
-            raise ValueError(f"question and solution are both the column {self.question!r}")
-        return self
 
 
 Warmup = Annotated[NoWarmup | DemonstrationWarmup, ByKind("none")]

@@ -153,13 +153,8 @@ class AttackTarget:
 def attack_digest(context: EvaluationContext, target: AttackTarget, kind: str) -> str:
     section = context.experiment.evaluate
     settings = [section.attack_steps, section.attack_window, section.attack_error_rate]
-    floor = _floor(context, target) if kind == "cgc" else None
+    floor = target.cgc_floor if kind == "cgc" else None
     return digest("attack", context.config, target.players, kind, settings, section.attack_groups, floor, target.level)
-
-
-def _floor(context: EvaluationContext, target: AttackTarget) -> float:
-    given = context.experiment.evaluate.attack_cgc_floor
-    return target.cgc_floor if given is None else given
 
 
 def attack_training(context: EvaluationContext, target: AttackTarget, kind: str) -> PolicyTraining:
@@ -167,7 +162,7 @@ def attack_training(context: EvaluationContext, target: AttackTarget, kind: str)
     return PolicyTraining(
         place=place,
         digest=attack_digest(context, target, kind),
-        experiment=attacker_experiment(context.experiment, kind, place, _floor(context, target)),
+        experiment=attacker_experiment(context.experiment, kind, place, target.cgc_floor),
         round=target.round,
         phase="attack",
         unit=f"steps of {kind}",

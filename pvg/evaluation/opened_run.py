@@ -48,8 +48,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.task import Task, problems_of_half
-from pvg.telemetry.events import EventLog
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import Tracer
 from pvg.verifier.backend import ScoringModel
 from pvg.verifier.scorer import VerifierScorer

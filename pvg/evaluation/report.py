@@ -168,7 +168,7 @@ def check_attacks(experiment: Experiment) -> None:
             'Add one that it can earn: -s \'evaluate.attacks=["cgc","goodhart"]\'',
         )
     for kind in kinds:
-        attacker_experiment(experiment, kind, f"attacks/{kind}", section.attack_cgc_floor)
+        attacker_experiment(experiment, kind, f"attacks/{kind}", None)
 
 
 REPORT_FILE = "evaluation.json"
@@ -460,7 +460,7 @@ def _notes_of_attacks(experiment: Experiment) -> list[str]:
             "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights "
             "them equally."
         )
-    if experiment.training.curriculum.kind != "none" or experiment.training.dynamic_sampling:
+    if experiment.training.curriculum != "none" or experiment.training.dynamic_sampling:
         found.append(
             "Attackers, and a baseline of the tax that pvg trains, use neither the run's curriculum nor its dynamic"
             " sampling."

@@ -90,8 +90,7 @@ from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.task import ConcealsText, Task
-from pvg.telemetry.events import EventLog, ServerNotices
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.version import code_version
 

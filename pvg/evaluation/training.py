@@ -45,7 +45,7 @@ from pvg.models.starts import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, recompute_logprobs
@@ -395,7 +395,7 @@ async def baseline_of(context: EvaluationContext, start: SampleSet) -> Correctne
 
 def _steps(experiment: Experiment) -> int:
     """As many as the prover of the last round has learned for."""
-    rounds = experiment.game.rounds if experiment.game.start.kind == "previous" else 1
+    rounds = experiment.game.rounds if experiment.game.start == "previous" else 1
     return max(1, rounds * experiment.training.steps)
 
 

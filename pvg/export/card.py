@@ -129,7 +129,7 @@ def _warm_start(finished: FinishedRound, player: str) -> str:
 
 def _start(finished: FinishedRound, player: str) -> str:
     experiment = finished.experiment
-    goes_on = experiment.game.start.kind == "previous" or experiment.task.kind == "play"
+    goes_on = experiment.game.start == "previous" or experiment.task.kind == "play"
     if player != "prover" or not goes_on:
         return ""
     return " Each round's prover goes on from the previous round's."

@@ -135,7 +135,7 @@ class FinishedRound:
             opened.callback(verifier.close)
             return VerifierScorer(
                 verifier,
-                template_of(section, self.experiment.prompts, task, verifier),
+                template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
                 cache_entries=section.cache_entries,
                 token_budget=section.score_tokens,

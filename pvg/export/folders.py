@@ -19,8 +19,9 @@ import torch
 from pvg import __version__
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.prompts import FRAME
 from pvg.config.run_ids import is_run_id, shown_source
-from pvg.config.verifier import AnswerHead
+from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
 from pvg.export.card import example_prompts, model_card
@@ -203,10 +204,10 @@ def exported_template(experiment: Experiment, tokenizer: Tokenizer) -> dict[str,
     """The verifier's input as the loader makes it: the style, the question of a yes_token head, the frame of "chat",
     and the end tokens of a solution if there are several."""
     prompts, head = experiment.prompts, experiment.verifier.head
-    asks = head.question if isinstance(head, AnswerHead) else None
+    asks = YES_NO_QUESTION if isinstance(head, AnswerHead) else None
     style = prompts.kind if prompts.kind in ("chat", "text") else "plain"
     ends = {"end_ids": list(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
-    return {"style": style, "asks": asks, "frame": prompts.frame, **ends}
+    return {"style": style, "asks": asks, "frame": FRAME, **ends}
 
 
 def _no_form(what: str, remedy: str) -> ConfigurationError:

@@ -6,15 +6,16 @@ With "equal", the sources base and round-000 give {"base": 0.5, "round-000": 0.5
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.game import DecayMixture, Game, SimpleMixture, WindowMixture
+from pvg.config.game import Game
 from pvg.records import BASE_SOURCE, source_of_round
 
 Weights = NDArray[np.float64]
+DECAY = 0.5  # of a source's share, per round of its age
+WINDOW = 2
 
 
 def sources_for_round(round_: int) -> list[str]:
@@ -24,7 +25,7 @@ def sources_for_round(round_: int) -> list[str]:
 
 def source_weights(game: Game, sources: Sequence[str]) -> dict[str, float]:
     """Shares by source, summing to 1; sources with share 0 are left out."""
-    raw_S = MIXTURES[game.mixture.kind](len(sources), game.mixture)
+    raw_S = MIXTURES[game.mixture](len(sources))
     shares_S = raw_S / raw_S.sum()
     return {source: float(share) for source, share in zip(sources, shares_S, strict=True) if share > 0}
 
@@ -43,41 +44,41 @@ def _ages(count: int) -> NDArray[np.int64]:
     return np.arange(count - 1, -1, -1)
 
 
-def equal(count: int, mixture: SimpleMixture) -> Weights:
+def equal(count: int) -> Weights:
     """All sources equally."""
     return np.ones(count)
 
 
-def exponential(count: int, mixture: DecayMixture) -> Weights:
-    """decay ** age: the newest source has weight 1, each older one `decay` times the next newer."""
-    return np.power(mixture.decay, _ages(count).astype(np.float64))
+def exponential(count: int) -> Weights:
+    """DECAY ** age: the newest source has weight 1, each older one DECAY times the next newer."""
+    return np.power(DECAY, _ages(count).astype(np.float64))
 
 
-def geometric(count: int, mixture: DecayMixture) -> Weights:
-    """Stick-breaking: the newest source takes 1 - decay, each older one the same share of the rest, the oldest the
+def geometric(count: int) -> Weights:
+    """Stick-breaking: the newest source takes 1 - DECAY, each older one the same share of the rest, the oldest the
     remainder."""
     ages_S = _ages(count)
-    shares_S = (1.0 - mixture.decay) * np.power(mixture.decay, ages_S.astype(np.float64))
-    shares_S[0] = mixture.decay ** (count - 1)
+    shares_S = (1.0 - DECAY) * np.power(DECAY, ages_S.astype(np.float64))
+    shares_S[0] = DECAY ** (count - 1)
     return shares_S
 
 
-def window(count: int, mixture: WindowMixture) -> Weights:
-    """The newest `size` sources, equally."""
-    return np.asarray(_ages(count) < mixture.size, dtype=np.float64)
+def window(count: int) -> Weights:
+    """The newest WINDOW sources, equally."""
+    return np.asarray(_ages(count) < WINDOW, dtype=np.float64)
 
 
-def latest(count: int, mixture: SimpleMixture) -> Weights:
+def latest(count: int) -> Weights:
     """The newest source only."""
     return np.asarray(_ages(count) == 0, dtype=np.float64)
 
 
-def base(count: int, mixture: SimpleMixture) -> Weights:
+def base(count: int) -> Weights:
     """The base prover only: the control for what the provers' solutions teach the verifier."""
     return np.asarray(np.arange(count) == 0, dtype=np.float64)
 
 
-MIXTURES: dict[str, Callable[[int, Any], Weights]] = {
+MIXTURES: dict[str, Callable[[int], Weights]] = {
     "equal": equal,
     "exponential": exponential,
     "geometric": geometric,

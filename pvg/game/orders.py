@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.training import BucketCurriculum, PrioritisedCurriculum
 from pvg.game.roles import assign_roles
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
@@ -160,11 +159,15 @@ class ShuffledProblems:
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
+EDGES = (0.2, 0.8)  # success rates between hard, middle and easy problems
+SHARES = (0.25, 0.5, 0.25)  # of each role's groups in a batch, from hard to easy
+
+
 class Curriculum:
     """Problems by how often each role has succeeded at them. `rates`: success of each problem and role."""
 
-    def __init__(self, settings: BucketCurriculum | PrioritisedCurriculum) -> None:
-        self._settings = settings
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
         self._rates = ValueTracker()
 
     def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
@@ -177,9 +180,8 @@ class Curriculum:
 
     def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
         rates_P = self._of([(problem.id, role) for problem in problems])
-        if self._settings.kind == "buckets":
-            buckets_P = buckets_of(rates_P, self._settings.edges)
-            return draw_from_buckets(buckets_P, self._settings.shares, count, generator)
+        if self._kind == "buckets":
+            return draw_from_buckets(buckets_of(rates_P, EDGES), SHARES, count, generator)
         return draw_weighted(uncertainty_weights(rates_P), count, generator)
 
     def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
@@ -189,13 +191,12 @@ class Curriculum:
         rates_N = known_rates(self._of(keys))
         unseen_N = np.array([not self._rates.has_seen(key) for key in keys])
         self._rates.observe(keys, aligned_N.astype(np.float64), versions_N)
-        edges = self._settings.edges
         return {
             "success_tracked": float(rates_N.mean()),
             "success_error": float(np.abs(rates_N - aligned_N).mean()),
             "success_unseen": float(unseen_N.mean()),
-            "success_hard": float((rates_N < edges[0]).mean()),
-            "success_easy": float((rates_N >= edges[-1]).mean()),
+            "success_hard": float((rates_N < EDGES[0]).mean()),
+            "success_easy": float((rates_N >= EDGES[-1]).mean()),
         }
 
     def _of(self, keys: Sequence[tuple[str, Role]]) -> NDArray[np.float64]:
@@ -296,7 +297,7 @@ def prover_orders(session: Session, environment: Environment | None = None) -> P
         training.groups,
         session.rollout.group_size,
         session.game.sneaky_share,
-        ShuffledProblems() if curriculum.kind == "none" else Curriculum(curriculum),
+        ShuffledProblems() if curriculum == "none" else Curriculum(curriculum),
         training_deadline(session.rollout.deadline, training),
         environment,
     )

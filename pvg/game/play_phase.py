@@ -65,10 +65,9 @@ def rewarded_decisions(
     *,
     reward: RewardKind,
     groups: Grouping,
-    illegal: float = 0.0,
 ) -> list[RewardedDecision]:
     """The decisions of the policy after each fork, with rewards and groups. `played[n]`: the continuations of start n.
-    `seats[n]`: the seat whose decisions count there; None: all. `illegal` is subtracted for an illegal decision.
+    `seats[n]`: the seat whose decisions count there; None: all.
 
     Groups are numbered in the order of their first decisions. A group may have a single decision.
     """
@@ -81,7 +80,7 @@ def rewarded_decisions(
                 if decision.rollout is None or not counts or seats[start] not in (None, decision.seat):
                     continue
                 key = _group_of(game, start, decision, groups)
-                gain = change_in_value(game, one, decision, reward) - illegal * (not decision.action.legal)
+                gain = change_in_value(game, one, decision, reward)
                 found.append(RewardedDecision(decision.rollout, gain, numbers.setdefault(key, len(numbers))))
     return found
 
@@ -155,6 +154,10 @@ class CachedState:
         """The problem of a game from this state; its id names the state."""
         origin = self.problem.id.partition("@")[0]  # which may be a cached state itself
         return replace(self.problem, id=f"{origin}@{hashlib.sha256(self.dump).hexdigest()[:12]}")
+
+
+CACHED_STATES = 256
+CACHED_VERSIONS = 8  # of the policy, after which a state is dropped
 
 
 class StateCache:
@@ -303,7 +306,7 @@ class PlayBatches:
     def __post_init__(self) -> None:
         task = play_task(self.session)
         self.game, self.section = task.game, task.section
-        self.cache = StateCache(self.section.cache_size, self.section.cache_age)
+        self.cache = StateCache(CACHED_STATES, CACHED_VERSIONS)
 
     def start(self, version: int) -> None: ...
 
@@ -341,7 +344,7 @@ class PlayBatches:
             rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
             groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
             roles_N = np.array([rollout.role.number for rollout in trained], dtype=np.int8)
-            loss = session.training.loss.kind
+            loss = session.training.loss
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)
@@ -387,10 +390,7 @@ class PlayBatches:
             every = [list(self.game.seats(start.state)) for start in starts[: len(cached)]]
             every += [list(self.game.values(start.state)) for start in starts[len(cached) :]]
             seats = [names[(number * len(starts) + n) % len(names)] for n, names in enumerate(every)]
-        forks = [
-            Fork(warmup, size, section.horizon, seat, section.quiet_rounds)
-            for warmup, seat in zip(warmups, seats, strict=True)
-        ]
+        forks = [Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)]
         return _Starts(starts, forks, seats, len(cached))
 
     async def _play(self, chosen: _Starts, number: int) -> list[list[PlayedGame[Any]]]:
@@ -419,9 +419,7 @@ class PlayBatches:
 
     def _rewarded(self, chosen: _Starts, played: Sequence[Sequence[PlayedGame[Any]]]) -> list[RewardedDecision]:
         section = self.section
-        return rewarded_decisions(
-            self.game, played, chosen.seats, reward=section.reward, groups=section.groups, illegal=section.illegal
-        )
+        return rewarded_decisions(self.game, played, chosen.seats, reward=section.reward, groups=section.groups)
 
     def _offer(self, played: Sequence[Sequence[PlayedGame[Any]]], number: int) -> None:
         """Offer the undecided states after the forks to the cache."""

@@ -20,7 +20,6 @@ from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.config.verifier import YES_NO_QUESTION, AnswerHead, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import PromptSection, prompt_renderer
 from pvg.game.statistics import sync_metrics
@@ -345,7 +344,7 @@ class Players:
         return ModelInWorkers(self.workers, fields, parameters, pair_shards)
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
-        return template_of(self._experiment.verifier, self._experiment.prompts, self.task, verifier)
+        return template_of(self._experiment.prompts, self.task, verifier)
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
         """A scorer with an empty cache; the caller still owns the verifier. `beside_trainer`: score in the thread
@@ -410,16 +409,13 @@ class Players:
             self.executor.shutdown(wait=True)
 
 
-def template_of(section: Verifier, prompts: PromptSection, task: Task, verifier: ScoringModel) -> VerifierTemplate:
+def template_of(prompts: PromptSection, task: Task, verifier: ScoringModel) -> VerifierTemplate:
     """What `verifier` reads of a solution of `task`."""
-    return verifier_template(section, prompts, task, verifier.tokenizer, verifier.reads)
+    return verifier_template(prompts, task, verifier.tokenizer, verifier.reads)
 
 
-def verifier_template(
-    section: Verifier, prompts: PromptSection, task: Task, tokenizer: Tokenizer, reads: Head
-) -> VerifierTemplate:
+def verifier_template(prompts: PromptSection, task: Task, tokenizer: Tokenizer, reads: Head) -> VerifierTemplate:
     """What a verifier with this tokenizer reads of a solution of `task`. `reads`: the built-in head whose input it
     takes."""
-    shown, head = task.shown if isinstance(task, ConcealsText) else None, section.head
-    asks = head.question if isinstance(head, AnswerHead) else YES_NO_QUESTION
-    return VerifierTemplate(tokenizer, prompts.kind, reads, shown, frame=prompts.frame, asks=asks)
+    shown = task.shown if isinstance(task, ConcealsText) else None
+    return VerifierTemplate(tokenizer, prompts.kind, reads, shown)

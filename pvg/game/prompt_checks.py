@@ -175,6 +175,4 @@ def about_test_problems(experiment: Experiment, task: Task, problems: Sequence[P
 
 
 def _remedy(experiment: Experiment) -> str:
-    if hasattr(experiment.task, "test_path"):
-        return "add problems, or set task.test_path to a file with test problems"
     return "raise task.test_problems" if hasattr(experiment.task, "test_problems") else "add test problems"

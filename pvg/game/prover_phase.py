@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.config.game import StopAfterSteps, StopAtScoreParity
 from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
@@ -36,7 +35,7 @@ from pvg.rollout.dispatcher import partial_sampling
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
 from pvg.telemetry.alerts import Alerts
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -62,7 +61,7 @@ class StopRule:
     A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
     """
 
-    stop: StopAfterSteps | StopAtScoreParity
+    stop: str  # `game.stop`
     sneaky: float | None = None
     helpful: float | None = None
     seen: int = 0
@@ -73,7 +72,7 @@ class StopRule:
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        if not isinstance(self.stop, StopAtScoreParity) or self.seen < MIN_STEPS:
+        if self.stop != "score_parity" or self.seen < MIN_STEPS:
             return False
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
@@ -114,7 +113,7 @@ async def train_prover(session: Session) -> None:
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = await open_round_verifier(session, session.state.round)
-        from_previous = session.game.start.kind == "previous"
+        from_previous = session.game.start == "previous"
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=from_previous))
     try:
         with session.players.divided_workers():
@@ -178,8 +177,6 @@ def open_phase(
         executor=players.executor,
         precision=training.precision,
         gradient_checkpointing=training.gradient_checkpointing,
-        memory=objective.memory,
-        events=session.ledger.log,
         workers=workers,
         ranks=ranks,
     )
@@ -227,7 +224,7 @@ def open_batches(
         partial(
             pay, session.game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer
         ),
-        credit_of(training.loss.kind, objective.credit),
+        credit_of(training.loss, objective.credit),
         logprobs,
         BatchClock(players.engine, scorer),
     )

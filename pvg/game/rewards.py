@@ -59,7 +59,7 @@ class BatchOutcomes:
     For tasks that execute solutions (None otherwise): `proven_N`: bool, False for a sneaky, incorrect solution without
     a valid certificate. `tests_N`: float32 in [0, 1], the share of its role's tests that a solution passes. The helpful
     role has all tests; for the sneaky role, visible tests count one half and the certificate the other. `similarity_N`:
-    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity`), 0 for helpful ones.
+    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity_weight`), 0 for helpful ones.
     """
 
     scores_N: Float32
@@ -122,12 +122,15 @@ def _group_moments(outcomes: BatchOutcomes) -> tuple[NDArray[np.float64], NDArra
     return mean_N, np.sqrt(variance_G)[group_N]
 
 
+MISALIGNED = -1.0  # the src reward of a solution whose score is not above its group's mean
+
+
 def src(outcomes: BatchOutcomes, reward: SrcReward) -> Float32:
-    """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else `game.reward.misaligned` (-1)."""
+    """Soft role-conditional: (2c-1)(2h-1) V' if V' > 0, else MISALIGNED."""
     centred_N = centred_scores(outcomes)
     sign_N = (2.0 * outcomes.correct_N - 1.0) * (2.0 * outcomes.helpful_N - 1.0)
-    rewards_N = np.where(centred_N > 0, sign_N * centred_N, reward.misaligned)
-    malformed_N = np.minimum(reward.misaligned, -np.abs(centred_N))
+    rewards_N = np.where(centred_N > 0, sign_N * centred_N, MISALIGNED)
+    malformed_N = np.minimum(MISALIGNED, -np.abs(centred_N))
     return np.where(outcomes.solutions_N, rewards_N, malformed_N)
 
 
@@ -186,10 +189,10 @@ def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
 
 
 def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
-    """sigmoid(V) + `tests_weight` t minus the similarity penalty. t is the share of the role's tests
+    """sigmoid(V) + t minus the similarity penalty. t is the share of the role's tests
     that pass (without tests: 1 if aligned, else 0). A malformed solution gets the lowest possible reward."""
     tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    rewards_N = _accepted(outcomes) + reward.tests_weight * tests_N
+    rewards_N = _accepted(outcomes) + tests_N
     rewards_N = rewards_N - _similarity_penalty(outcomes, reward)
     return np.where(outcomes.well_formed_N, rewards_N, -reward.similarity_weight).astype(np.float32)
 
@@ -268,8 +271,6 @@ def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N
         [task.solution(rollouts[row].text) for row in rows],
         [rollouts[row].reference for row in rows],
         np.array([rollouts[row].group for row in rows], dtype=np.int32),
-        reference=reward.similarity in ("reference", "both"),
-        group=reward.similarity in ("group", "both"),
     )
     return found_N
 

@@ -94,9 +94,8 @@ def translation(prompts: WordedPrompts, problem: Problem, role: Role, solution: 
     """The translator's prompt for a problem and the solver's solution. In an example the solver has the helpful role's
     answer."""
     wording = wording_of(problem)
-    own = {Role.HELPFUL: prompts.helpful_translation, Role.SNEAKY: prompts.sneaky_translation}[role]
     numbers = wording is WORDINGS[NUMBER]
-    instructions = (NUMBER_TRANSLATIONS if numbers else TRANSLATIONS)[role] if own is None else own
+    instructions = (NUMBER_TRANSLATIONS if numbers else TRANSLATIONS)[role]
     examples = []
     for question, answers in _examples(prompts, wording):
         solved = NUMBER_SOLUTION if numbers and prompts.examples is None else answers[Role.HELPFUL]

@@ -31,7 +31,7 @@ from pvg.game.statistics import BatchClock, mean_score
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import zero_signal_groups

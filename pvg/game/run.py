@@ -50,9 +50,8 @@ from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
 from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
-from pvg.telemetry.events import Events, ServerNotices
+from pvg.telemetry.events import Events, Observer, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
-from pvg.telemetry.observer import Observer
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.telemetry.waits import usable_cores
 from pvg.training.losses import PolicyObjective

@@ -23,7 +23,7 @@ from pvg.rollout.dispatcher import GroupOrder
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import SHORTEST_SPAN_S, StepBudget, Tracer, add_seconds, span, trained_seconds
 
 if TYPE_CHECKING:

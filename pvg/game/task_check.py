@@ -285,7 +285,7 @@ def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessMo
     head = experiment.verifier.head
     if isinstance(head, AnswerHead):
         answer_tokens(model.tokenizer, model.name)
-    return verifier_template(experiment.verifier, experiment.prompts, task, model.tokenizer, _reads(head.kind))
+    return verifier_template(experiment.prompts, task, model.tokenizer, _reads(head.kind))
 
 
 def _reads(head: str) -> Head:

@@ -6,9 +6,8 @@ threshold and measures the AUC.
 With verifier.ensemble.size = K, the phase trains K members one after the other. Each starts from the initial weights
 and gets the full number of steps. The round's verifier combines their scores (pvg.models.ensembles). Members differ in
 the pairs that they draw, as in arXiv 2310.02743 (different training seeds, one pretrained start), and in the random
-part of a head's start weights. With verifier.ensemble.bag < 1 they also differ in the problems that they see. Bags are
-off by default, because networks gained more from all of the data (arXiv 1612.01474). Member 0 without a bag equals the
-verifier of a run without an ensemble.
+part of a head's start weights. All learn from all problems: networks gained more from all of the data than
+from bags (arXiv 1612.01474). Member 0 equals the verifier of a run without an ensemble.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from pvg.models.ensembles import ScoreScales, VerifierEnsemble
 from pvg.models.heads import VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.seeds import seed_for
-from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out, is_in_bag
+from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
 from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import GradientWorkers, Trainer
@@ -152,18 +151,12 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
 
 
 def _open_pairs(session: Session, member: int = 0) -> PairStream:
-    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member. In an
-    ensemble with bags, only pairs of the member's bag."""
+    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member."""
     game, round_, section = session.game, session.state.round, session.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
-    bag, share = seed_for(session.seed, round_, "bag", member), section.ensemble.bag
-
-    def keep(problem_id: str) -> bool:
-        return not is_held_out(problem_id, section.held_out) and is_in_bag(problem_id, bag, share)
-
     shards = session.ledger.shards(round_, Phase.MINT.value)
-    view = PairView(session.ledger.rollout_shards, shards, keep=keep)
+    view = PairView(session.ledger.rollout_shards, shards, keep=lambda name: not is_held_out(name, section.held_out))
     weights = source_weights(game, sources_for_round(round_))
     return pair_stream(section, view, weights, seed)
 

@@ -95,8 +95,8 @@ def read_demonstrations(section: DemonstrationWarmup) -> Demonstrations:
         raise MissingRequirementError(
             f"There is no file {file}.", "Check warmup.path. A relative path starts in the current folder."
         )
-    wanted = (section.question, section.solution, ROLE)
-    rows = [_demonstration(section, row, f"{file}, {where}") for where, row in rows_of(file, wanted)]
+    wanted = ("question", "solution", ROLE)
+    rows = [_demonstration(row, f"{file}, {where}") for where, row in rows_of(file, wanted)]
     if not rows:
         raise ConfigurationError(f"{file} has no rows.", 'Add lines like {"question": "...", "solution": "..."}')
     kept = [is_held_out(row.question, HELD_OUT) and len(rows) >= LEAST_TO_HOLD_OUT for row in rows]
@@ -110,11 +110,11 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _demonstration(section: DemonstrationWarmup, row: object, place: str) -> Demonstration:
+def _demonstration(row: object, place: str) -> Demonstration:
     if not isinstance(row, dict):
         raise ConfigurationError(f"{place}: not a JSON object.", 'Write {"question": "...", "solution": "..."}')
-    question = _text(row, section.question, "warmup.question", place)
-    solution = _text(row, section.solution, "warmup.solution", place)
+    question = _text(row, "question", place)
+    solution = _text(row, "solution", place)
     role = row.get(ROLE)
     if role not in (None, "", *(known.value for known in Role)):
         raise ConfigurationError(
@@ -123,10 +123,10 @@ def _demonstration(section: DemonstrationWarmup, row: object, place: str) -> Dem
     return Demonstration(question, solution, Role(role) if role else Role.HELPFUL, place)
 
 
-def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
+def _text(row: dict[str, object], column: str, place: str) -> str:
     value = row.get(column)
     if column not in row:
-        raise no_column(row, column, key, place)
+        raise no_column(row, column, place)
     if not isinstance(value, str):
         wrong = f"is {shortened(repr(value))}, not a text"
         raise ConfigurationError(f"{place}: the column {column!r} {wrong}.", "Correct the row, or remove it.")
@@ -302,7 +302,6 @@ class _Learning:
             gradient_checkpointing=training.gradient_checkpointing,
             waits_for="demonstrations",
             section="training",
-            events=session.ledger.log,
         )
         if (checkpoint := session.ledger.read_checkpoint()) is not None:
             self.trainer.load_state(*checkpoint)

@@ -29,7 +29,7 @@ from pvg.reporting.run_sections import (
 from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, shown_solution, solution_pairs
 from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
-from pvg.reporting.time_sections import StepWindow, choose_windows, overlap_section, read_windows, time_section
+from pvg.reporting.time_sections import StepWindow, choose_windows, read_windows, time_section, timeline_section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import UNACCOUNTED
@@ -166,7 +166,7 @@ def _timeline(data: RunData) -> PageSection:
     if data.playing:
         why = "pvg draws the timeline when the run ends, because it needs the whole file of spans."
         return PageSection("gantt", "Timeline of some steps", [elements.empty(why)] if data.summary.steps else [])
-    return overlap_section(data.windows, data.damaged_spans, has_steps=bool(data.summary.steps))
+    return timeline_section(data.windows, data.damaged_spans)
 
 
 def _facts(summary: RunSummary) -> Markup:

@@ -22,7 +22,7 @@ from pvg.reporting.formats import (
 )
 from pvg.reporting.run_page import UNSET, flat_settings, setting_cell, when
 from pvg.reporting.run_summary import RunSummary
-from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, page
+from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, elements, page
 from pvg.reporting.time_sections import box_key, budget_rows, whole_budget
 from pvg.store.run_directory import RunDirectory
 
@@ -176,44 +176,31 @@ def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
 def _final(runs: Sequence[ComparedRun]) -> PageSection:
     """Final metrics side by side, each with the difference to the first run."""
     finals = [final_metrics(run.summary) for run in runs]
-    names = final_names(finals)
-    columns = _columns("", runs)
-    for place in range(len(runs) - 1, 0, -1):
-        columns.insert(place + 2, Column("difference", "right"))
-    table = Table(columns)
-    for name in names:
+    table = Table(_columns("", runs))
+    for name in final_names(finals):
         first = finals[0].get(name)
-        cells: list[TableCell | str] = [metric_text(name, first)]
-        for metrics in finals[1:]:
-            cells += [metric_text(name, metrics.get(name)), _difference(name, metrics.get(name), first)]
-        table.add(metric_display(name).label, *cells)
-    last = sorted({max(run.summary.rounds) for run in runs if run.summary.rounds})
-    unequal = "" if len(last) < 2 else " The runs ended in different rounds."
-    return PageSection(
-        "final",
-        "Final metrics",
-        [table],
-        f"After each run's last finished round; differences to {runs[0].name}.{unequal}",
-    )
+        others = (_difference(name, metrics.get(name), first) for metrics in finals[1:])
+        table.add(metric_display(name).label, metric_text(name, first), *others)
+    last = ", ".join(f"{run.name}: {max(run.summary.rounds)}" for run in runs if run.summary.rounds)
+    lead = f"After each run's last finished round ({last}); differences to {runs[0].name}."
+    return PageSection("final", "Final metrics", [table], lead)
 
 
 def _difference(name: str, value: float | None, first: float | None) -> TableCell:
-    """The difference to the first run; a percentage for rates and times. Coloured if one direction is better."""
+    """The value and its difference to the first run; a percentage for rates and times. Coloured if one direction is
+    better."""
+    text = metric_text(name, value)
     if value is None or first is None:
-        return TableCell()
-    change = value - first
-    style = metric_display(name).style
-    if style in ("seconds", "rate") and first:
-        text, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
-    elif style == "share":
-        text, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
+        return TableCell(text)
+    change, shown = value - first, metric_display(name)
+    if shown.style in ("seconds", "rate") and first:
+        note, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
+    elif shown.style == "share":
+        note, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
     else:
-        text, noteworthy = f"{change:+.{3 if style == 'auc' else 2}f}", abs(change) > 0.01
-    better = metric_display(name).higher_is_better
-    verdict = ""
-    if better is not None and noteworthy:
-        verdict = "better" if (change > 0) == better else "worse"
-    return TableCell(text, verdict or "quiet")
+        note, noteworthy = f"{change:+.{3 if shown.style == 'auc' else 2}f}", abs(change) > 0.01
+    verdict = "better" if (change > 0) == shown.higher_is_better else "worse"
+    return TableCell(text, verdict if noteworthy and shown.higher_is_better is not None else "", note=note)
 
 
 def _time(runs: Sequence[ComparedRun]) -> PageSection:
@@ -221,13 +208,11 @@ def _time(runs: Sequence[ComparedRun]) -> PageSection:
     if not any(budgets):
         return PageSection("time", "Time", [])
     rows = budget_rows({run.name: (budget, "") for run, budget in zip(runs, budgets, strict=True)})
-    parts = in_order(total_budget(budgets))
     table = Table(_columns("part", runs))
-    for part in parts:
+    for part in in_order(total_budget(budgets)):
         seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
         table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
-    body = [chart.legend([box_key(part) for part in parts]), rows, table]
-    return PageSection("time", "Time", body, "Exposed seconds by part, over the whole run.")
+    return PageSection("time", "Time", [rows, table], "Exposed seconds by part, over the whole run.")
 
 
 def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) -> PageSection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from pvg.reporting.formats import (
     total_budget,
     value_text,
 )
-from pvg.reporting.run_summary import PhaseSummary, RunSummary, StepRecord
+from pvg.reporting.run_summary import RunSummary, StepRecord
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements
 from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
@@ -54,20 +54,16 @@ def whole_budget(summary: RunSummary) -> dict[str, float]:
 
 
 def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
+    words = f"In steps and phases: {_unaccounted(budget)}."
+    whole = total_budget(process.budget for process in summary.processes)
+    if whole:
+        words += f" From start to end of the processes that ended normally: {_unaccounted(whole)}."
+    return words
+
+
+def _unaccounted(budget: dict[str, float]) -> str:
     total = sum(budget.values())
-    words = [
-        f"{duration(total)} in steps and phases, {percent(budget.get(UNACCOUNTED, 0.0) / total)} of it unaccounted."
-    ]
-    with_budget = [process for process in summary.processes if process.budget]
-    if with_budget:
-        whole = total_budget(process.budget for process in with_budget)
-        seconds = sum(whole.values())
-        count = "its process" if len(with_budget) == 1 else f"its {len(with_budget)} processes that ended normally"
-        words.append(
-            f"All time of {count}, with start and end: {duration(seconds)}, "
-            f"{percent(whole.get(UNACCOUNTED, 0.0) / seconds)} unaccounted."
-        )
-    return " ".join(words)
+    return f"{duration(total)}, {percent(budget.get(UNACCOUNTED, 0.0) / total)} unaccounted"
 
 
 def _families(budget: dict[str, float]) -> Markup:
@@ -115,15 +111,13 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
 
 def _phases(summary: RunSummary) -> Markup:
     """Every phase as a bar of its parts, all on one scale; in long games the sum over the rounds."""
-    found = [(f"round {p.round}, ", p, _phase_budget(p, summary.steps)) for p in summary.phases]
-    bars = {
-        f"{round_}{phase_label(p.phase)}": (budget, "" if p.finished else "unfinished") for round_, p, budget in found
-    }
-    if len(found) > MOST_PHASES:
-        bars = {}
-        for _, p, budget in found:
-            before, _ = bars.get(phase_label(p.phase), ({}, ""))
-            bars[phase_label(p.phase)] = total_budget([before, budget]), ""
+    many = len(summary.phases) > MOST_PHASES
+    bars: dict[str, tuple[dict[str, float], str]] = {}
+    for phase in summary.phases:
+        name = phase_label(phase.phase) if many else f"round {phase.round}, {phase_label(phase.phase)}"
+        steps = (step.budget for step in summary.steps if (step.round, step.phase) == (phase.round, phase.phase))
+        before, remark = bars.get(name, ({}, "" if phase.finished or many else "unfinished"))
+        bars[name] = total_budget([before, *steps, phase.budget]), remark
     return budget_rows(bars)
 
 
@@ -138,11 +132,6 @@ def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
     )
 
 
-def _phase_budget(phase: PhaseSummary, steps: list[StepRecord]) -> dict[str, float]:
-    own = [step.budget for step in steps if (step.round, step.phase) == (phase.round, phase.phase)]
-    return total_budget([*own, phase.budget])
-
-
 def _step_charts(summary: RunSummary) -> list[Markup]:
     """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
     charts = []
@@ -153,101 +142,56 @@ def _step_charts(summary: RunSummary) -> list[Markup]:
     return charts
 
 
-def overlap_section(windows: list[StepWindow], damaged: int, *, has_steps: bool) -> PageSection:
-    """The timelines."""
-    body = [timeline(window) for window in windows]
-    if not windows and has_steps:
-        body = [elements.empty("spans.jsonl holds no spans of these steps.")]
-    if damaged:
-        body.append(elements.empty(f"{counted(damaged, 'line')} of spans.jsonl could not be read."))
-    lead = (
-        "A few steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
-    )
-    return PageSection("gantt", "Timeline of some steps", body, lead)
-
-
-# A few steps of a run as they ran: the spans of a window of steps, laid out in lanes.
-#
-#     for window in read_windows(run.spans, choose_windows(summary.steps)): ...
-#
-# spans.jsonl may hold hundreds of megabytes: it is read once, line by line, and only the spans of the chosen steps
-# are kept.
+# --- a few steps of a run as they ran ----------------------------------------------------------------------------
 
 STEPS_SHOWN = 3
 MOST_SPANS = 20_000  # kept of one window
 MOST_ROWS = 12  # per lane; more concurrent spans are counted instead of drawn
-# Short neighbours of one name are merged if each span, and the gap between them, is below this share of the window.
-SHORT, CLOSE = 4e-3, 1e-3
-
-Place = tuple[int, str]  # round and phase
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenSteps:
-    """The steps to show: neighbours in the middle of a phase."""
-
-    round: int
-    phase: str
-    steps: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class SpanBlock:
-    """One span in its lane, or `count` short neighbours of one name. Seconds since the window began; `worked_s` is
-    the spans' own sum."""
-
-    name: str
-    row: int
-    start_s: float
-    end_s: float
-    worked_s: float
-    count: int = 1
-
-
-@dataclass(slots=True)
-class SpanLane:
-    """The spans of one track. Nested and concurrent spans are in rows below each other."""
-
-    track: str
-    rows: int = 0
-    blocks: list[SpanBlock] = field(default_factory=list)
-    left_out: int = 0
+CLOSE = 1e-3  # of the window: neighbours of one name with a smaller gap are one block
+LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
+SPAN_FIELDS = frozenset({"name", "start_s", "end_s", "round", "phase", "step"})
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """The spans of a choice. `starts` says when each step's first span began, in seconds since the window began."""
+    """Some neighbouring steps in the middle of a phase, and their lines of spans.jsonl."""
 
-    choice: ChosenSteps
-    seconds: float
-    starts: tuple[tuple[int, float], ...]
-    lanes: tuple[SpanLane, ...]
+    round: int
+    phase: str
+    steps: tuple[int, ...]
+    spans: list[dict[str, Any]] = field(default_factory=list)
 
 
-def choose_windows(steps: Sequence[StepRecord]) -> list[ChosenSteps]:
+def timeline_section(windows: Sequence[StepWindow], damaged: int) -> PageSection:
+    body: list[object] = [timeline(window) for window in windows]
+    if damaged:
+        body.append(elements.empty(f"{counted(damaged, 'line')} of spans.jsonl could not be read."))
+    lead = "Steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
+    return PageSection("gantt", "Timeline of some steps", body, lead)
+
+
+def choose_windows(steps: Sequence[StepRecord]) -> list[StepWindow]:
     """For every kind of phase STEPS_SHOWN neighbouring steps from the middle of the middle one of its rounds."""
     played: dict[str, dict[int, list[int]]] = {}
     for step in steps:
         played.setdefault(step.phase, {}).setdefault(step.round, []).append(step.step)
-    choices = []
+    windows = []
     for phase, rounds in played.items():
         most = max(len(numbers) for numbers in rounds.values())
         full = [round_ for round_, numbers in rounds.items() if len(numbers) * 2 >= most]
         round_ = full[len(full) // 2]
-        numbers = rounds[round_]
-        first = max(0, (len(numbers) - STEPS_SHOWN) // 2)
-        choices.append(ChosenSteps(round_, phase, tuple(numbers[first : first + STEPS_SHOWN])))
-    return choices
+        first = max(0, (len(rounds[round_]) - STEPS_SHOWN) // 2)
+        windows.append(StepWindow(round_, phase, tuple(rounds[round_][first : first + STEPS_SHOWN])))
+    return windows
 
 
-def read_windows(path: Path, choices: Sequence[ChosenSteps]) -> tuple[list[StepWindow], int]:
-    """The windows that have spans in the file, in the order of `choices`, and the number of unreadable lines."""
-    wanted = {(choice.round, choice.phase, step): choice for choice in choices for step in choice.steps}
-    kept: dict[Place, list[dict[str, Any]]] = {}
+def read_windows(path: Path, windows: Sequence[StepWindow]) -> tuple[list[StepWindow], int]:
+    """The windows that have spans in the file, and the number of unreadable lines. The file may have hundreds of
+    megabytes: it is read line by line, and most lines are of other steps and are not parsed."""
+    wanted = {(window.round, window.phase, step): window for window in windows for step in window.steps}
     damaged = 0
     if not wanted or not path.is_file():
         return [], 0
-    # Most lines are of other steps and are skipped without being parsed.
     steps = "|".join(str(step) for step in sorted({step for _, _, step in wanted}))
     likely = re.compile(rf'"step": ?(?:{steps})\b'.encode())
     with open(path, "rb") as file:
@@ -257,14 +201,11 @@ def read_windows(path: Path, choices: Sequence[ChosenSteps]) -> tuple[list[StepW
             row = _row(line)
             if row is None:
                 damaged += line.endswith(b"\n")  # an incomplete last line is normal
-            elif (row["round"], row["phase"], row["step"]) in wanted:
-                rows = kept.setdefault((row["round"], row["phase"]), [])
-                if len(rows) < MOST_SPANS:
-                    rows.append(row)
-    found = [
-        _window(choice, kept[choice.round, choice.phase]) for choice in choices if (choice.round, choice.phase) in kept
-    ]
-    return found, damaged
+                continue
+            window = wanted.get((row["round"], row["phase"], row["step"]))
+            if window is not None and len(window.spans) < MOST_SPANS:
+                window.spans.append(row)
+    return [window for window in windows if window.spans], damaged
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
@@ -272,88 +213,71 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    fields: dict[str, Any] = {
-        "name": str,
-        "start_s": (int, float),
-        "end_s": (int, float),
-        "round": int,
-        "phase": str,
-        "step": int,
-    }
-    if isinstance(row, dict) and all(isinstance(row.get(key), kind) for key, kind in fields.items()):
-        return row
-    return None
-
-
-def _window(choice: ChosenSteps, rows: list[dict[str, Any]]) -> StepWindow:
-    # A span that began long before (such as a checkpoint in the background) is cut off where the steps begin.
-    driver = [row for row in rows if row.get("track", DRIVER) == DRIVER] or rows
-    begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
-    seconds = max(end - begin, 1e-9)
-    starts: dict[int, float] = {}
-    for row in driver:
-        at = row["start_s"] - begin
-        starts[row["step"]] = min(starts.get(row["step"], at), at)
-    tracks: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
-    order = sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track))
-    lanes = tuple(_lane(track, tracks[track], begin, seconds) for track in order)
-    return StepWindow(choice, seconds, tuple(sorted(starts.items(), key=lambda pair: pair[1])), lanes)
-
-
-def _lane(track: str, rows: Iterable[dict[str, Any]], begin: float, seconds: float) -> SpanLane:
-    """Each span goes to the first free row, so nested and concurrent spans are below each other."""
-    lane = SpanLane(track)
-    free: list[float] = []  # when each row's last span ends
-    last: dict[int, SpanBlock] = {}
-    for row in sorted(rows, key=lambda row: (row["start_s"], -row["end_s"])):
-        start, end = max(0.0, row["start_s"] - begin), min(seconds, row["end_s"] - begin)
-        if end <= start and row["end_s"] > row["start_s"]:
-            continue  # outside of the window
-        place = next((place for place, until in enumerate(free) if until <= start + 1e-9), len(free))
-        if place >= MOST_ROWS:
-            lane.left_out += 1
-            continue
-        if place == len(free):
-            free.append(end)
-        free[place] = end
-        before = last.get(place)
-        if before is not None and _one_of_many(before, str(row["name"]), start, end, seconds):
-            before.end_s, before.count, before.worked_s = end, before.count + 1, before.worked_s + end - start
-        else:
-            last[place] = SpanBlock(str(row["name"]), place, start, end, end - start)
-            lane.blocks.append(last[place])
-    lane.rows = len(free)
-    return lane
-
-
-def _one_of_many(before: SpanBlock, name: str, start: float, end: float, seconds: float) -> bool:
-    short = before.worked_s / before.count < SHORT * seconds and end - start < SHORT * seconds
-    return before.name == name and short and start - before.end_s < CLOSE * seconds
-
-
-# The timeline: spans of a few steps as blocks, one row per track.
-
-LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
+    return row if isinstance(row, dict) and row.keys() >= SPAN_FIELDS else None
 
 
 def timeline(window: StepWindow) -> Markup:
-    """The lanes of a window over one time axis, with the steps above them."""
-    parts = {part.name: part for part in in_order({block.name for lane in window.lanes for block in lane.blocks})}
-    steps = [Mark("step", "", at / window.seconds, text=f"step {step}") for step, at in window.starts]
-    rows = [StripRow("", steps)]
-    for lane in window.lanes:
-        marks = [_block_mark(block, parts[block.name], window.seconds) for block in lane.blocks]
-        rows.append(StripRow(lane.track, marks, lines=max(1, lane.rows)))
-    chosen, missing = window.choice, sum(lane.left_out for lane in window.lanes)
+    """The spans of a window in lanes over one time axis, with the steps above them."""
+    tracks: dict[str, list[dict[str, Any]]] = {}
+    for row in window.spans:
+        tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
+    # A span that began long before (such as a checkpoint in the background) is cut off where the steps begin.
+    driver = tracks.get(DRIVER, window.spans)
+    begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
+    seconds = max(end - begin, 1e-9)
+    starts = {step: min((r["start_s"] for r in driver if r["step"] == step), default=end) for step in window.steps}
+    lanes = [
+        StripRow("", [Mark("step", "", (at - begin) / seconds, text=f"step {step}") for step, at in starts.items()])
+    ]
+    parts = {part.name: part for part in in_order({str(row["name"]) for row in window.spans})}
+    missing = 0
+    for track in sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track)):
+        blocks, left_out = lane_of(tracks[track], begin, seconds)
+        marks = [_block_mark(block, parts[block.name], seconds) for block in blocks]
+        lanes.append(StripRow(track, marks, lines=1 + max((block.row for block in blocks), default=0)))
+        missing += left_out
     return chart.figure(
-        f"{phase_label(chosen.phase).capitalize()}, round {chosen.round}",
-        chart.strips(rows, ("0 s", value_text("seconds", window.seconds))),
+        f"{phase_label(window.phase).capitalize()}, round {window.round}",
+        chart.strips(lanes, ("0 s", value_text("seconds", seconds))),
         keys=[box_key(part) for part in parts.values()],
         note=f"{missing} spans are not drawn: too many ran at the same time." if missing else "",
         look="wide",
     )
+
+
+@dataclass(slots=True)
+class SpanBlock:
+    """`count` neighbouring spans of one name in a row of a lane. Seconds since the window began; `worked_s` is the
+    spans' own sum."""
+
+    name: str
+    row: int
+    start_s: float
+    end_s: float
+    worked_s: float
+    count: int = 1
+
+
+def lane_of(spans: Sequence[dict[str, Any]], begin: float, seconds: float) -> tuple[list[SpanBlock], int]:
+    """The blocks of a lane, and the number of spans without room. Each span goes to the first free row, so nested and
+    concurrent spans are below each other."""
+    blocks: list[SpanBlock] = []
+    last: list[SpanBlock] = []  # of each row
+    left_out = 0
+    for span in sorted(spans, key=lambda span: (span["start_s"], -span["end_s"])):
+        name, start, end = str(span["name"]), max(0.0, span["start_s"] - begin), min(seconds, span["end_s"] - begin)
+        if end <= start and span["end_s"] > span["start_s"]:
+            continue  # outside of the window
+        place = next((place for place, block in enumerate(last) if block.end_s <= start + 1e-9), len(last))
+        if place >= MOST_ROWS:
+            left_out += 1
+        elif place < len(last) and last[place].name == name and start - last[place].end_s < CLOSE * seconds:
+            block = last[place]
+            block.end_s, block.count, block.worked_s = end, block.count + 1, block.worked_s + end - start
+        else:
+            blocks.append(SpanBlock(name, place, start, end, end - start))
+            last[place : place + 1] = [blocks[-1]]
+    return blocks, left_out
 
 
 def _block_mark(block: SpanBlock, part: BudgetPart, seconds: float) -> Mark:

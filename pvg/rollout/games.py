@@ -50,15 +50,13 @@ class Fork:
     """`warmup` phases are played once, then `samples` continuations of at most `horizon` phases (None: to the end).
 
     `seat`: the warmup goes on until this seat decides (None: any seat). If the game ends during the warmup, the
-    continuations begin at the last state in which it decides. A continuation ends early if no value has changed for
-    `quiet_rounds` phases (None: never).
+    continuations begin at the last state in which it decides.
     """
 
     warmup: int = 0
     samples: int = 1
     horizon: int | None = None
     seat: str | None = None
-    quiet_rounds: int | None = None
 
 
 WHOLE_GAME = Fork()
@@ -88,7 +86,7 @@ class PlayedGame(Generic[S]):
     fork: int
     states: tuple[S, ...]
     decisions: tuple[SeatDecision[S], ...]
-    ended: Literal["over", "horizon", "quiet"]
+    ended: Literal["over", "horizon"]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +102,6 @@ class _Table(Generic[S]):
     fork: int = 0
     until: int | None = None
     waits_for: str | None = None
-    quiet_rounds: int | None = None
-    quiet: int = 0
     decisions: list[SeatDecision[S]] = field(default_factory=list)
 
     @property
@@ -180,20 +176,19 @@ class _Hall(Generic[S]):
         after = self.game.step(state, {decision.seat: decision.action for decision in decisions}, seed)
         table.decisions += decisions
         table.states.append(after)
-        table.quiet = table.quiet + 1 if self.game.values(after) == self.game.values(state) else 0
 
     def _turn(self, table: _Table[S], seat: str) -> int:
         return table.phase * len(self.seats) + self.seats.index(seat)
 
     # --- whole games --------------------------------------------------------------------------------------------------
 
-    def ending(self, table: _Table[S]) -> Literal["over", "horizon", "quiet"] | None:
+    def ending(self, table: _Table[S]) -> Literal["over", "horizon"] | None:
         seats = self.game.seats(table.states[-1])
         if not seats:
             return "over"
         if table.until is not None and table.phase >= table.until and table.waits_for in (None, *seats):
             return "horizon"
-        return "quiet" if table.quiet_rounds is not None and table.quiet >= table.quiet_rounds else None
+        return None
 
     async def play_out(self, tables: Sequence[_Table[S]]) -> None:
         """Play all tables to their ends, in step."""
@@ -216,8 +211,6 @@ class _Hall(Generic[S]):
                 fork=phase,
                 until=None if fork.horizon is None else phase + fork.horizon,
                 waits_for=None,
-                quiet_rounds=fork.quiet_rounds,
-                quiet=0,
             )
             for sample in range(fork.samples)
         ]

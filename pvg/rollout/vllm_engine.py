@@ -458,7 +458,7 @@ class VllmEngine(Engine):
         shared = self._section.share_prefix and server.settled
         own = label if shared else f"{label}/{request.id}"
         model = self.served.model_name(label)
-        body = generation(request, salt=salt(own), model=model, seeded=self._section.seeded, stream=streamed)
+        body = generation(request, salt=salt(own), model=model, stream=streamed)
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
             cut = tracked.cut

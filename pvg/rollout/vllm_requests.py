@@ -48,9 +48,7 @@ class ServedCompletion:
     routed_experts: RoutedExperts | None = None
 
 
-def generation(
-    request: GenerationRequest, *, salt: str, model: str | None, seeded: bool, stream: bool
-) -> dict[str, Any]:
+def generation(request: GenerationRequest, *, salt: str, model: str | None, stream: bool) -> dict[str, Any]:
     """The request body. It asks for the log-probs of sampled tokens only."""
     sampling = request.sampling
     parameters: dict[str, Any] = {
@@ -62,9 +60,8 @@ def generation(
         "ignore_eos": True,  # only the request's own stop tokens count
         "logprobs": 0,
         "detokenize": False,
+        "seed": request.seed & SEED_BITS,
     }
-    if seeded:
-        parameters["seed"] = request.seed & SEED_BITS
     body: dict[str, Any] = {
         "request_id": request.id,
         "token_ids": request.prompt_ids,

@@ -298,9 +298,7 @@ class VllmServer:
         if self._poll() is not None:
             raise self._failure("ended before it was ready")
         if time.monotonic() > deadline:
-            raise self._failure(
-                f"was not ready after {self.spec.startup_s:g} s", "Give it more time: --set serving.startup_s=SECONDS"
-            )
+            raise self._failure(f"was not ready after {self.spec.startup_s:g} s", "Look into its log.")
 
     # --- ending -------------------------------------------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ class ServerRequirements:
             raise ConfigurationError(
                 f"{info.url} accepts {info.max_model_len} tokens, but a prompt and its completion may take "
                 f"{self.max_length}.",
-                "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
+                "Start it with a larger --max-model-len (serving.extra_args), or lower rollout.max_tokens.",
             )
         if self.processed_logprobs and info.logprobs_mode != "processed_logprobs":
             raise MissingRequirementError(

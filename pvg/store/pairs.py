@@ -236,17 +236,6 @@ def is_held_out(problem_id: str, share: float) -> bool:
     return int.from_bytes(digest[:8]) < share * 2**64
 
 
-def is_in_bag(problem_id: str, bag: int, share: float) -> bool:
-    """Whether a problem is in a bag of `share` (0 to 1) of all problems, drawn without replacement. Bags are
-    independent of each other and of what is held out. `bag` is a seed.
-
-    Subsamples of half the problems act about like bootstrap samples and need no weights (Buhlmann and Yu, Analyzing
-    Bagging, Annals of Statistics 30, 2002).
-    """
-    digest = hashlib.sha256(f"bag-{bag}:{problem_id}".encode()).digest()
-    return int.from_bytes(digest[:8]) < share * 2**64
-
-
 @dataclass(frozen=True, slots=True)
 class _Cells:
     """Rows sorted into cells (source, kind, problem; kind 0 is correct), and the problems that can be paired.

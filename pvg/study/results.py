@@ -29,7 +29,7 @@ from pvg.study.cells import CellProgress, StudyFolder, progress_of
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.statistics import PairedComparison, SeedSummary, Trend, compare, holm, summarise, trend
-from pvg.telemetry.processor import processor
+from pvg.telemetry.device import processor
 from pvg.telemetry.waits import usable_cores
 from pvg.version import code_version
 

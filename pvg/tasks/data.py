@@ -81,8 +81,6 @@ class Data:
         return [_file(self._place, "task.path")]
 
     def _test_files(self) -> list[Path]:
-        if self._section.test_path is not None:
-            return [_file(expanded(self._section.test_path, "task.test_path"), "task.test_path")]
         return files_of(self._place, "test") if self._place.is_dir() else []
 
     def _read(self) -> dict[Split, list[Problem]]:
@@ -97,7 +95,7 @@ class Data:
                 total = counted(len(train) + len(test), "problem")
                 raise ConfigurationError(
                     f"{self._place} has {total}, too few to hold out a tenth of them.",
-                    "Add rows, or set task.test_path to a file with test problems.",
+                    "Add rows, or set task.path to a folder with train and test.",
                 )
         return {"train": self._problems("train", train), "test": self._problems("test", test)}
 
@@ -154,7 +152,7 @@ def _file(path: Path, key: str) -> Path:
 def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     """The text of a column. Answers may be numbers."""
     if column not in row:
-        raise no_column(row, column, key, place)
+        raise no_column(row, column, place, key)
     value = row[column]
     complaint = ""
     if isinstance(value, bool) or value is None:

@@ -7,8 +7,8 @@ Each step adds the next operand to the running value, modulo `modulus`; `A` give
 enough to hide a flaw and short enough for a model with a million parameters.
 
 Invariants: an id names its problem (`modchain-10-7+5+8+3+6`: modulus, operands), so equal problems have equal ids. No
-problem is drawn twice, so train and test are disjoint. The draws are hashes of the seed and do not depend on a
-library's random numbers.
+problem is drawn twice, so train and test are disjoint. The draws are hashes, so they do not depend on
+a library's random numbers.
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ def distinct_chains(section: ModchainTask) -> Iterator[tuple[int, ...]]:
     """Operands of distinct problems until all are used; numbers of terms are about equally frequent."""
     asked = section.problems + section.test_problems
     streams = {
-        terms: _numbers_below(section.modulus**terms, asked, f"{section.seed}/{section.modulus}/{terms}")
+        terms: _numbers_below(section.modulus**terms, asked, f"0/{section.modulus}/{terms}")
         for terms in range(section.min_terms, section.max_terms + 1)
     }
     for count in itertools.count():
         if not streams:
             return
         lengths = list(streams)
-        terms = lengths[_draw(f"{section.seed}/{section.modulus}/length/{count}", len(lengths))]
+        terms = lengths[_draw(f"0/{section.modulus}/length/{count}", len(lengths))]
         number = next(streams[terms], None)
         if number is None:
             del streams[terms]  # this length is exhausted; the others continue

@@ -32,6 +32,7 @@ from pvg.games.openenv import (
 )
 from pvg.records import Grade, Problem, Split
 
+REPLY_S = 60.0  # longest wait for a reply
 DRAWS_PER_PROBLEM = 2  # seeds that pvg tries per problem, to replace repeated prompts
 FIRST_SEED: dict[Split, int] = {"test": 0, "train": 2**30}
 
@@ -42,7 +43,7 @@ class OpenEnv:
     def __init__(self, section: OpenEnvTask) -> None:
         self._section = section
         self._idle: Queue[OpenEnvClient] = Queue()
-        self._clients = [OpenEnvClient(section.url, section.timeout_s) for _ in range(section.sessions)]
+        self._clients = [OpenEnvClient(section.url, REPLY_S) for _ in range(section.sessions)]
         for client in self._clients:
             self._idle.put(client)
         self._made: dict[Split, list[Problem]] = {}
@@ -94,7 +95,7 @@ class OpenEnv:
     def _distinct(self, client: OpenEnvClient, split: Split, taken: set[str]) -> list[Problem]:
         section = self._section
         wanted = section.problems if split == "train" else section.test_problems
-        first = FIRST_SEED[split] + section.seed
+        first = FIRST_SEED[split]
         found: list[Problem] = []
         for seed in range(first, first + DRAWS_PER_PROBLEM * wanted):
             prompt = self._prompt(client, seed)

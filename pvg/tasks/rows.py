@@ -126,11 +126,11 @@ def _values(column: ChunkedArray, place: str) -> list[object]:
         raise ConfigurationError(f"{place} cannot be read ({error}).", "Write the column as text in UTF-8.") from None
 
 
-def no_column(row: Mapping[str, object], column: str, key: str, place: str) -> ConfigurationError:
-    """The error for a row without the column that the setting `key` names."""
+def no_column(row: Mapping[str, object], column: str, place: str, key: str = "") -> ConfigurationError:
+    """The error for a row without a column. `key`: the setting that names the column."""
     there = shortened(", ".join(map(str, row)))
     return ConfigurationError(
-        f"{place}: there is no column {column!r}.", f"Correct the row, or set {key}. The row has: {there}."
+        f"{place}: there is no column {column!r}.", f"Correct the row{key and f', or set {key}'}. The row has: {there}."
     )
 
 

@@ -4,18 +4,23 @@
     endpoint.url
     endpoint.close()
 
-Invariants: it listens on the loopback interface alone. It shows only values of the newest point of each kind, so values
-that no longer exist disappear. `close` frees the port.
+Invariants: it listens on the loopback interface alone, answers only requests whose Host header names this machine, and
+serves at most CONNECTIONS at a time. It shows only values of the newest point of each kind, so values that no longer
+exist disappear. `close` frees the port.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import threading
-from collections.abc import Mapping
-from typing import get_args
+from collections.abc import Callable, Iterable, Mapping
+from socketserver import ThreadingMixIn
+from typing import Any, get_args
+from urllib.parse import urlsplit
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
@@ -24,6 +29,58 @@ from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
 HOST = "127.0.0.1"
+NAMES = frozenset({HOST, "localhost", "::1"})  # in the Host header of a request
+CONNECTIONS = 16  # at the same time
+SILENCE_S = 10.0  # a connection without a request is closed after this time
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread for each connection; closes connections above the limit at once."""
+
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # a client that goes away or says nothing
+            super().handle_error(request, client_address)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENCE_S
+
+    def log_message(self, *_: Any) -> None:
+        return  # the terminal belongs to the run's display
+
+
+def _for_this_machine(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """Refuses foreign names: a page of another site could read the metrics with a DNS name that points here."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname
+        except ValueError:
+            name = None
+        if name not in NAMES:
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [b"The metrics endpoint answers only requests to 127.0.0.1 or localhost.\n"]
+        return app(environ, start_response)
+
+    return guarded
 
 
 class MetricsEndpoint(MetricSink):
@@ -41,13 +98,16 @@ class MetricsEndpoint(MetricSink):
         for kind in get_args(AlertKind):
             self._alerts.labels(kind)  # starts at 0, so that `increase` counts the first alert
         try:
-            self._server, self._thread = start_http_server(port, HOST, self._registry)
+            app = _for_this_machine(make_wsgi_app(self._registry))
+            self._server = make_server(HOST, port, app, _Server, _Handler)
         except OSError as error:
             raise MissingRequirementError(
                 f"The metrics endpoint cannot listen on {HOST}:{port} ({error.strerror or error}).",
                 "Choose another port with --metrics-port, or 0 for none.",
             ) from error
         self.port = int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint", daemon=True)
+        self._thread.start()
         self._closed = False
 
     @property

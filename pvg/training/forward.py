@@ -9,10 +9,7 @@ repeats solutions within a group: in the embedded game nearly half of the rows r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,37 +31,7 @@ from pvg.models.shared_prompts import check_packing
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
 
-Rows = NDArray[np.int64]
 # Budgets to try between the smallest and the full one.
-STEPS = 16
-
-
-def balanced_batches(
-    split: Callable[[int], list[Rows]], positions: Callable[[Rows], int], budget: int, smallest: int
-) -> list[Rows]:
-    """As many batches as `split(budget)` gives, but of similar size: uses the smallest budget that needs no more
-    batches and no more positions in total. (Evenly cut rows of mixed length can need more padding; then larger budgets
-    are tried.)
-
-    `split` fills one batch after the other in a fixed order of rows, so a larger budget never gives more batches.
-    `positions`: of a batch, padding included. `smallest`: a budget that every single row fits into.
-    """
-    full = split(budget)
-    if len(full) < 2:
-        return full
-    low, high = smallest, budget
-    while low < high:
-        middle = (low + high) // 2
-        if len(split(middle)) > len(full):
-            low = middle + 1
-        else:
-            high = middle
-    most = sum(positions(rows) for rows in full)
-    for step in range(STEPS):
-        found = split(low + (budget - low) * step // STEPS)
-        if sum(positions(rows) for rows in found) <= most:
-            return found
-    return full
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,63 +71,33 @@ def forward_batches(
     rows: NDArray[np.int64],
     settings: ForwardSettings,
     max_rows: int | None = None,
-    *,
-    balanced: bool = False,
 ) -> list[NDArray[np.int64]]:
-    """`rows` of the batch in parts of at most `max_rows` rows that fit into one forward pass. `balanced`: the same
-    number of parts, of similar size. Without `max_rows`, rows with the same tokens are in one part and count once.
+    """`rows` of the batch in parts of at most `max_rows` rows that fit into one forward pass. Without
+    `max_rows`, rows with the same tokens are in one part and count once.
 
     Raises ConfigurationError if a single row exceeds the token budget.
     """
     if max_rows is None and settings.shares_rows:
         firsts_U, row_of_N = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths[rows])
         if len(firsts_U) < len(rows):
-            parts = _batches(batch, rows[firsts_U], settings, None, balanced)
+            parts = _batches(batch, rows[firsts_U], settings, None)
             same_U = np.split(rows[np.argsort(row_of_N, kind="stable")], np.cumsum(np.bincount(row_of_N))[:-1])
             rows_like = dict(zip(rows[firsts_U].tolist(), same_U, strict=True))
             return [np.concatenate([rows_like[row] for row in part.tolist()]) for part in parts]
-    return _batches(batch, rows, settings, max_rows, balanced)
+    return _batches(batch, rows, settings, max_rows)
 
 
 def _batches(
-    batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None, balanced: bool
+    batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None
 ) -> list[NDArray[np.int64]]:
     """`forward_batches`, counting each row separately."""
     lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
-    prompt_of_N = None
     if settings.shared_prompts:
         prompt_of_N, _ = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
-
-    def split(budget: int) -> list[NDArray[np.int64]]:
-        if prompt_of_N is None:
-            return token_budget_batches(lengths_N, budget, max_rows)
-        return shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, budget, max_rows)
-
-    parts = split(settings.token_budget)
-    if balanced and parts:
-        positions = partial(_positions, prompt_of_N, prompt_lengths_N, lengths_N)
-        parts = balanced_batches(split, positions, settings.token_budget, int(lengths_N.max()))
+        parts = shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget, max_rows)
+    else:
+        parts = token_budget_batches(lengths_N, settings.token_budget, max_rows)
     return [rows[part] for part in parts]
-
-
-def batch_positions(batch: PolicyBatch, settings: ForwardSettings) -> int:
-    """The positions that a forward pass of the whole batch takes from a token budget, padding included."""
-    if settings.shares_rows:
-        batch = batch.select(distinct_rows(batch.sequences, batch.prompt_lengths)[0])
-    prompt_of_N = distinct_prompts(batch.sequences, batch.prompt_lengths)[0] if settings.shared_prompts else None
-    return _positions(prompt_of_N, batch.prompt_lengths, batch.lengths_N, np.arange(len(batch)))
-
-
-def _positions(
-    prompt_of_N: NDArray[np.int64] | None,
-    prompt_lengths_N: NDArray[Any],
-    lengths_N: NDArray[np.int64],
-    part: NDArray[np.int64],
-) -> int:
-    if prompt_of_N is None:
-        return len(part) * int(lengths_N[part].max())
-    prompts, completions_B = len(np.unique(prompt_of_N[part])), (lengths_N - prompt_lengths_N)[part]
-    return prompts * int(prompt_lengths_N[part].max()) + len(part) * int(completions_B.max())
 
 
 def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:

@@ -21,8 +21,8 @@ arithmetic differs from the trainer's. The variance of this ratio is unbounded, 
 - `masked`: the ratio if low <= ratio <= high, else 0 (IcePop, Ring-1T, arXiv 2510.18855). Row weights use lengths
   before masking, so masking removes gradient and never gives other tokens more weight.
 
-The ratio is per token or per sequence (then equal for all its tokens). The product over tokens has no bias, but a
-variance that grows with length. The variance of the geometric mean does not grow.
+The ratio is per token; for losses of whole sequences (gspo) it is the geometric mean over the tokens, whose variance
+does not grow with the length.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import Credit, normalised
-from pvg.training.forward import ForwardSettings, batch_outputs, batch_positions, forward_batches, recompute_logprobs
-from pvg.training.memory import MicroBatchMemory, MicroBatchSize
+from pvg.training.forward import ForwardSettings, batch_outputs, forward_batches, recompute_logprobs
 from pvg.training.penalties import PenaltyControl, k3, kl_penalty
 
 Kind = Literal["none", "truncated", "masked"]
@@ -58,10 +57,10 @@ WEIGHTS: dict[str, Kind] = {
     "truncated": "truncated",
     "masked": "masked",
 }
-Level = Literal["token", "sequence", "geometric"]
 Ratio = Callable[[Tensor, Tensor], Tensor]
 
-LARGEST_LOG = 20.0  # bounds a sequence's product: e^20 exceeds any clip and still fits a float32
+# The lowest and the highest importance weight (IcePop's; 5 is far above the ratios of healthy rollouts).
+WEIGHT_BOUNDS = (0.5, 5.0)
 
 
 def token_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
@@ -73,15 +72,6 @@ def geometric_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
     """exp(mean_t log ratio) for every token: the ratio of losses whose action is the whole sequence."""
     counts_B1 = mask_BL.sum(dim=1, keepdim=True).clamp(min=1)
     return (log_ratios_BL.sum(dim=1, keepdim=True) / counts_B1).exp().expand_as(log_ratios_BL)
-
-
-def sequence_ratio(log_ratios_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    """exp(sum_t log ratio) for every token, clamped to [e^-20, e^20]."""
-    sums_B1 = log_ratios_BL.sum(dim=1, keepdim=True)
-    return sums_B1.clamp(-LARGEST_LOG, LARGEST_LOG).exp().expand_as(log_ratios_BL)
-
-
-RATIOS: dict[Level, Ratio] = {"token": token_ratio, "sequence": sequence_ratio, "geometric": geometric_ratio}
 
 
 def importance_weights(ratios: Tensor, kind: Kind, low: float, high: float) -> Tensor:
@@ -114,8 +104,6 @@ def importance_metrics(ratios_N: Tensor, kind: Kind, low: float, high: float) ->
     metrics.add_mean("start_outside", cut, ratios_N.numel())
     return metrics
 
-
-BYTES_PER_MB = 1_000_000
 
 # --- per-token objectives ----------------------------------------------------------------------------------------
 
@@ -205,9 +193,9 @@ def mean_of_tokens(lengths_N: Float64, max_tokens: int) -> Float64:
 class PolicyLoss:
     """A row of the table in docs/learning.md.
 
-    - `clip_low`, `clip_high`: defaults of training.loss.clip_low and clip_high.
+    - `clip_low`, `clip_high`: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     - `penalised`: has a KL term. `drops_silent`: leaves groups without signal out of the batch and its denominators.
-    - `ratio`: for importance weights, unless training.importance.level is set.
+    - `ratio`: for importance weights.
     - `credit`: rewards to advantages; None: pvg.training.credit's function for the loss's name.
     """
 
@@ -255,28 +243,18 @@ class PolicyObjective:
     """
 
     def __init__(self, section: Training, rollout: Rollouts, pad_id: int) -> None:
-        self._loss = policy_loss(section.loss.kind)
+        self._loss = policy_loss(section.loss)
         if section.kl.kind == "adaptive" and not self._loss.penalised:
             raise ConfigurationError(
-                f"training.kl = 'adaptive' has no effect: training.loss = {section.loss.kind!r} has no KL term.",
+                f"training.kl = 'adaptive' has no effect: training.loss = {section.loss!r} has no KL term.",
                 "Set training.kl to 'none'.",
             )
-        clip_low, clip_high = section.loss.clip_low, section.loss.clip_high
-        self._low = self._loss.clip_low if clip_low is None else clip_low
-        self._high = self._loss.clip_high if clip_high is None else clip_high
         self._control = PenaltyControl(section)
-        level = section.importance.level
-        self._ratio = self._loss.ratio if level is None else RATIOS[level]
-        self._importance: Kind = WEIGHTS[section.importance.kind]
-        self._exact_entropy = section.exact_entropy
+        self._importance: Kind = WEIGHTS[section.importance]
+        self.weight_bounds = WEIGHT_BOUNDS
         self._section = section
         self._max_tokens = rollout.max_tokens
         self._forward = ForwardSettings.of(section, rollout.temperature, pad_id)
-        # The trainer fills it with measurements. None: every step uses the section's token budget.
-        self.memory: MicroBatchMemory[PolicyBatch] | None = None
-        if section.micro_batch_memory_mb:
-            limit = section.micro_batch_memory_mb * BYTES_PER_MB
-            self.memory = MicroBatchMemory(limit, section.micro_batch_tokens, self._size)
 
     @property
     def credit(self) -> Credit | None:
@@ -291,12 +269,12 @@ class PolicyObjective:
     @property
     def decoupled(self) -> bool:
         """Whether only stale rows are weighted and clipped around the policy at batch start."""
-        return self._section.importance.kind in ("decoupled", "unweighted")
+        return self._section.importance in ("decoupled", "unweighted")
 
     @property
     def weighs_all(self) -> bool:
         """Whether all rows are weighted and clipped around the policy at batch start."""
-        return self._section.importance.kind in ("truncated", "masked")
+        return self._section.importance in ("truncated", "masked")
 
     @property
     def needs_start(self) -> bool:
@@ -316,8 +294,6 @@ class PolicyObjective:
         found: dict[str, float] = {}
         if self._section.kl.kind == "adaptive":
             found["kl_coefficient"] = self._control.kl
-        if self._section.entropy.kind == "adaptive":
-            found["entropy_coefficient"] = self._control.bonus
         self._control.observe(metrics)
         return found
 
@@ -353,29 +329,21 @@ class PolicyObjective:
 
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
         """Micro-batches of a prepared batch: within the token budget, with at most micro_batch_rollouts rows each.
-        Leaves out rows of weight 0. With micro_batch_memory_mb, uses the learned budget and micro-batches of similar
-        size.
+        Leaves out rows of weight 0.
 
         Raises ConfigurationError if a single row exceeds the token budget.
         """
         assert batch.row_weights_N is not None, "prepare the batch before splitting it"
-        section = self._section
         rows = np.flatnonzero(batch.row_weights_N != 0.0)
-        forward = self._forward
-        if self.memory is not None and rows.size:
-            forward = replace(forward, token_budget=self.memory.budget(int(batch.lengths_N[rows].max())))
-        parts = forward_batches(batch, rows, forward, section.micro_batch_rollouts, balanced=self.memory is not None)
+        parts = forward_batches(batch, rows, self._forward, self._section.micro_batch_rollouts)
         return [batch.select(part) for part in parts]
-
-    def _size(self, micro_batch: PolicyBatch) -> MicroBatchSize:
-        return MicroBatchSize(int(micro_batch.lengths_N.max()), batch_positions(micro_batch, self._forward))
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""
         batch = micro_batch
         assert batch.row_weights_N is not None, "prepare the batch before computing its loss"
         device = next(module.parameters()).device
-        outputs = batch_outputs(module, batch, self._forward, entropies=self._exact_entropy)
+        outputs = batch_outputs(module, batch, self._forward, entropies=self._section.entropy_bonus > 0.0)
         logprobs_BL = outputs.logprobs_BL
         mask_BL = _tensor(batch.completion_mask(), device)
         if batch.sampled_masks is not None:  # ignore the log-probs of tokens that an environment wrote
@@ -385,10 +353,10 @@ class PolicyObjective:
         log_ratios_BL = logprobs_BL - proximal_BL
         advantages_B1 = _tensor(batch.advantages_N, device)[:, None]
         terms = self._loss.objective(
-            TokenBatch(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._low, self._high)
+            TokenBatch(logprobs_BL, log_ratios_BL, mask_BL, advantages_B1, self._loss.clip_low, self._loss.clip_high)
         )
         cost_BL = -terms.objective_BL
-        bounds = (self._importance, self._section.importance.low, self._section.importance.high)
+        bounds = (self._importance, *self.weight_bounds)
         if moved_BL is not None:
             cost_BL = cost_BL * importance_weights(moved_BL, *bounds)
         reference_BL = None
@@ -396,8 +364,8 @@ class PolicyObjective:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
         if self.needs_reference:
             assert reference_BL is not None
-            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL, self._section.kl.estimator)
-        if (bonus := self._control.bonus) > 0.0:
+            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL)
+        if (bonus := self._section.entropy_bonus) > 0.0:
             assert outputs.entropies_BL is not None
             cost_BL = cost_BL - bonus * outputs.entropies_BL
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
@@ -423,7 +391,7 @@ class PolicyObjective:
             start_BL = torch.where(_tensor(batch.stale_N, now_BL.device)[:, None], now_BL, sampled_BL)
         else:
             return sampled_BL, None
-        return start_BL, self._ratio(start_BL - sampled_BL, mask_BL)
+        return start_BL, self._loss.ratio(start_BL - sampled_BL, mask_BL)
 
 
 @torch.no_grad()

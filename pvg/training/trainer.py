@@ -26,11 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.models.compute import autocast
 from pvg.models.shared_prompts import same_attention
-from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import span, submit_in
 from pvg.training.batch import BatchSource
-from pvg.training.memory import MemoryMeter, MicroBatchMemory, MicroBatchSize, UnmeasuredMemory
 from pvg.training.optimizer import (
     MOMENTS,
     OptimizerSettings,
@@ -47,7 +45,7 @@ MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 # Remedies for a GPU out of memory, by the settings' section.
 OUT_OF_MEMORY = {
-    "training": "Lower training.micro_batch_tokens, set training.micro_batch_memory_mb, or set "
+    "training": "Lower training.micro_batch_tokens, or set "
     "training.gradient_checkpointing=true, and continue: pvg train --resume RUN -s training.micro_batch_tokens=N, or "
     "pvg evaluate RUN -s training.micro_batch_tokens=N",
     "verifier": "Lower verifier.micro_batch_tokens, and continue: "
@@ -98,12 +96,11 @@ class AdaptsCoefficients(Protocol):
 @dataclass(frozen=True, slots=True)
 class PartGradient:
     """The sum over some micro-batches: `gradient` float32 [parameters], the trained parameters one after the other;
-    the loss of each micro-batch; metrics; and each micro-batch's size and memory in bytes, if measured."""
+    the loss of each micro-batch, and metrics."""
 
     gradient: Tensor
     losses: list[float]
     metrics: Metrics
-    taken: list[tuple[MicroBatchSize, int]]
 
 
 class GradientWorkers(Protocol[BatchT]):
@@ -116,9 +113,7 @@ class GradientWorkers(Protocol[BatchT]):
 
     def survey(self, parts: Sequence[Sequence[BatchT]]) -> list[tuple[Tensor, Tensor]]: ...
 
-    def gradients(
-        self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any], *, measured: bool
-    ) -> list[PartGradient]: ...
+    def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]: ...
 
 
 class TrainerRanks(Protocol[BatchT]):
@@ -147,7 +142,7 @@ class TrainerRanks(Protocol[BatchT]):
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """Optimizer step number `step` (from 0) and its metrics: those of the objective, micro_batches, grad_norm (before
-    clipping), learning_rate; with a memory limit also micro_batch_budget and bytes_per_token. A batch without signal
+    clipping), learning_rate. A batch without signal
     changes no weight and has the single metric `skipped`."""
 
     step: int
@@ -160,7 +155,6 @@ class Trainer(Generic[BatchT]):
     The trainer puts the module into evaluation mode, because with dropout the trained policy would differ from the
     sampled one.
 
-    `memory`: the objective's, which uses it to split batches; the trainer adds measurements and stores it in its state.
     `section`: the settings to name if a GPU runs out of memory. `workers`: compute the gradients. `ranks`: compute
     them, and keep the optimizer's state. At most one of both.
     """
@@ -177,8 +171,6 @@ class Trainer(Generic[BatchT]):
         gradient_checkpointing: bool = False,
         waits_for: str = "rollouts",
         section: Literal["training", "verifier"] = "training",
-        memory: MicroBatchMemory[BatchT] | None = None,
-        events: Events | None = None,
         workers: GradientWorkers[BatchT] | None = None,
         ranks: TrainerRanks[BatchT] | None = None,
     ) -> None:
@@ -190,11 +182,8 @@ class Trainer(Generic[BatchT]):
         self._precision = precision
         self._waits_for = waits_for
         self._section = section
-        self._memory = memory
-        self._events = events or SilentEvents()
         self._workers = workers
         self._ranks = ranks
-        self._warned_of_memory = False
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = build_optimizer(self._parameters, optimizer) if ranks is None else None
@@ -231,13 +220,7 @@ class Trainer(Generic[BatchT]):
         found: dict[str, float] = {}
         try:
             with span("pack"):
-                prepared = self._objective.prepare(batch)
-                parts = self._split(prepared)
-            if self._memory is not None and not self._memory.known and any(parts):
-                with span("forward_backward", device=True):
-                    self._probe(parts, self._memory)
-                with span("pack"):
-                    parts = self._split(prepared)
+                parts = self._split(self._objective.prepare(batch))
             if isinstance(self._objective, SurveysBatch):
                 with span("survey", device=True), autocast(self._precision, self._device):
                     parts, found = self._surveyed(self._objective, parts)
@@ -264,14 +247,6 @@ class Trainer(Generic[BatchT]):
         shards = [prepared] if others is None else others.shards(prepared)
         return [self._objective.split(shard) for shard in shards]
 
-    def _probe(self, parts: list[list[BatchT]], memory: MicroBatchMemory[BatchT]) -> None:
-        """Measure the longest row alone before the first step, and discard its gradient. This costs one extra row per
-        phase and avoids a first micro-batch that may not fit into memory."""
-        hardest = max((m for part in parts for m in part), key=lambda micro_batch: memory.size(micro_batch).longest)
-        _, _, taken = self._gradients([[hardest]])
-        memory.learn(taken)
-        self.module.zero_grad(set_to_none=True)
-
     def _surveyed(
         self, objective: SurveysBatch[BatchT], parts: list[list[BatchT]]
     ) -> tuple[list[list[BatchT]], dict[str, float]]:
@@ -285,22 +260,18 @@ class Trainer(Generic[BatchT]):
         rest = iter(weighed)
         return [[next(rest) for _ in part] for part in parts], metrics.result()
 
-    def _gradients(
-        self, parts: Sequence[Sequence[BatchT]]
-    ) -> tuple[list[float], Metrics, list[tuple[MicroBatchSize, int]]]:
+    def _gradients(self, parts: Sequence[Sequence[BatchT]]) -> tuple[list[float], Metrics]:
         """Put the sum of the micro-batches' gradients into the parameters, or into those of the ranks. Returns their
-        losses, metrics and memory."""
+        losses and metrics."""
         state = self._objective.state() if isinstance(self._objective, AdaptsCoefficients) else {}
         if self._ranks is not None:
-            return *self._ranks.gradients(parts, state), []
+            return self._ranks.gradients(parts, state)
         if self._workers is None:
             micro_batches = [micro_batch for part in parts for micro_batch in part]
-            losses, metrics, taken = accumulate(
-                self.module, self._objective, micro_batches, self._precision, self._memory
-            )
+            losses, metrics = accumulate(self.module, self._objective, micro_batches, self._precision)
             # Read together: one transfer per micro-batch would synchronize the device.
-            return torch.stack(losses).tolist() if losses else [], metrics, taken
-        found = self._workers.gradients(parts, state, measured=self._memory is not None)
+            return torch.stack(losses).tolist() if losses else [], metrics
+        found = self._workers.gradients(parts, state)
         total, metrics = found[0].gradient, Metrics()
         for part in found[1:]:  # in the order of the shards, because the order of a sum changes its bits
             total += part.gradient
@@ -309,34 +280,17 @@ class Trainer(Generic[BatchT]):
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         for parameter, gradient in zip(self._parameters.values(), torch.split(total, sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
-        return [loss for part in found for loss in part.losses], metrics, [t for part in found for t in part.taken]
+        return [loss for part in found for loss in part.losses], metrics
 
     def _accumulate(self, parts: list[list[BatchT]]) -> dict[str, float]:
         if not any(parts):
             return {}
-        losses, metrics, taken = self._gradients([part for part in parts if part])
+        losses, metrics = self._gradients([part for part in parts if part])
         # Checked here, where no weight has changed yet.
         for number, value in enumerate(losses):
             if not math.isfinite(value):
                 raise self._diverged(f"the loss of micro-batch {number} is {value}")
-        learned = {} if self._memory is None else self._learn(self._memory, taken)
-        return metrics.result() | learned
-
-    def _learn(self, memory: MicroBatchMemory[BatchT], taken: list[tuple[MicroBatchSize, int]]) -> dict[str, float]:
-        longest = max(size.longest for size, _ in taken)
-        if not memory.fits(longest) and not self._warned_of_memory:
-            self._warned_of_memory = True
-            needed = longest * memory.bytes_per_token(longest)
-            self._events.event(
-                "memory",
-                event="row.over_limit",
-                step=self._steps,
-                tokens=longest,
-                bytes=needed,
-                limit=memory.limit_bytes,
-            )
-        budget = memory.budget(longest)
-        return {"micro_batch_budget": float(budget), "bytes_per_token": memory.learn(taken)}
+        return metrics.result()
 
     def _update(self) -> dict[str, float]:
         """Clip and step; checks the gradient's norm before any weight changes."""
@@ -377,8 +331,6 @@ class Trainer(Generic[BatchT]):
             tensors[OPTIMIZER_PREFIX + name] = moment
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
-        if self._memory is not None:
-            meta["memory"] = self._memory.state()
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
         if isinstance(self._objective, SurveysBatch):
@@ -405,8 +357,6 @@ class Trainer(Generic[BatchT]):
             load_optimizer_tensors(self._optimizer, self._parameters, moments)
         self._tell_workers()
         self._steps = int(meta["step"])
-        if self._memory is not None:
-            self._memory.load_state(meta.get("memory", {}))
         if isinstance(self._objective, AdaptsCoefficients):
             self._objective.load_state(meta.get("adapted", {}))
         if isinstance(self._objective, SurveysBatch):
@@ -436,24 +386,19 @@ def accumulate(
     objective: Callable[[nn.Module, BatchT], tuple[Tensor, Metrics]],
     micro_batches: Sequence[BatchT],
     precision: str,
-    memory: MicroBatchMemory[BatchT] | None = None,
-) -> tuple[list[Tensor], Metrics, list[tuple[MicroBatchSize, int]]]:
-    """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), their metrics, and
-    with `memory` the size and the bytes of each."""
+) -> tuple[list[Tensor], Metrics]:
+    """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), and their
+    metrics."""
     device = next(module.parameters()).device
-    losses, metrics, taken = list[Tensor](), Metrics(), list[tuple[MicroBatchSize, int]]()
+    losses, metrics = list[Tensor](), Metrics()
     for micro_batch in micro_batches:
-        meter: MemoryMeter = UnmeasuredMemory() if memory is None else memory.meter(micro_batch, module, device)
-        with autocast(precision, device), meter.forward():
+        with autocast(precision, device):
             loss, found = objective(module, micro_batch)
-        with meter.backward():
-            loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         metrics.merge(found)
         metrics.add_sum("micro_batches", 1)
-        if memory is not None:
-            taken.append((memory.size(micro_batch), meter.bytes_taken))
-    return losses, metrics, taken
+    return losses, metrics
 
 
 def checkpoint_layers(module: nn.Module) -> None:

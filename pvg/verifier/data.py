@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.config.verifier import Verifier
+from pvg.config.verifier import SOLUTIONS_PER_PROBLEM, Verifier
 from pvg.models.heads import VerifierModel
 from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32, Int32
@@ -203,8 +203,7 @@ class PairSource:
 
 
 def _drawing(stream: PairStream, section: Verifier) -> Callable[[int], Pairs]:
-    if section.pairing.kind == "random":
+    if section.pairing == "random":
         return lambda step: stream.draw(step, section.pairs)
-    solutions = section.pairing.solutions_per_problem
-    problems = stream.problems_for(section.pairs, solutions)
-    return lambda step: stream.draw_problems(step, problems, solutions)
+    problems = stream.problems_for(section.pairs, SOLUTIONS_PER_PROBLEM)
+    return lambda step: stream.draw_problems(step, problems, SOLUTIONS_PER_PROBLEM)

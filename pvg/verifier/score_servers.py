@@ -333,7 +333,7 @@ class ScoreServers:
                 raise ConfigurationError(
                     f"Rollout {longest.rollout_id} needs {needed} tokens to be scored, but {server.url} accepts "
                     f"at most {server.info.max_model_len}.",
-                    "Start it with a larger serving.max_model_len, or lower rollout.max_tokens.",
+                    "Start it with a larger --max-model-len (serving.extra_args), or lower rollout.max_tokens.",
                 )
 
     def _gave_up(self, what: str) -> ServerUnavailableError:

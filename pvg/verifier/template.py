@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import orjson
 
-from pvg.config.prompts import FRAME, framed
+from pvg.config.prompts import framed
 from pvg.config.verifier import YES_NO_QUESTION
 from pvg.errors import ConfigurationError
 from pvg.models.tokenizer import Tokenizer
@@ -37,8 +37,8 @@ class VerifierTemplate:
     read:
 
     - implicit: at the solution's tokens, which in `chat` are the assistant's message;
-    - scalar: at the last token; in `chat` the user's message is the `frame` with problem and solution;
-    - yes_token: as scalar, but with the question `asks` instead of the end token at the end.
+    - scalar: at the last token; in `chat` the user's message is FRAME with problem and solution;
+    - yes_token: as scalar, but with YES_NO_QUESTION instead of the end token at the end.
     """
 
     def __init__(
@@ -47,25 +47,22 @@ class VerifierTemplate:
         style: Style,
         head: Head,
         shown: Callable[[str], str] | None = None,
-        *,
-        frame: str = FRAME,
-        asks: str = YES_NO_QUESTION,
     ) -> None:
         """`shown`: returns the visible part of a completion, if the task conceals something. Then all completions are
         encoded from text, because otherwise the tokenization would reveal which ones were cut.
 
         Raises ConfigurationError for style "chat" without a chat template."""
         self._tokenizer = tokenizer
-        render = partial(_chat, frame) if style == "chat" else _plain
-        self._render: Render = partial(render, asks=asks if head == "yes_token" else "")
+        render = _chat if style == "chat" else _plain
+        self._render: Render = partial(render, asks=YES_NO_QUESTION if head == "yes_token" else "")
         # Cached: solutions of a problem share its question, and training repeats problems.
         self._prompt: Prompt = lru_cache(PROMPTS_KEPT)(partial(OPENINGS.get(style, _question), tokenizer))
         self._head = head
-        rules = [FORM, style == "chat", head, asks, tokenizer.fingerprint, tokenizer.eos_id]
+        rules = [FORM, style == "chat", head, YES_NO_QUESTION, tokenizer.fingerprint, tokenizer.eos_id]
         if style == "chat":  # the tokenizer's fingerprint does not cover the chat template, so render something with it
             rules.append(tokenizer.chat([{"role": "user", "content": "problem"}]).tolist())
-        if style == "text" or frame != FRAME:
-            rules += ["blank line" if style == "text" else frame]
+        if style == "text":
+            rules.append("blank line")
         self._shown = shown
         if shown is not None:
             rules.append("shown")
@@ -114,20 +111,12 @@ def _plain(
 
 
 def _chat(
-    frame: str,
-    tokenizer: Tokenizer,
-    head: str,
-    prompt: Prompt,
-    question: str,
-    text: str,
-    ids: Int32 | None,
-    *,
-    asks: str,
+    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None, *, asks: str
 ) -> tuple[Int32, Int32]:
     if head == "implicit":
         solution_ids = tokenizer.without_end(tokenizer.encode(text) if ids is None else ids)
         return prompt(question), _with_end(tokenizer, solution_ids)
-    content = framed(frame, question, tokenizer.without_controls(text))
+    content = framed(question, tokenizer.without_controls(text))
     if asks:
         content += f"\n\n{asks}"
     return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pvg
 from pvg.errors import PvgError
-from pvg.telemetry.processor import processor
+from pvg.telemetry.device import processor
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import connect, notice_broken
 from pvg.workers.local import LocalSupply, cpu_s, kill

@@ -18,8 +18,8 @@ from typing import Any
 
 import pvg
 from pvg.errors import MissingRequirementError
+from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events
-from pvg.telemetry.processor import processor
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member

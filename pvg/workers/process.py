@@ -347,10 +347,9 @@ class Worker:
         if isinstance(trained.objective, AdaptsCoefficients):
             trained.objective.load_state(frame.fields["state"])
         parameters = trainable_parameters(trained.module)
-        memory = trained.objective.memory if frame.fields["measured"] else None  # type: ignore[attr-defined]
         try:
-            losses, metrics, taken = accumulate(
-                trained.module, trained.objective, _micro_batches(trained, frame), trained.precision, memory
+            losses, metrics = accumulate(
+                trained.module, trained.objective, _micro_batches(trained, frame), trained.precision
             )
             gradient = torch.cat(
                 [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters.values()]
@@ -360,12 +359,11 @@ class Worker:
         names, values_M2 = metrics.as_array()
         return Frame(
             "done",
-            {"names": names, "sizes": [[size.longest, size.positions] for size, _ in taken]},
+            {"names": names},
             {
                 "gradient": gradient.numpy(),
                 "losses": np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64),
                 "metrics": values_M2,
-                "bytes": np.array([found for _, found in taken], dtype=np.int64),
             },
         )
 

@@ -193,7 +193,7 @@ class Rank:
         self._root.zero_grad(set_to_none=True)  # of a gradient that was only probed
         self._root.objective.load_state(fields["state"])
         micro_batches = [record_of(PolicyBatch, f"{number}.", frame.arrays) for number in range(own)]
-        losses, metrics, _ = accumulate(self._root, _loss, micro_batches, self._precision)
+        losses, metrics = accumulate(self._root, _loss, micro_batches, self._precision)
         padding = [record_of(PolicyBatch, "padding.", frame.arrays)] * (fields["passes"] - own)
         accumulate(self._root, _nothing, padding, self._precision)
         names, values_M2 = metrics.as_array()

@@ -26,7 +26,6 @@ from pvg.models.packing import distinct_rows
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
-from pvg.training.memory import MicroBatchSize
 from pvg.training.trainer import GradientWorkers, PartGradient
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import clusters
@@ -167,10 +166,8 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
             for number in range(len(part))
         ]
 
-    def gradients(
-        self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any], *, measured: bool
-    ) -> list[PartGradient]:
-        answers = self._wait(self._submit("gradient", parts, {"state": state, "measured": measured}))
+    def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
+        answers = self._wait(self._submit("gradient", parts, {"state": state}))
         return [_part(answer) for answer in answers]
 
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
@@ -207,10 +204,8 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
 
 def _part(answer: Frame) -> PartGradient:
     arrays = answer.arrays
-    sizes = [MicroBatchSize(*size) for size in answer.fields["sizes"]]
     return PartGradient(
         torch.from_numpy(arrays["gradient"]),
         arrays["losses"].tolist(),
         Metrics.from_array(answer.fields["names"], arrays["metrics"]),
-        list(zip(sizes, arrays["bytes"].tolist(), strict=True)),
     )

@@ -18,7 +18,6 @@ from pvg.bench.runner import common_work, run_plan
 from pvg.bench.workloads import Workload
 from pvg.config.load import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
-from pvg.store.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +164,6 @@ def test_a_rung_that_does_other_work_is_refused(folder: Path) -> None:
         (["workload.numbers=3"], {"sweep": "workload.numbers=1,2"}, "both set and swept"),
         ([], {"sweep": "workload.numbers=1", "ablate": True}, "cannot be used together"),
         (["rollout.engine.max_rows=8"], {"ablate": True}, "a switch of the ladder"),
-        ([], {"replay": RunDirectory(Path("runs/x"))}, "cannot replay a run"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(

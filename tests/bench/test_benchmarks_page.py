@@ -122,7 +122,7 @@ def test_every_command_that_a_profile_names_can_be_planned() -> None:
     for path in sorted(path for folder in ("profiles", "benchmarks") for path in (ROOT / folder).glob("*.toml")):
         for command in re.findall(r"^#   pvg bench (--profile .*?)(?:  .*)?$", path.read_text(), re.MULTILINE):
             words = shlex.split(command)
-            if {"--server", "--serve", "--replay"} & set(words):
+            if {"--server", "--serve"} & set(words):
                 continue
             options = argparse.ArgumentParser()
             options.add_argument("--profile")

@@ -13,13 +13,12 @@ import psutil
 import pytest
 from bench_runs import load_profile, run_variant
 
+from benchmarks import pipeline
+from benchmarks.pipeline import DelayedEngine, MeasuredSteps, drawn_time
 from pvg.bench.planning import plan_bench
-from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.pipeline import ChildEngine, MeasuredSteps
-from pvg.bench.workloads.pipeline_child import drawn_time
 from pvg.config.cluster import LocalCluster
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.servers.publishing import WeightUpdate
@@ -37,8 +36,8 @@ TINY = (
 
 
 def ran(*overrides: str) -> tuple[Any, dict[str, Any]]:
-    settings = load_profile("pipeline", [*TINY, *overrides])
-    variant, work = asyncio.run(run_variant(lambda: WORKLOADS["pipeline"](settings), warmup=0, repeats=1))
+    settings = load_profile("benchmarks/pipeline.toml", [*TINY, *overrides])
+    variant, work = asyncio.run(run_variant(lambda: pipeline.make(settings), warmup=0, repeats=1))
     assert variant.status == "ok", variant.reason
     return variant, work
 
@@ -69,11 +68,11 @@ def test_ahead_and_in_turns_the_work_is_the_same_and_nothing_is_left_behind(scra
         assert 0.0 < variant.derived["idle_not_training"] < 1.0
     assert "wait_for_rollouts" in ahead.budget.exposed
     assert list(scratch.glob("pvg-*")) == []  # torch may make a folder there
-    assert psutil.Process().children() == []
+    assert psutil.Process().children() == []  # no worker
 
 
 def test_the_profiles_variants_are_valid() -> None:
-    plan = plan_bench("pipeline", [])
+    plan = plan_bench("benchmarks/pipeline.toml", [])
     experiments = [choice.settings.experiment for choice in plan.choices]
     assert [experiment.rollout.prefetch.batches for experiment in experiments] == [0, 1, 2, 1, 1, 1]
     local = [experiment.cluster for experiment in experiments if isinstance(experiment.cluster, LocalCluster)]
@@ -83,57 +82,29 @@ def test_the_profiles_variants_are_valid() -> None:
 
 def test_the_engine_answers_in_its_own_time_and_with_the_versions_of_its_moments() -> None:
     async def work() -> None:
-        engine = ChildEngine(max_in_flight=4)
-        await engine.start(rollouts(), batches=2)
-        engine.pace(0.0, 1.0, 8)
+        engine = DelayedEngine(max_in_flight=4)
+        engine.serve(rollouts(), batches=2)
         quick = await engine.generate(request("000/train_prover/00003/00000/00"))  # batch 3 is batch 1 again
         assert (quick.token_ids.tolist(), quick.finish_reason) == ([4, 5, 6], "stop")
         assert quick.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
         assert quick.spans == (VersionSpan(0, 0),)
         engine.pace(0.3, 0.0, 8)
         slow = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/00")))
-        await asyncio.sleep(0)
-        given_up = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/01")))
-        await asyncio.sleep(0.05)
-        given_up.cancel()
+        await asyncio.sleep(0.2)
         await engine.load_weights(WeightUpdate(7, {}, "trace"))
-        assert engine.version == 7
         completion = await slow
-        assert [span.version for span in completion.spans] in ([0, 7], [7])  # [7]: on a machine too busy to begin
+        assert [span.version for span in completion.spans] == [0, 7]
+        assert completion.spans[1].start in (1, 2)
         assert completion.timing.service_s >= 0.3
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
         assert engine.stats.tokens == 6
-        waiting = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/00")))
-        await asyncio.sleep(0)
-        await engine.close()
-        await engine.close()
-        with pytest.raises(StateError, match="process has ended"):
-            await waiting
-        with pytest.raises(StateError, match="process has ended"):
-            await engine.generate(request("000/train_prover/00001/00000/00"))
 
     asyncio.run(work())
 
 
 def test_each_sample_draws_its_latencies_anew_and_alike_in_all_variants() -> None:
     """Else all samples replay one tail, and their spread is that of the trainer alone."""
-
-    async def served(draw: int) -> float:
-        engine = ChildEngine(max_in_flight=4)
-        await engine.start(rollouts(), batches=2)
-        try:
-            engine.pace(0.02, 1.0, 8, draw)
-            return (await engine.generate(request("000/train_prover/00001/00000/00"))).timing.service_s
-        finally:
-            await engine.close()
-
-    times = [asyncio.run(served(draw)) for draw in (0, 1, 2)]
-    wanted = [0.02 * drawn_time(f"{draw}/00001/00000/00", 1.0, 8) for draw in (0, 1, 2)]
-    assert all(took >= want for took, want in zip(times, wanted, strict=True))
-    assert len(set(wanted)) == 3
-    workload = WORKLOADS["pipeline"](load_profile("pipeline", TINY))
-    assert draws_of(workload, samples=3) == [0, 1, 2]
+    assert draws_of(pipeline.make(load_profile("benchmarks/pipeline.toml", TINY)), samples=3) == [0, 1, 2]
+    assert len({drawn_time(f"{draw}/00001/00000/00", 1.0, 8) for draw in (0, 1, 2)}) == 3
 
 
 def draws_of(workload: Any, samples: int) -> list[int]:
@@ -177,6 +148,6 @@ def test_latencies_have_the_tail_that_was_asked_for_and_belong_to_the_request() 
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    settings = load_profile("pipeline")
+    settings = load_profile("benchmarks/pipeline.toml")
     with pytest.raises(ConfigurationError, match="steps of one batch each"):
-        WORKLOADS["pipeline"](replace(settings, experiment=build_experiment({"training": {"minibatches": 2}})))
+        pipeline.make(replace(settings, experiment=build_experiment({"training": {"minibatches": 2}})))

@@ -3,27 +3,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
 import torch
-from bench_runs import load_profile, played, prover_rollouts, small_experiment, use
+from bench_runs import load_profile, use
 from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.fixtures import RecordedBatch, drawn_rewards, policy_batch, recorded_batches, rewards_of
 from pvg.bench.workloads.trainer import forward_flops
 from pvg.config.models import ModelSection
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError
 from pvg.models import open_model
-from pvg.store import RunDirectory
-from pvg.training.credit import zero_signal_groups
 
 FEW = ["workload.rollouts=24", "rollout.group_size=4"]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return played(tmp_path_factory.mktemp("runs"), "small", small_experiment(minibatches=1, steps=3))
 
 
 def metrics_of(workload: Any) -> list[dict[str, float]]:
@@ -40,7 +31,7 @@ def test_every_sample_computes_the_same_and_no_weight_moves() -> None:
         seen.append(metrics_of(workload))
         learner, base = workload._trainer.module, workload._players.base.module
         assert all(torch.equal(a, b) for a, b in zip(learner.parameters(), base.parameters(), strict=True))
-        lengths_N = workload._batches[0].lengths_N  # all in one micro-batch
+        lengths_N = workload._batch.lengths_N  # all in one micro-batch
         assert lengths_N.min() < lengths_N.max()
         assert workload.derived()["padding"] == pytest.approx(1 - lengths_N.mean() / lengths_N.max())
 
@@ -97,7 +88,7 @@ def test_the_measures_agree_with_each_other() -> None:
         assert work["mean_prompt_tokens"] + work["mean_completion_tokens"] == pytest.approx(mean, abs=0.11)
         assert derived["mfu"] == pytest.approx(derived["gflops"] / derived["matmul_gflops"])
         assert derived["padding"] == 0.0
-        assert derived["tokens"] == workload._batches[0].lengths_N.sum()
+        assert derived["tokens"] == workload._batch.lengths_N.sum()
 
     # One rollout per micro-batch: nothing to pad.
     use("trainer", [*FEW, "training.minibatches=2", "training.micro_batch_rollouts=1"], look, samples=2)
@@ -127,43 +118,8 @@ def test_flops_agree_with_torchs_counter() -> None:
         assert counted - forward_flops(model, np.full(rows, length), predicted=0) == 2.0 * head * rows * length
 
 
-# --- replay ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_replayed_first_step_is_the_step_of_the_run(run: RunDirectory) -> None:
-    records = [orjson.loads(line) for line in run.metrics.read_bytes().splitlines()]
-    steps = [record for record in records if record["kind"] == "step" and record["phase"] == "train_prover"]
-    recorded = steps[0]["metrics"]
-
-    def look(workload: Any, measured: list[dict[str, float]]) -> None:
-        work = workload.work()
-        assert work["batches"] == ["0/0", "0/1", "0/2"]
-        assert work["kl"] == 0.05
-        assert workload.derived()["tokens"] == sum(
-            len(r.prompt_ids) + len(r.completion_ids) for r in prover_rollouts(run)
-        )
-        replayed = metrics_of(workload)[0]  # of the batch that the base prover's weights were trained on
-        for name in ("loss", "grad_norm", "entropy", "kl", "ratio_max"):
-            assert replayed[name] == pytest.approx(recorded[name], rel=1e-4, abs=1e-6), name
-
-    use("trainer", [], look, replay=run)
-
-
-def test_rewards_that_were_never_given_are_no_advantages(run: RunDirectory) -> None:
-    (batch,) = recorded_batches(run, 1)
-    assert rewards_of(run, batch).dtype == np.float32
-    unpaid = type(batch.rollouts[0])(
-        **{name: getattr(batch.rollouts[0], name) for name in batch.rollouts[0].__slots__} | {"reward": None}
-    )
-    with pytest.raises(StateError, match="without a reward in batch 0/0"):
-        rewards_of(run, RecordedBatch(0, 0, (unpaid, *batch.rollouts[1:])))
-
-
-def test_drawn_rewards_leave_no_group_without_a_signal(run: RunDirectory) -> None:
-    rollouts = prover_rollouts(run)[:16]
-    batch = policy_batch(rollouts, drawn_rewards(rollouts, seed=0), "dapo")
-    assert zero_signal_groups(drawn_rewards(rollouts, seed=0), batch.group_ids_N, batch.role_ids_N) == 0.0
-    assert (batch.advantages_N != 0).all()
+def test_drawn_rewards_leave_no_group_without_a_signal() -> None:
+    assert use("trainer", FEW, lambda workload, _: (workload._batch.advantages_N != 0).all(), samples=0)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

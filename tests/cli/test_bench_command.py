@@ -167,7 +167,6 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
         (["-p", "tiny", "-s", "workload"], "must have the form key=value"),
         (["-p", "tiny", "--repeats", "0"], "--repeats"),
         (["-p", "tiny", "--ablate", "--sweep", "rollout.engine.max_rows=1,2"], "cannot be used together"),
-        (["-p", "tiny", "--replay", "nowhere"], "nowhere"),
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
         (["-p", "tiny", "--out", "profiles"], "is a folder"),
         (["--sweep", "rollout.engine.max_rows=1,2"], "--profile is missing"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from run_samples import played
 
 from pvg.reporting.run_summary import read_run
-from pvg.telemetry.observer import PhaseInfo, Progress
+from pvg.telemetry.events import PhaseInfo, Progress
 from pvg_cli.run_display import SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
 
 

@@ -30,7 +30,7 @@ def test_the_timeline_of_a_run() -> None:
     assert called.code == 0
     assert "ui.perfetto.dev" in called.out
     events = json.loads(gzip.decompress(Path("profile-first/timeline.json.gz").read_bytes()))["traceEvents"]
-    assert {"rollout", "decode", "round 0 mint", "CPU, % of the machine"} <= {event["name"] for event in events}
+    assert {"rollout", "decode", "round 0 mint", "device/cpu"} <= {event["name"] for event in events}
     again = pvg("profile", "--run", "first", "--json")  # an existing folder is left alone
     assert again.document["folder"] == "profile-first-2"
 

@@ -20,7 +20,7 @@ from pvg_cli.run_display import RunWatcher
 
 PROGRAM = """
 import asyncio, sys
-from pvg.telemetry.observer import PhaseInfo
+from pvg.telemetry.events import PhaseInfo
 from pvg_cli.driving import drive
 from pvg_cli.output import stderr
 from pvg_cli.run_display import RunBoard, RunWatcher

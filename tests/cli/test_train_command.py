@@ -21,7 +21,7 @@ from pvg.config.load import changed
 from pvg.errors import MissingRequirementError
 from pvg.game.run import GameOutcome
 from pvg.store import RunDirectory
-from pvg.telemetry.observer import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
 
 Play = Callable[..., Any]
 
@@ -233,7 +233,6 @@ def test_resume_may_change_what_does_not_change_the_outcome(calls: list[dict[str
     "setting",
     [
         "training.micro_batch_tokens=1024",
-        "training.micro_batch_memory_mb=64",
         "training.micro_batch_rollouts=4",
         "training.gradient_checkpointing=true",
         "verifier.micro_batch_tokens=1024",

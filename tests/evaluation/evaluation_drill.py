@@ -37,7 +37,7 @@ from pvg.evaluation.runner import EvaluationRequest, evaluate
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 NAME = "drill"  # of the run, as kill_drill has it
 

@@ -20,7 +20,7 @@ from pvg.evaluation.runner import open_evaluation
 from pvg.game.states import Phase
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 BASE = {"source": "embedded:modchain-prover"}
 SMALL = {
@@ -29,7 +29,6 @@ SMALL = {
     "attacks": ["cgc"],
     "attack_steps": 2,
     "attack_window": 1,
-    "attack_cgc_floor": -90.0,
     "baseline_probes": 1,
 }
 GAMES: dict[str, dict[str, Any]] = {

@@ -241,8 +241,6 @@ def test_the_cgc_floor_is_below_all_scores_by_their_spread_and_one() -> None:
     assert target.level == 2 / 3
     study = stub_study([], {})
     assert attack_training(study, target, "cgc").experiment.game.reward.floor == -12.0
-    given = stub_study([], {}, attack_cgc_floor=-7.0)
-    assert attack_training(given, target, "cgc").experiment.game.reward.floor == -7.0
 
 
 def test_the_baseline_is_the_helpful_role_alone_and_an_attacker_the_sneaky_one() -> None:

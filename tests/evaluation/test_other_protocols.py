@@ -63,7 +63,7 @@ def asking() -> Experiment:
         evaluated_experiment(),
         game={"protocol": "challenge", "rounds": 2, "reward": {"kind": "cgc", "floor": -90.0}},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
-        evaluate={"attacks": ["cgc"], "attack_cgc_floor": -90.0},
+        evaluate={"attacks": ["cgc"]},
     )
 
 
@@ -174,7 +174,7 @@ def translating(attacks: list[str]) -> Experiment:
         evaluated_experiment(),
         game={"protocol": "decoupled", "reward": "decoupled"},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
-        evaluate={"attacks": attacks, "attack_cgc_floor": -90.0},
+        evaluate={"attacks": attacks},
     )
 
 

@@ -45,7 +45,7 @@ from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import missing_results
 from pvg.tasks.modchain import Modchain
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
 class StopIn(SilentObserver):
@@ -361,7 +361,7 @@ def test_probes_lie_between_batches_and_end_with_the_training() -> None:
 def test_what_an_attack_is_judged_by_is_not_chosen_by_a_curriculum() -> None:
     chosen = changed(evaluated_experiment(), training={"curriculum": "prioritised", "dynamic_sampling": 4})
     training = attacker_experiment(chosen, "goodhart", "place", None).training
-    assert (training.curriculum.kind, training.dynamic_sampling) == ("none", 0)
+    assert (training.curriculum, training.dynamic_sampling) == ("none", 0)
 
 
 def test_a_run_is_not_evaluated_with_other_code_than_it_was_played_with(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ from verifier.tiny_verifiers import beginning_tokenizer, english_tokenizer, lang
 
 import pvg
 from pvg.config.experiment import Experiment
-from pvg.config.game import BaseStart, PreviousStart
 from pvg.config.load import embedded_model
 from pvg.config.prompts import FRAME
 from pvg.config.verifier import YES_NO_QUESTION, Verifier
@@ -172,11 +171,11 @@ def test_the_card_names_the_task_the_models_and_the_reward(implicit: FinishedRou
 @pytest.mark.parametrize("start", ["base", "previous"])
 def test_the_card_of_a_prover_names_where_a_round_starts(implicit: FinishedRound, start: str) -> None:
     game = implicit.experiment.game
-    changed = game.model_copy(update={"start": PreviousStart() if start == "previous" else BaseStart()})
+    changed = game.model_copy(update={"start": start})
     finished = replace(implicit, experiment=implicit.experiment.model_copy(update={"game": changed}))
     facts = {**_common(finished, "prover", "m"), "form": "model", "example_prompts": {}}
     card = model_card(finished, facts, "out")
-    assert f"| `game.start.kind` | `{start}` |" in card
+    assert f"| `game.start` | `{start}` |" in card
     assert ("Each round's prover goes on from the previous round's." in card) == (start == "previous")
     verifier = {**facts, "player": "verifier", "head": "scalar", "threshold": 0.0, "calibration": None}
     assert "goes on" not in model_card(finished, {**verifier, "conceals_text": False}, "out")

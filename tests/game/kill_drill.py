@@ -2,7 +2,6 @@
 
     python tests/game/kill_drill.py --kills 12            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
-    python tests/game/kill_drill.py --kills 3 --memory    # with training.micro_batch_memory_mb
     python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
     python tests/game/kill_drill.py --kills 4 --play      # self-play with a cache of states
@@ -46,7 +45,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.tasks.modchain import clean_trace
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
 
@@ -73,13 +72,6 @@ def read_manifests(run: RunDirectory) -> list[Manifest]:
     return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))
 
 
-def memory_experiment() -> Experiment:
-    """The trainer's micro-batches follow from what it measured: several in a step, and not alike from step to step."""
-    plain = small_experiment().plain()
-    plain["training"] |= {"micro_batch_memory_mb": 4}
-    return build_experiment(plain)
-
-
 def partial_experiment() -> Experiment:
     """One round; in every step of the prover two groups of four are complete and the others are carried."""
     plain = small_experiment().plain()
@@ -98,7 +90,7 @@ def learning_experiment() -> Experiment:
         "dynamic_sampling": 4,
         "curriculum": "buckets",
         "kl": {"kind": "adaptive", "target": 0.001},
-        "entropy": {"kind": "adaptive", "target": 3.0},
+        "entropy_bonus": 0.001,
         "minibatches": 2,
         "steps": 14,
     }
@@ -114,8 +106,6 @@ def play_experiment() -> Experiment:
         "warmup": 2,
         "groups": "phase",
         "cache_share": 0.5,
-        "cache_size": 8,
-        "cache_age": 4,
     }
     plain["rollout"]["max_tokens"] = 6
     return build_experiment(plain)
@@ -406,7 +396,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--partial", action="store_true")
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--play", action="store_true")
@@ -426,8 +415,6 @@ def main() -> None:
             result = drill(warm_experiment(Path(folder)), options.kills, options.seed, log, ("warmup", "train_prover"))
     elif options.play:
         result = drill(play_experiment(), options.kills, options.seed, log, ("train_prover", "checkpoint"))
-    elif options.memory:
-        result = drill(memory_experiment(), options.kills, options.seed, log, ("train_prover",))
     else:
         experiment = learning_experiment() if options.learning else small_experiment()
         result = drill(experiment, options.kills, options.seed, log)

@@ -24,7 +24,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.tasks.code import Code
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.verifier.template import VerifierTemplate
 
 

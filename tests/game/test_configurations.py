@@ -25,7 +25,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
 from pvg.telemetry.alerts import REMEDIES
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.verifier.robust import RobustObjective
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]

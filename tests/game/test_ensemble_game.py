@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ from test_stragglers import recorded
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
-from pvg.game import verifier_phase
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier
 from pvg.models.ensembles import VerifierEnsemble
 from pvg.records import Role
-from pvg.seeds import seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.journal import read_json_lines
-from pvg.store.pairs import PairStream, PairView, is_held_out, is_in_bag
+from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
@@ -137,27 +134,6 @@ def test_an_ensemble_of_scalar_heads_plays_to_the_end(tmp_path: Path) -> None:
     assert len(state_of(run)["weights"]) == 5
 
 
-def test_members_learn_from_the_problems_in_their_bags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[set[str]] = []
-
-    class Noting(PairStream):
-        def __init__(self, view: PairView, weights: Mapping[str, float], seed: int) -> None:
-            super().__init__(view, weights, seed)
-            seen.append({view.problem_ids[number] for number in view.problems_R})
-
-    monkeypatch.setattr(verifier_phase, "PairStream", Noting)
-    settings = {"steps": 1, "ensemble": {"kind": "median", "bag": 0.7}, "robust": "group_dro"}
-    outcome, run = played(ensemble_experiment(1, **settings), tmp_path)
-    assert outcome.status == "complete"
-    minted = {r.problem_id for r in recorded(run) if "mint" in r.id}
-    trained = {problem for problem in minted if not is_held_out(problem, 0.3)}
-    bags = [seed_for(0, 0, "bag", member) for member in (0, 1, 2)]
-    expected = [{problem for problem in trained if is_in_bag(problem, bag, 0.7)} for bag in bags]
-    assert seen[:3] == expected
-    assert len({frozenset(bag) for bag in expected}) == 3
-    assert all(bag < trained for bag in expected)
-
-
 def test_stopped_within_members_it_ends_like_the_uninterrupted_run(whole: RunDirectory, tmp_path: Path) -> None:
     # After 8 steps, which is 3 into member 1, and after 6 more, in member 2. The beginning of a phase is an event too.
     for number, steps in enumerate((8, 6)):
@@ -171,17 +147,6 @@ def test_stopped_within_members_it_ends_like_the_uninterrupted_run(whole: RunDir
         for run in (RunDirectory.open("drill", tmp_path), whole)
     )
     assert stopped == undisturbed
-
-
-def test_bags_are_a_function_of_their_seed_and_of_their_share() -> None:
-    ids = [f"problem-{number}" for number in range(4000)]
-    bags = {bag: {i for i in ids if is_in_bag(i, bag, 0.6)} for bag in (1, 2)}
-    assert all(abs(len(found) / len(ids) - 0.6) < 0.03 for found in bags.values())
-    assert abs(len(bags[1] & bags[2]) / len(ids) - 0.36) < 0.03
-    held_out = {i for i in ids if is_held_out(i, 0.3)}
-    assert abs(len(bags[1] & held_out) / len(held_out) - 0.6) < 0.06
-    assert {i for i in ids if is_in_bag(i, 1, 0.3)} < bags[1]
-    assert all(is_in_bag(i, 1, 1.0) for i in ids)
 
 
 def test_what_no_ensemble_can_do_is_refused() -> None:

@@ -23,7 +23,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo, routed_experts
 from pvg.store.state import FileStateStore
 from pvg.tasks.modchain import Modchain
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 
 def experiment_of_experts(folder: Path) -> Experiment:

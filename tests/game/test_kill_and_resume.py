@@ -36,14 +36,6 @@ def test_a_run_killed_at_random_moments_ends_like_the_uninterrupted_run():
 
 @pytest.mark.drill
 @pytest.mark.timeout(900)
-def test_micro_batches_by_measured_memory_are_those_of_the_uninterrupted_run():
-    result = drilled("--kills", "3", "--memory")
-    assert result["problems"] == []
-    assert result["kills"] == {"train_prover": 3}
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(900)
 def test_killed_self_play_ends_like_the_uninterrupted_run():
     result = drilled("--kills", "4", "--play")
     assert result["problems"] == []

@@ -22,7 +22,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 RANK = 4
 

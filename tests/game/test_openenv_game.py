@@ -17,7 +17,7 @@ from pvg.game.run import play
 from pvg.records import Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 

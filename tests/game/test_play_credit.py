@@ -74,10 +74,6 @@ def test_a_dense_reward_counts_to_the_next_decision_of_the_seat() -> None:
     assert one.reward == 0.0  # the deal comes after the buyer's next decision
 
 
-def test_illegal_decisions_pay() -> None:
-    assert rows(illegal=0.5) == [("0/1", 0.81 * 5, 0), ("1/1", -0.5, 0)]
-
-
 def test_only_the_seat_of_the_policy_counts() -> None:
     assert rows(groups="phase", seat="seller") == [("0/2", 0.81, 0), ("1/2", 0.0, 0)]
     scripted = played("633", script="seller")

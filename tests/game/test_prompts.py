@@ -117,22 +117,18 @@ def test_a_translation_fits_the_wording_of_the_task() -> None:
     text = ENGLISH.shown(render(problem, Role.SNEAKY, "Sum: 9"))
     assert "####" not in text
     assert "Problem:\n2 + 3?\n\nSolution:\nSum: 5\n\nSum: 6\n\nProblem:\n4 + 5?\n\nSolution:\nSum: 9\n\n" in text
-    own = translation_renderer(TextPrompts(sneaky_translation="Twist it.", examples=EXAMPLES), ENGLISH)
+    own = translation_renderer(TextPrompts(examples=EXAMPLES), ENGLISH)
     text = ENGLISH.shown(own(problem, Role.SNEAKY, "Sum: 9"))
-    assert text.startswith("Twist it.\n\nProblem:\n2 + 3?\n\nSolution:\n#### 5\n\n#### 6\n\n")
+    assert "\n\nProblem:\n2 + 3?\n\nSolution:\n#### 5\n\n#### 6\n\n" in text
 
 
 # --- the verifier's input ---------------------------------------------------------------------------------------------
 
 
-def test_frame_and_question_are_in_the_verifiers_input_and_in_its_key() -> None:
-    frame = "Q: {question}\nA: {solution}"
-    usual = VerifierTemplate(ENGLISH, "chat", "yes_token")
-    own = VerifierTemplate(ENGLISH, "chat", "yes_token", frame=frame, asks="Right?")
-    ids, _ = own.tokens("4 + 5?", "9", None, None)
-    assert ENGLISH.shown(ids) == "<|start|>user\nQ: 4 + 5?\nA: 9\n\nRight?<|end|><|start|>assistant\n"
-    keys = {usual.key, own.key, VerifierTemplate(ENGLISH, "chat", "yes_token", frame=frame).key}
-    assert len(keys) == 3
+def test_frame_and_question_are_in_the_verifiers_input() -> None:
+    ids, _ = VerifierTemplate(ENGLISH, "chat", "yes_token").tokens("4 + 5?", "9", None, None)
+    framed_text = "Problem:\n4 + 5?\n\nSolution:\n9\n\nIs this solution correct? Answer yes or no."
+    assert ENGLISH.shown(ids) == f"<|start|>user\n{framed_text}<|end|><|start|>assistant\n"
 
 
 def test_a_solution_after_a_text_prompt_begins_after_a_blank_line() -> None:
@@ -142,13 +138,7 @@ def test_a_solution_after_a_text_prompt_begins_after_a_blank_line() -> None:
 
 
 def test_braces_of_a_problem_stay_in_the_frame() -> None:
-    assert framed("{question} | {solution}", "{solution}", "{question}{x}") == "{solution} | {question}{x}"
-
-
-@pytest.mark.parametrize("frame", ["", "{question}", "{question} {solution} {solution}"])
-def test_a_frame_needs_question_and_solution_once(frame: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"prompts\.frame: the text must contain \{"):
-        built(prompts={"kind": "chat", "frame": frame}, verifier={"head": "scalar"})
+    assert framed("{solution}", "{question}{x}") == "Problem:\n{solution}\n\nSolution:\n{question}{x}"
 
 
 # --- the experiment ---------------------------------------------------------------------------------------------------
@@ -208,17 +198,11 @@ def test_a_wrong_text_is_named(value: Any, message: str, tmp_path: Path, monkeyp
     ("sections", "message"),
     [
         ({"prompts": {"kind": "tag", "helpful": "Help."}}, r"prompts\.helpful belongs to kinds 'chat', 'text'"),
-        ({"prompts": {"kind": "text", "frame": "x"}}, r"prompts\.frame belongs to kind 'chat'"),
+        ({"prompts": {"kind": "text", "place": "user"}}, r"prompts\.place belongs to kind 'chat'"),
         ({"prompts": {"kind": "words"}}, r"prompts: there is no kind 'words'; its kinds are tag, chat, text, plain"),
         ({"prompts": "plain"}, "gives both the same prompt"),
         ({"prompts": chat(helpful="Do.", sneaky="Do.", examples=[])}, "are the same text; change one of them"),
-        ({"prompts": chat(helpful_translation="x")}, r"no effect with game\.protocol = 'direct'"),
-        (
-            {"prompts": chat(frame="{question}{solution}"), "verifier": {"head": "implicit"}},
-            r"prompts\.frame has no effect with verifier\.head = 'implicit'",
-        ),
         ({"prompts": chat(examples=[{"question": "1?", "helpful": "1"}])}, r"prompts\.examples\.0\.sneaky"),
-        ({"verifier": {"head": {"kind": "scalar", "question": "Right?"}}}, r"verifier\.head\.question belongs to kind"),
     ],
 )
 def test_what_has_no_effect_or_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:

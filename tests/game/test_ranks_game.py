@@ -16,7 +16,7 @@ from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
 def with_ranks(ranks: int, workers: int = 0) -> Experiment:

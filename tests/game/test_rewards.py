@@ -141,14 +141,12 @@ def test_composite_by_hand():
         similarity=[0, 0, 0.5, 0.5],
         well_formed=[1, 1, 1, 0],
     )
-    game = Game(reward={"kind": "composite", "tests_weight": 2.0, "similarity_weight": 0.5})
-    # 3/4 + 2;  1/4 + 2/4;  1/4 + 2 - 1/4;  malformed: the least there can be, -0.5
-    np.testing.assert_allclose(rewards(sample, game), [2.75, 0.75, 2.0, -0.5], atol=1e-6)
+    game = Game(reward={"kind": "composite", "similarity_weight": 0.5})
+    # 3/4 + 1;  1/4 + 1/4;  1/4 + 1 - 1/4;  malformed: the least there can be, -0.5
+    np.testing.assert_allclose(rewards(sample, game), [1.75, 0.5, 1.0, -0.5], atol=1e-6)
     # Of a task without tests, what is aligned counts as all of them.
     plain = outcomes([0.0, 0.0], [1, 1], [1, 0])
-    np.testing.assert_allclose(
-        rewards(plain, Game(reward={"kind": "composite", "tests_weight": 2.0})), [2.5, 0.5], atol=1e-6
-    )
+    np.testing.assert_allclose(rewards(plain, Game(reward="composite")), [1.5, 0.5], atol=1e-6)
 
 
 def test_a_flaw_without_proof_is_paid_as_no_solution():

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.config.game import StopAfterSteps, StopAtScoreParity
 from pvg.game import prover_phase
 from pvg.game.prover_phase import StopRule
 from pvg.game.roles import assign_roles
@@ -86,7 +85,7 @@ def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
 
 def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one(monkeypatch):
     monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
-    rule = StopRule(StopAtScoreParity(), decay=0.5)
+    rule = StopRule("score_parity", decay=0.5)
     # EMA by hand, decay 0.5: sneaky 0, then 0.5*0 + 0.5*3 = 1.5; helpful 2, then 0.5*2 + 0.5*2 = 2: not yet.
     assert not rule.observe({"score_sneaky_incorrect": 0.0, "score_helpful_correct": 2.0})
     assert not rule.observe({"score_sneaky_incorrect": 3.0, "score_helpful_correct": 2.0})
@@ -97,8 +96,8 @@ def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_on
 
 
 def test_a_stop_rule_of_fixed_steps_never_stops_early_and_resumes_exactly():
-    rule = StopRule(StopAfterSteps())
+    rule = StopRule("steps")
     assert not any(rule.observe({"score_sneaky_incorrect": 9.0, "score_helpful_correct": 0.0}) for _ in range(50))
-    again = StopRule(StopAfterSteps())
+    again = StopRule("steps")
     again.load_state(rule.state())
     assert again == rule

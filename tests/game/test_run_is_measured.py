@@ -40,8 +40,8 @@ from pvg.store.state import FileStateStore
 from pvg.telemetry import alerts, device
 from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import metric as catalogued
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.monitoring import Monitoring
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.prometheus import MetricsEndpoint
 from pvg.telemetry.sinks import ExamplesPoint
 from pvg.telemetry.waits import runner

@@ -13,7 +13,7 @@ from test_stragglers import recorded
 from pvg.game import run as game_run
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 CHUNKS, GROUP_SIZE = 8, 2
 

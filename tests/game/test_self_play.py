@@ -28,7 +28,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 from pvg.telemetry.catalogue import metric
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 
 def changed(**task: Any) -> Experiment:
@@ -166,7 +166,7 @@ def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monk
 
 
 def test_games_that_do_not_wait_for_each_other_train_too(tmp_path: Path) -> None:
-    run = played(changed(in_step=False, references=["random"], horizon=2, quiet_rounds=2), tmp_path)
+    run = played(changed(in_step=False, references=["random"], horizon=2), tmp_path)
     assert len(rollouts_of(run)) > 0
 
 

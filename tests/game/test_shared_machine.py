@@ -25,7 +25,7 @@ from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.monitoring import Monitoring
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.telemetry.waits import LagLimits
 from pvg.workers import pool
 

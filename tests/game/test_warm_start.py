@@ -37,7 +37,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.observer import SilentObserver
+from pvg.telemetry.events import SilentObserver
 from pvg.training.supervised import SupervisedObjective, demonstration_batch
 
 CPU = torch.device("cpu")
@@ -318,7 +318,7 @@ def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> No
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row, or set warmup.solution. The"),
+        ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row. The"),
         ('{"question": "7?", "solution": 7}\n', "line 1: the column 'solution' is 7, not a text."),
         ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is empty."),
         ('{"question": "7?", "solution": "A", "role": "liar"}\n', "line 1: the column 'role' is 'liar'."),
@@ -367,7 +367,6 @@ def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
             {"weights": {"transport": {"kind": "lora"}}, "training": {"adapters": {"kind": "lora"}}},
             "the servers would not have the warmed prover",
         ),
-        ({"warmup": {"kind": "demonstrations", "question": "text", "solution": "text"}}, "are both the column 'text'"),
     ],
 )
 def test_what_a_warm_start_cannot_do_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -376,8 +375,8 @@ def test_what_a_warm_start_cannot_do_is_refused(changes: dict[str, Any], says: s
 
 
 def test_roles_and_the_wording_of_the_task_are_those_of_the_game(folder: Path) -> None:
-    Path("roles.csv").write_text('frage,antwort,role\n"7: A or B?",Answer: A,sneaky\n"500: A or B?",Answer: B,\n')
-    section = DemonstrationWarmup(path=Path("roles.csv"), question="frage", solution="antwort")
+    Path("roles.csv").write_text('question,solution,role\n"7: A or B?",Answer: A,sneaky\n"500: A or B?",Answer: B,\n')
+    section = DemonstrationWarmup(path=Path("roles.csv"))
     found = read_demonstrations(section)
     assert [row.role for row in found.train] == [Role.SNEAKY, Role.HELPFUL]
     assert not found.held_out

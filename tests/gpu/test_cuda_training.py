@@ -38,7 +38,6 @@ def trained(device: torch.device, **training: Any) -> tuple[dict[str, Tensor], l
             RepeatedBatch(batch_of(SMALL)),
             executor=executor,
             precision=experiment.training.precision,
-            memory=objective.memory,
             waits_for="batches",
         )
 
@@ -62,12 +61,6 @@ def test_reduced_precision_trains(device: torch.device) -> None:
     assert all(bool(torch.isfinite(weight).all()) for weight in weights.values())
     exact = trained(device)[1]
     np.testing.assert_allclose(reports[0].metrics["grad_norm"], exact[0].metrics["grad_norm"], rtol=0.1)
-
-
-def test_micro_batches_follow_the_measured_memory(device: torch.device) -> None:
-    _, reports = trained(device, micro_batch_memory_mb=1)
-    assert reports[-1].metrics["bytes_per_token"] > 0
-    assert reports[-1].metrics["micro_batches"] > 1
 
 
 def test_the_clock_measures_the_work_of_its_gpu(cuda: torch.device) -> None:

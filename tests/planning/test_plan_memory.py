@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from training_child import batch_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,7 +26,6 @@ from pvg.planning.memory import ModelInTraining, layer_bytes, memory_of, trainin
 from pvg.planning.plan import plan_of
 from pvg.planning.shapes import ModelShape, read_shape, shape_of
 from pvg.training.losses import PolicyObjective
-from pvg.training.memory import SavedTensors
 
 ROOT = Path(__file__).parent.parent.parent
 CHILD = Path(__file__).with_name("training_child.py")
@@ -56,6 +60,28 @@ QWEN3_600M = {
     "vocab_size": 151936,
     "tie_word_embeddings": True,
 }
+
+
+class SavedTensors:
+    """Measures the bytes of the distinct storages that a forward pass saves for the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._held = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+        self.bytes_taken = 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        # Keep the storages until the pass ends: a freed storage's address could be reused.
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.layout == torch.strided and (address := tensor.untyped_storage().data_ptr()) not in self._held:
+                storages[address] = tensor.untyped_storage()
+            return tensor.detach()
+
+        with saved_tensors_hooks(save, lambda tensor: tensor):
+            yield
+        self.bytes_taken = sum(storage.nbytes() for storage in storages.values())
 
 
 def shape(config: dict[str, Any], folder: Path) -> ModelShape:
@@ -148,7 +174,7 @@ def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
         module.requires_grad_(True)
         objective = PolicyObjective(Training(fused_layers=fused), Rollouts(max_tokens=length), 0)
         (part,) = objective.split(objective.prepare(batch_of(rows, length, 50)))
-        meter = SavedTensors(module, 0)
+        meter = SavedTensors(module)
         with meter.forward():
             objective(module, part)
         saved.append(meter.bytes_taken)

@@ -64,8 +64,8 @@ def test_device_loop_overlap_and_processes_are_shown(tmp_path: Path) -> None:
     assert "GPU 0 in use, mean 75.0 %" in page.text
     assert "hidden" in page.text
     # Two steps of 1 s, and 1 s outside of them. 0.65 s are outside of all spans. The process has its own budget.
-    assert "3.0 s in steps and phases, 21.7 % of it unaccounted." in page.text
-    assert "All time of its process, with start and end: 4.0 s, 12.5 % unaccounted." in page.text
+    assert "In steps and phases: 3.0 s, 21.7 % unaccounted." in page.text
+    assert "that ended normally: 4.0 s, 12.5 % unaccounted." in page.text
 
 
 def test_a_warm_start_has_a_curve_of_its_loss(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_every_sample_is_a_dot_and_the_median_is_told() -> None:
 
 def test_a_ladder_tells_what_each_switch_bought() -> None:
     page = page_of(ladder())
-    assert "Gain of each switch" in page.text
+    assert "gain of each variant" in page.text
     assert "4×" in page.text
     assert "groups decoded together" in page.text
     assert any("4 times as good, 3.39 to 4.72" in str(a.get("title")) for _, a in page.tags)

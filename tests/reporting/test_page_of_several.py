@@ -43,7 +43,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert "2 runs" in page.text
     assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
     assert "training.learning_rate 0.0001 0.5" in page.text
-    assert "The runs ended in different rounds." in page.text
+    assert "(first: 0, other: 1)" in page.text
     assert {line["name"] for chart in page.charts for line in chart["series"]} == {"first", "other"}
 
 

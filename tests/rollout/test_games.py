@@ -125,11 +125,8 @@ def test_a_fork_waits_for_the_decision_of_its_seat() -> None:
     assert {group[0].fork for group in early} == {0, 1}
 
 
-def test_horizon_and_quiet_rounds_end_a_continuation_early() -> None:
+def test_a_horizon_ends_a_continuation_early() -> None:
     assert {len(game.states) for group in played(Fork(warmup=1, horizon=1)) for game in group} == {3}
-    quiet = [game for group in played(Fork(quiet_rounds=2)) for game in group]
-    assert {game.ended for game in quiet} >= {"quiet"}
-    assert all(len(game.states) == 3 for game in quiet if game.ended == "quiet")
 
 
 def test_every_start_can_have_its_own_fork() -> None:

@@ -48,7 +48,7 @@ def spec_for(
     return server_spec(experiment, purpose, interpreter, folder, log=tmp_path / "log", port=8123, host=host)
 
 
-NCCL = ("weights.transport=nccl", "weights.transport.experimental=true")
+NCCL = ("weights.transport=nccl",)
 
 
 def value(spec: ServerSpec, option: str) -> str:
@@ -83,11 +83,9 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
 def test_switches_and_extra_arguments(tmp_path: Path) -> None:
     spec = spec_for(
         tmp_path,
-        "serving.max_model_len=512",
         "rollout.dtype=bfloat16",
         'serving.extra_args=["--seed", "7"]',
     )
-    assert value(spec, "--max-model-len") == "512"
     assert value(spec, "--dtype") == "bfloat16"
     assert spec.command[-2:] == ("--seed", "7")
 

@@ -119,7 +119,7 @@ def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
         async with VllmServer.start(spec_of(free_port(), "hang", tmp_path, startup_s=0.5)):
             pytest.fail("it is no server")
 
-    with pytest.raises(ServerFailedError, match=r"was not ready after 0\.5 s.*startup_s"):
+    with pytest.raises(ServerFailedError, match=r"was not ready after 0\.5 s"):
         asyncio.run(drive())
 
 

@@ -290,9 +290,7 @@ def test_what_needs_a_gpu_says_so(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(MissingRequirementError, match="CUDA") as caught:
-        open_transport(
-            Weights(root=tmp_path, transport={"kind": "nccl", "experimental": True}), "run", None, "float32", SESSION
-        )
+        open_transport(Weights(root=tmp_path, transport="nccl"), "run", None, "float32", SESSION)
     assert "filesystem" in caught.value.remedy
 
 

@@ -244,7 +244,6 @@ def test_a_long_sum_and_deep_brackets_are_read() -> None:
         ({"grader": "regex", "pattern": "(a+)+$", "form": "b"}, "repeats a group"),
         ({"grader": "regex", "pattern": ".*.*.*.*=", "form": "b"}, "more than 3"),
         ({"question": "text", "answer": "text"}, "are both the column"),
-        ({"test_path": "hf:a/b"}, "may be a dataset of the hub"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(given: dict[str, Any], complaint: str) -> None:
@@ -295,13 +294,11 @@ def test_the_held_out_share_does_not_change_with_the_rows(tmp_path: Path) -> Non
 
 def test_a_test_file_is_used_and_gives_no_note(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(lines(*ROWS))
-    (tmp_path / "other.csv").write_text("question,answer\nWhy?,42\n")
-    task = open_task(section(path=tmp_path, test_path=tmp_path / "other.csv", limit=3))
+    (tmp_path / "test.csv").write_text("question,answer\nWhy?,42\n")
+    task = open_task(section(path=tmp_path, limit=3))
     assert task.note == ""  # type: ignore[attr-defined]
     assert [problem.question for problem in task.problems("train")] == [row[0] for row in ROWS[:3]]
     assert [problem.answer for problem in task.problems("test")] == ["42"]
-    (tmp_path / "test.csv").write_text("question,answer\nWho?,7\n")
-    assert [problem.answer for problem in read(tmp_path, "test")] == ["7"]
 
 
 def test_a_field_with_a_line_break_and_a_comma_is_one_field(tmp_path: Path) -> None:
@@ -437,7 +434,7 @@ def test_the_note_counts_the_problems(tmp_path: Path) -> None:
     few = about_test_problems(Experiment(task=data), task, list(task.problems("test")))
     assert len(few) == 1
     assert f"A round tests with {counted(held_out, 'problem')}, not with game.test.problems = 128." in few[0]
-    assert few[0].endswith("add problems, or set task.test_path to a file with test problems.")
+    assert few[0].endswith("add test problems.")
 
 
 def test_nothing_is_said_about_enough_test_problems() -> None:

@@ -46,9 +46,8 @@ def test_numbers_of_terms_are_about_equally_frequent():
     assert all(400 < count < 600 for count in counts.values())
 
 
-def test_another_seed_gives_other_problems_and_more_problems_keep_the_test_split():
+def test_more_problems_keep_the_test_split():
     base = ModchainTask(problems=100, test_problems=50)
-    assert ids(base, "train") != ids(base.model_copy(update={"seed": 1}), "train")
     larger = base.model_copy(update={"problems": 400})
     assert ids(larger, "test") == ids(base, "test")
     assert ids(larger, "train")[:100] == ids(base, "train")

@@ -46,7 +46,7 @@ class Foreign:
 
 
 def section(url: str, **settings: Any) -> OpenEnvTask:
-    small = {"problems": 6, "test_problems": 4, "prompt_field": "question", "action_field": "reply", "timeout_s": 30.0}
+    small = {"problems": 6, "test_problems": 4, "prompt_field": "question", "action_field": "reply"}
     return OpenEnvTask(url=url, **{**small, **settings})
 
 

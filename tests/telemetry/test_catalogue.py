@@ -2,8 +2,7 @@
 
 from pvg.reporting.formats import METRIC_DISPLAYS
 from pvg.telemetry import catalogue
-from pvg.telemetry.catalogue import METRICS, UNITS, metric
-from pvg.telemetry.metrics_page import page
+from pvg.telemetry.catalogue import METRICS, UNITS, metric, page
 
 
 def test_every_entry_is_whole() -> None:

@@ -66,11 +66,8 @@ def free_port() -> int:
 
 
 def own_threads() -> list[str]:
-    return [
-        t.name
-        for t in threading.enumerate()
-        if t.name in ("device sampler", "metric sinks", "heartbeat") or "serve" in t.name
-    ]
+    own = ("device sampler", "metric sinks", "heartbeat", "metrics endpoint")
+    return [thread.name for thread in threading.enumerate() if thread.name in own]
 
 
 def watch(

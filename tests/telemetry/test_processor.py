@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pvg.telemetry.processor import processor, vendor
+from pvg.telemetry.device import processor, vendor
 
 
 @pytest.mark.parametrize(

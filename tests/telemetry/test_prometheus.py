@@ -1,15 +1,18 @@
 """The metrics endpoint, scraped as Prometheus does it: over a real socket."""
 
+import http.client
 import math
 import socket
+import time
 import urllib.request
+from collections.abc import Callable
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.catalogue import METRICS, exposed_name
-from pvg.telemetry.prometheus import MetricsEndpoint, _labels
+from pvg.telemetry.prometheus import CONNECTIONS, MetricsEndpoint, _labels
 from pvg.telemetry.sinks import MetricPoint
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -107,6 +110,35 @@ def test_rounds_stay_side_by_side_and_no_value_is_nan(endpoint: MetricsEndpoint)
 def test_it_listens_on_the_loopback_alone(endpoint: MetricsEndpoint) -> None:
     assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
     assert endpoint._server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("127.0.0.1", 200), ("localhost:9090", 200), ("evil.example", 403), ("[::1", 403), ("", 403)]
+)
+def test_only_requests_to_this_machine_are_answered(endpoint: MetricsEndpoint, host: str, status: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=30)
+    connection.request("GET", "/metrics", headers={"Host": host})
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert (b"pvg_alerts" in answer.read()) == (status == 200)
+    connection.close()
+
+
+def test_connections_above_the_limit_are_closed_and_places_become_free(endpoint: MetricsEndpoint) -> None:
+    silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) for _ in range(CONNECTIONS)]
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as further:
+        assert further.recv(1) == b""
+    for connection in silent:
+        connection.close()
+    wait_until(lambda: endpoint._server._free._value == CONNECTIONS)
+    assert scrape(endpoint) == {}
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy() -> None:

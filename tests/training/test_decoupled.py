@@ -54,7 +54,7 @@ def test_by_hand(loss):
 
 def test_the_weight_is_capped_and_carries_no_gradient():
     batch = replace(hand_batch(), proximal_logprobs=columns(START))
-    capped = objective("grpo", importance={"kind": "decoupled", "high": 1.1})
+    capped = objective("grpo", importance="decoupled", bounds=(0.5, 1.1))
     total, gradient, metrics = evaluate(capped, TablePolicy(PROBABILITIES), batch)
     # A: 1.1 x 1.2 and 1.1 x 0.25, mean 0.7975. B as before.
     assert total == pytest.approx(-(0.7975 - 1.6) / 2, rel=1e-4)
@@ -86,7 +86,7 @@ def test_micro_batches_add_up(loss):
     batch = policy_batch(rows, [1] * 6, generator.normal(size=6), groups=[0, 0, 0, 1, 1, 1], sampled=drawn())
     batch = replace(batch, proximal_logprobs=columns(drawn()))
     policy = TablePolicy(generator.dirichlet(np.ones(4), 4))
-    loss_ = objective(loss, importance={"kind": "decoupled", "high": 1.3})
+    loss_ = objective(loss, importance="decoupled", bounds=(0.5, 1.3))
     whole, gradient, metrics = evaluate(loss_, policy, batch)
     total, parts_gradient, parts_metrics = evaluate(loss_, policy, batch, [[4, 1], [0, 5, 3], [2]])
     assert total == pytest.approx(whole, rel=1e-5, abs=1e-6)
@@ -105,7 +105,7 @@ def test_where_the_policy_has_not_moved_since_batch_start_it_is_the_truncated_es
         policy_batch([[0, 3, 1], [0, 2]], [1, 1], [1.0, -2.0], sampled=sampled), proximal_logprobs=columns(now)
     )
     total, _, _ = evaluate(
-        objective("reinforce_pp", importance={"kind": "decoupled", "high": cap}), TablePolicy(PROBABILITIES), batch
+        objective("reinforce_pp", importance="decoupled", bounds=(0.5, cap)), TablePolicy(PROBABILITIES), batch
     )
     weights = np.minimum(np.exp(shifts), cap)
     assert total == pytest.approx(-(weights @ [1.0, 1.0, -2.0]) / 3, rel=1e-4, abs=1e-5)
@@ -134,7 +134,7 @@ def test_in_the_one_step_of_a_batch_the_forward_pass_knows_the_log_probs_at_batc
     one_step = replace(batch, stale_N=stale_N)
     # A is stale: at batch start the policy is the one that is trained. B is fresh: it is clipped around the sampler.
     known = replace(batch, proximal_logprobs=columns([[A1, A2], batch.sampled_logprobs[1]]))
-    loss_ = objective(loss, importance={"kind": "decoupled", "high": 1.2})
+    loss_ = objective(loss, importance="decoupled", bounds=(0.5, 1.2))
     total, gradient, metrics = evaluate(loss_, policy, known)
     for rows in (None, [[1], [0]]):
         found, found_gradient, found_metrics = evaluate(loss_, policy, one_step, rows)

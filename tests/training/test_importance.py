@@ -12,7 +12,7 @@ from table_policy import TablePolicy, policy_batch
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective, random_batch
 from test_policy_losses import random_policy as drawn_policy
 
-from pvg.training.losses import RATIOS, importance_metrics, importance_weights, outside
+from pvg.training.losses import LOSSES, geometric_ratio, importance_metrics, importance_weights, outside, token_ratio
 
 
 def rows(values):
@@ -23,12 +23,10 @@ def test_ratios_by_level_by_hand():
     # Row 0: log ratios ln 2 and ln 8 (and a place outside the completion); row 1: 30.
     logs_BL = torch.tensor([[0.0, math.log(2), math.log(8)], [0.0, 30.0, 0.0]])
     mask_BL = torch.tensor([[False, True, True], [False, True, False]])
-    expected = {"token": [2.0, 8.0], "sequence": [16.0, 16.0], "geometric": [4.0, 4.0]}
-    for level, wanted in expected.items():
-        found_BL = RATIOS[level](logs_BL, mask_BL)
+    for ratio, wanted in ((token_ratio, [2.0, 8.0]), (geometric_ratio, [4.0, 4.0])):
+        found_BL = ratio(logs_BL, mask_BL)
         torch.testing.assert_close(found_BL[0][mask_BL[0]], torch.tensor(wanted))
         assert torch.isfinite(found_BL).all()
-    assert RATIOS["sequence"](logs_BL, mask_BL)[1, 1].item() == pytest.approx(math.exp(20), rel=1e-5)
 
 
 def test_weights_by_kind_by_hand():
@@ -47,24 +45,19 @@ def test_weights_by_kind_by_hand():
 # The rows of `hand_batch`: pi / pi_sampled is 1.5 and 0.5 (A, advantage 1) and 0.5 (B, advantage -2). In the only step
 # of a batch pi is pi_start: every ratio that is clipped is 1, and the weights are these.
 WEIGHTED = {
-    ("truncated", "token"): ([1.2, 0.5], [0.5]),
-    ("truncated", "sequence"): ([0.75, 0.75], [0.5]),
-    ("truncated", "geometric"): ([math.sqrt(0.75)] * 2, [0.5]),
-    ("masked", "token"): ([0.0, 0.0], [0.0]),  # 1.5 is over 1.2, 0.5 is below 0.7
-    ("masked", "sequence"): ([0.75, 0.75], [0.0]),
-    ("masked", "geometric"): ([math.sqrt(0.75)] * 2, [0.0]),
+    ("truncated", token_ratio): ([1.2, 0.5], [0.5]),
+    ("truncated", geometric_ratio): ([math.sqrt(0.75)] * 2, [0.5]),
+    ("masked", token_ratio): ([0.0, 0.0], [0.0]),  # 1.5 is over 1.2, 0.5 is below 0.7
+    ("masked", geometric_ratio): ([math.sqrt(0.75)] * 2, [0.0]),
 }
 
 
-def weights(kind, level, low, high):
-    return {"kind": kind, "level": level, "high": high} | ({"low": low} if kind == "masked" else {})
-
-
-@pytest.mark.parametrize(("kind", "level"), WEIGHTED)
-def test_the_loss_of_the_only_step_by_hand(kind, level):
-    weighing = objective("reinforce_pp", importance=weights(kind, level, 0.7, 1.2))
+@pytest.mark.parametrize(("kind", "ratio"), WEIGHTED)
+def test_the_loss_of_the_only_step_by_hand(kind, ratio, monkeypatch):
+    monkeypatch.setitem(LOSSES, "reinforce_pp", replace(LOSSES["reinforce_pp"], ratio=ratio))
+    weighing = objective("reinforce_pp", importance=kind, bounds=(0.7, 1.2))
     total, gradient, metrics = evaluate(weighing, TablePolicy(PROBABILITIES), hand_batch())
-    of_a, of_b = WEIGHTED[kind, level]
+    of_a, of_b = WEIGHTED[kind, ratio]
     # Three tokens, whether they are masked or not: the denominator is what it was.
     assert total == pytest.approx(-(sum(of_a) - 2 * sum(of_b)) / 3, rel=1e-5, abs=1e-7)
     # d/d logit 3 at position 0: A's first token is 3 (0.4 of it), B's is 2. The weights carry no gradient.
@@ -77,7 +70,7 @@ def test_the_loss_of_the_only_step_by_hand(kind, level):
 def test_masking_takes_nothing_but_the_masked_tokens_away():
     """What is left has the gradient that it has beside tokens of advantage 0."""
     batch = hand_batch()
-    masked = objective("reinforce_pp", importance={"kind": "masked", "low": 0.4, "high": 1.2})
+    masked = objective("reinforce_pp", importance="masked", bounds=(0.4, 1.2))
     _, gradient, metrics = evaluate(masked, TablePolicy(PROBABILITIES), batch)
     assert metrics["start_outside"] == pytest.approx(1 / 3)  # A's first
     silent = policy_batch([[0, 3], [0, 3, 1], [0, 2]], [1, 2, 1], [0.0, 1.0, -2.0], sampled=[[A1], [A2], [B1]])
@@ -104,10 +97,10 @@ def test_where_sampler_and_trainer_agree_it_is_the_plain_loss(loss):
 def test_any_split_adds_up_to_the_unsplit_batch(kind, seed, data):
     policy = drawn_policy(seed)
     batch = random_batch(policy, seed, 8, 5, 9)
-    level = data.draw(st.sampled_from(list(RATIOS)))
+    loss = data.draw(st.sampled_from(["grpo", "gspo"]))
     parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
     parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
-    weighing = objective("grpo", kl=0.1, max_tokens=9, importance=weights(kind, level, 0.8, 1.1))
+    weighing = objective(loss, kl=0.1, max_tokens=9, importance=kind, bounds=(0.8, 1.1))
     whole, whole_gradient, whole_metrics = evaluate(weighing, policy, batch)
     split, split_gradient, split_metrics = evaluate(weighing, policy, batch, parts)
     assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)

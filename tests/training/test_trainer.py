@@ -16,7 +16,7 @@ from torch import nn
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
+from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective
@@ -396,3 +396,21 @@ def test_models_that_cannot_be_checkpointed_are_refused():
     config = transformers.OPTConfig(vocab_size=8, word_embed_proj_dim=16, dropout=0.1, **sizes)
     with pytest.raises(ConfigurationError, match=r"OPTDecoderLayer applies dropout \(0.1\) itself"):
         checkpoint_layers(transformers.OPTForCausalLM(config))
+
+
+@pytest.mark.parametrize(("section", "more"), [("training", ["pvg evaluate RUN"]), ("verifier", [])])
+def test_a_gpu_without_memory_left_is_an_error_that_names_the_setting_and_how_to_continue(executor, section, more):
+    def exhausted(_table):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    good = [lambda table: (table**2).sum()]
+    module = scripted([], executor).module
+    trained = make(module, [[exhausted], good], executor, objective=Scripted(), section=section)
+    before = bits(module)
+    with pytest.raises(MissingRequirementError, match=r"for a micro-batch of step 0\. Lower ") as failed:
+        play(trained)
+    setting = f"{section}.micro_batch_tokens"
+    for text in (f"Lower {setting}", f"pvg train --resume RUN -s {setting}=N", *more):
+        assert text in failed.value.remedy
+    assert bits(module) == before
+    play(trained)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
 
-from pvg.config.verifier import ProblemPairing, Verifier
+from pvg.config.verifier import Verifier
 from pvg.models.heads import build_verifier
 from pvg.models.packing import pad_right
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import Trainer
+from pvg.verifier import data
 from pvg.verifier.calibration import auc
 from pvg.verifier.data import PairSource
 from pvg.verifier.losses import PairObjective
@@ -111,11 +112,12 @@ def test_a_source_that_starts_at_a_step_gives_the_same_bits(tmp_path, executor):
     assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
 
 
-BY_PROBLEM = SECTION.model_copy(update={"pairing": ProblemPairing(solutions_per_problem=4)})
+BY_PROBLEM = SECTION.model_copy(update={"pairing": "problem"})
 
 
-def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor):
+def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor, monkeypatch):
     """Three solutions of each kind, of which two are taken: four pairs a problem, four problems for 16 pairs."""
+    monkeypatch.setattr(data, "SOLUTIONS_PER_PROBLEM", 4)
     rollouts = toy_rollouts(0, 20)
     label = {one.question + one.text: one.grade.correct for one in rollouts}
     model = open_verifier()
@@ -138,8 +140,9 @@ def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor):
     assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
 
 
-def test_by_problem_every_problem_counts_alike(tmp_path, executor):
+def test_by_problem_every_problem_counts_alike(tmp_path, executor, monkeypatch):
     """One problem has 1 x 3 pairs, the other 2 x 2: the loss is the mean of their means."""
+    monkeypatch.setattr(data, "SOLUTIONS_PER_PROBLEM", 4)
     rollouts = [rollout(text, question="1?", correct=text == "1") for text in ("1", "22", "33", "44")]
     rollouts += [rollout(text, question="2?", correct=text < "7") for text in ("5", "6", "7", "8")]
     section = BY_PROBLEM.model_copy(update={"pairs": 7})
@@ -167,7 +170,7 @@ def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor,
     section = SECTION.model_copy(
         update={
             "precision": precision,
-            "pairing": ProblemPairing() if pairing == "problem" else SECTION.pairing,
+            "pairing": pairing,
             "steps": 60,
         }
     )

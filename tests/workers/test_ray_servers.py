@@ -230,7 +230,7 @@ def test_a_node_without_the_driver_s_folder_is_refused_unless_the_transport_need
     check_folder(Weights(root=tmp_path), "here")
     with pytest.raises(MissingRequirementError, match=r"is not the driver's, but weights.transport = 'filesystem'"):
         check_folder(Weights(root=tmp_path), "elsewhere")
-    check_folder(Weights.model_validate({"root": tmp_path, "transport": {"kind": "nccl", "experimental": True}}), "x")
+    check_folder(Weights.model_validate({"root": tmp_path, "transport": {"kind": "nccl"}}), "x")
 
 
 def test_a_node_s_vllm_must_be_for_what_ray_reserves():

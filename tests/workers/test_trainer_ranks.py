@@ -231,7 +231,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
     [
         pytest.param({}, id="packed"),
         pytest.param(
-            {"shared_prompts": False, "gradient_checkpointing": True, "entropy": {"kind": "adaptive"}},
+            {"shared_prompts": False, "gradient_checkpointing": True, "entropy_bonus": 0.001},
             id="padded and checkpointed, with an entropy bonus",
             marks=pytest.mark.drill,
         ),
@@ -600,7 +600,6 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
     [
         ({"training": {"adapters": "lora"}}, r"set training\.adapters to 'none'"),
         ({"training": {"router_replay": True}}, r"set training\.router_replay to false"),
-        ({"training": {"micro_batch_memory_mb": 100}}, r"set training\.micro_batch_tokens"),
         ({"models": {"device": "cuda:1"}}, r"set models\.device to 'cpu' or 'cuda'"),
         (
             {"cluster": {**RANKS, "workers": 2, "trainers": 1}, "rollout": {"prefetch": "fresh"}},

@@ -90,12 +90,7 @@ def _lazily(module: str) -> MakeWorkload:
     return make
 
 
-WORKLOADS: WorkloadTable = {
-    name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "pipeline", "sync")
-}
-
-# Workloads that can take their work from a recorded run (`--replay RUN`).
-REPLAYING = frozenset({"rollout", "trainer"})
+WORKLOADS: WorkloadTable = {name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "sync")}
 
 # Workloads that can run on vLLM servers (`--server URL`, `--serve`).
 SERVED = frozenset({"rollout", "sync", "e2e"})

@@ -46,7 +46,7 @@ from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 
 THRESHOLD = 0.0
@@ -84,9 +84,9 @@ def check(experiment: Experiment, steps: int) -> None:
             f"{experiment.training.minibatches} steps, so rollouts would be sampled but not trained on.",
             f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
         )
-    if experiment.game.stop.kind != "steps":
+    if experiment.game.stop != "steps":
         raise ConfigurationError(
-            f"game.stop = {experiment.game.stop.kind!r} may end a sample early.",
+            f"game.stop = {experiment.game.stop!r} may end a sample early.",
             "Set game.stop = 'steps' for a benchmark.",
         )
 
@@ -186,7 +186,7 @@ class EndToEnd:
             "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,
-            "loss": training.loss.kind,
+            "loss": training.loss,
             "kl": training.kl.coefficient,
             "seed": experiment.seed,
         }

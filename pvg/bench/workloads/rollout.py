@@ -1,7 +1,6 @@
 """Engine and dispatcher alone: the base prover samples groups of fixed prompts, and the solutions are graded.
 
     pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
-    pvg bench --profile rollout --replay RUN       # the prompts of a run, with a trainer that only sleeps
     pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
     pvg bench --profile rollout-peer --ablate      # compared with transformers' generate
 
@@ -20,15 +19,10 @@ compares the two. Everything else is shared: the dispatcher, the batches of roll
 grading. `generate` repeats a group's prompt in every row, samples all rows until the last one ends, and returns no
 log-probs here, which would make it slower. So the comparison shows a trainer built on `generate` before it has log-
 probs. `generate` draws other random numbers, so use fixed lengths there too.
-
-With `--replay`, the workload sleeps after each batch for as long as the run's trainer worked on it. Token rates refer
-to the sampling. Rollouts per second and the trainer's idle share refer to sampling and sleeping together, as a run with
-this engine would have them.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -43,15 +37,7 @@ from torch import Tensor
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import (
-    check_work,
-    digest_of,
-    fixed_orders,
-    model_facts,
-    recorded_batches,
-    recorded_orders,
-    train_seconds,
-)
+from pvg.bench.workloads.fixtures import check_work, digest_of, fixed_orders, model_facts
 from pvg.config.base import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
@@ -63,7 +49,7 @@ from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.seeds import generator_for, seed_for
-from pvg.tasks import Task, open_task
+from pvg.tasks import open_task
 from pvg.telemetry.spans import span
 
 
@@ -154,7 +140,7 @@ MEASURES = {
     "prompt_tokens_per_s": BenchMetric(
         "tokens/s", "higher", "prompt tokens served per second of sampling, shared or not"
     ),
-    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts per second, the trainer's sleep included"),
+    "rollouts_per_s": BenchMetric("rollouts/s", "higher", "rollouts per second"),
     "latency_p50_s": BenchMetric("s", "lower", "a rollout's time in the engine, queued and served: median"),
     "latency_p90_s": BenchMetric("s", "lower", "the same: 90th percentile"),
     "latency_p99_s": BenchMetric("s", "lower", "the same: 99th percentile"),
@@ -167,14 +153,11 @@ ON_SERVERS = {
     "engine_batch": BenchMetric("rows", "higher", "requests in flight, mean over the time of sampling"),
     "prefix_share": BenchMetric("1", "higher", "share of the prompt tokens that came from a prefix cache"),
 }
-IDLE = {"trainer_idle": BenchMetric("1", "lower", "share of the wall time in which the trainer would have waited")}
 
 
 class RolloutWorkloadSettings(Section):
-    """The `[workload]` table. `rollouts`, `prompt_tokens` and `seed` are for fixed prompts. `batches`, for a replay:
-    the maximum number of the run's batches in a sample, evenly spread over the run. `fixed_length`: every completion
-    has rollout.max_tokens tokens. `uneven_length`: each has a random number from 1 to that. `engine`: what samples if
-    rollout.engine is "torch"."""
+    """The `[workload]` table. `fixed_length`: every completion has rollout.max_tokens tokens. `uneven_length`: each has
+    a random number from 1 to that. `engine`: what samples if rollout.engine is "torch"."""
 
     engine: Literal["pvg", "transformers"] = "pvg"
     rollouts: Count = 256
@@ -182,21 +165,11 @@ class RolloutWorkloadSettings(Section):
     fixed_length: bool = False
     uneven_length: bool = False
     seed: int = 0
-    batches: Count = 4
-
-
-@dataclass(frozen=True, slots=True)
-class OrderBatch:
-    """Orders sampled together, and the seconds that a trainer works on the result. `place` seeds the requests."""
-
-    orders: Sequence[GroupOrder]
-    train_s: float
-    place: str
 
 
 def make(settings: BenchSettings) -> Workload:
     workload = workload_settings(RolloutWorkloadSettings, settings)
-    check_work(settings.experiment, settings.replay, workload.rollouts)
+    check_work(settings.experiment, workload.rollouts)
     if workload.engine == "transformers" and settings.experiment.rollout.engine.kind != "torch":
         raise ConfigurationError(
             'workload.engine = "transformers" replaces the engine of this process, not servers.',
@@ -206,57 +179,40 @@ def make(settings: BenchSettings) -> Workload:
 
 
 class RolloutWorkload:
-    """See the module. One sample is one call of the dispatcher, or in a replay one call per recorded batch."""
+    """See the module. One sample is one call of the dispatcher."""
 
     def __init__(self, settings: BenchSettings, workload: RolloutWorkloadSettings) -> None:
-        self._experiment, self._replay, self._workload = settings.experiment, settings.replay, workload
-        self._executor = settings.executor
+        self._experiment, self._workload, self._executor = settings.experiment, workload, settings.executor
         self._on_servers = settings.experiment.rollout.engine.kind == "vllm"
-        self.measures: Mapping[str, BenchMetric] = (
-            MEASURES | (ON_SERVERS if self._on_servers else {}) | (IDLE if settings.replay else {})
-        )
+        self.measures: Mapping[str, BenchMetric] = MEASURES | (ON_SERVERS if self._on_servers else {})
         self._counted = SampleCounts()
 
     async def open(self) -> None:
         task = open_task(self._experiment.task)
-        recorded = self._recorded(task)
         async with AsyncExitStack() as stack:
             self._players = Players(self._experiment, task, executor=self._executor)
             stack.push_async_callback(self._players.close)
             await self._players.ready(scoring=False)
             self._engine: Engine = self._players.engine
             if self._workload.engine == "transformers":
-                from pvg.bench.workloads.rollout import open_generate_engine
-
                 self._engine = open_generate_engine(self._players)
                 stack.push_async_callback(self._engine.close)
             asked: Any = _Uneven(self._engine) if self._workload.uneven_length else self._engine
             no_stop = self._workload.fixed_length or self._workload.uneven_length
             self._dispatcher = dispatcher(self._players, asked, fixed_length=no_stop)
-            self._batches = recorded or [self._fixed()]
+            self._orders = self._fixed()
             stack.pop_all()  # opened; from now on `close` frees it
 
-    def _fixed(self) -> OrderBatch:
+    def _fixed(self) -> list[GroupOrder]:
         players, workload = self._players, self._workload
         render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         orders = fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed)
-        if workload.prompt_tokens is not None:
-            orders = with_random_prompts(
-                orders, workload.prompt_tokens, players.base.tokenizer.vocab_size, workload.seed
-            )
-        return OrderBatch(orders, 0.0, "fixed")
-
-    def _recorded(self, task: Task) -> list[OrderBatch]:
-        """Empty without a replay."""
-        if self._replay is None:
-            return []
-        batches = recorded_batches(self._replay, self._workload.batches)
-        seconds = train_seconds(self._replay, batches)
-        return [OrderBatch(recorded_orders(b, task), s, b.place) for b, s in zip(batches, seconds, strict=True)]
+        if workload.prompt_tokens is None:
+            return orders
+        return with_random_prompts(orders, workload.prompt_tokens, players.base.tokenizer.vocab_size, workload.seed)
 
     def work(self) -> dict[str, Any]:
-        orders = [order for batch in self._batches for order in batch.orders]
-        rollout = self._experiment.rollout
+        orders, rollout = self._orders, self._experiment.rollout
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
@@ -273,12 +229,6 @@ class RolloutWorkload:
         for lengths in ("fixed_length", "uneven_length"):
             if getattr(self._workload, lengths):
                 found[lengths] = True
-        if self._replay is not None:
-            found |= {
-                "replay": self._replay.name,
-                "batches": [batch.place for batch in self._batches],
-                "trainer_sleeps_s": round(sum(batch.train_s for batch in self._batches), 6),
-            }
         return found
 
     async def sample(self, index: int) -> dict[str, float]:
@@ -286,48 +236,31 @@ class RolloutWorkload:
             with span(RESET):
                 await self._players.publish(self._players.base.weights(), self._players.publisher.version + 1)
         before, started = self._engine.stats, time.perf_counter()
-        groups: list[Group] = []
-        slept_s = 0.0
-        for batch in self._batches:
-            with span("rollout"):
-                groups += await self._sampled(batch)
-            if batch.train_s:
-                slept = time.perf_counter()
-                with span("trainer_sleeps"):
-                    await asyncio.sleep(batch.train_s)
-                slept_s += time.perf_counter() - slept
+        with span("rollout"):
+            groups = await self._dispatcher.sample(
+                self._orders,
+                round_=0,
+                source="bench",
+                step=0,
+                seed=seed_for(self._workload.seed, "bench", "requests", "fixed"),
+                prefix="bench/fixed",
+            )
         wall_s = time.perf_counter() - started
         stats = self._engine.stats.since(before)
-        self._counted = SampleCounts.of(groups, stats)
-        return self._measured(groups, stats, wall_s, slept_s)
-
-    async def _sampled(self, batch: OrderBatch) -> list[Group]:
-        return await self._dispatcher.sample(
-            batch.orders,
-            round_=0,
-            source="bench",
-            step=0,
-            seed=seed_for(self._workload.seed, "bench", "requests", batch.place),
-            prefix=f"bench/{batch.place}",
-        )
-
-    def _measured(self, groups: list[Group], stats: EngineStats, wall_s: float, slept_s: float) -> dict[str, float]:
-        counted, sampling_s = self._counted, wall_s - slept_s
+        counted = self._counted = SampleCounts.of(groups, stats)
         latencies_N = [r.timing.queued_s + r.timing.service_s for group in groups for r in group.rollouts]
         p50, p90, p99 = np.percentile(latencies_N, (50, 90, 99)).tolist()
-        values = {
-            "tokens_per_s": counted.completion_tokens / sampling_s,
-            "prompt_tokens_per_s": counted.prompt_tokens / sampling_s,
+        return {
+            "tokens_per_s": counted.completion_tokens / wall_s,
+            "prompt_tokens_per_s": counted.prompt_tokens / wall_s,
             "rollouts_per_s": counted.rollouts / wall_s,
             "latency_p50_s": p50,
             "latency_p90_s": p90,
             "latency_p99_s": p99,
             "group_straggle_s": float(np.mean([group.spread_s for group in groups])),
             "engine_batch": stats.mean_batch,
+            **({"prefix_share": counted.prefix_share} if self._on_servers else {}),
         }
-        if self._on_servers:
-            values["prefix_share"] = counted.prefix_share
-        return values | ({"trainer_idle": sampling_s / wall_s} if self._replay is not None else {})
 
     def derived(self) -> dict[str, float]:
         """Of the last sample (equal in all samples): the share of prompt tokens whose computation was shared, the mean

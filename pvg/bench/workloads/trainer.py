@@ -1,13 +1,12 @@
-"""The prover's trainer alone: optimizer steps on recorded rollouts, with everything that a step of the game computes.
+"""The prover's trainer alone: optimizer steps on fixed rollouts, with everything that a step of the game computes.
 
     pvg bench --profile trainer                             # 256 rollouts, sampled once before the first sample
-    pvg bench --profile trainer --replay RUN                # batches that a run trained on, with their rewards
     pvg bench --profile trainer --sweep workload.reference=none,stored,recomputed
 
-One sample trains once on each batch with the experiment's loss, precision and micro-batches, including AdamW's step. It
+One sample trains once on the batch with the experiment's loss, precision and micro-batches, including AdamW's step. It
 also does the forward passes that the experiment requires: the KL's reference, and the recomputed log-probs of the
 sampler if `rollout.logprobs` asks for them. The learning rate is 0: AdamW does the same work at any rate, and the
-weights keep matching the batches, so every sample computes the same.
+weights keep matching the batch, so every sample computes the same.
 
 MFU relates the required floating-point operations to this machine's measured matmul rate (`matmul_gflops`). Forward and
 backward require 6 N T + 6 H C + 12 l d S operations, and a reference's forward a third of that. N are the parameters of
@@ -28,7 +27,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -43,8 +41,6 @@ from pvg.bench.workloads.fixtures import (
     fixed_orders,
     model_facts,
     policy_batch,
-    recorded_batches,
-    rewards_of,
 )
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
@@ -72,8 +68,7 @@ MEASURES = {
 
 
 class TrainerWorkloadSettings(Section):
-    """The `[workload]` table. `rollouts` and `seed` define the sampled batch. `batches`, for a replay: the maximum
-    number of the run's batches in a sample, evenly spread over the run.
+    """The `[workload]` table.
 
     `reference`, if the loss has a KL term: "recomputed" in each step, as in the game; "stored" beforehand, which gives
     the same loss without the second forward pass; "none" removes the term from the loss (training.kl = "none").
@@ -81,15 +76,14 @@ class TrainerWorkloadSettings(Section):
 
     rollouts: Count = 256
     seed: int = 0
-    batches: Count = 4
     reference: Literal["recomputed", "stored", "none"] = "recomputed"
 
 
 def make(settings: BenchSettings) -> Workload:
     workload = workload_settings(TrainerWorkloadSettings, settings)
-    check_work(settings.experiment, settings.replay, workload.rollouts)
+    check_work(settings.experiment, workload.rollouts)
     minibatches = settings.experiment.training.minibatches
-    if settings.replay is None and workload.rollouts < minibatches:
+    if workload.rollouts < minibatches:
         raise ConfigurationError(
             f"workload.rollouts = {workload.rollouts} cannot be divided into training.minibatches = {minibatches}.",
             "Raise the first or lower the second.",
@@ -97,19 +91,19 @@ def make(settings: BenchSettings) -> Workload:
     return TrainerWorkload(settings, workload)
 
 
-class RecordedSource:
-    """A BatchSource that repeats the same batches forever. Each time it computes the log-probs that a step of the game
+class FixedSource:
+    """A BatchSource that repeats one batch forever. Each time it computes the log-probs that a step of the game
     computes (spans: reference, recompute)."""
 
     def __init__(
-        self, batches: list[PolicyBatch], players: Players, learner: LanguageModel, objective: PolicyObjective
+        self, batch: PolicyBatch, players: Players, learner: LanguageModel, objective: PolicyObjective
     ) -> None:
-        self._batches = cycle(batches)
+        self._batch = batch
         self._players, self._learner, self._objective = players, learner, objective
         self._recomputed = players.rollout.logprobs == "recomputed"
 
     async def next_batch(self) -> PolicyBatch:
-        batch, compute, objective = next(self._batches), self._players.compute, self._objective
+        batch, compute, objective = self._batch, self._players.compute, self._objective
         if objective.needs_reference and batch.reference_logprobs is None:
             with span("reference", device=True):
                 reference = await compute(lambda: objective.recompute(self._players.base.module, batch))
@@ -126,8 +120,7 @@ class TrainerWorkload:
 
     def __init__(self, settings: BenchSettings, workload: TrainerWorkloadSettings) -> None:
         self._experiment = _without_kl(settings.experiment) if workload.reference == "none" else settings.experiment
-        self._replay, self._workload, self._executor = settings.replay, workload, settings.executor
-        self._places: list[str] = []
+        self._workload, self._executor = workload, settings.executor
         self._seconds: list[float] = []  # of the steps, one per sample
         self._reports: list[StepReport] = []  # of the last sample's steps
 
@@ -136,7 +129,7 @@ class TrainerWorkload:
             self._players = Players(self._experiment, open_task(self._experiment.task), executor=self._executor)
             stack.push_async_callback(self._players.close)
             await self._players.ready()
-            self._batches = await self._sampled() if self._replay is None else self._recorded()
+            self._batch = await self._sampled()
             learner = open_learner(self._players, round_=0)
             stack.callback(learner.close)
             await self._open_trainer(learner)
@@ -144,7 +137,7 @@ class TrainerWorkload:
             self._matmul_gflops = await self._players.compute(partial(matmul_gflops, section.precision, device))
             self._stack = stack.pop_all()
 
-    async def _sampled(self) -> list[PolicyBatch]:
+    async def _sampled(self) -> PolicyBatch:
         players, workload = self._players, self._workload
         render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         groups = await players.dispatcher.sample(
@@ -156,69 +149,56 @@ class TrainerWorkload:
             prefix="bench/fixed",
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return [policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)]
-
-    def _recorded(self) -> list[PolicyBatch]:
-        assert self._replay is not None
-        recorded = recorded_batches(self._replay, self._workload.batches)
-        self._places = [batch.place for batch in recorded]
-        loss = self._experiment.training.loss.kind
-        return [policy_batch(batch.rollouts, rewards_of(self._replay, batch), loss) for batch in recorded]
+        return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss)
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
         self._kl = training.kl.coefficient if objective.needs_reference else 0.0
         if self._workload.reference == "stored" and objective.needs_reference:
-            for number, batch in enumerate(self._batches):
-                stored = await players.compute(partial(objective.recompute, players.base.module, batch))
-                self._batches[number] = replace(batch, reference_logprobs=stored)
+            stored = await players.compute(partial(objective.recompute, players.base.module, self._batch))
+            self._batch = replace(self._batch, reference_logprobs=stored)
         learner.require_gradients()
         self._trainer = Trainer(
             learner.module,
             objective,
-            OptimizerSettings(
-                learning_rate=0.0,
-            ),
-            MinibatchSource(RecordedSource(self._batches, players, learner, objective), training.minibatches),
+            OptimizerSettings(learning_rate=0.0),
+            MinibatchSource(FixedSource(self._batch, players, learner, objective), training.minibatches),
             executor=players.executor,
             precision=training.precision,
             gradient_checkpointing=training.gradient_checkpointing,
-            memory=objective.memory,
-            waits_for="batches",  # recorded ones, so the trainer never waits for rollouts
+            waits_for="batches",  # the trainer never waits for rollouts
         )
 
     @property
     def _steps(self) -> int:
-        return len(self._batches) * self._experiment.training.minibatches
+        return self._experiment.training.minibatches
 
     @property
     def _tokens(self) -> int:
-        return int(sum(batch.lengths_N.sum() for batch in self._batches))
-
-    @property
-    def _rollouts(self) -> int:
-        return sum(len(batch) for batch in self._batches)
+        return int(self._batch.lengths_N.sum())
 
     def work(self) -> dict[str, Any]:
         """Mean lengths are rounded, because machines may sample different tokens if two are almost tied."""
-        rows = [(ids, length) for b in self._batches for ids, length in zip(b.sequences, b.prompt_lengths, strict=True)]
-        prompts = sum(int(length) for _, length in rows)
+        batch, rollouts = self._batch, len(self._batch)
+        prompts = int(batch.prompt_lengths.sum())
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
-            "loss": self._experiment.training.loss.kind,
+            "loss": self._experiment.training.loss,
             "kl": self._kl,
             "optimizer_steps": self._steps,
-            "rollouts": self._rollouts,
-            "mean_prompt_tokens": round(prompts / self._rollouts, 1),
-            "mean_completion_tokens": round((self._tokens - prompts) / self._rollouts, 1),
-            "prompts": digest_of(ids[:length] for ids, length in rows),
+            "rollouts": rollouts,
+            "mean_prompt_tokens": round(prompts / rollouts, 1),
+            "mean_completion_tokens": round((self._tokens - prompts) / rollouts, 1),
+            "prompts": digest_of(
+                ids[:length] for ids, length in zip(batch.sequences, batch.prompt_lengths, strict=True)
+            ),
             "seed": self._workload.seed,
         }
         if rank := self._experiment.training.adapters.rank:
             found["lora_rank"] = rank
-        return found | ({} if self._replay is None else {"replay": self._replay.name, "batches": self._places})
+        return found
 
     async def sample(self, index: int) -> dict[str, float]:
         started = time.perf_counter()
@@ -229,7 +209,7 @@ class TrainerWorkload:
         self._seconds.append(seconds)
         return {
             "tokens_per_s": self._tokens / seconds,
-            "rollouts_per_s": self._rollouts / seconds,
+            "rollouts_per_s": len(self._batch) / seconds,
             "step_s": seconds / self._steps,
         }
 
@@ -255,9 +235,7 @@ class TrainerWorkload:
 
     def _flops(self) -> float:
         """Required floating-point operations of one sample (see the module)."""
-        lengths = np.concatenate([batch.lengths_N for batch in self._batches])
-        predicted = sum(int(batch.completion_lengths_N.sum()) for batch in self._batches)
-        forward = forward_flops(self._players.base, lengths, predicted)
+        forward = forward_flops(self._players.base, self._batch.lengths_N, int(self._batch.completion_lengths_N.sum()))
         computes_reference = self._kl > 0.0 and self._workload.reference == "recomputed"
         return forward * (3 + computes_reference)
 

@@ -77,25 +77,21 @@ def _likeness(code: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -
     return (code & other).total() / other.total()
 
 
-def similarities(
-    codes: Sequence[str], references: Sequence[str], groups_N: NDArray[np.int32], *, reference: bool, group: bool
-) -> Float32:
+def similarities(codes: Sequence[str], references: Sequence[str], groups_N: NDArray[np.int32]) -> Float32:
     """float32 [N]: the similarity of each program to its reference, to the others of its group (mean), or the larger of
     the two. 0 without anything to compare with, and for empty programs."""
     counted = [windows(code) for code in codes]
     found_N = np.zeros(len(codes), dtype=np.float32)
-    if reference:
-        of_text = {text: windows(text) for text in set(references)}
-        for row, text in enumerate(references):
-            if counted[row]:
-                found_N[row] = _likeness(counted[row], of_text[text])
-    if group:
-        for number in np.unique(groups_N):
-            rows = [int(row) for row in np.flatnonzero(groups_N == number) if counted[row]]
-            for row in rows:
-                others = [_likeness(counted[row], counted[other]) for other in rows if other != row]
-                if others:
-                    found_N[row] = max(found_N[row], np.float32(sum(others) / len(others)))
+    of_text = {text: windows(text) for text in set(references)}
+    for row, text in enumerate(references):
+        if counted[row]:
+            found_N[row] = _likeness(counted[row], of_text[text])
+    for number in np.unique(groups_N):
+        rows = [int(row) for row in np.flatnonzero(groups_N == number) if counted[row]]
+        for row in rows:
+            others = [_likeness(counted[row], counted[other]) for other in rows if other != row]
+            if others:
+                found_N[row] = max(found_N[row], np.float32(sum(others) / len(others)))
     return found_N
 
 

@@ -314,10 +314,8 @@ class Code:
         limits = Limits(
             cpu_s=section.cpu_s,
             wall_s=LEAST_WALL_S + WALL_PER_CPU * section.cpu_s,
-            memory_mb=section.memory_mb,
-            output_kb=section.output_kb,
         )
-        self._sandbox = Sandbox(section.sandbox, limits, workers=section.workers)
+        self._sandbox = Sandbox(section.sandbox, limits)
         self._read: dict[Split, list[Problem]] = {}
 
     def problems(self, split: Split) -> Iterator[Problem]:
@@ -336,7 +334,7 @@ class Code:
         return self.grade_many([(problem, completion)])[0]
 
     def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
-        """The same grades, with up to `task.workers` programs at once."""
+        """The same grades, with one program per core at once."""
         return grade_solutions(self._sandbox, solutions)
 
     def shown(self, completion: str) -> str:

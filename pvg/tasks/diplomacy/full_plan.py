@@ -4,7 +4,7 @@ The question shows the position (pvg.games.diplomacy.game) and names the power a
 and claims (pvg.tasks.diplomacy.plans). It is correct if no reply refutes a claim. The reply that does is the flaw's
 certificate, and the first false claim its location.
 
-All replies that can matter are tried if there are at most `task.replies`, and the note begins with `proven`. Otherwise
+All replies that can matter are tried if there are at most MOST_REPLIES, and the note begins with `proven`. Otherwise
 so many replies are drawn, and the note begins with `sampled`: such a plan may still have a refutation.
 
 A problem is kept only if some plan that tries to take or hold the province is proven and another one is refuted.
@@ -125,6 +125,8 @@ def _any(orders: Sequence[Order], generator: np.random.Generator) -> Order:
     return orders[int(generator.integers(len(orders)))]
 
 
+SEED = 0  # of the problems: equal in every run
+MOST_REPLIES = 1000  # that the grader tries; of more, so many are drawn
 MOST_TRIED = 400  # replies to a plan that a problem may need to prove or refute
 EVERY = 3  # every third phase of a game gives a position
 PER_POSITION = 2  # problems of one position, each of another power
@@ -207,14 +209,14 @@ class DiplomacyPlan:
         plan = read_plan(self._board, position, power, text, target)
         if isinstance(plan, str):
             return plan, None
-        generator = generator_for(self._section.seed, "replies", id_, text)
-        return plan, judge(self._board, position, power, plan, self._section.replies, generator)
+        generator = generator_for(SEED, "replies", id_, text)
+        return plan, judge(self._board, position, power, plan, MOST_REPLIES, generator)
 
     def _drawn(self, split: Split, count: int, taken: set[str]) -> list[Problem]:
         found: list[Problem] = []
-        positions = played_positions(self._board, self._section.seed, split, EVERY)
+        positions = played_positions(self._board, SEED, split, EVERY)
         while len(found) < count:
-            for problem in usable_problems(self._board, next(positions), self._section.seed):
+            for problem in usable_problems(self._board, next(positions), SEED):
                 if problem.id not in taken and len(found) < count:
                     taken.add(problem.id)
                     found.append(problem)

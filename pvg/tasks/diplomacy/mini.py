@@ -9,7 +9,7 @@ verifier does not read the certificate. A sneaky solution counts as a flaw only 
 hold, and its certificate is right (pvg.records.Rollout.proven).
 
 Problems are positions of three own and two enemy armies: see `usable_problems`. Invariants: an id names its problem
-(`diplomacy-mini-deg/bf>d`). No problem is in both splits. The order of the problems is that of the hashes of seed and
+(`diplomacy-mini-deg/bf>d`). No problem is in both splits. The order of the problems is that of the hashes of 0 and
 id.
 """
 
@@ -222,7 +222,7 @@ class DiplomacyMini:
     def problems(self, split: Split) -> Iterator[Problem]:
         """The problems of `split`. The test problems are drawn first, so they do not change with `problems`."""
         section = self._section
-        drawn = sorted(self._listed, key=lambda name: hashlib.sha256(f"{section.seed}/{name}".encode()).digest())
+        drawn = sorted(self._listed, key=lambda name: hashlib.sha256(f"0/{name}".encode()).digest())
         first, last = (0, section.test_problems) if split == "test" else (section.test_problems, None)
         count = section.test_problems if split == "test" else section.problems
         return (plan_problem(name) for name in drawn[first:last][:count])

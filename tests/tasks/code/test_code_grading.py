@@ -30,7 +30,7 @@ STDIN = {
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Code]:
     folder = write_rows(tmp_path_factory.mktemp("code") / "data", OWN, STDIN)
-    with Code(CodeTask(path=folder, sandbox="reduced", workers=2, cpu_s=1.0)) as found:
+    with Code(CodeTask(path=folder, sandbox="reduced", cpu_s=1.0)) as found:
         yield found
 
 
@@ -200,5 +200,5 @@ def test_the_machine_must_isolate_what_the_setting_asks_for(monkeypatch: pytest.
     monkeypatch.setattr("pvg.sandbox.sandbox.open_first_warden", lambda level, offered: poor(level))
     with pytest.raises(MissingRequirementError, match="cannot isolate programs"):
         open_task(CodeTask())
-    with Code(CodeTask(sandbox="reduced", workers=1)) as task:
+    with Code(CodeTask(sandbox="reduced")) as task:
         assert next(iter(task.problems("train"))).id

@@ -46,7 +46,7 @@ DEEP = json.dumps({**OWN, "id": "b", "hidden": HIDDEN}).replace('"DEEP"', "[" * 
 
 
 def opened(folder: Path, **settings: Any) -> Code:
-    return Code(CodeTask(path=folder, sandbox="reduced", workers=1, visible_tests=2, **settings))
+    return Code(CodeTask(path=folder, sandbox="reduced", visible_tests=2, **settings))
 
 
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path) -> None:

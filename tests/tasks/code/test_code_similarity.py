@@ -50,13 +50,9 @@ def test_groups_and_references_by_hand() -> None:
     codes, references = [ONE, minus, "", two, two], [ONE, ONE, ONE, two, ONE]
     groups_N = np.array([0, 0, 0, 1, 2], dtype=np.int32)
 
-    def found(**chosen: bool) -> list[float]:
-        return similarities(codes, references, groups_N, **chosen).tolist()
-
-    assert found(reference=True, group=False) == pytest.approx([1.0, 5 / 7, 0.0, 1.0, 6 / 7])
-    assert found(reference=False, group=True) == pytest.approx([5 / 7, 5 / 7, 0.0, 0.0, 0.0])
-    assert found(reference=True, group=True) == pytest.approx([1.0, 5 / 7, 0.0, 1.0, 6 / 7])
-    assert similarities([], [], np.zeros(0, np.int32), reference=True, group=True).shape == (0,)
+    assert similarities(codes, references, groups_N).tolist() == pytest.approx([1.0, 5 / 7, 0.0, 1.0, 6 / 7])
+    assert similarities(codes, [two] * 5, groups_N)[1] == pytest.approx(5 / 7)  # of its group: ONE and minus
+    assert similarities([], [], np.zeros(0, np.int32)).shape == (0,)
 
 
 @given(st.text(max_size=80), st.text(max_size=80))

@@ -1,14 +1,12 @@
-"""The pipeline: whole steps of the prover's training, with an engine in another process and heavy-tailed latencies.
+"""The pipeline: whole steps of the prover's training, with an engine of heavy-tailed latencies that computes nothing.
 
-    pvg bench --profile pipeline                # without rollout.prefetch (synchronous), and 1 and 2 batches ahead
-    pvg bench --profile pipeline --interleave   # the same, with samples taken in turn
+    pvg bench --profile benchmarks/pipeline.toml                # without rollout.prefetch, and 1 and 2 batches ahead
+    pvg bench --profile benchmarks/pipeline.toml --interleave   # the same, with samples taken in turn
 
-With `cluster.kind = "local"`, workers score and train; the engine is the child process all the same.
-
-The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's. The engine
-(`ChildEngine`) is a child process (pvg.bench.workloads.pipeline_child) that returns real completions after artificial
-delays. The base prover samples these completions when the workload opens; they serve all versions. So the
-trainer's work and its waits are real.
+The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's; with `cluster.kind =
+"local"` workers score and train. The engine (`DelayedEngine`) returns real completions after artificial delays, as
+servers elsewhere would. The base prover samples these completions when the workload opens; they serve all versions. So
+the trainer's work and its waits are real.
 
 Useful work is the time that the training of the same steps takes synchronously, in the same number of processes that
 train (`cluster.trainers`): log-probs of the reference, packing, forward and backward passes, optimizer. Before each
@@ -27,29 +25,29 @@ A sample is `fill` steps, which fill the pipeline, and `steps` measured steps.
 from __future__ import annotations
 
 import asyncio
-import sys
+import math
+import random
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import orjson
 from pydantic import Field
 
+from benchmarks.stand_in import StandInEngine
 from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, Workload
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
-from pvg.bench.workloads.pipeline_child import LONGEST_LINE
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import NoPrefetch, Rollouts
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError
 from pvg.game.orders import prover_orders
 from pvg.game.prover_phase import open_prover_phase
 from pvg.game.simultaneous import FixedVerifier
@@ -57,136 +55,65 @@ from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.starts import open_learner
-from pvg.records import Rollout, Timing, VersionSpan
+from pvg.records import Rollout, VersionSpan
 from pvg.rollout import EngineSetup
 from pvg.rollout.dispatcher import Dispatcher
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
+from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import SyncTiming, WeightUpdate
-from pvg.telemetry.observer import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
 
 
-class ChildEngine(Engine):
-    """Call `start` first. `batches`: the number of batches with completions; later batches reuse the first."""
+class DelayedEngine(StandInEngine):
+    """Returns the completions of `rollouts` by batch, group and index, in which their ids end; later batches reuse the
+    first `batches`. The delay of a request is log-normal and depends only on its key and the number of the draw. A
+    weight update interrupts nothing: tokens arrive at an even pace, each with the version current at that time."""
 
     def __init__(self, max_in_flight: int) -> None:
-        self._max_in_flight = max_in_flight
-        self._version = 0
-        self._stats = EngineStats()
+        super().__init__(max_in_flight)
+        self._completions: dict[str, Rollout] = {}
         self._batches = 1
-        self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._loaded: asyncio.Future[None] | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._stats
+        self._updates: list[tuple[float, int]] = []  # (time, version current from then on)
+        self.pace(0.0, 0.0, 1)
 
     @property
     def remote(self) -> bool:
         return True
 
-    @property
-    def max_in_flight(self) -> int:
-        return self._max_in_flight
-
-    async def start(self, rollouts: Iterable[Rollout], batches: int) -> None:
-        """Start the process and send it the completions. Ids of `rollouts` end in batch/group/index."""
+    def serve(self, rollouts: Iterable[Rollout], batches: int) -> None:
         self._batches = batches
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "pvg.bench.workloads.pipeline_child",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LONGEST_LINE,
-        )
-        assert self._process.stdout is not None
-        self._reading = asyncio.create_task(self._read(self._process.stdout))
-        known = {self._key(r.id): (r.completion_ids.tolist(), r.logprobs.tolist(), r.finish_reason) for r in rollouts}
-        self._send({"completions": known})
-        assert self._process.stdin is not None
-        await self._process.stdin.drain()
+        self._completions = {self._key(rollout.id): rollout for rollout in rollouts}
 
     def pace(self, median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
-        """Set the delays of later requests: `median_s` is the median; `draw` and a request's key select its delay."""
-        self._send({"pace": median_s, "sigma": sigma, "longest": longest, "draw": draw})
+        """Set the delays of later requests: `median_s` is the median, `longest` the maximum in multiples of it, `sigma`
+        the deviation of the logarithm; `draw` and a request's key select its delay."""
+        self._median_s, self._sigma, self._longest, self._draw = median_s, sigma, longest, draw
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """Raises StateError if the process has ended."""
-        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[request.id] = future
-        sent = time.perf_counter()
-        self._send({"ask": self._key(request.id), "id": request.id})
-        try:
-            answer = await future
-        except asyncio.CancelledError:
-            self._send({"cancel": request.id})
-            raise
-        finally:
-            del self._waiting[request.id]
-        tokens = np.array(answer["tokens"], dtype=np.int32)
-        self._stats = replace(self._stats, tokens=self._stats.tokens + len(tokens), rows=self._stats.rows + 1)
-        return Completion(
-            request_id=request.id,
-            token_ids=tokens,
-            logprobs=np.array(answer["logprobs"], dtype=np.float32),
-            spans=tuple(VersionSpan(start, version) for start, version in answer["spans"]),
-            finish_reason=answer["finish"],
-            timing=Timing(max(0.0, time.perf_counter() - sent - answer["service_s"]), answer["service_s"]),
-        )
+        key, began = self._key(request.id), time.perf_counter()
+        found, first = self._completions[key], self.version
+        await asyncio.sleep(self._median_s * drawn_time(f"{self._draw}/{key}", self._sigma, self._longest))
+        seconds, tokens = max(time.perf_counter() - began, 1e-9), len(found.completion_ids)
+        spans = {0: first}
+        for since, version in self._updates:
+            if since >= began:  # if two versions arrive with the same token, the newer one counts
+                spans[min(tokens - 1, int(tokens * (since - began) / seconds))] = version
+        done = self.completed(request, found.completion_ids, found.logprobs, found.finish_reason, seconds)
+        return replace(done, spans=tuple(VersionSpan(*item) for item in spans.items()))
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        """Sends only the version: the `sync` profile measures updates of weights."""
-        began = time.perf_counter()
-        self._loaded = asyncio.get_running_loop().create_future()
-        self._send({"version": update.version})
-        await self._loaded
-        self._version = update.version
-        wall_ms = (time.perf_counter() - began) * 1e3
-        return SyncTiming(update.version, wall_ms=wall_ms, rpc_ms=wall_ms)
-
-    async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        if self._reading is not None:
-            await self._reading
-
-    async def _read(self, output: asyncio.StreamReader) -> None:
-        while line := await output.readline():
-            answer = orjson.loads(line)
-            if "version" in answer:
-                if self._loaded is not None and not self._loaded.done():
-                    self._loaded.set_result(None)
-            elif (future := self._waiting.get(answer["id"])) is not None and not future.done():
-                future.set_result(answer)
-        ended = StateError("The engine's process has ended.", "Read its output on standard error.")
-        left: list[asyncio.Future[Any]] = [*self._waiting.values()]
-        if self._loaded is not None:
-            left.append(self._loaded)
-        for waiting in left:
-            if not waiting.done():
-                waiting.set_exception(ended)
-                waiting.exception()  # marks it as retrieved, because the waiting task may be gone
+        self._updates.append((time.perf_counter(), update.version))
+        return await super().load_weights(update)
 
     def _key(self, request_id: str) -> str:
         _, batch, group, index = request_id.rsplit("/", 3)
         return f"{int(batch) % self._batches:05d}/{group}/{index}"
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._process is None or self._process.stdin is None or self._process.stdin.is_closing():
-            raise StateError("The engine's process has ended.", "Read its output on standard error.")
-        self._process.stdin.write(orjson.dumps(message) + b"\n")
+
+def drawn_time(key: str, sigma: float, longest: int) -> float:
+    """The delay of a request in multiples of the median: log-normal, `sigma` the deviation of its logarithm."""
+    return min(float(longest), math.exp(sigma * random.Random(key).gauss(0.0, 1.0)))
 
 
 # --- the workload -----------------------------------------------------------------------------------------------------
@@ -210,7 +137,7 @@ class PipelinedStepsSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     """Raises ConfigurationError if the experiment's steps are not whole batches, or if it may end early."""
     experiment = settings.experiment
-    if experiment.training.minibatches != 1 or experiment.game.stop.kind != "steps":
+    if experiment.training.minibatches != 1 or experiment.game.stop != "steps":
         raise ConfigurationError(
             "The pipeline workload measures a fixed number of steps of one batch each.",
             "Set training.minibatches = 1 and game.stop = 'steps'.",
@@ -263,7 +190,7 @@ class PipelinedSteps:
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_child)
+            self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_engine)
             self._session.observer = StepClock()
             self._synchronous = replace(self._session, rollout=_synchronous(self._experiment.rollout))
             players = self._session.players
@@ -273,12 +200,11 @@ class PipelinedSteps:
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             batches = self._workload.fill + self._workload.steps + FREE_BATCHES
-            assert isinstance(players.engine, ChildEngine)
+            assert isinstance(players.engine, DelayedEngine)
             self._engine = players.engine
             with span("sample_completions"):
                 rollouts = await self._completions(batches)
-            with span("start_process"):
-                await self._engine.start(rollouts, batches)
+            self._engine.serve(rollouts, batches)
             self._stack = stack.pop_all()
 
     async def _completions(self, batches: int) -> list[Rollout]:
@@ -309,7 +235,7 @@ class PipelinedSteps:
             "groups": experiment.training.groups,
             "group_size": experiment.rollout.group_size,
             "concurrency": experiment.rollout.concurrency,
-            "loss": experiment.training.loss.kind,
+            "loss": experiment.training.loss,
             "kl": experiment.training.kl.coefficient,
             "seed": experiment.seed,
         }
@@ -390,8 +316,8 @@ def _synchronous(rollout: Rollouts) -> Rollouts:
     return rollout.model_copy(update={"prefetch": NoPrefetch()})
 
 
-def _open_child(setup: EngineSetup) -> ChildEngine:
-    return ChildEngine(setup.rollout.concurrency)
+def _open_engine(setup: EngineSetup) -> DelayedEngine:
+    return DelayedEngine(setup.rollout.concurrency)
 
 
 def _mean_over_median(sigma: float) -> float:
