@@ -54,9 +54,8 @@ from benchmarks.loop_engine import (
     recorded,
     some_experts,
 )
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import check_work, digest_of, model_facts
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl
@@ -72,7 +71,7 @@ from pvg.game.session import Session
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.records import Group, Int32, Problem
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -163,10 +162,10 @@ class WatchedDispatcher(Dispatcher):
     sampled = 0.0  # when sampling ended
     some: Sequence[tuple[Problem, Int32]] = ()  # completions
 
-    async def sample(self, *arguments: Any, **named: Any) -> list[Group]:
+    async def sample(self, orders: Sequence[GroupOrder], call: SampleCall) -> list[Group]:
         self.after = LoopLagMonitor(self.hz)
         async with LoopLagMonitor(self.hz) as self.during:
-            groups = await super().sample(*arguments, **named)
+            groups = await super().sample(orders, call)
         self.sampled = time.perf_counter()
         self.some = [(group.problem, one.completion_ids) for group in groups for one in group.rollouts][:TIMED_ALONE]
         self.after.start()

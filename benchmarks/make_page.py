@@ -15,9 +15,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pvg.bench.compare import VariantGain, beside_text, better_by, gains, headline_of, interleaved
+from pvg.bench.compare import (
+    RatioInterval,
+    VariantGain,
+    beside_text,
+    better_by,
+    gains,
+    headline_of,
+    interleaved,
+    median,
+)
 from pvg.bench.report import BenchReport, Samples, Variant, read_report
-from pvg.bench.statistics import RatioInterval, median
 from pvg.bench.workloads import WALL
 from pvg.errors import PvgError, UsageError
 from pvg.reporting.table import markdown_lines

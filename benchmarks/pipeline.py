@@ -40,9 +40,8 @@ import numpy as np
 from pydantic import Field
 
 from benchmarks.stand_in import StandInEngine
-from pvg.bench.profile import BenchSettings, workload_settings
 from pvg.bench.runner import RESET
-from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment

@@ -29,9 +29,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from benchmarks.stand_in import StandInEngine
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import drawn_rewards, fixed_orders, policy_batch
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.prompts import TagPrompts
@@ -43,7 +42,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Group, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, partial_sampling
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
-from pvg.rollout.gathering import training_deadline
+from pvg.rollout.episodes import training_deadline
 from pvg.seeds import seed_for
 from pvg.servers.publishing import WeightUpdate
 from pvg.tasks import open_task
@@ -246,15 +245,9 @@ class Stragglers:
             groups = await self._partial.sample(self._plan, number)
         else:
             orders, call = self._plan(number)
-            groups = await self._dispatcher.sample(
-                orders,
-                round_=call.round,
-                source=call.source,
-                step=call.step,
-                seed=call.seed,
-                prefix=call.prefix,
-                deadline=training_deadline(self._experiment.rollout.deadline, self._experiment.training),
-            )
+            experiment = self._experiment
+            call = replace(call, deadline=training_deadline(experiment.rollout.deadline, experiment.training))
+            groups = await self._dispatcher.sample(orders, call)
         return groups, time.perf_counter() - started
 
     def _plan(self, number: int) -> tuple[list[GroupOrder], SampleCall]:

@@ -37,7 +37,7 @@ from pvg.game.players import Players
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.records import Problem, Role, Rollout
-from pvg.rollout.dispatcher import GroupOrder
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.training.batch import PolicyBatch
@@ -107,7 +107,8 @@ class Game:
         ]
         self.calls += 1
         groups = await self.players.dispatcher.sample(
-            orders, round_=0, source="game", step=self.calls, seed=int(self.random.integers(2**62)), prefix="game"
+            orders,
+            SampleCall(round=0, source="game", step=self.calls, seed=int(self.random.integers(2**62)), prefix="game"),
         )
         return [rollout for group in groups for rollout in group.rollouts]
 

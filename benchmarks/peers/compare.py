@@ -27,10 +27,9 @@ from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
 from pvg import spinning
-from pvg.bench.compare import gains
+from pvg.bench.compare import gains, median
 from pvg.bench.report import BenchReport, Variant, read_environment, usable_cores, write_report
 from pvg.bench.runner import SampleTaken, VariantTrial, common_work, on_loop, run_trials
-from pvg.bench.statistics import median
 from pvg.bench.workloads import BenchMetric
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment, parse_override, read_toml

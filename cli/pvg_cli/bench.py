@@ -14,30 +14,23 @@ import typer
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
-    DebugOption,
-    JsonOption,
-    SetOption,
     announce_loading,
     emit,
     emit_error,
     guarded,
     say,
 )
+from pvg_cli.options import DebugOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
-    from pvg.bench.planning import BenchPlan
-    from pvg.bench.profile import BenchSettings
+    from pvg.bench.planning import BenchPlan, OnServer
     from pvg.bench.report import BenchReport
     from pvg.bench.runner import OnSample, SampleTaken
-    from pvg.bench.servers import OnServer
+    from pvg.bench.workloads import BenchSettings
 
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
 MOST_READ = 20  # earlier reports to read when looking for one to compare with
-
-
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
 
 
 @guarded
@@ -99,7 +92,7 @@ def bench(
 
     If a variant fails, the report says why, and the exit code is 1, 2 or 3.
     """
-    from pvg.bench.profile import find_profile
+    from pvg.bench.workloads import find_profile
 
     if profile is not None:
         find_profile(profile)  # before torch is loaded
@@ -163,7 +156,7 @@ def _say_precision(settings: BenchSettings) -> None:
 
 
 def _list_profiles(as_json: bool) -> None:
-    from pvg.bench.profile import read_profile
+    from pvg.bench.workloads import read_profile
     from pvg.config.load import known_files
     from pvg_cli.output import names_table, stdout
 

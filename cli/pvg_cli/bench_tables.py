@@ -10,9 +10,8 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from pvg.bench.compare import VariantGain, beside_text, gains, headline_of
+from pvg.bench.compare import RatioInterval, VariantGain, beside_text, gains, headline_of, median
 from pvg.bench.report import BenchReport, Samples, Variant
-from pvg.bench.statistics import RatioInterval, median
 from pvg.bench.workloads import WALL
 from pvg.errors import counted
 from pvg.reporting.formats import duration, sample_seconds, sparkline
@@ -126,7 +125,7 @@ def ladder_table(report: BenchReport) -> Table:
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
     table = Table(
         [
-            Column("turned on, one by one", min_width=27),
+            Column("turned on, one by one"),
             Column(_heading(headline, measured), "right", "strong", wrap=False),
             Column("gain", wrap=False),
             Column("total", wrap=False),

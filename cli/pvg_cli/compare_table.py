@@ -17,11 +17,11 @@ from pvg.bench.compare import (
     VERDICTS,
     FieldDifference,
     MetricComparison,
+    RatioInterval,
     ReportComparison,
     ReportSide,
     word,
 )
-from pvg.bench.statistics import RatioInterval
 from pvg.reporting.formats import peak_memory_texts
 from pvg.reporting.table import Column, Table, TableCell, markdown_lines
 from pvg.reporting.terminal import HEADING, QUIET

@@ -6,11 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, print_json
-
-
-def register(app: typer.Typer) -> None:
-    app.command("schemas")(schemas)
+from pvg_cli.boundary import emit, guarded, print_json
+from pvg_cli.options import DebugOption, JsonOption
 
 
 def _names(incomplete: str) -> list[str]:

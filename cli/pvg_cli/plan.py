@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import DebugOption, ExperimentOrDefault, JsonOption, SetOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.planning.plan import ExperimentPlan
     from pvg.reporting.table import Table
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
 
 
 @guarded
@@ -49,9 +46,8 @@ def plan(
     """
     from pvg.config.load import nearest
     from pvg.errors import UsageError
-    from pvg.planning.inputs import MACHINES, Inputs
-    from pvg.planning.plan import plan_of
-    from pvg.planning.shapes import read_shape
+    from pvg.planning.memory import read_shape
+    from pvg.planning.plan import MACHINES, Inputs, plan_of
     from pvg.store.run_players import base_source, pinned_players
     from pvg_cli.runs import resolve
 
@@ -122,7 +118,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def _inputs(made: ExperimentPlan) -> Table:
-    from pvg.planning.inputs import INPUTS
+    from pvg.planning.plan import INPUTS
     from pvg.reporting.table import Column, Table
 
     table = Table([Column("input", wrap=False), Column("value", "right", wrap=False), Column("from", style="quiet")])

@@ -11,17 +11,13 @@ from pvg.errors import UsageError, counted
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
-    DebugOption,
-    ExperimentOrDefault,
-    JsonOption,
-    RunsOption,
-    SetOption,
     announce_loading,
     emit,
     emit_error,
     guarded,
     say,
 )
+from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.bench.profiling import ProfileResult
@@ -29,10 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STAGE = "e2e"
 DEFAULT_STEPS = 3
-
-
-def register(app: typer.Typer) -> None:
-    app.command("profile")(profile)
 
 
 @guarded

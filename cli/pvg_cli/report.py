@@ -14,7 +14,8 @@ import typer
 
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from pvg.store.run_directory import RunDirectory
 
 PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
-
-
-def register(app: typer.Typer) -> None:
-    app.command("report")(report)
 
 
 @guarded

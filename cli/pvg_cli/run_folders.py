@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, RunArgument, RunsOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
 
 if TYPE_CHECKING:
-    from pvg.reporting.run_list import RunGlance
+    from pvg.reporting.follow import RunGlance
     from pvg.reporting.table import Table
     from pvg.store.run_directory import RunDirectory
 
@@ -21,10 +22,6 @@ app = typer.Typer(invoke_without_command=True, help="List, show, tag and remove 
 TagOption = Annotated[
     list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs that have this tag. Repeatable.")
 ]
-
-
-def register(parent: typer.Typer) -> None:
-    parent.add_typer(app, name="runs")
 
 
 @app.callback()
@@ -48,7 +45,7 @@ def list_(
     """List the runs of a folder, the one with the newest activity first."""
     import time
 
-    from pvg.reporting.run_list import list_runs, runs_table
+    from pvg.reporting.follow import list_runs, runs_table
     from pvg_cli.output import stdout
 
     _refuse_no_folder(runs)
@@ -80,7 +77,7 @@ def show(
     run: RunArgument, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
     """Show what a run is: its settings, state, files and tags, and the commands to go on with."""
-    from pvg.reporting.run_list import glance_at
+    from pvg.reporting.follow import glance_at
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
 
@@ -215,9 +212,8 @@ def _sizes(run: RunDirectory) -> dict[str, int]:
 def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
     import time
 
-    from pvg.reporting.follow import state_word
+    from pvg.reporting.follow import age, state_word
     from pvg.reporting.formats import byte_size
-    from pvg.reporting.run_list import age
     from pvg.reporting.table import Column, Table
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))

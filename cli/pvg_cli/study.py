@@ -16,16 +16,13 @@ import typer
 import pvg as package
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, counted
 from pvg_cli import completion
-from pvg_cli.boundary import EXIT_STOPPED, DebugOption, JsonOption, RunsOption, SetOption, emit, guarded, say
+from pvg_cli.boundary import EXIT_STOPPED, emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunsOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.study.cells import CellProgress, StudyFolder
     from pvg.study.plan import Cell, StudyPlan
     from pvg.study.results import StudyResults
-
-
-def register(app: typer.Typer) -> None:
-    app.command("study")(study)
 
 
 @guarded

@@ -10,27 +10,161 @@ measures that sweep, unless the user gives one of its settings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from pvg.bench import servers
-from pvg.bench.profile import (
+import orjson
+
+from pvg.bench.workloads import (
     OWN_KEYS,
+    SERVED,
+    WALL,
+    WORKLOADS,
     BenchSettings,
     Profile,
     SettingChange,
+    WorkloadTable,
     find_profile,
     flattened,
+    make_workload,
     parse_overrides,
     read_profile,
     settings_of,
 )
-from pvg.bench.workloads import SERVED, WALL, WORKLOADS, WorkloadTable, make_workload
+from pvg.config.experiment import TABLES, Experiment
 from pvg.config.load import did_you_mean, parse_list
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError, ServerUnavailableError, UsageError
 from pvg.extensions import is_reference
+from pvg.servers.command import LOOPBACK, find_interpreter, model_folder, server_spec
+from pvg.servers.control import ControlClient, ServerInfo, control_key
+from pvg.servers.pool import HttpPool, ServerFault
+from pvg.servers.process import VllmServer, free_port
+
+# The vLLM servers of a benchmark: running ones (`--server URL`), or one that pvg starts (`--serve`).
+
+
+# Settings that `pvg serve` reads and a running server cannot change.
+FIXED_AT_START = frozenset(
+    {
+        "serving.max_num_seqs",
+        "serving.gpu_memory_utilization",
+        "serving.tensor_parallel",
+        "serving.extra_args",
+        "models.prover.source",
+        "models.prover.dtype",
+        "rollout.dtype",
+        "weights.root",
+        "weights.transport.kind",
+        "training.adapters.kind",
+        "training.adapters.rank",
+    }
+)
+# Those of them that a server reports, under the same name.
+COMPARED = ("serving.max_num_seqs",)
+# Fields of `ServerInfo` that a report contains.
+REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
+
+OnServer = Callable[[str], None]
+
+
+def refuse_swept(keys: Iterable[str]) -> None:
+    """Raises UsageError for a setting that running servers cannot change."""
+    fixed = sorted({f"{key}.kind" if key in TABLES else key for key in keys} & FIXED_AT_START)
+    if fixed:
+        raise UsageError(
+            f"{fixed[0]} is fixed when a server starts, so it cannot be swept over running servers.",
+            "Use --serve instead of --server: the benchmark then starts a server for each value.",
+        )
+
+
+async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[ServerInfo]:
+    """The descriptions of the experiment's servers. `given`: keys that the user has set; they must match the servers.
+
+    Raises ServerUnavailableError for a server that does not answer, MissingRequirementError for one without pvg's
+    routes, ConfigurationError for a wrong key or a value that does not match.
+    """
+    serving, weights = experiment.serving, experiment.weights
+    pool = HttpPool(len(serving.servers), key=control_key(weights.root), fresh=True)
+    controls = [
+        ControlClient(url, pool, timeout_s=weights.timeout_s, probe_timeout_s=serving.probe_timeout_s)
+        for url in serving.servers
+    ]
+    try:
+        infos = list(await asyncio.gather(*(control.info() for control in controls)))
+    except ServerFault as fault:
+        raise ServerUnavailableError(
+            f"No server answers: {fault}.", "Start one with `pvg serve EXPERIMENT`, or use --serve."
+        ) from None
+    finally:
+        await pool.close()
+    for info in infos:
+        _check_given(info, experiment, given)
+    return infos
+
+
+def _check_given(info: ServerInfo, experiment: Experiment, given: Iterable[str]) -> None:
+    for key in sorted(set(given) & set(COMPARED)):
+        name = key.removeprefix("serving.")
+        wanted, found = getattr(experiment.serving, name), getattr(info, name)
+        if wanted is not None and wanted != found:
+            raise ConfigurationError(
+                f"{info.url} was started with {name} = {found}, but {key} is {wanted}.",
+                "Drop the setting, restart the server with it, or use --serve.",
+            )
+
+
+def described(infos: Sequence[ServerInfo]) -> dict[str, Any]:
+    """For a report: the number of servers and their fields; a field that differs has one value per server."""
+    found: dict[str, Any] = {"count": len(infos)}
+    for name in REPORTED:
+        values = [asdict(info)[name] for info in infos]
+        found[name] = values[0] if len(set(values)) == 1 else values
+    return found
+
+
+def versions(infos: Iterable[ServerInfo]) -> str | None:
+    """The servers' vLLM versions; None without servers."""
+    return ", ".join(sorted({info.vllm for info in infos})) or None
+
+
+def start_settings(experiment: Experiment) -> bytes:
+    """Equal for variants that can share a server (and the event loop that supervises it)."""
+    plain = experiment.plain()
+    found = {key: _value(plain, key) for key in sorted(FIXED_AT_START | {"telemetry.event_loop"})}
+    return orjson.dumps(found)
+
+
+def _value(plain: Mapping[str, Any], key: str) -> Any:
+    node: Any = plain
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+@asynccontextmanager
+async def own_server(experiment: Experiment, on_server: OnServer | None = None) -> AsyncIterator[Experiment]:
+    """Start a server for the experiment on a free port and yield the experiment that uses it; stop the server at the
+    end. Raises the errors of `find_interpreter`, `model_folder` and `VllmServer.start`."""
+    tell = on_server or (lambda line: None)
+    interpreter, port = find_interpreter(), free_port(LOOPBACK)
+    log = experiment.weights.root / "logs" / f"bench-{port}.log"
+    spec = server_spec(experiment, "prover", interpreter, model_folder(experiment, "prover"), log=log, port=port)
+    tell(f"starting a server (vLLM {interpreter.vllm}); its log: {log}")
+    began = time.monotonic()
+    async with VllmServer.start(spec) as server:
+        tell(f"{server.url} is ready after {time.monotonic() - began:.0f} s")
+        yield with_servers(experiment, (server.url,))
+
+
+def with_servers(experiment: Experiment, urls: tuple[str, ...]) -> Experiment:
+    serving = experiment.serving.model_copy(update={"servers": urls})
+    return experiment.model_copy(update={"serving": serving})
+
 
 Kind = Literal["bench", "sweep", "ablation"]
 
@@ -112,7 +246,7 @@ def plan_bench(
     for choice in choices:
         _check_headline(make_workload(choice.settings, table).measures, base)
     if not serve and any(map(is_served, choices)):
-        servers.refuse_swept(key for choice in choices for key in choice.overrides)
+        refuse_swept(key for choice in choices for key in choice.overrides)
     wanted = profile.interleave or None if interleave is None else interleave
     return BenchPlan(kind, base, tuple(choices), _interleaved(kind, choices, wanted), table, serve)
 

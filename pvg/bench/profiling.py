@@ -33,18 +33,21 @@ from typing import IO, Any, Literal
 
 import orjson
 
-from pvg.bench.profile import (
+from pvg.bench.report import TimeBudget
+from pvg.bench.runner import cuda_clock, on_loop, total
+from pvg.bench.workloads import (
     WORKLOAD,
+    WORKLOADS,
     BenchSettings,
     SettingChange,
+    Workload,
+    WorkloadTable,
     find_profile,
+    make_workload,
     parse_overrides,
     read_profile,
     settings_of,
 )
-from pvg.bench.report import TimeBudget
-from pvg.bench.runner import cuda_clock, on_loop, total
-from pvg.bench.workloads import WORKLOADS, Workload, WorkloadTable, make_workload
 from pvg.config.load import did_you_mean
 from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.installation import install_extra

@@ -32,12 +32,22 @@ from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pvg.bench import servers
 from pvg.bench.busy import busy_processes
-from pvg.bench.planning import BenchPlan, Kind, PlannedVariant, is_served
-from pvg.bench.profile import BenchSettings
+from pvg.bench.planning import (
+    BenchPlan,
+    Kind,
+    OnServer,
+    PlannedVariant,
+    described,
+    is_served,
+    look,
+    own_server,
+    start_settings,
+    versions,
+    with_servers,
+)
 from pvg.bench.report import BenchReport, Samples, TimeBudget, Variant, read_environment, torch_threads
-from pvg.bench.workloads import WALL, WALL_MEASURE, BenchMetric, Workload, make_workload
+from pvg.bench.workloads import WALL, WALL_MEASURE, BenchMetric, BenchSettings, Workload, make_workload
 from pvg.config.experiment import Experiment
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
@@ -247,11 +257,11 @@ def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
 
 
 def run_plan(
-    plan: BenchPlan, *, command: str, on_sample: OnSample | None = None, on_server: servers.OnServer | None = None
+    plan: BenchPlan, *, command: str, on_sample: OnSample | None = None, on_server: OnServer | None = None
 ) -> BenchResult:
     """Measure every variant. A workload's PvgError fails its variant; any other exception propagates, as does Ctrl-C.
 
-    Before measuring, raises the errors of `pvg.bench.servers.look` about missing or unsuitable servers. `on_server`
+    Before measuring, raises the errors of `pvg.bench.planning.look` about missing or unsuitable servers. `on_server`
     receives a line of progress for each server that pvg starts.
     """
     profile, experiment = plan.base.profile, plan.base.experiment
@@ -281,12 +291,12 @@ def run_plan(
         command=command,
         config=plan.base.plain()
         | ({} if plan.kind == "bench" else {"interleave": plan.interleave})
-        | ({"servers": servers.described(infos)} if infos else {}),
+        | ({"servers": described(infos)} if infos else {}),
         work=common_work(works),
         environment=environment.model_copy(
             update={
                 "threads": torch_threads(experiment.models.threads),
-                "vllm": servers.versions(infos) or environment.vllm,
+                "vllm": versions(infos) or environment.vllm,
             }
         ),
         warmup=profile.warmup,
@@ -340,7 +350,7 @@ def _run_one_by_one(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
 
 
 def _run_on_own_servers(
-    plan: BenchPlan, trial: MakeTrial, infos: list[ServerInfo], on_server: servers.OnServer | None
+    plan: BenchPlan, trial: MakeTrial, infos: list[ServerInfo], on_server: OnServer | None
 ) -> list[VariantTrial]:
     """Measure on servers that pvg starts. Adjacent variants share a server if they can. Adds each server's description
     to `infos`. A server that does not start fails the variants that need it."""
@@ -348,10 +358,10 @@ def _run_on_own_servers(
     async def measure(choices: Sequence[PlannedVariant]) -> list[VariantTrial]:
         trials: list[VariantTrial] = []
         try:
-            async with servers.own_server(choices[0].settings.experiment, on_server) as served:
-                infos.extend(await servers.look(served))
+            async with own_server(choices[0].settings.experiment, on_server) as served:
+                infos.extend(await look(served))
                 for choice in choices:
-                    own = servers.with_servers(choice.settings.experiment, served.serving.servers)
+                    own = with_servers(choice.settings.experiment, served.serving.servers)
                     trials.append(trial(choice, None, own))
                     await run_trials(trials[-1:])
         except PvgError as error:
@@ -361,7 +371,7 @@ def _run_on_own_servers(
         return trials
 
     done: list[VariantTrial] = []
-    for _, group in groupby(plan.choices, key=lambda choice: servers.start_settings(choice.settings.experiment)):
+    for _, group in groupby(plan.choices, key=lambda choice: start_settings(choice.settings.experiment)):
         choices = list(group)
         done += on_loop(choices[0].settings.experiment.telemetry.event_loop, measure(choices))
     return done
@@ -374,7 +384,7 @@ def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
     for choice in filter(is_served, plan.choices):
         experiment = choice.settings.experiment
         if not set(experiment.serving.servers) <= found.keys():
-            infos = on_loop("asyncio", servers.look(experiment, given))
+            infos = on_loop("asyncio", look(experiment, given))
             found |= dict(zip(experiment.serving.servers, infos, strict=True))
     return list(found.values())
 

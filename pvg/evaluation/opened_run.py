@@ -32,7 +32,7 @@ from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round
-from pvg.rollout.dispatcher import GroupOrder
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.atomic import (
@@ -428,12 +428,14 @@ async def _sample(
     ]
     groups = await context.players.dispatcher.sample(
         orders,
-        round_=wanted.round,
-        source=wanted.name,
-        step=number,
-        seed=seed_for(context.seed, "evaluate", wanted.name, number),
-        prefix=f"evaluate/{wanted.name}/{number:05d}",
-        environment=environment,
+        SampleCall(
+            round=wanted.round,
+            source=wanted.name,
+            step=number,
+            seed=seed_for(context.seed, "evaluate", wanted.name, number),
+            prefix=f"evaluate/{wanted.name}/{number:05d}",
+            environment=environment,
+        ),
     )
     return [rollout for group in groups for rollout in group.rollouts]
 

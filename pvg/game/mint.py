@@ -18,6 +18,7 @@ from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem, Rollout
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.store.samples import SampleColumns
 from pvg.telemetry.spans import span
@@ -104,11 +105,13 @@ async def _sample(session: Session, chunk: ProblemChunk) -> list[Rollout]:
     orders = mint_orders(session, chunk.problems, rng)
     groups = await session.players.dispatcher.sample(
         orders,
-        round_=state.round,
-        source=chunk.source,
-        step=chunk.number,
-        seed=seed_for(session.seed, state.round, "mint", chunk.number),
-        prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
-        environment=environment_of(session, None),
+        SampleCall(
+            round=state.round,
+            source=chunk.source,
+            step=chunk.number,
+            seed=seed_for(session.seed, state.round, "mint", chunk.number),
+            prefix=f"{state.round:03d}/mint/{chunk.number:05d}",
+            environment=environment_of(session, None),
+        ),
     )
     return [rollout for group in groups for rollout in group.rollouts]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,8 +18,7 @@ from pvg.game.roles import assign_roles
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
-from pvg.rollout.episodes import Environment
-from pvg.rollout.gathering import Deadline, training_deadline
+from pvg.rollout.episodes import Deadline, Environment, training_deadline
 from pvg.seeds import draw_weighted, generator_for, seed_for
 from pvg.training.credit import ValueTracker
 
@@ -273,20 +272,15 @@ class ProverOrders:
     async def sample(
         self, orders: Sequence[GroupOrder], number: int, gate: AbstractAsyncContextManager[None] | None = None
     ) -> list[Group]:
-        """Sample and grade groups of batch `number`. `gate`: see `Dispatcher.sample`."""
-        call = self.call(number)
-        return await self.session.players.dispatcher.sample(
-            orders,
-            round_=call.round,
-            source=call.source,
-            step=call.step,
-            seed=call.seed,
-            prefix=call.prefix,
+        """Sample and grade groups of batch `number`. `gate`: see `SampleCall`."""
+        call = replace(
+            self.call(number),
             deadline=self.deadline,
             gate=gate,
             environment=self.environment,
             on_group=self.on_group,
         )
+        return await self.session.players.dispatcher.sample(orders, call)
 
 
 def prover_orders(session: Session, environment: Environment | None = None) -> ProverOrders:

@@ -27,8 +27,8 @@ from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules, GameRules
 from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Problem, Role, Rollout, source_of_round
+from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
-from pvg.rollout.gathering import SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.spans import span

@@ -25,8 +25,8 @@ from pvg.game.mint import load_source
 from pvg.game.play_phase import encoder, play_task, points
 from pvg.game.session import Session, finite
 from pvg.records import BASE_SOURCE, Rollout, source_of_round
+from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, Opponent, PlayedGame, game_record, game_start, play_games
-from pvg.rollout.gathering import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
 

@@ -52,7 +52,7 @@ from pvg.game.statistics import sample_metrics
 from pvg.inputs import expanded
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution, VersionSpan
-from pvg.rollout.episodes import Environment, Observation, Transcript
+from pvg.rollout.episodes import Environment, Observation, SampleCall, Transcript
 from pvg.seeds import generator_for, seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
@@ -110,11 +110,13 @@ async def _sample(session: Session, problems: list[Problem], number: int) -> lis
     orders = [session.order(problem, Role.HELPFUL, group, 1) for group, problem in enumerate(problems)]
     groups = await session.players.dispatcher.sample(
         orders,
-        round_=0,
-        source=SOLVER_SOURCE,
-        step=number,
-        seed=seed_for(session.seed, "solve", number),
-        prefix=f"000/solve/{number:05d}",
+        SampleCall(
+            round=0,
+            source=SOLVER_SOURCE,
+            step=number,
+            seed=seed_for(session.seed, "solve", number),
+            prefix=f"000/solve/{number:05d}",
+        ),
     )
     return [rollout for group in groups for rollout in group.rollouts]
 

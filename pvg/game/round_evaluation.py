@@ -19,6 +19,7 @@ from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import RolloutColumns, fooled_rate_at, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import ACCEPTANCE, auc
@@ -77,12 +78,14 @@ async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list
     ]
     groups = await session.players.dispatcher.sample(
         orders,
-        round_=round_,
-        source=source,
-        step=0,
-        seed=seed_for(session.seed, round_, "evaluation", source),
-        prefix=f"{round_:03d}/evaluation/{source}",
-        environment=environment_of(session, scorer),
+        SampleCall(
+            round=round_,
+            source=source,
+            step=0,
+            seed=seed_for(session.seed, round_, "evaluation", source),
+            prefix=f"{round_:03d}/evaluation/{source}",
+            environment=environment_of(session, scorer),
+        ),
     )
     return [rollout for group in groups for rollout in group.rollouts]
 

@@ -44,6 +44,7 @@ from pvg.models.shared_prompts import check_packing
 from pvg.models.starts import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
 from pvg.rollout.decoding import check_decoding
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
@@ -409,12 +410,14 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
         with span("rollout"):
             groups = await session.players.dispatcher.sample(
                 orders,
-                round_=0,
-                source=BASE_SOURCE,
-                step=number,
-                seed=seed_for(session.seed, "rollout", number),
-                prefix=f"rollout/{number:05d}",
-                environment=environment_of(session, None),
+                SampleCall(
+                    round=0,
+                    source=BASE_SOURCE,
+                    step=number,
+                    seed=seed_for(session.seed, "rollout", number),
+                    prefix=f"rollout/{number:05d}",
+                    environment=environment_of(session, None),
+                ),
             )
         with span("record"):
             rollouts = [rollout for group in groups for rollout in group.rollouts]

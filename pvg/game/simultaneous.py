@@ -40,6 +40,7 @@ from pvg.game.verifier_phase import (
 )
 from pvg.models.heads import VerifierModel
 from pvg.records import Role, Rollout, source_of_round
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_players import final_verifier_name
@@ -203,12 +204,14 @@ class VerifierUpdates:
         rng = generator_for(session.seed, round_, "fresh-roles", number)
         groups = await session.players.dispatcher.sample(
             mint_orders(session, problems, rng),
-            round_=round_,
-            source=source_of_round(round_),
-            step=number,
-            seed=seed_for(session.seed, round_, "fresh", number),
-            prefix=f"{_prefix(round_)}{number:05d}",
-            environment=environment_of(session, scorer),
+            SampleCall(
+                round=round_,
+                source=source_of_round(round_),
+                step=number,
+                seed=seed_for(session.seed, round_, "fresh", number),
+                prefix=f"{_prefix(round_)}{number:05d}",
+                environment=environment_of(session, scorer),
+            ),
         )
         return [rollout for group in groups for rollout in group.rollouts]
 

@@ -3,19 +3,330 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
-from pvg.config.load import changed
-from pvg.config.rollout import TorchSampling
-from pvg.errors import counted
-from pvg.planning.bounds import BatchWork, StepBounds, bounds_of
-from pvg.planning.inputs import INPUTS, Inputs, not_modelled, warm_start, work_of
-from pvg.planning.memory import MemoryPlan, memory_of
-from pvg.planning.shapes import ModelShape
-from pvg.reporting.formats import sample_seconds
+from pvg.config.load import changed, nearest
+from pvg.config.rollout import SamplingAhead, TorchSampling
+from pvg.config.warmup import DemonstrationWarmup
+from pvg.errors import ConfigurationError, UsageError, counted
+from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of
+from pvg.reporting.formats import compact, sample_seconds, short_seconds
+
+QUANTILES = 2048  # lengths in the pool of a log-normal distribution
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """What one batch asks for. Times in seconds, lengths in tokens.
+
+    `longest`: the expected length of the longest of the `rollouts`. `workers` processes or servers decode at most
+    `slots` rollouts each, and `concurrency` requests are in flight at most. A decoding step takes `token_s` + `row_s` x
+    rows. `request_s`: of a request besides its tokens. `ahead`: batches that sampling may be ahead; 0: in turns.
+    """
+
+    rollouts: int
+    mean_length: float
+    longest: float
+    workers: int
+    slots: int
+    concurrency: int
+    token_s: float
+    row_s: float
+    request_s: float
+    train_token_s: float
+    other_s: float
+    update_s: float
+    ahead: int = 0
+
+    @property
+    def rows(self) -> int:
+        """The most rollouts that are decoded at once."""
+        return min(self.workers * self.slots, self.concurrency, self.rollouts * (1 + self.ahead))
+
+    def decoding_s(self, rows: float) -> float:
+        """Seconds of a decoding step of a worker with `rows` rows."""
+        return self.token_s + self.row_s * rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """Seconds of a batch; the module says what each is. `balance`: workers, each with all its rows busy, at which
+    sampling takes as long as training; infinite if the trainer takes no time."""
+
+    trainer_s: float
+    sampling_s: float
+    longest_s: float
+    overlap_s: float
+    turns_s: float
+    balance: float
+
+    def least_s(self, ahead: int) -> float:
+        return self.overlap_s if ahead else self.turns_s
+
+    @property
+    def limit(self) -> str:
+        """Which of the two takes longer."""
+        return "sampling" if self.sampling_s > self.trainer_s else "training"
+
+
+def bounds_of(work: BatchWork) -> StepBounds:
+    trainer_s = work.train_token_s * work.mean_length * work.rollouts + work.other_s + work.update_s
+    steps = work.rollouts * (work.mean_length + work.request_s / work.decoding_s(1))
+    sampling_s = steps / work.rows * work.decoding_s(max(1.0, work.rows / work.workers))
+    longest_s = work.longest * work.decoding_s(1) + work.request_s
+    of_one_worker_s = steps * work.decoding_s(work.slots) / work.slots
+    return StepBounds(
+        trainer_s,
+        sampling_s,
+        longest_s,
+        max(trainer_s, sampling_s),
+        trainer_s + max(sampling_s, longest_s),
+        of_one_worker_s / trainer_s if trainer_s else math.inf,
+    )
+
+
+def expected_longest(lengths: NDArray[np.int64], count: int) -> float:
+    """The expected longest of `count` draws from the pool `lengths`."""
+    values = np.sort(lengths)
+    chances = (np.arange(1, len(values) + 1) / len(values)) ** count
+    return float(values @ np.diff(chances, prepend=0.0))
+
+
+def lognormal_lengths(mean: float, sigma: float, longest: int) -> NDArray[np.int64]:
+    """A pool of lengths whose distribution is log-normal, cut off at `longest`. `sigma`: the standard deviation of the
+    logarithm. `mean`: the mean after the cut.
+
+    The pool has the quantiles (i + 1/2) / n of the distribution, so it has no sampling noise. Raises ConfigurationError
+    for a mean that these lengths cannot have.
+    """
+    if not 1 <= mean <= longest:
+        raise ConfigurationError(
+            f"The mean length is {mean:g}, but must be between 1 and the longest, {longest}.",
+            "Change mean_tokens, or rollout.max_tokens.",
+        )
+    if not 0 <= sigma <= 4:
+        raise ConfigurationError(f"sigma is {sigma:g}, but must be between 0 and 4.")
+    scores = ndtri((np.arange(QUANTILES) + 0.5) / QUANTILES)
+
+    low, high = 0.0, math.log(longest) + 4 * sigma + 1  # of the median's logarithm
+    for _ in range(60):
+        middle = (low + high) / 2
+        too_short = np.clip(np.exp(middle + sigma * scores), 1, longest).mean() < mean
+        low, high = (middle, high) if too_short else (low, middle)
+    return np.asarray(np.clip(np.rint(np.exp(low + sigma * scores)), 1, longest), dtype=np.int64)
+
+
+# --- GPUs by their data sheets, and how well they are used -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpeed:
+    """`flops`: dense bfloat16 operations per second. `bytes_per_s`: memory bandwidth. `memory_gb`: 10^9 bytes; 0: not a
+    GPU. `source`: where the figures come from."""
+
+    flops: float
+    bytes_per_s: float
+    memory_gb: float
+    source: str
+
+
+# The dense bfloat16 rate, the memory bandwidth and the memory of NVIDIA's data sheets (SXM where there are several).
+MACHINES: dict[str, MachineSpeed] = {
+    "h100": MachineSpeed(989e12, 3.35e12, 80.0, "data sheet"),
+    "h200": MachineSpeed(989e12, 4.8e12, 141.0, "data sheet"),
+    "a100": MachineSpeed(312e12, 2.04e12, 80.0, "data sheet"),
+    "h20": MachineSpeed(148e12, 4.0e12, 96.0, "data sheet"),
+    "l40s": MachineSpeed(362e12, 0.864e12, 48.0, "data sheet"),
+    # Two cores: 195 GFLOP/s of float32 matrix products, measured; the bandwidth is that of one memory channel.
+    "cpu": MachineSpeed(195e9, 20e9, 0.0, "two cores"),
+}
+
+# Share of the bandwidth that a decoding step reaches. Assumed.
+DECODING_SHARE = 0.5
+# Share of the arithmetic rate that training reaches. Llama 3 reports 0.38 to 0.43 for pretraining (arXiv 2407.21783);
+# batches of short rows reach less. Assumed.
+TRAINING_SHARE = 0.3
+# Bytes per second of a weight update through a shared folder, written and read once. Assumed.
+UPDATE_BYTES_PER_S = 1e9
+
+# --- the inputs -------------------------------------------------------------------------------------------------------
+
+# Name -> (unit, meaning).
+INPUTS: dict[str, tuple[str, str]] = {
+    "mean_tokens": ("tokens", "mean length of a completion"),
+    "sigma": ("", "standard deviation of the logarithm of the length (log-normal, cut at rollout.max_tokens)"),
+    "prompt_tokens": ("tokens", "length of a prompt"),
+    "token_s": ("s", "decoding step of a worker, without the part that grows with its rows"),
+    "row_s": ("s", "what each row adds to a decoding step"),
+    "request_s": ("s", "time of a request besides its tokens: the prompt, and the way"),
+    "train_token_s": ("s", "training per completion token, with the reference's log-probs"),
+    "other_s": ("s", "other work of the trainer per batch: scores, credit, records"),
+    "update_s": ("s", "weight update: the trainer waits"),
+}
+MOST = 1e12
+POSITIVE = frozenset({"mean_tokens", "prompt_tokens", "token_s"})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInput:
+    value: float
+    source: str
+
+
+@dataclass(slots=True)
+class Inputs:
+    values: dict[str, PlanInput] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name].value
+
+    def assign(self, assignments: Iterable[str]) -> None:
+        """Set values from `NAME=VALUE`. Raises UsageError."""
+        for assignment in assignments:
+            name, separator, text = assignment.partition("=")
+            if name not in INPUTS:
+                hint = nearest(name, list(INPUTS))
+                raise UsageError(
+                    f"There is no input {name!r}." + (f" Did you mean {hint!r}?" if hint else ""),
+                    f"Known: {', '.join(INPUTS)}.",
+                )
+            try:
+                value = float(text) if separator else math.nan
+            except ValueError:
+                value = math.nan
+            if not 0 <= value <= MOST or (value == 0 and name in POSITIVE):
+                least = "above 0" if name in POSITIVE else "of at least 0"
+                raise UsageError(
+                    f"--input {assignment}: {name} must be a number {least}.", f"Example: --input {name}=1.5"
+                )
+            self.values[name] = PlanInput(value, "given")
+
+    @classmethod
+    def assumed(cls, experiment: Experiment, prover: ModelShape, verifier: ModelShape, machine: MachineSpeed) -> Inputs:
+        """Estimates from the models' sizes and the machine's speed."""
+        rollout, training = experiment.rollout, experiment.training
+        number = BYTES[experiment.models.prover.dtype if rollout.dtype == "model" else rollout.dtype]
+        mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
+        served = not isinstance(rollout.engine, TorchSampling)
+        gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
+        per_s = gpus * machine.bytes_per_s * DECODING_SHARE
+        # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
+        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.kind != "none")
+        flops = machine.flops * TRAINING_SHARE
+        tokens = 1 + prompt / mean / (rollout.group_size if training.shared_prompts else 1)
+        rollouts = training.groups * rollout.group_size
+        scores = 0.0
+        if experiment.verifier.engine == "torch":
+            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops
+        lora = experiment.weights.transport.kind == "lora"
+        sent = (prover.adapter_parameters(training.adapters.rank) * 4 if lora else prover.parameters * number) * 2
+        update = 0.5 + sent / UPDATE_BYTES_PER_S if served else 0.0
+        place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
+        on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
+        found = {
+            "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
+            "sigma": (0.6, "assumed"),
+            "prompt_tokens": (prompt, "assumed"),
+            "token_s": (prover.parameters * number / per_s, on_worker),
+            "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker),
+            "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
+            "train_token_s": (operations * prover.parameters * tokens / flops, place),
+            "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
+            "update_s": (update, "estimate: 1 GB/s"),
+        }
+        return cls({name: PlanInput(value, source) for name, (value, source) in found.items()})
+
+
+def workers_of(experiment: Experiment) -> tuple[int, int]:
+    """(workers, rows that each decodes at once) of the experiment's own configuration."""
+    engine, servers = experiment.rollout.engine, experiment.server_cluster
+    if not isinstance(engine, TorchSampling):
+        count = len(experiment.serving.servers) if servers is None else servers.workers or 1
+        return count, experiment.serving.max_num_seqs
+    cluster = experiment.cluster
+    if not isinstance(cluster, LocalCluster | RayCluster):
+        return 1, engine.max_rows
+    _, most = processes_of(cluster, shards_of(cluster) or 1)
+    return max(1, most - (cluster.trainers or 0)), engine.max_rows
+
+
+def overlaps(experiment: Experiment) -> bool:
+    """Whether sampling overlaps with training under rollout.prefetch: on servers, or with workers that only train. The
+    torch engine otherwise samples where the trainer computes."""
+    cluster = experiment.cluster
+    separate = isinstance(cluster, LocalCluster | RayCluster) and cluster.trainers is not None
+    return separate or not isinstance(experiment.rollout.engine, TorchSampling)
+
+
+def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = None) -> BatchWork:
+    """The work of a batch of the experiment. `workers`: instead of the experiment's own."""
+    rollout, training = experiment.rollout, experiment.training
+    configured, slots = workers_of(experiment)
+    rollouts = training.groups * rollout.group_size
+    lengths = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
+    ahead = isinstance(rollout.prefetch, SamplingAhead) and overlaps(experiment)
+    return BatchWork(
+        rollouts=rollouts,
+        mean_length=float(lengths.mean()),
+        longest=expected_longest(lengths, rollouts),
+        workers=workers or configured,
+        slots=slots,
+        concurrency=rollout.concurrency,
+        token_s=inputs["token_s"],
+        row_s=inputs["row_s"],
+        request_s=inputs["request_s"],
+        train_token_s=inputs["train_token_s"],
+        other_s=inputs["other_s"],
+        update_s=inputs["update_s"],
+        ahead=rollout.prefetch.batches if ahead else 0,
+    )
+
+
+def not_modelled(experiment: Experiment) -> list[str]:
+    """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
+    ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
+    one = "the memory, and an estimated train_token_s, are those of one process"
+    found = {
+        f"workers of the cluster also train, and have copies of the models: {one}": experiment.server_cluster is None
+        and has_workers(experiment.cluster),
+        f"cluster.trainer_ranks = {ranks} is not modelled: {one}. A rank keeps 1/{ranks} of the trained weights, "
+        "gradients and optimizer": ranks is not None,
+        "rollout.deadline is not modelled: the plan waits for all rollouts of a batch": (
+            experiment.rollout.deadline.kind != "none"
+        ),
+        "training.dynamic_sampling is not modelled: resampled groups take longer than planned": (
+            experiment.training.dynamic_sampling > 0
+        ),
+        "rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none": (
+            experiment.rollout.prefetch.kind != "none" and not overlaps(experiment)
+        ),
+        "game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned": (
+            experiment.game.schedule.kind == "simultaneous"
+        ),
+        f"game.protocol = {protocol!r} is not modelled: a rollout is one request here": protocol != "direct",
+    }
+    return [text for text, there in found.items() if there]
+
+
+def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
+    """One sentence about the time before the first step; none without a warm start."""
+    section = experiment.warmup
+    if not isinstance(section, DemonstrationWarmup):
+        return []
+    seconds = section.steps * section.batch * inputs["mean_tokens"] * inputs["train_token_s"]
+    return [
+        f"the warm start comes before the first step, and no time above includes it: {counted(section.steps, 'step')} "
+        f"of {counted(section.batch, 'solution')}, about {short_seconds(seconds)} if a solution has mean_tokens"
+    ]
+
 
 WAITS = 0.1  # share of the time from which waiting for rollouts is worth a change
 WORTH = 0.05  # share of a batch's time that a change must save
@@ -40,8 +351,7 @@ class ExperimentPlan:
     @property
     def step_s(self) -> float:
         """The least seconds of an optimizer step."""
-        least_s = self.bounds.overlap_s if self.work.ahead else self.bounds.turns_s
-        return least_s / self.experiment.training.minibatches
+        return self.bounds.least_s(self.work.ahead) / self.experiment.training.minibatches
 
     def plain(self) -> dict[str, Any]:
         """As JSON-compatible data."""
@@ -119,11 +429,10 @@ def _loads(experiment: Experiment, key: str, value: Any) -> bool:
 def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
     """What to change: only settings that load together with the others."""
     bounds = bounds_of(work)
-    least_s = bounds.overlap_s if work.ahead else bounds.turns_s
+    least_s = bounds.least_s(work.ahead)
     most = min(work.workers * work.slots, work.rollouts * (1 + work.ahead))
     if work.concurrency < most:
-        wider = bounds_of(replace(work, concurrency=most))
-        found_s = wider.overlap_s if work.ahead else wider.turns_s
+        found_s = bounds_of(replace(work, concurrency=most)).least_s(work.ahead)
         if found_s < (1 - WORTH) * least_s and _loads(experiment, "rollout.concurrency", most):
             yield (
                 f"The workers decode {work.workers * work.slots:,} rows: set rollout.concurrency = {most}. A batch "
@@ -132,54 +441,51 @@ def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
     waiting = 1 - bounds.trainer_s / least_s
     if waiting <= WAITS:
         return
-    waits = f"The trainer waits at least {100 * waiting:.0f} % of the time for rollouts"
     enough = math.ceil(work.rollouts * (1 + work.ahead) / work.slots)  # every rollout in flight has a row
     if work.ahead and work.workers < enough:
         number = min(math.ceil(bounds.balance), enough) if math.isfinite(bounds.balance) else enough
-        yield f"{waits}: {counted(number, 'worker')} would balance it at best."
+        says = f"{counted(number, 'worker')} would balance it at best"
     elif work.ahead:
-        yield f"{waits}. More workers do not help: raise rollout.prefetch.batches, or shorten the longest rollouts."
+        says = "More workers do not help: raise rollout.prefetch.batches, or shorten the longest rollouts"
     elif _loads(experiment, "rollout.prefetch", "fresh"):
-        yield f"{waits}. With sampling ahead (rollout.prefetch = 'fresh') a batch takes at least " + (
-            f"{sample_seconds(bounds.overlap_s)} instead of {sample_seconds(least_s)}."
+        says = (
+            "With sampling ahead (rollout.prefetch = 'fresh') a batch takes at least "
+            f"{sample_seconds(bounds.overlap_s)} instead of {sample_seconds(least_s)}"
         )
     else:
-        yield f"{waits}. Other settings of this experiment exclude sampling ahead (rollout.prefetch)."
+        says = "Other settings of this experiment exclude sampling ahead (rollout.prefetch)"
+    yield f"The trainer waits at least {100 * waiting:.0f} % of the time for rollouts. {says}."
 
 
 def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
-    training, verifier = plan.experiment.training, plan.experiment.verifier
     for stage in plan.memory:
         if plan.fits(stage) is not False:
             continue
-        available = plan.available_gb(stage) * GB
-        parts = sorted(stage.parts, key=lambda name: -stage.parts[name])
-        over = (stage.total - available) / GB
-        served = stage.place == "server"
+        available, served = plan.available_gb(stage) * GB, stage.place == "server"
+        largest = max(stage.parts, key=stage.parts.__getitem__)
         limit = "a server may take of its GPU (serving.gpu_memory_utilization)" if served else "the GPU has"
-        says = f"'{stage.stage}' needs {over:.3g} GB more than {limit}; the largest part is {parts[0]}"
         if stage.stage == "sample":
-            room = available - (stage.total - stage.parts["KV cache"])
-            rows = int(room // stage.kv_row_bytes)
+            rows = int((available - (stage.total - stage.parts["KV cache"])) // stage.kv_row_bytes)
             key = "serving.max_num_seqs" if served else "rollout.engine.max_rows"
-            if rows > 0:
-                yield f"{says}. {rows} rows fit: set {key} = {rows}."
-            elif served:
-                yield f"{says}. Raise serving.tensor_parallel, or choose a smaller model (models.prover.source)."
-            else:
-                yield f"{says}. Choose smaller models (models.*.source)."
-            continue
-        section = "training" if stage.stage == "train the prover" else "verifier"
-        remedies = []
-        if parts[0].startswith("activations"):
-            if section == "training" and _loads(plan.experiment, "training.gradient_checkpointing", True):
-                remedies.append("training.gradient_checkpointing = true")
-            tokens = training.micro_batch_tokens if section == "training" else verifier.micro_batch_tokens
-            if _loads(plan.experiment, f"{section}.micro_batch_tokens", tokens // 2):
-                remedies.append(f"a lower {section}.micro_batch_tokens")
-        if _loads(plan.experiment, f"{section}.adapters", "lora"):
-            remedies.append(f"{section}.adapters = 'lora'")
-        yield f"{says}. Set {', or '.join(remedies) if remedies else 'smaller models (models.*.source)'}."
+            remedies = [f"{key} = {rows}"] * (rows > 0) or ["a higher serving.tensor_parallel"] * served
+        else:
+            remedies = list(_training_remedies(plan.experiment, stage.stage, largest))
+        yield (
+            f"'{stage.stage}' needs {(stage.total - available) / GB:.3g} GB more than {limit}; the largest part is "
+            f"{largest}. Set {', or '.join([*remedies, 'a smaller model (models.*.source)'])}."
+        )
+
+
+def _training_remedies(experiment: Experiment, stage: str, largest: str) -> Iterator[str]:
+    section = "training" if stage == "train the prover" else "verifier"
+    if largest.startswith("activations"):
+        if section == "training" and _loads(experiment, "training.gradient_checkpointing", True):
+            yield "training.gradient_checkpointing = true"
+        tokens = (experiment.training if section == "training" else experiment.verifier).micro_batch_tokens
+        if _loads(experiment, f"{section}.micro_batch_tokens", tokens // 2):
+            yield f"a lower {section}.micro_batch_tokens"
+    if _loads(experiment, f"{section}.adapters", "lora"):
+        yield f"{section}.adapters = 'lora'"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

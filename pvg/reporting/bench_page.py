@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pvg.bench.compare import VariantGain, gains
+from pvg.bench.compare import RatioInterval, VariantGain, gains, median
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.statistics import RatioInterval, median
 from pvg.reporting.charts import Mark, StripRow, budget_legend, dot_strips
 from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, total_budget, value_text
 from pvg.reporting.run_page import flat_settings

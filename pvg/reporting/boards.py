@@ -10,10 +10,9 @@ Colours come from templates/board.css, which only pages with a board contain. te
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -52,9 +51,7 @@ STEPS = {"standard": (70, 58), "mini": (112, 82)}  # pixels of a step
 MARGIN = (42, 36)  # pixels around the outermost centres
 LOWER = 7  # pixels from the centre of a tile to its unit, so that the name fits above
 RADIUS = 15  # pixels of free space around a unit
-PART = (480, 280)  # least width and height of a part of a board
 OWN, ENEMY = "side-own", "side-enemy"  # classes of colours
-MOST_ROUNDS = 20  # rounds whose plans the page shows
 MOST_PHASES = 40  # phases of a game that are drawn; a board takes about 20 kB
 KINDS = ((False, True), (True, True), (False, False), (True, False))  # of plans: sound, accepted by the verifier
 
@@ -83,12 +80,10 @@ def board_svg(
     *,
     styles: Sequence[str] = (),
     target: int = -1,
-    around: Collection[int] = (),
 ) -> Markup:
     """The position, with the orders of an `outcome` of `step`.
 
-    `styles`: the class of each power's colour. `target`: a province to mark. `around`: show only the part of the board
-    around these provinces. Raises KeyError for a board without places.
+    `styles`: the class of each power's colour. `target`: a province to mark.
     """
     styles = styles or [f"power-{power}" for power in range(len(board.powers))]
     centres = _centres(board)
@@ -103,9 +98,9 @@ def board_svg(
     standing += [(Unit(power, order.unit == "F", order.place), 0, "built") for power, order in built]
     return markup.board(
         title=title,
-        says="; ".join([*units_text(board, position), *(line for _, line in orders_text(board, outcome))]),
-        look=f"{board.name} part" if around else board.name,
-        window=_window(centres, around),
+        says="; ".join(line for _, line in orders_text(board, outcome)),
+        look=board.name,
+        size=[max(centre[axis] for centre in centres) + MARGIN[axis] for axis in (0, 1)],
         borders=[(centres[p], centres[q]) for p, q in touching],
         tiles=[
             (centres[p], name, board.titles[p], board.kinds[p], colours.get(p), p == target)
@@ -124,15 +119,6 @@ def board_svg(
     )
 
 
-def units_text(board: Board, position: Position) -> list[str]:
-    """The units of each power, such as "France: A par, F bre"."""
-    names = {
-        power: [f"{'F' if unit.fleet else 'A'} {board.places[unit.place]}" for unit in position.units_of(power)]
-        for power in range(len(board.powers))
-    }
-    return [f"{board.powers[power]}: {', '.join(listed)}" for power, listed in names.items() if listed]
-
-
 def orders_text(board: Board, outcome: PhaseOutcome | None) -> list[tuple[int, str]]:
     """Power and text of each order, such as "A par-bur (bounced)"."""
     results = outcome.results if outcome else ()
@@ -146,18 +132,6 @@ def _centres(board: Board) -> list[Point]:
     at = {name: (float(x) * wide, float(y) * high) for name, x, y in placed}
     left, top = (min(point[axis] for point in at.values()) - MARGIN[axis] for axis in (0, 1))
     return [(at[name][0] - left, at[name][1] - top) for name in board.provinces]
-
-
-def _window(centres: Sequence[Point], around: Collection[int]) -> tuple[float, ...]:
-    """Left, top, width and height of the whole board or of the part around these provinces."""
-    edges = []
-    for axis, (least, margin) in enumerate(zip(PART, MARGIN, strict=True)):
-        whole = max(centre[axis] for centre in centres) + margin
-        shown = [centres[province][axis] for province in around] or [0.0, whole]
-        length = min(whole, max(least, max(shown) - min(shown) + 4 * margin))
-        edges.append((min(max(0.0, (min(shown) + max(shown) - length) / 2), whole - length), length))
-    (left, width), (top, height) = edges
-    return left, top, width, height
 
 
 def _at(board: Board, centres: Sequence[Point], place: int, aside: float = 0) -> Point:
@@ -255,19 +229,15 @@ def _decisions(phase: PhaseRecord) -> Table:
 
 
 def plans_section(run: RunDirectory, kind: str, thresholds: Mapping[int, float], each: int) -> PageSection:
-    """At most `each` plans of each kind per round: the newest round, then earlier rounds folded.
+    """At most `each` plans of each kind, of the newest round with scored plans.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    body: list[object] = []
-    for rollouts in itertools.islice(scored_rollouts(run), MOST_ROUNDS):
-        round_ = rollouts[0].round
-        if cards := list(_cards(rollouts, kind, thresholds.get(round_), each)):
-            sides = markup.legend([("own units", OWN), ("the other side and its reply", ENEMY)])
-            plans = markup.plans(cards)
-            body += [elements.details(f"Round {round_}", [plans])] if body else [sides, plans]
+    rollouts = next(scored_rollouts(run), [])
+    cards = list(_cards(rollouts, kind, thresholds.get(rollouts[0].round), each)) if rollouts else []
+    sides = markup.legend([("own units", OWN), ("the other side and its reply", ENEMY)])
     lead = "Plans of the newest round, with the verifier's score. A thick frame marks the target."
-    return PageSection("board", "On the board", body, lead, style="board.css")
+    return PageSection("board", "On the board", [sides, markup.plans(cards)] if cards else [], lead, style="board.css")
 
 
 def _cards(rollouts: Sequence[Rollout], kind: str, threshold: float | None, each: int) -> Iterator[Markup]:
@@ -288,21 +258,12 @@ def _cards(rollouts: Sequence[Rollout], kind: str, threshold: float | None, each
 def _card(rollout: Rollout, score: float, plan: DrawnPlan, accepted: bool) -> Markup:
     board = plan.board
     outcome = step(board, plan.position, {**plan.reply, plan.own: plan.orders})
-    orders = [*plan.orders, *(order for listed in plan.reply.values() for order in listed)]
-    places = [place for order in orders for place in (order.place, order.target, order.origin) if place >= 0]
     lines = orders_text(board, outcome)
     held = any(board.province_of[unit.place] == plan.target for unit in outcome.position.units_of(plan.own))
     verdict = "accepts" if accepted else "refuses"
     title = f"A {'sound' if rollout.grade.correct else 'flawed'} plan that the verifier {verdict}"
-    drawing = board_svg(
-        board,
-        plan.position,
-        outcome,
-        title,
-        styles=[OWN if power == plan.own else ENEMY for power in range(len(board.powers))],
-        target=plan.target,
-        around={plan.target, *(board.province_of[place] for place in places)} if board.name == "standard" else (),
-    )
+    styles = [OWN if power == plan.own else ENEMY for power in range(len(board.powers))]
+    drawing = board_svg(board, plan.position, outcome, title, styles=styles, target=plan.target)
     sides = [[line for power, line in lines if (power == plan.own) is own] for own in (True, False)]
     goal = f"{board.powers[plan.own]}: a unit in {board.provinces[plan.target]}"
     return markup.plan(title, rollout, f"{score:+.3f}", plan.text, goal, drawing, sides, held)
@@ -357,7 +318,15 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
     own, target = (board.power(goal[1]), board.find(goal[2])) if goal else (None, None)
     if head is None or own is None or target is None:
         return None
-    position = place(board, *_standing(board, lines[1:], head[0]))
+    units: dict[str, list[str]] = {}
+    owners: dict[str, list[str]] = {}
+    for power in filter(None, map(_POWER.fullmatch, lines[1:])):  # such as `Aus: bud* ~tri* /vie`
+        standing, _, centres = f" {power[2]}".partition(" /")
+        words = standing.split()
+        units[power[1]] = [f"{'F' if word[0] == '~' else 'A'} {word.strip('~*')}" for word in words]
+        held = [word.strip("~*").partition("/")[0] for word in words if word.endswith("*")]
+        owners[power[1]] = [*held, *centres.split()]
+    position = place(board, units, head[0], owners)
     parts = [part.strip() for part in re.split("[\n;]", rollout.solution)]
     found = [(part, parse(board, part)) for part in parts if part]
     orders = [complete(board, position, order) for _, order in found if order]
@@ -367,19 +336,6 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
     for order in parse_orders(board, refuted[1]).orders if refuted else ():
         reply.setdefault(powers[board.province_of[order.place]], []).append(order)
     return DrawnPlan(board, position, own, orders, reply, board.province_of[target], claims)
-
-
-def _standing(board: Board, lines: Sequence[str], phase: str) -> tuple[dict[str, list[str]], str, dict[str, list[str]]]:
-    """Units, phase and owners of centres, as `place` takes them, from lines such as `Aus: bud* ~tri* /vie`."""
-    units: dict[str, list[str]] = {}
-    owners: dict[str, list[str]] = {}
-    for match in filter(None, map(_POWER.fullmatch, lines)):
-        standing, _, centres = f" {match[2]}".partition(" /")
-        words = standing.split()
-        units[match[1]] = [f"{'F' if word[0] == '~' else 'A'} {word.strip('~*')}" for word in words]
-        held = [word.strip("~*").partition("/")[0] for word in words if word.endswith("*")]
-        owners[match[1]] = [*held, *centres.split()]
-    return units, phase, owners
 
 
 READERS: dict[str, Callable[[Rollout], DrawnPlan | None]] = {"diplomacy_mini": mini_plan, "diplomacy_plan": full_plan}

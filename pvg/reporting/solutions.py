@@ -18,13 +18,9 @@ from numpy.typing import NDArray
 from pvg.errors import StateError
 from pvg.records import Role, Rollout, source_of_round
 from pvg.reporting.run_summary import RunSummary
-from pvg.store.check_columns import CERTIFIED
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
-
-# A solution as a page shows it: its text with the wrong step marked, its score and its grade.
-
 
 LONGEST = 4000  # characters of a solution; the rest can be read in the shard
 STEP = re.compile(r"\bstep (\d+)\b")
@@ -186,17 +182,12 @@ def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
 
     Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
     """
-    infos = committed_shards(run)
+    scored = next(scored_rollouts(run), None)
+    if scored is not None:
+        return _choose(scored, each)
     shards = RolloutShards(run.path)
-    unscored: list[Example] = []
-    for info in _newest_first(infos):
-        rollouts = shards.read(info)
-        newest = max((rollout.source for rollout in rollouts), default="", key=_age)
-        found = _choose([rollout for rollout in rollouts if rollout.source == newest], each)
-        if any(example.score is not None for example in found):
-            return found
-        unscored = unscored or found
-    return unscored
+    unscored = (_choose(shards.read(info), each) for info in _newest_first(committed_shards(run)))
+    return next(filter(None, unscored), [])
 
 
 def committed_shards(run: RunDirectory) -> list[ShardInfo]:
@@ -283,21 +274,11 @@ def example_of(rollout: Rollout, why: str) -> Example:
     )
 
 
-# The verifier's scores of each round's solutions, by kind. Only the needed columns are read.
-#
-# Scores of a finished round come from the evaluation's samples (fresh, both roles, problems that no model trained on),
-# those of an unfinished round from the prover's newest shard.
+# The verifier's scores of each round's solutions, by kind. Those of a finished round come from the evaluation's samples
+# (fresh, both roles, problems that no model trained on), those of an unfinished round from the prover's newest shard.
 
 PROVER = "train_prover"
-
-# Kind -> (role, correct). Of wrong sneaky solutions only flaws count: a malformed text is not a solution, and one
-# without the certificate that its task requires may be wrong by accident.
-KINDS: dict[str, tuple[Role, bool]] = {
-    "helpful correct": (Role.HELPFUL, True),
-    "helpful wrong": (Role.HELPFUL, False),
-    "sneaky flaw": (Role.SNEAKY, False),
-    "sneaky correct": (Role.SNEAKY, True),
-}
+SCORED_KINDS = ("helpful correct", "helpful wrong", "sneaky flaw", "sneaky correct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,12 +302,26 @@ def round_scores(run: RunDirectory, summary: RunSummary) -> list[RoundScores]:
     found = []
     for round_ in sorted({info.round for info in infos}):
         own = [info for info in infos if info.round == round_]
-        evaluated = [info for info in own if info.label.startswith(f"{EVALUATION}-")]
-        trained = [info for info in own if info.label.startswith(f"{PROVER}-")][-1:]
-        kinds = _kinds(shards, evaluated or trained, source_of_round(round_))
-        if any(len(scores) for scores in kinds.values()):
-            found.append(RoundScores(round_, bool(evaluated), threshold_of(summary, round_), kinds))
+        evaluated = [info for info in own if phase_of(info) == EVALUATION]
+        trained = [info for info in own if phase_of(info) == PROVER][-1:]
+        kinds: dict[str, list[float]] = {kind: [] for kind in SCORED_KINDS}
+        for info in evaluated or trained:
+            for rollout in shards.read(info):
+                kind = _kind(rollout)
+                if rollout.score is not None and kind and rollout.source == source_of_round(round_):
+                    kinds[kind].append(rollout.score)
+        if any(kinds.values()):
+            scores = {kind: np.array(values, dtype=np.float64) for kind, values in kinds.items()}
+            found.append(RoundScores(round_, bool(evaluated), threshold_of(summary, round_), scores))
     return found
+
+
+def _kind(rollout: Rollout) -> str:
+    """Of wrong sneaky solutions only flaws count: a malformed text is not a solution, and one without the certificate
+    that its task requires may be wrong by accident."""
+    if rollout.role is Role.HELPFUL:
+        return "helpful correct" if rollout.grade.correct else "helpful wrong"
+    return "sneaky correct" if rollout.grade.correct else "sneaky flaw" if rollout.is_flaw else ""
 
 
 def threshold_of(summary: RunSummary, round_: int) -> float | None:
@@ -343,23 +338,3 @@ def verdict_word(score: float | None, threshold: float | None) -> str:
     if score is None or threshold is None:
         return ""
     return "accepted" if score >= threshold else "refused"
-
-
-def _kinds(shards: RolloutShards, infos: Sequence[ShardInfo], source: str) -> dict[str, NDArray[np.float64]]:
-    found: dict[str, list[NDArray[np.float64]]] = {kind: [] for kind in KINDS}
-    for info in infos:
-        batch = shards.map(info)
-        scores_N = batch.column("score").to_numpy(zero_copy_only=False).astype(np.float64)
-        roles_N = np.array(batch.column("role").to_pylist())
-        written_N = np.array(batch.column("source").to_pylist()) == source
-        correct_N = batch.column("correct").to_numpy(zero_copy_only=False).astype(bool)
-        formed_N = batch.column("well_formed").to_numpy(zero_copy_only=False).astype(bool)
-        proven_N = np.ones(len(scores_N), dtype=bool)
-        if CERTIFIED in batch.schema.names:
-            proven_N = np.array([certified is not False for certified in batch.column(CERTIFIED).to_pylist()])
-        for kind, (role, correct) in KINDS.items():
-            mask_N = written_N & (roles_N == role.value) & (correct_N == correct) & np.isfinite(scores_N)
-            if kind == "sneaky flaw":
-                mask_N &= formed_N & proven_N
-            found[kind].append(scores_N[mask_N])
-    return {kind: np.concatenate([np.empty(0), *pieces]) for kind, pieces in found.items()}

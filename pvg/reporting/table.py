@@ -34,9 +34,6 @@ from typing import Any, Literal
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -207,11 +204,6 @@ STYLES = {
     "badge bad": "red",
 }
 BAR = 8  # cells of a bar on the terminal
-# Characters. Below this width no word of a table breaks: if columns are too wide, each row becomes a block of lines. On
-# wider terminals only very long words break, such as names of 80 characters, and a list stays a list.
-NARROW = 76
-
-
 Where = Literal["everywhere", "pages", "terminal"]
 
 
@@ -219,22 +211,19 @@ Where = Literal["everywhere", "pages", "terminal"]
 class Column:
     """A column.
 
-    `short` is its title on the terminal, if it needs another one there. `unit` follows the title on pages. `style`
+    `short` is its title on the terminal, if it needs another one there. `style`
     holds for all cells that have none. `on` says where the column is shown. `wrap`: long text may take several lines.
     `once`: the column heads groups of rows. The terminal and pages show its value only in the first row of a group.
-    `min_width` and `max_width` hold on the terminal, in characters. `key` is shown before the title on pages, `hint`
-    appears over it.
+    `max_width` holds on the terminal, in characters. `key` is shown before the title on pages, `hint` appears over it.
     """
 
     title: str = ""
     align: Literal["left", "right"] = "left"
     style: str = ""
     short: str | None = None
-    unit: str = ""
     on: Where = "everywhere"
     wrap: bool = True
     once: bool = False
-    min_width: int | None = None
     max_width: int | None = None
     key: LegendKey | None = None
     hint: str = ""
@@ -311,14 +300,13 @@ class Table:
             found.append("left")
         return " ".join(found) or None
 
-    def to_rich(self, widths: Sequence[int] = ()) -> RichTable:
-        """`widths`: of each column that the terminal shows; empty: what the columns need."""
+    def to_rich(self) -> RichTable:
         padding = (0, 1, 0, 0) if self.narrow else (0, 1)
         table = RichTable(
             box=SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET
         )
-        self._set_caption(table)
-        given = iter(widths)
+        if self.caption:
+            table.caption, table.caption_justify, table.caption_style = self.caption, "left", QUIET
         for column in self.columns:
             if column.on != "pages":
                 title = column.title if column.short is None else column.short
@@ -329,8 +317,6 @@ class Table:
                     style=style,
                     overflow="fold" if column.wrap else "ellipsis",
                     no_wrap=not column.wrap,
-                    width=next(given, None),
-                    min_width=column.min_width,
                     max_width=column.max_width,
                 )
         table.show_header = any(column.header for column in table.columns)
@@ -339,76 +325,23 @@ class Table:
             table.add_row(*(_rich_cell(cell) for _, cell in row), end_section=place in last)
         return table
 
-    def _set_caption(self, table: RichTable) -> None:
-        if self.caption:
-            table.caption, table.caption_justify, table.caption_style = self.caption, "left", QUIET
-
     def _ends_of_groups(self) -> set[int]:
         """The last row of each group, for a blank line below it. None if no group has several rows."""
         heads = [[cell for column, cell in row if column.once] for row in self._cells()]
         ends = {place for place, (head, after) in enumerate(pairwise(heads)) if head != after}
         return ends if len(ends) + 1 < len(heads) else set()
 
-    def _widths(self, most: int) -> list[int]:
-        """The width of each column on a terminal of `most` characters, so that no word breaks, nor a cell that does not
-        wrap. Empty without room for this."""
-        least: list[int] = []
-        wished: list[int] = []
-        for place, column in enumerate(self.columns):
-            if column.on != "pages":
-                title = column.title if column.short is None else column.short
-                texts = [_rich_cell(cells[place][1]).plain for cells in self._cells()]
-                lines = [*title.splitlines(), *(line for text in texts for line in text.splitlines())]
-                parts = [*title.split(), *(part for text in texts for part in _parts(text, column))]
-                limits = column.min_width or 0, column.max_width or most
-                for found, pieces in ((least, parts), (wished, lines)):
-                    found.append(max(min(max(map(cell_len, pieces), default=0), limits[1]), limits[0]))
-        gaps = len(least) * (2 if self.narrow else 3) - 1  # rich counts the padding of edges, although it drops it
-        room = most - sum(least) - gaps
-        if room < 0:
-            return []
-        widths = []
-        for lowest, highest in zip(least, wished, strict=True):
-            more = min(room, max(0, highest - lowest))
-            widths.append(lowest + more)
-            room -= more
-        return widths
-
-    def _blocks(self) -> RichTable:
-        """A block of lines for each row, for terminals that are too narrow for columns."""
-        table = RichTable.grid(padding=(0, 2, 0, 0))
-        self._set_caption(table)
-        table.add_column(style=QUIET)
-        table.add_column(overflow="fold")
-        for number, row in enumerate(self._cells()):
-            if number:
-                table.add_row()
-            for column, cell in row:
-                if column.on != "pages" and (value := _rich_cell(cell)).plain.strip():
-                    value.style = value.style or STYLES[column.style]
-                    table.add_row(column.title or (column.short or "").strip(), value)
-        return table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width >= NARROW:
-            yield self.to_rich()
-            return
-        widths = self._widths(options.max_width)
-        yield self.to_rich(widths) if widths else self._blocks()
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement.get(console, options, self.to_rich())
+    def __rich__(self) -> RichTable:
+        return self.to_rich()
 
     def to_markdown(self) -> str:
         columns = [column for column in self.columns if column.on != "terminal"]
-        titles = [escaped(f"{column.title} {column.unit}".strip()) for column in columns]
+        titles = [escaped(column.title) for column in columns]
         rules = ["---:" if column.align == "right" else "---" for column in columns]
         rows = [[escaped(cell.plain) for column, cell in row if column.on != "terminal"] for row in self._cells()]
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rules, *rows))
 
     def to_html(self) -> Markup:
-        from pvg.reporting.table import TemplateMacros
-
         return TemplateMacros("table.html.j2").table(self)
 
     def __html__(self) -> str:
@@ -425,11 +358,6 @@ def markdown_lines(header: Sequence[str], align: str, rows: Iterable[Row]) -> li
 def side_by_side(first: str, names: Sequence[str]) -> list[Column]:
     """Columns for the values of several runs, side by side."""
     return [Column(first), *(Column(name, "right") for name in names)]
-
-
-def _parts(text: str, column: Column) -> list[str]:
-    """The parts of a cell's text that must not break."""
-    return text.split() if column.wrap else text.splitlines()
 
 
 def _rich_cell(cell: TableCell) -> Text:

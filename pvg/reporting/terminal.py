@@ -5,14 +5,13 @@ The live display uses the same rounds table and budget bar, so a run looks the s
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 
+from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
-from rich.segment import Segment
-from rich.style import Style as RichStyle
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -20,7 +19,6 @@ from pvg.errors import counted
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
-    NumberStyle,
     byte_size,
     duration,
     in_order,
@@ -31,14 +29,12 @@ from pvg.reporting.formats import (
     short_seconds,
     sparkline,
     trend,
-    value_text,
 )
 from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges, workers_text
 from pvg.reporting.solutions import Example
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED
 
-NO_BREAK = "\u00a0"  # a space at which no line may end
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
 # Of the rounds table: metric, title, short title, style, and where the column is shown. Short titles have two lines, so
@@ -65,6 +61,7 @@ ROUND_COLUMNS: tuple[tuple[str, Column], ...] = (
 KEY_METRICS = (
     "helpful_accuracy",
     "sneaky_error_rate",
+    "accepted_helpful",
     "fooled_rate",
     "score_gap",
     "pair_accuracy",
@@ -88,12 +85,6 @@ FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
     "other": ("bright_white",),
     "unaccounted": (QUIET,),
 }
-PROVER = "train_prover"
-CURVES = (
-    (("helpful_accuracy", HELPFUL), ("sneaky_error_rate", SNEAKY)),
-    (("accepted_helpful", HELPFUL), ("fooled_rate", SNEAKY)),
-)
-CURVES_WIDTH, SIDE_BY_SIDE = 110, 74  # cells
 SMALL_PART = 0.005  # of the whole
 # The characters of the parts in a bar without colours.
 SHADES = "█▒▓░"
@@ -122,7 +113,7 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
 def rounds_with_outcome(rounds: Mapping[int, Mapping[str, float]]) -> Group:
     """The table, and below it what it says, one line per sentence."""
     says = outcome(rounds)
-    return Group(rounds_table(rounds), *([Text()] if says else []), *map(Sentence, says))
+    return Group(rounds_table(rounds), *([Text()] if says else []), *map(Text, says))
 
 
 def outcome(rounds: Mapping[int, Mapping[str, float]]) -> list[str]:
@@ -170,18 +161,6 @@ def _previous_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     return f"Each new verifier accepted at most {metric_text(metric, max(shares))} of the previous round's flaws."
 
 
-class Sentence:
-    """A sentence whose lines never begin with "%". Rich also breaks a line at a no-break space, textwrap does not."""
-
-    def __init__(self, says: str) -> None:
-        self.says = says
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        text = self.says.replace(" %", f"{NO_BREAK}%")
-        for line in textwrap.wrap(text, max(1, options.max_width), break_on_hyphens=False):
-            yield Text(line.replace(NO_BREAK, " "))
-
-
 class BudgetBar:
     """Seconds by part as one stacked bar with its legend below. A part has the colour of its family of work."""
 
@@ -190,30 +169,22 @@ class BudgetBar:
         self.caption = caption
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        total = sum(self.budget.values())
         if self.caption:
             yield Text(self.caption, style=QUIET, no_wrap=True, overflow="ellipsis")
+        total = sum(self.budget.values())
         if total <= 0:
             return
         plain = console.no_color or console.color_system is None
         colours = part_colours(self.budget)
-        cells = _whole_cells(list(self.budget.values()), width)
-        for place, (part, count) in enumerate(zip(self.budget, cells, strict=True)):
-            glyph = SHADES[place % len(SHADES)] if plain else "━"
-            yield Segment(glyph * count, RichStyle.parse(colours[part]))
-        yield Segment.line()
-        legend = Text(overflow="ellipsis")
+        edges = [round(options.max_width * so_far / total) for so_far in accumulate(self.budget.values(), initial=0.0)]
+        bar, legend = Text(), []
         for place, (part, seconds) in enumerate(self.budget.items()):
             glyph = SHADES[place % len(SHADES)] if plain else "━"
-            entry = Text.assemble(
-                (f"{glyph} ", colours[part]), (f"{part.replace('_', ' ')} ", QUIET), percent_short(seconds / total)
-            )
-            if legend and legend.cell_len + entry.cell_len + 2 > width:
-                yield legend
-                legend = Text(overflow="ellipsis")
-            legend = Text.assemble(legend, "  ", entry) if legend else entry
-        yield legend
+            bar.append(glyph * (edges[place + 1] - edges[place]), colours[part])
+            name, share = part.replace("_", " "), percent_short(seconds / total)
+            legend.append(Text.assemble((glyph, colours[part]), (f" {name} ", QUIET), share))
+        yield bar
+        yield Columns(legend, padding=(0, 2))
 
 
 def merge_small(budget: Mapping[str, float]) -> dict[str, float]:
@@ -240,17 +211,6 @@ def percent_short(share: float) -> str:
     return "<1%" if 0 < share < 0.005 else f"{100 * share:.0f}%"
 
 
-def _whole_cells(values: Sequence[float], width: int) -> list[int]:
-    """Cells for each value, proportional, adding up to `width` (largest remainders get the rest)."""
-    total = sum(values)
-    exact = [width * value / total for value in values]
-    cells = [int(share) for share in exact]
-    order = sorted(range(len(values)), key=lambda place: cells[place] - exact[place])
-    for place in order[: width - sum(cells)]:
-        cells[place] += 1
-    return cells
-
-
 # --- the report of a run ---------------------------------------------------------------------------------------------
 
 
@@ -261,8 +221,6 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
         parts += section("Rounds", rounds_with_outcome(summary.rounds))
     if summary.phases:
         parts += section("Phases", phases_table(summary))
-    if any(step.phase == PROVER for step in summary.steps):
-        parts += section("Learning, by prover step", LearningCurves(summary))
     if summary.steps:
         parts += section("Metrics, step by step", metrics_table(summary))
     if summary.budget:
@@ -330,46 +288,6 @@ def metrics_table(summary: RunSummary) -> Table:
                 metric_display(name).label, *(metric_text(name, value) for value in ends), trend(name, values, 24)
             )
     return table
-
-
-class LearningCurves:
-    """Plots of both roles and of accepted solutions over all prover steps; side by side if there is room."""
-
-    def __init__(self, summary: RunSummary) -> None:
-        self.steps = [step for step in summary.steps if step.phase == PROVER]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, CURVES_WIDTH)
-        each = (width - 3) // 2 if width >= SIDE_BY_SIDE else width
-        # Without colours a reader cannot distinguish two curves in one plot.
-        plain = console.no_color or console.color_system is None
-        groups = [(one,) for pair in CURVES for one in pair] if plain else CURVES
-        panels = self._panels(groups, each)
-        if each < max((len(panel[0].plain.rstrip()) for panel in panels), default=0):  # it would cut off a curve's name
-            each, panels = width, self._panels(groups, width)
-        if each == width or len(panels) < 2:
-            for panel in panels:
-                yield from panel
-            return
-        for place in range(0, len(panels), 2):
-            for left, *right in zip(*panels[place : place + 2], strict=True):
-                left.align("left", each)
-                yield Text.assemble(left, "   ", *right, no_wrap=True, overflow="crop")
-
-    def _panels(self, groups: Sequence[Sequence[tuple[str, str]]], width: int) -> list[list[Text]]:
-        panels = [plot(self._curves(names), self._breaks(), "share", width) for names in groups]
-        return [panel for panel in panels if panel]
-
-    def _curves(self, names: Sequence[tuple[str, str]]) -> list[PlotCurve]:
-        found = [
-            PlotCurve(metric_display(name).label, [step.metrics.get(name) for step in self.steps], style)
-            for name, style in names
-        ]
-        return [curve for curve in found if any(value is not None for value in curve.values)]
-
-    def _breaks(self) -> list[int]:
-        rounds = [step.round for step in self.steps]
-        return [place for place in range(1, len(rounds)) if rounds[place] != rounds[place - 1]]
 
 
 def overlap_table(summary: RunSummary) -> Table:
@@ -514,83 +432,3 @@ def several(
         table.add(key, *values)
     parts += section("Settings that differ", table if settings else Text("None.", style=QUIET))
     return Group(*parts)
-
-
-# Small plots: curves of braille dots (two by four per cell), with an axis that marks the rounds.
-
-ROWS = 5
-# The bits of a braille character by column and row of its dots.
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-
-
-@dataclass(frozen=True, slots=True)
-class PlotCurve:
-    """Values by step (None: not measured), drawn in `colour`."""
-
-    label: str
-    values: Sequence[float | None]
-    colour: str
-
-
-def plot(curves: Sequence[PlotCurve], breaks: Sequence[int], style: NumberStyle, width: int) -> list[Text]:
-    """Lines of text `width` cells wide: the curves' names, the plot, and an axis with a mark where a round begins.
-
-    Shares are drawn from 0 to 1, all else over the range of the values. `breaks` are the steps at which a round after
-    the first begins. Empty when no curve has a value.
-    """
-    values = [value for curve in curves for value in curve.values if value is not None]
-    if not values:
-        return []
-    low, high = (0.0, 1.0) if style == "share" else (min(values), max(values))
-    if high <= low:
-        high = low + 1.0
-    marks = [value_text(style, high), value_text(style, low)]
-    margin = max(len(mark) for mark in marks) + 1
-    columns = max(4, width - margin - 1)
-    count = max(len(curve.values) for curve in curves)
-    cells = _cells(curves, count, columns, low, high)
-    lines = [Text.assemble(*(piece for curve in curves for piece in ((f"━ {curve.label}  ", curve.colour),)))]
-    for row in range(ROWS):
-        mark = marks[0] if row == 0 else marks[1] if row == ROWS - 1 else ""
-        line = Text(f"{mark:>{margin - 1}} ", style=QUIET)
-        for bits, colour in cells[row]:
-            line.append(chr(0x2800 + bits) if bits else " ", style=colour or QUIET)
-        lines.append(line)
-    axis = ["─"] * columns
-    for step in breaks:
-        axis[min(columns - 1, step * columns // count)] = "┴"
-    lines.append(Text(" " * margin + "".join(axis), style=QUIET))
-    return lines
-
-
-def _cells(
-    curves: Sequence[PlotCurve], count: int, columns: int, low: float, high: float
-) -> list[list[tuple[int, str]]]:
-    """Dots and colour of each cell by row and column. Where curves meet, the last curve's colour wins."""
-    cells = [[(0, "")] * columns for _ in range(ROWS)]
-    wide, tall = 2 * columns, 4 * ROWS
-    for curve in curves:
-        before: tuple[int, int] | None = None
-        for x, value in _sampled(curve.values, count, wide):
-            share = min(1.0, max(0.0, (value - low) / (high - low)))
-            y = min(tall - 1, int((1 - share) * tall))
-            # A jump from the previous column is filled, so that a steep curve stays connected.
-            start = before[1] if before is not None and before[0] == x - 1 else y
-            for dot in range(min(start, y), max(start, y) + 1):
-                if dot != start or start == y:
-                    bits, _ = cells[dot // 4][x // 2]
-                    cells[dot // 4][x // 2] = (bits | DOTS[x % 2][dot % 4], curve.colour)
-            before = x, y
-    return cells
-
-
-def _sampled(values: Sequence[float | None], count: int, wide: int) -> list[tuple[int, float]]:
-    """One value for each column of dots that has any: the mean of its steps, or of the one step that spans it."""
-    found = []
-    for x in range(wide):
-        start = x * count // wide
-        end = max(start + 1, (x + 1) * count // wide)
-        here = [value for value in values[start:end] if value is not None]
-        if here:
-            found.append((x, sum(here) / len(here)))
-    return found

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,8 +20,7 @@ from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Rollout, Turn
 from pvg.rollout.engine import Completion, CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
-from pvg.rollout.episodes import Environment, play_episodes
-from pvg.rollout.gathering import (
+from pvg.rollout.episodes import (
     Deadline,
     Grader,
     GroupOrder,
@@ -30,6 +29,7 @@ from pvg.rollout.gathering import (
     all_or_none,
     compares_within_groups,
     gatherings_of,
+    play_episodes,
     request_seed,
     training_deadline,
 )
@@ -89,43 +89,17 @@ class Dispatcher:
         self.grader = Grader(task, tokenizer, grading)
         self.sampling = sampling
 
-    async def sample(
-        self,
-        orders: Sequence[GroupOrder],
-        *,
-        round_: int,
-        source: str,
-        step: int,
-        seed: int,
-        prefix: str,
-        on_done: Callable[[int], None] | None = None,
-        deadline: Deadline | None = None,
-        gate: AbstractAsyncContextManager[None] | None = None,
-        environment: Environment | None = None,
-        on_group: Callable[[Sequence[Rollout]], None] | None = None,
-    ) -> list[Group]:
-        """Sample the groups, in the order of `orders`. Rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`.
-
-        - Request seeds depend only on (seed, group, i).
-        - `on_done` is called after each rollout with the number finished.
-        - If one fails or the caller is cancelled, all others are cancelled and awaited before the error is raised.
-        - `deadline`: stragglers are cancelled in the engine and left out. With a deadline for the whole batch, a group
-          may end up empty.
-        - `gate` replaces this call's own bound on the requests in flight.
-        - `environment`: rollouts are multi-turn episodes (pvg.rollout.episodes).
-        - `on_group` receives the rollouts of each group as soon as it is complete. It is not called for episodes or for
-          groups that a deadline cut.
-        """
+    async def sample(self, orders: Sequence[GroupOrder], call: SampleCall) -> list[Group]:
+        """Sample the groups, in the order of `orders`. Rollout i of group g has the id `{prefix}/{g:05d}/{i:02d}`, and
+        its request's seed depends only on (seed, g, i). If one fails or the caller is cancelled, all others are
+        cancelled and awaited before the error is raised."""
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
-        call = SampleCall(round_, source, step, seed, prefix)
-        bound = asyncio.Semaphore(self.concurrency) if gate is None else gate  # first come, first served
-        if environment is not None:
-            return await play_episodes(self, orders, call, environment, bound=bound, deadline=deadline, on_done=on_done)
-        finished = 0
+        bound = asyncio.Semaphore(self.concurrency) if call.gate is None else call.gate  # first come, first served
+        if call.environment is not None:
+            return await play_episodes(self, orders, call, call.environment, bound)
 
         async def one(gathering: GroupSampling[Rollout], index: int) -> Rollout:
-            nonlocal finished
             async with AsyncExitStack() as place:
                 await place.enter_async_context(bound)
                 if gathering.watch is not None:
@@ -134,19 +108,16 @@ class Dispatcher:
                 tell = None if gathering.watch is None else partial(gathering.sampled_tokens.__setitem__, index)
                 leave = partial(gathering.sampled, place)
                 rollout = await self.rollout(gathering.order, index, call, leave=leave, tell=tell)
-            finished += 1
             gathering.finishes.append(time.perf_counter())
-            if on_done is not None:
-                on_done(finished)
-            if on_group is not None:
+            if call.on_group is not None:
                 whole = arrived.setdefault(gathering.order.group, {})
                 whole[index] = rollout
                 if len(whole) == gathering.order.size:
-                    on_group([whole[place] for place in range(len(whole))])
+                    call.on_group([whole[place] for place in range(len(whole))])
             return rollout
 
         arrived: dict[int, dict[int, Rollout]] = {}
-        gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, deadline)
+        gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, call.deadline)
         try:
             await all_or_none(
                 gathering.start([one(gathering, index) for index in range(gathering.order.size)])

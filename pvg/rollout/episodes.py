@@ -1,6 +1,8 @@
-"""Multi-turn episodes: the prover writes, an environment observes, the prover continues. Tokens in, tokens out.
+"""What `Dispatcher.sample` is asked for, the deadline that cuts stragglers, grading, and multi-turn episodes.
 
-    groups = await dispatcher.sample(orders, environment=environment, ...)
+In an episode the prover writes, an environment observes, and the prover continues. Tokens in, tokens out.
+
+    groups = await dispatcher.sample(orders, SampleCall(..., deadline=deadline, environment=environment))
 
 The prompt of a turn is the exact token ids of everything before it. Sampled text is never tokenized again, so log-probs
 stay exact, and a server's prefix cache contains everything but the observation.
@@ -20,30 +22,349 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from pvg.config.game import ChallengeProtocol
-from pvg.records import Float32, Grade, Group, Int32, Problem, Rollout, Timing, Turn, VersionSpan
+from pvg.config.rollout import DeadlineSection, NoDeadline
+from pvg.config.training import Training
+from pvg.records import Float32, Grade, Group, Int32, Problem, Role, Rollout, SolverSolution, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.rollout.gathering import (
-    Deadline,
-    Grader,
-    GroupOrder,
-    GroupSampling,
-    SampleCall,
-    all_or_none,
-    gatherings_of,
-    request_seed,
-)
+from pvg.tasks.task import GradesInBatches
+from pvg.telemetry.spans import span, submit_in
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
+    from pvg.models.tokenizer import Tokenizer
+    from pvg.tasks.task import Task
+
+
+# Tasks that sample a group of rollouts, and the deadline that cuts stragglers.
+
+
+Over = Literal["group", "batch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """Cuts a set of rollouts `seconds` after its first request, or later, once `least` of them have finished.
+
+    `over`: "group" makes each group a set, "batch" makes all groups of a call one set.
+    """
+
+    seconds: float
+    least: int
+    over: Over = "group"
+
+
+def training_deadline(section: DeadlineSection, training: Training) -> Deadline | None:
+    """The deadline of prover training, or None. It is over the batch for spo and rae, which use no group statistics,
+    and with the kind `continue`, which carries incomplete groups over."""
+    if isinstance(section, NoDeadline):
+        return None
+    over: Over = "batch" if training.groupless or section.kind == "continue" else "group"
+    return Deadline(section.seconds, section.min_rollouts, over)
+
+
+def compares_within_groups(training: Training, reward: str) -> bool:
+    """Whether a rollout's advantage depends on others of its problem and role: through the loss (all but spo and rae)
+    or through the reward. If so, a single rollout would be compared with itself."""
+    return not training.groupless or reward in ("src", "decoupled")
+
+
+class DeadlineWatch:
+    """Applies a deadline to one set of tasks: cancels the unfinished ones when the time is up and enough have
+    finished."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._cut: set[asyncio.Task[Any]] = set()
+        self._arrived: set[asyncio.Task[Any] | None] = set()
+        self._finished = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._late = False
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.append(task)
+        task.add_done_callback(self._ended)
+
+    def count(self, finished: int) -> None:
+        """Count rollouts of the set that finished without a task: episodes that ended in an earlier turn."""
+        self._finished += finished
+
+    def begin(self) -> None:
+        """Start the clock before the set's first request. Later calls do nothing."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
+
+    def arrived(self) -> None:
+        """Protect the running task from cuts: it has its completion, which a cut during grading would lose."""
+        self._arrived.add(asyncio.current_task())
+
+    def stop(self) -> None:
+        """Stop the clock: no further cuts."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._late = False
+
+    def was_cut(self, task: asyncio.Task[Any]) -> bool:
+        """Whether this watch cancelled `task` and the task did not finish anyway."""
+        return task in self._cut and task.cancelled()
+
+    def _expire(self) -> None:
+        self._late = True
+        self._cut_if_enough()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._finished += 1
+            self._cut_if_enough()
+
+    def _cut_if_enough(self) -> None:
+        if self._late and self._finished >= self._deadline.least:
+            self._late = False  # a second cancellation would interrupt the cleanup after the first
+            self._cut = {task for task in self._tasks if not task.done() and task not in self._arrived}
+            for task in self._cut:
+                task.cancel()
+
+
+# --- groups and their tasks ------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+# Rollouts started per turn of the event loop: 2 ms of work. A mint's 4,096 at once would block it for 50 ms.
+STARTED_AT_A_TIME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOrder:
+    """Orders `size` rollouts of one problem and role. `prompt_ids` int32 [P]. `group` is unique within its phase.
+    `solver`: the solution inside the prompt that the rollouts translate (decoupled game)."""
+
+    problem: Problem
+    role: Role
+    prompt_ids: Int32
+    group: int
+    size: int
+    solver: SolverSolution | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCall:
+    """What all rollouts of one call of `Dispatcher.sample` share.
+
+    - `deadline`: stragglers are cancelled in the engine and left out. With a deadline for the whole batch, a group may
+      end up empty.
+    - `gate` replaces the call's own bound on the requests in flight.
+    - `environment`: rollouts are multi-turn episodes (pvg.rollout.episodes).
+    - `on_group` receives the rollouts of each group as soon as it is complete. It is not called for episodes or for
+      groups that a deadline cut.
+    """
+
+    round: int
+    source: str
+    step: int
+    seed: int
+    prefix: str
+    deadline: Deadline | None = None
+    gate: AbstractAsyncContextManager[None] | None = None
+    environment: Environment | None = None
+    on_group: Callable[[Sequence[Rollout]], None] | None = None
+
+    def rollout_id(self, order: GroupOrder, index: int) -> str:
+        return f"{self.prefix}/{order.group:05d}/{index:02d}"
+
+
+@dataclass(slots=True)
+class GroupSampling(Generic[T]):
+    """One group while it is sampled. `sampled_tokens`: tokens of each rollout so far, if the engine reports them."""
+
+    order: GroupOrder
+    watch: DeadlineWatch | None
+    tasks: list[asyncio.Task[T]] = field(default_factory=list)
+    finishes: list[float] = field(default_factory=list)
+    sampled_tokens: dict[int, int] = field(default_factory=dict)
+
+    def start(self, work: Sequence[Coroutine[None, None, T]]) -> list[asyncio.Task[T]]:
+        self.tasks = [asyncio.create_task(coroutine) for coroutine in work]
+        if self.watch is not None:
+            for task in self.tasks:
+                self.watch.add(task)
+        return self.tasks
+
+    async def sampled(self, place: AsyncExitStack) -> None:
+        """Called by a task when its completion is sampled: frees its `place` in the engine."""
+        if self.watch is not None:
+            self.watch.arrived()
+        await place.aclose()
+
+    def stop(self) -> None:
+        if self.watch is not None:
+            self.watch.stop()
+
+    @property
+    def cut(self) -> set[int]:
+        """Indices of the tasks that the deadline cut. Call it when all tasks have ended."""
+        return {i for i, task in enumerate(self.tasks) if self.watch is not None and self.watch.was_cut(task)}
+
+    @property
+    def spread_s(self) -> float:
+        return max(self.finishes) - min(self.finishes) if self.finishes else 0.0
+
+
+def request_seed(seed: int, group: int, index: int, turn: int = 0) -> int:
+    """A 64-bit seed for turn `turn` of rollout `index` of `group`, independent of other seeds. All arguments must be at
+    least 0."""
+    place = (seed, group, index, turn) if turn else (seed, group, index)
+    return int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0])
+
+
+def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> list[GroupSampling[Any]]:
+    if deadline is None:
+        return [GroupSampling(order, None) for order in orders]
+    if deadline.over == "group":
+        return [GroupSampling(order, DeadlineWatch(deadline)) for order in orders]
+    watch = DeadlineWatch(deadline)
+    return [GroupSampling(order, watch) for order in orders]
+
+
+async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
+    """Wait for all tasks. Taking a part starts its tasks; many parts are spread over several turns of the event loop.
+    On the first failure or on cancellation, all other tasks are cancelled and awaited.
+
+    Each task reports its own end. A loop over 32,000 tasks at the end would block the event loop.
+    """
+    waiting: set[asyncio.Task[Any]] = set()
+    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    all_started = False
+
+    def ended(task: asyncio.Task[Any]) -> None:
+        waiting.discard(task)
+        # Reading the exception also marks it as retrieved, so asyncio does not log it.
+        error = None if task.cancelled() else task.exception()
+        if over.done():
+            return
+        if error is not None:
+            over.set_exception(error)
+        elif all_started and not waiting:
+            over.set_result(None)
+
+    try:
+        started = 0
+        for part in parts:
+            for task in part:
+                waiting.add(task)
+                task.add_done_callback(ended)
+            started += len(part)
+            if started >= STARTED_AT_A_TIME:
+                started = 0
+                await asyncio.sleep(0)
+                if over.done():
+                    break
+        all_started = True
+        if waiting or over.done():
+            await over
+    finally:
+        if not over.cancel() and not over.cancelled():
+            over.exception()  # else asyncio logs the failure of a call that its caller cancelled
+        if left := list(waiting):
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left)
+
+
+# `Grader`: turns completions into text and grades, off the event loop.
+
+
+Graded = tuple[str, Grade]
+# Most tokens per trip to the executor (a longer completion goes alone): about 5 ms of work before results return.
+TRIP_TOKENS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    problem: Problem
+    completion: Completion
+    graded: asyncio.Future[Graded]
+
+
+class Grader:
+    """Belongs to one event loop. Uses `executor` for one trip at a time; the caller owns it."""
+
+    def __init__(self, task: Task, tokenizer: Tokenizer, executor: Executor | None = None) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self._executor = executor
+        self._queue: deque[_Waiting] = deque()
+        self._away = False
+
+    async def grade(self, problem: Problem, completion: Completion) -> Graded:
+        """The completion's text without its stop token, and the task's grade. Raises what the task raises."""
+        if self._executor is None:
+            with span("grade"):
+                return self._graded(problem, completion)
+        waiting = _Waiting(problem, completion, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        if not self._away:
+            self._send()
+        return await waiting.graded
+
+    def text(self, completion: Completion) -> str:
+        return self._tokenizer.decode(_without_stop(completion))
+
+    def _send(self) -> None:
+        """Send the completions that have waited longest to the executor."""
+        trip: list[_Waiting] = []
+        tokens = 0
+        while self._queue and (not trip or tokens + len(self._queue[0].completion.token_ids) <= TRIP_TOKENS):
+            waiting = self._queue.popleft()
+            if not waiting.graded.done():  # otherwise the caller was cancelled
+                trip.append(waiting)
+                tokens += len(waiting.completion.token_ids)
+        if trip:
+            self._away = True
+            work = submit_in(self._executor, self._trip, trip)
+            work.add_done_callback(partial(self._returned, trip))
+
+    def _trip(self, trip: list[_Waiting]) -> list[Graded]:
+        with span("grade"):
+            if not isinstance(self._task, GradesInBatches):
+                return [self._graded(waiting.problem, waiting.completion) for waiting in trip]
+            solutions = [(w.problem, self._tokenizer.decode(_without_stop(w.completion))) for w in trip]
+            grades = self._task.grade_many(solutions)
+            return [(text, grade) for (_, text), grade in zip(solutions, grades, strict=True)]
+
+    def _returned(self, trip: list[_Waiting], work: asyncio.Future[list[Graded]]) -> None:
+        """Hand results to the callers. A task should never raise; if it does, all callers of this trip get the
+        error."""
+        self._away = False
+        error = work.exception()
+        found: list[Graded | None] = [None] * len(trip) if error is not None else list(work.result())
+        for waiting, graded in zip(trip, found, strict=True):
+            if waiting.graded.done():
+                continue
+            if graded is not None:
+                waiting.graded.set_result(graded)
+            elif error is not None:
+                waiting.graded.set_exception(error)
+        if self._queue:
+            self._send()
+
+    def _graded(self, problem: Problem, completion: Completion) -> Graded:
+        text = self._tokenizer.decode(_without_stop(completion))
+        return text, self._task.grade(problem, text)
+
+
+def _without_stop(completion: Completion) -> Int32:
+    return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
 
 
 TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
@@ -206,10 +527,7 @@ async def play_episodes(
     orders: Sequence[GroupOrder],
     call: SampleCall,
     environment: Environment,
-    *,
     bound: AbstractAsyncContextManager[None],
-    deadline: Deadline | None = None,
-    on_done: Callable[[int], None] | None = None,
 ) -> list[Group]:
     """See `Dispatcher.sample`. Each request holds `bound`."""
     groups = [
@@ -219,7 +537,7 @@ async def play_episodes(
     waiting = {episode for group in groups for episode in group.episodes}
     turn = 0
     while waiting:
-        await _take_turn(sampler, groups, waiting, call, turn, bound, deadline)
+        await _take_turn(sampler, groups, waiting, call, turn, bound)
         written = [episode for group in groups for episode in group.episodes if episode in waiting]
         observed = await environment.observe([episode.transcript() for episode in written])
         waiting = set()
@@ -234,8 +552,6 @@ async def play_episodes(
         for group in groups
     ]
     await all_or_none(grading)
-    if on_done is not None:
-        on_done(sum(len(group.episodes) for group in groups))
     return [
         Group(
             group.order.problem,
@@ -256,7 +572,6 @@ async def _take_turn(
     call: SampleCall,
     turn: int,
     bound: AbstractAsyncContextManager[None],
-    deadline: Deadline | None,
 ) -> None:
     """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `groups`."""
 
@@ -273,7 +588,7 @@ async def _take_turn(
         return completion
 
     live = [[episode for episode in group.episodes if episode in waiting] for group in groups]
-    gatherings: list[GroupSampling[Completion]] = gatherings_of([group.order for group in groups], deadline)
+    gatherings: list[GroupSampling[Completion]] = gatherings_of([group.order for group in groups], call.deadline)
     for group, episodes, gathering in zip(groups, live, gatherings, strict=True):
         if gathering.watch is not None:
             gathering.watch.count(len(group.episodes) - len(episodes))

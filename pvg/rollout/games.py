@@ -24,7 +24,7 @@ from pvg.games.game import Action, GameRules, PlaysByScript, Script
 from pvg.records import Grade, Int32, Problem, Role, Rollout
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.gathering import GroupOrder, SampleCall, all_or_none, request_seed
+from pvg.rollout.episodes import GroupOrder, SampleCall, all_or_none, request_seed
 from pvg.seeds import seed_for
 
 S = TypeVar("S")

@@ -153,8 +153,8 @@ class ControlClient:
             url=self.url,
             label=label,
             wall_ms=wall_ms,
-            rpc_ms=float(_header(reply, WORK_HEADER)),
-            received_ns=int(_header(reply, RECEIVED_HEADER, whole=True)),
+            rpc_ms=header_number(reply, WORK_HEADER),
+            received_ns=int(header_number(reply, RECEIVED_HEADER)),
             parts={key: _milliseconds(reply, key, value) for key, value in found.items() if key.endswith("_ms")},
             sent_ns=sent_ns,
         )
@@ -175,12 +175,12 @@ class ControlClient:
             raise
 
 
-def _header(reply: Reply, name: str, *, whole: bool = False) -> str:
-    """A header with a number; a non-negative integer if `whole`."""
+def header_number(reply: Reply, name: str) -> float:
+    """A header with a number, which pvg's middleware sets. Raises MalformedReply."""
     text = reply.headers.get(name, "")
-    if not (text.isdecimal() if whole else text.replace(".", "", 1).isdecimal()):
+    if not text.replace(".", "", 1).isdecimal():
         raise MalformedReply(reply.url, f"the header {name} is missing or not a number")
-    return text
+    return float(text)
 
 
 def _milliseconds(reply: Reply, key: str, value: Any) -> float:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from pvg import hub
-from pvg.bench.profile import validation_mistake
+from pvg.bench.workloads import validation_mistake
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.hub_ids import parse

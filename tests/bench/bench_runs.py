@@ -6,17 +6,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pvg.bench.profile import (
+from pvg.bench.report import Variant
+from pvg.bench.runner import VariantTrial, run_trials
+from pvg.bench.workloads import (
     BenchSettings,
     SettingChange,
+    Workload,
     find_profile,
+    make_workload,
     parse_overrides,
     read_profile,
     settings_of,
 )
-from pvg.bench.report import Variant
-from pvg.bench.runner import VariantTrial, run_trials
-from pvg.bench.workloads import Workload, make_workload
 
 
 def load_profile(

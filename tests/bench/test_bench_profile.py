@@ -8,8 +8,7 @@ import pytest
 from bench_runs import load_profile
 from tiny_workload import PROFILE, Settings, write_profile
 
-from pvg.bench.profile import workload_settings
-from pvg.bench.workloads import WORKLOADS, make_workload
+from pvg.bench.workloads import WORKLOADS, make_workload, workload_settings
 from pvg.config.load import find_experiment, known_files, load_experiment, shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(SERVING))
 import fake_vllm  # noqa: E402
 from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 
-from pvg.bench import servers  # noqa: E402
+from pvg.bench import planning  # noqa: E402
 from pvg.bench.planning import BenchPlan, plan_bench  # noqa: E402
 from pvg.bench.runner import run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS, sync  # noqa: E402
@@ -210,9 +210,9 @@ def test_what_cannot_be_measured_on_servers_is_refused_in_one_line(
 def test_what_is_fixed_at_the_start_can_be_swept_where_servers_are_started() -> None:
     plan = planned("rollout", sweep="serving.max_num_seqs=16,64", server_urls=[], serve=True)
     assert plan.serve
-    assert len({servers.start_settings(choice.settings.experiment) for choice in plan.choices}) == 2
+    assert len({planning.start_settings(choice.settings.experiment) for choice in plan.choices}) == 2
     same = planned("rollout", sweep="serving.share_prefix=true,false", server_urls=[], serve=True)
-    assert len({servers.start_settings(choice.settings.experiment) for choice in same.choices}) == 1
+    assert len({planning.start_settings(choice.settings.experiment) for choice in same.choices}) == 1
 
 
 # --- servers that run ------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_a_server_of_somebody_else_is_told_apart() -> None:
         async with other_server() as url:
             plan = plan_bench("rollout", ROLLOUT, server_urls=[url])
             with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve") as caught:
-                await servers.look(plan.base.experiment)
+                await planning.look(plan.base.experiment)
             assert caught.value.exit_code == 3
 
     asyncio.run(run())
@@ -334,9 +334,9 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             startup_s=60.0,
         )
 
-    monkeypatch.setattr(servers, "server_spec", spec)
+    monkeypatch.setattr(planning, "server_spec", spec)
     interpreter: Callable[[], Interpreter] = lambda: Interpreter(Path(sys.executable), "0.32.0", "cpu", "")  # noqa: E731
-    monkeypatch.setattr(servers, "find_interpreter", interpreter)
+    monkeypatch.setattr(planning, "find_interpreter", interpreter)
     return started
 
 

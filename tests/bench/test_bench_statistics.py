@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pvg.bench.statistics import (
+from pvg.bench.compare import (
     RatioInterval,
     _resampled,
     least_p_value,

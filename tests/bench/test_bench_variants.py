@@ -12,10 +12,9 @@ from tiny_workload import PROFILE, TinyWorkload, write_profile
 
 from pvg.bench.compare import better_by, gains
 from pvg.bench.planning import BenchPlan, plan_bench
-from pvg.bench.profile import BenchSettings
 from pvg.bench.report import Samples
 from pvg.bench.runner import common_work, run_plan
-from pvg.bench.workloads import Workload
+from pvg.bench.workloads import BenchSettings, Workload
 from pvg.config.load import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
 

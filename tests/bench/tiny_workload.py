@@ -10,8 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric
+from pvg.bench.workloads import BenchMetric, BenchSettings, workload_settings
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.spans import run_in, span
 

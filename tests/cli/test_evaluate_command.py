@@ -13,8 +13,7 @@ from test_real_game import SMALL
 from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_names
 from pvg.errors import UsageError
-from pvg.reporting.follow import state_of
-from pvg.reporting.run_list import glance_at
+from pvg.reporting.follow import glance_at, state_of
 
 LITTLE = [
     word

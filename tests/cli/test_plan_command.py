@@ -70,7 +70,7 @@ def test_a_plan_loads_no_torch(served: str) -> None:
 def test_it_says_how_many_workers_would_balance_training(served: str) -> None:
     document = pvg("plan", served, *SLOW_SAMPLING, "--json").document
     (advice,) = [line for line in document["advice"] if "The trainer waits" in line]
-    number = str(int(advice.split(": ")[1].split()[0]))
+    number = str(int(advice.split(". ")[1].split()[0]))
     balanced = pvg("plan", served, *SLOW_SAMPLING, "--json", "--workers", number, "-s", "rollout.concurrency=9999")
     assert balanced.document["step_s"] < 0.8 * document["step_s"]
     assert not any("The trainer waits" in line for line in balanced.document["advice"])

@@ -10,9 +10,9 @@ import pytest
 from calling import pvg
 from run_samples import commit, state
 
-from pvg.bench.profile import find_profile, parse_overrides, read_profile, settings_of
+from pvg.bench.workloads import find_profile, parse_overrides, read_profile, settings_of
 from pvg.game.run import GameOutcome
-from pvg.store import RunDirectory
+from pvg.store.run_directory import RunDirectory
 from pvg.study.cells import StudyFolder
 from pvg.study.plan import load_study
 from pvg.study.playing import train_command

@@ -12,7 +12,7 @@ from calling import pvg, pvg_process
 from run_samples import begin, tell
 
 from pvg.installation import install_extra
-from pvg.store import JsonLines
+from pvg.store.journal import JsonLines
 
 
 def with_spans(name: str = "first") -> None:

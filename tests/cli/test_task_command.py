@@ -190,7 +190,7 @@ def test_a_changed_prompt_file_does_not_change_a_resumed_run() -> None:
         'name = "mine"\n[prompts]\nkind = "chat"\nsneaky.file = "sneaky.txt"\n[verifier]\nhead = "scalar"\n'
     )
     from pvg.config.load import load_experiment
-    from pvg.store import RunDirectory
+    from pvg.store.run_directory import RunDirectory
 
     run = RunDirectory.create(Path("runs"), "mine", load_experiment(Path("mine.toml")))
     Path("sneaky.txt").write_text("Lie.")

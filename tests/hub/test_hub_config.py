@@ -9,7 +9,7 @@ from loopback_hub import Hub
 
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.hub import fetch_config
-from pvg.planning.shapes import read_shape
+from pvg.planning.memory import read_shape
 
 QUIET = [].append
 

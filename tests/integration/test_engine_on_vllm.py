@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
-from served_games import Served, free_port, serving
+from served_games import Served, serving
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import find_experiment, load_experiment
@@ -23,7 +20,6 @@ from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion, Sampling
-from pvg.rollout.vllm_engine import VllmEngine
 from pvg.servers.pool import HttpPool
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
@@ -160,21 +156,6 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled(folder: Path, 
     run(experiment(folder, server.url, rollout__temperature=0.6), play)
 
 
-def test_a_stop_token_ends_a_completion_and_is_its_last_token(folder: Path, server: Served) -> None:
-    async def play(players: Players, kept: Kept) -> None:
-        eos = players.base.tokenizer.eos_id
-        sampling = Sampling(max_tokens=48, stop_ids=(eos,))
-        wanted = [GenerationRequest(f"r{i}", p, sampling, i) for i, p in enumerate(prompts(players, 32))]
-        found = await asyncio.gather(*map(players.engine.generate, wanted))
-        stopped = [completion for completion in found if completion.finish_reason == "stop"]
-        assert len(stopped) > 16
-        for completion in stopped:
-            assert completion.token_ids[-1] == eos
-            assert eos not in completion.token_ids[:-1]
-
-    run(experiment(folder, server.url), play)
-
-
 def test_an_update_in_mid_flight_leaves_every_token_with_the_version_that_sampled_it(
     folder: Path, server: Served
 ) -> None:
@@ -258,83 +239,6 @@ def test_requests_that_are_cut_go_on_from_where_they_were_under_the_next_weights
         assert max(changes) > 1e-2  # some have only one token left, which may be certain under both weights
 
     run(experiment(folder, server.url), play)
-
-
-def test_abandoned_requests_leave_nothing_running(folder: Path, server: Served) -> None:
-    async def play(players: Players, kept: Kept) -> None:
-        begun = asyncio.Event()
-        wanted = [replace(request, on_tokens=lambda _: begun.set()) for request in requests(players, 64, 100)]
-        tasks = [asyncio.create_task(players.engine.generate(request)) for request in wanted]
-        pool = HttpPool(1)
-        await begun.wait()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await until(lambda: running_requests(pool, server.url), lambda count: count == 0)
-        await pool.close()
-
-    run(experiment(folder, server.url), play)
-
-
-def test_a_server_killed_and_restarted_with_its_old_weights_is_caught_up(folder: Path) -> None:
-    port = free_port()
-    first = serving(folder, port=port)
-    old = first.__enter__()
-
-    async def play(players: Players, kept: Kept) -> None:
-        engine = players.engine
-        assert isinstance(engine, VllmEngine)
-        await players.publish(moved(players, 0.05), 1)
-        running = asyncio.create_task(all_of(players, requests(players, 48, 100)))
-        await asyncio.sleep(0.2)
-        old.kill()
-        await asyncio.to_thread(first.__exit__, None, None, None)
-        second = serving(folder, port=port)
-        await asyncio.to_thread(second.__enter__)
-        try:
-            for completion in await running:  # asked again of the server that is back
-                assert {span.version for span in completion.spans} == {1}
-            for completion in await all_of(players, requests(players, 8)):
-                assert {span.version for span in completion.spans} == {1}
-        finally:
-            await asyncio.to_thread(second.__exit__, None, None, None)
-        assert {line["server"] for line in kept.named("server.away")} == {old.url}
-        assert len(kept.named("canary")) == 3  # the base, version 1, and version 1 again after the restart
-
-    run(experiment(folder, old.url, serving__unavailable_s=300), play)
-
-
-def test_a_frozen_server_is_given_up_and_taken_back_when_it_thaws(folder: Path, server: Served) -> None:
-    with serving(folder) as other:
-        frozen = [psutil.Process(other.pid), *psutil.Process(other.pid).children(recursive=True)]
-
-        async def play(players: Players, kept: Kept) -> None:
-            waiting = iter(requests(players, 4096, 100))
-
-            async def keep_asking() -> None:
-                while not kept.named("server.away"):
-                    await players.engine.generate(next(waiting))
-
-            asking = [asyncio.create_task(keep_asking()) for _ in range(96)]
-            await asyncio.sleep(0.1)
-            for process in frozen:
-                os.kill(process.pid, signal.SIGSTOP)
-            try:
-                await asyncio.gather(*asking)
-                assert {line["server"] for line in kept.named("server.away")} == {other.url}
-                await players.publish(moved(players, 0.05), 1)  # while it is away
-            finally:
-                for process in frozen:
-                    os.kill(process.pid, signal.SIGCONT)
-
-            async def returns() -> int:
-                return sum(line["server"] == other.url for line in kept.named("server.up"))
-
-            await until(returns, lambda count: count == 2)
-            for completion in await all_of(players, requests(players, 64)):
-                assert {span.version for span in completion.spans} == {1}
-
-        run(experiment(folder, server.url, other.url), play)
 
 
 async def running_requests(pool: HttpPool, url: str) -> float:

@@ -108,18 +108,3 @@ def test_a_game_whose_verifier_scores_on_a_server(folder: Path, server: Served) 
             f"serving.verifier_servers={verifier.url}",
         )
     assert len(steps(folder, "scored")) == 4
-
-
-def test_a_wrong_key_and_a_dead_server_are_said_in_a_line(folder: Path, server: Served) -> None:
-    elsewhere = folder / "another-root"
-    elsewhere.mkdir()
-    game = train(folder, "refused", VLLM, f"serving.servers={server.url}", f"weights.root={elsewhere}")
-    _, err = game.communicate(timeout=300)
-    assert game.returncode == 2
-    assert f"{server.url} refuses the control key" in err
-    game = train(folder, "nobody", VLLM, "serving.servers=http://127.0.0.1:9")
-    _, err = game.communicate(timeout=300)
-    assert game.returncode == 3
-    assert "No server answers" in err
-    assert "pvg serve" in err
-    assert not (folder / "runs" / "nobody").exists()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import shutil
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from vllm_servers import (
     Server,
     generate,
     language_model,
-    mark_stable,
     perturbed,
     prompts,
     publish,
@@ -29,7 +26,7 @@ from vllm_servers import (
 from pvg.errors import ConfigurationError
 from pvg.servers.control import ControlClient
 from pvg.servers.pool import RefusedRequest
-from pvg.servers.publishing import PublishingSession, WeightLabel
+from pvg.servers.publishing import WeightLabel
 
 TOLERANCE = 1e-3  # nats: float32 here and there, other kernels
 
@@ -73,15 +70,6 @@ def two_versions(server: Server) -> dict[str, Any]:
     return {name: language_model(EMBEDDED, values) for name, values in tensors.items()}
 
 
-@pytest.fixture
-def scratch(server: Server) -> Iterator[Path]:
-    """A separate folder below the root."""
-    folder = server.root / "scratch"
-    folder.mkdir()
-    yield folder
-    shutil.rmtree(folder)
-
-
 async def refusal(control: ControlClient, name: str, label: WeightLabel) -> tuple[int, str]:
     with pytest.raises(RefusedRequest) as refused:
         await control.load_weights(name, label, trace="")
@@ -105,35 +93,6 @@ def test_log_probs_are_those_of_the_new_weights_after_every_update_to_and_fro(
 
     gaps = asyncio.run(play())
     assert max(gap for gap, _ in gaps) < TOLERANCE, gaps
-
-
-def test_requests_in_flight_are_kept_and_every_token_is_of_the_weights_its_span_names(
-    server: Server, two_versions: Mapping[str, Any]
-) -> None:
-    async def play() -> tuple[list[Generated], dict[str, Any]]:
-        async with at_work(server) as bench:
-            labels = Labels()
-            before = await bench.update(labels, "even", two_versions["even"])
-            streams = [
-                asyncio.create_task(bench.generate(prompt, seed=seed, max_tokens=96, salt=str(before)))
-                for seed, prompt in enumerate(prompts(80, 20))  # more than max_num_seqs: some wait for a place
-            ]
-            # Until some are done: on a busy machine, none may have begun when the first updates come.
-            for name in itertools.cycle(["odd", "even"]):
-                await asyncio.sleep(0.15)
-                if sum(stream.done() for stream in streams) > 40:
-                    break
-                await bench.update(labels, name, two_versions[name])
-            return [await stream for stream in streams], bench.modules
-
-    done, modules = asyncio.run(play())
-    assert all(len(one.tokens) == len(one.log_probs) == 96 for one in done)
-    for one in done:
-        ends = [0, *(end for _, _, end in one.spans)]
-        assert [begin for _, begin, _ in one.spans] == ends[:-1]
-        assert ends[-1] == 96
-    assert max(len(one.spans) for one in done) > 1, "no request saw an update"
-    assert max(one.gap(modules) for one in done) < TOLERANCE
 
 
 def test_no_prefix_of_old_weights_serves_new_ones(server: Server, two_versions: Mapping[str, Any]) -> None:
@@ -204,62 +163,6 @@ def test_weights_that_do_not_fit_break_the_label_until_some_that_fit_arrive(
     asyncio.run(play())
 
 
-def test_labels_go_forward_only(server: Server, two_versions: Mapping[str, Any]) -> None:
-    async def play() -> None:
-        async with at_work(server) as bench:
-            labels = Labels()
-            first = await bench.update(labels, "even", two_versions["even"])
-            second = await bench.update(labels, "odd", two_versions["odd"])
-            assert await refusal(bench.control, "even", first) == (409, "version_backwards")
-            older = PublishingSession(first.session.began_ns - 1, "0a")
-            assert await refusal(bench.control, "even", WeightLabel(older, 99)) == (409, "older_session")
-            again = await bench.control.load_weights("there-is-no-such-folder", second, trace="")
-            assert again.parts["load_ms"] == 0.0
-            assert (await bench.control.info()).label == str(second)
-            newer = WeightLabel(PublishingSession(first.session.began_ns + 1, "0b"), 0)
-            await bench.control.load_weights("even", newer, trace="")
-            assert (await bench.control.info()).label == str(newer)
-
-    asyncio.run(play())
-
-
-def test_what_is_not_published_weights_below_the_root_is_refused(
-    server: Server, two_versions: Mapping[str, Any], scratch: Path, tmp_path: Path
-) -> None:
-    publish(tmp_path, "outside", perturbed(EMBEDDED, 0))
-    (scratch / "link").symlink_to(tmp_path / "outside")
-    publish(server.root, "scratch/pickled", perturbed(EMBEDDED, 0))
-    (scratch / "pickled" / "optimizer.pt").write_bytes(b"\x80\x04.")
-    publish(server.root, "scratch/unstable", perturbed(EMBEDDED, 0))
-    (scratch / "unstable" / "STABLE").unlink()
-    publish(server.root, "scratch/growing", perturbed(EMBEDDED, 0))
-    with (scratch / "growing" / "model.safetensors").open("ab") as file:
-        file.write(b"0")
-    (scratch / "disguised").mkdir()
-    (scratch / "disguised" / "model.safetensors").write_bytes(b"\x80\x04\x95" + b"0" * 100)
-    mark_stable(scratch / "disguised", ["model.safetensors"])
-    expected = {
-        "scratch/link": (403, "foreign_path"),
-        "scratch/../../etc": (403, "foreign_path"),
-        str(server.root / "even"): (403, "foreign_path"),
-        "scratch/pickled": (422, "not_safetensors"),
-        "scratch/disguised": (422, "not_safetensors"),
-        "scratch/unstable": (422, "not_stable"),
-        "scratch/growing": (422, "not_stable"),
-        "scratch/missing": (422, "not_stable"),
-    }
-
-    async def play() -> None:
-        async with at_work(server) as bench:
-            labels = Labels()
-            label = await bench.update(labels, "even", two_versions["even"])
-            for name, answer in expected.items():
-                assert (name, await refusal(bench.control, name, labels.next())) == (name, answer)
-            assert (await bench.control.info()).label == str(label), "a refused call leaves the weights alone"
-
-    asyncio.run(play())
-
-
 def test_the_key_opens_everything_but_generation(server: Server) -> None:
     async def play() -> None:
         async with at_work(server) as bench:
@@ -299,17 +202,3 @@ def test_the_key_opens_everything_but_generation(server: Server) -> None:
                 await pool.close()
 
     asyncio.run(play())
-
-
-def test_vllms_own_routes_stay_reachable_and_are_stamped(server: Server) -> None:
-    async def play() -> None:
-        async with at_work(server) as bench:
-            paused = await bench.control.pause(trace="look")
-            assert paused.headers["x-pvg-received-ns"].isdecimal()
-            assert float(paused.headers["x-pvg-work-ms"]) > 0
-            assert (await bench.control.info()).paused
-            await bench.control.resume()
-            assert not (await bench.control.info()).paused
-
-    asyncio.run(play())
-    assert "event=server.recv trace=look route=/pause" in server.log.read_text()

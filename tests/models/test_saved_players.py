@@ -27,7 +27,7 @@ from pvg.game.ledger import check_same_configuration
 from pvg.game.states import GameState
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
-from pvg.planning.shapes import read_shape
+from pvg.planning.memory import read_shape
 from pvg.servers.command import model_folder
 from pvg.store.checkpoints import read_checkpoint, write_checkpoint
 from pvg.store.run_players import find_player, pinned_players, pinned_players_as

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pvg.errors import ConfigurationError
-from pvg.planning.bounds import BatchWork, bounds_of, expected_longest, lognormal_lengths
+from pvg.planning.plan import BatchWork, bounds_of, expected_longest, lognormal_lengths
 
 WORK = BatchWork(
     rollouts=8,

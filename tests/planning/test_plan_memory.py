@@ -1,34 +1,37 @@
-"""The memory table: parameters of known models, and the peak of real training steps in separate processes."""
+"""The memory table: parameters of known models, and what autograd saves for a layer."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from training_child import batch_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.load import build_experiment, find_experiment, load_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.planning.inputs import MACHINES, Inputs
-from pvg.planning.memory import ModelInTraining, layer_bytes, memory_of, training_parts
-from pvg.planning.plan import plan_of
-from pvg.planning.shapes import ModelShape, read_shape, shape_of
+from pvg.planning.memory import (
+    ModelInTraining,
+    ModelShape,
+    layer_bytes,
+    memory_of,
+    read_shape,
+    shape_of,
+    training_parts,
+)
+from pvg.planning.plan import MACHINES, Inputs, plan_of
+from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 
 ROOT = Path(__file__).parent.parent.parent
-CHILD = Path(__file__).with_name("training_child.py")
 QWEN_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,
@@ -48,17 +51,6 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
     "tie_word_embeddings": False,
-}
-QWEN3_600M = {
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
 }
 
 
@@ -91,7 +83,7 @@ def shape(config: dict[str, Any], folder: Path) -> ModelShape:
 @pytest.mark.parametrize(
     ("config", "parameters"),
     # The numbers that the models' pages give, counted by transformers.
-    [(QWEN_7B, 7_615_616_512), (LLAMA_8B, 8_030_261_248), (QWEN3_600M, 596_049_920)],
+    [(QWEN_7B, 7_615_616_512), (LLAMA_8B, 8_030_261_248)],
 )
 def test_parameters_follow_from_the_sizes(config: dict[str, Any], parameters: int, tmp_path: Path) -> None:
     assert shape(config, tmp_path).parameters == parameters
@@ -157,10 +149,25 @@ def test_advice_for_sampling_is_about_the_place_where_it_runs(engine: str, tmp_p
     (advice,) = [line for line in plan.memory_advice if line.startswith("'sample' needs")]
     if engine == "vllm":
         assert "than a server may take of its GPU (serving.gpu_memory_utilization)" in advice
-        assert "Raise serving.tensor_parallel" in advice
+        assert "serving.tensor_parallel" in advice
     else:
         assert "than the GPU has" in advice
         assert "serving." not in advice
+
+
+def _batch(rows: int, length: int, vocabulary: int, prompt: int = 16) -> PolicyBatch:
+    rng = np.random.default_rng(0)
+    logprobs = [np.full(length - prompt, -8.0, np.float32)] * rows
+    return PolicyBatch(
+        sequences=[rng.integers(3, vocabulary, length).astype(np.int32) for _ in range(rows)],
+        prompt_lengths=np.full(rows, prompt, np.int32),
+        sampled_logprobs=logprobs,
+        reference_logprobs=logprobs,
+        advantages_N=rng.normal(size=rows).astype(np.float32),
+        role_ids_N=np.zeros(rows, np.int8),
+        group_ids_N=np.arange(rows, dtype=np.int32),
+        versions_N=np.zeros(rows, np.int32),
+    )
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -173,7 +180,7 @@ def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
         module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, eos_token_id=1))
         module.requires_grad_(True)
         objective = PolicyObjective(Training(fused_layers=fused), Rollouts(max_tokens=length), 0)
-        (part,) = objective.split(objective.prepare(batch_of(rows, length, 50)))
+        (part,) = objective.split(objective.prepare(_batch(rows, length, 50)))
         meter = SavedTensors(module)
         with meter.forward():
             objective(module, part)
@@ -181,47 +188,3 @@ def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
     found = shape_of({**sizes, "num_hidden_layers": 1, "vocab_size": 50, "model_type": "llama"}, Path("/nowhere/c"))
     model = ModelInTraining(found, found.parameters, False, "float32", "float32", fused=fused)
     assert (saved[1] - saved[0]) / 2 == pytest.approx(layer_bytes(model) * rows * length, rel=0.1)
-
-
-SMALL = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-# A shape that the formula's constants do not come from.
-OTHER = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2}
-WIDE = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
-
-
-@pytest.mark.drill
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's count of resident memory")
-@pytest.mark.parametrize(
-    ("sizes", "rows", "precision", "checkpointing"),
-    [
-        (SMALL, 16, "float32", False),  # activations are most of it
-        (WIDE, 2, "float32", False),  # weights, gradients and moments are most of it
-        (WIDE, 8, "float32", True),
-        (WIDE, 8, "bfloat16", False),
-        (OTHER, 12, "float32", False),
-    ],
-)
-def test_the_peak_of_a_training_step(sizes: dict[str, int], rows: int, precision: str, checkpointing: bool) -> None:
-    length, vocabulary = 128, 1000
-    config = {
-        **sizes,
-        "intermediate_size": sizes["hidden_size"] * 21 // 8,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": True,
-    }
-    found = shape({**config, "model_type": "llama"}, Path("/nowhere"))
-    model = ModelInTraining(found, found.parameters, False, "float32", precision, checkpointing)
-    planned = sum(training_parts(model, rows * length).values())
-    case = {"rows": rows, "length": length, "precision": precision, "checkpointing": checkpointing}
-    # Freed memory goes back to the system at once, so that the resident size is what is in use.
-    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(
-        [sys.executable, str(CHILD), json.dumps(config), json.dumps(case)],
-        env={**os.environ, **allocator, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    measured = int(done.stdout.splitlines()[-1])
-    assert planned == pytest.approx(measured, rel=0.12)

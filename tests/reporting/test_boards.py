@@ -98,11 +98,9 @@ def test_mini_orders_read_the_notation_of_the_task() -> None:
 def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -> None:
     found = plans_section(played_plans(tmp_path, rounds=2), "diplomacy_mini", {0: THRESHOLD, 1: THRESHOLD}, 2)
     shown = check(page("plans", [], [found]))
-    assert shown.text.count("A flawed plan that the verifier accepts") == 2  # one in each round
-    newest = shown.text[: shown.text.index("Round 0")]
-    assert "A flawed plan that the verifier accepts sneaky score +2.500" in newest
-    assert "refuting reply A d H A f-b (bounced)" in newest
-    assert "no unit of the planner stands in the target. refuted by d.;fb" in newest
+    assert "A flawed plan that the verifier accepts sneaky score +2.500" in shown.text
+    assert "refuting reply A d H A f-b (bounced)" in shown.text
+    assert "no unit of the planner stands in the target. refuted by d.;fb" in shown.text
     assert "broken" not in shown.text
 
 
@@ -149,7 +147,7 @@ def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
 def test_other_runs_do_not_load_the_boards(tmp_path: Path) -> None:
     played(tmp_path, "first")
     code = (
-        "import sys; from pathlib import Path; from pvg.store import RunDirectory\n"
+        "import sys; from pathlib import Path; from pvg.store.run_directory import RunDirectory\n"
         "from pvg.reporting.run_page import collect, run_page; from pvg.reporting.run_summary import read_run\n"
         f"run = RunDirectory.open({str(tmp_path / 'first')!r}, Path('runs'))\n"
         "text = run_page(collect(run, read_run(run), 2))\n"

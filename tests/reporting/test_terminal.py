@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_checks import check
 from rich.console import Console, RenderableType
-from run_samples import begin, played, step, tell
+from run_samples import begin, played, tell
 
-from pvg.reporting.formats import metric_display
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
 from pvg.reporting.terminal import (
-    CURVES,
     BudgetBar,
-    LearningCurves,
     alerts_list,
     closing,
     merge_small,
     report,
     rounds_table,
-    rounds_with_outcome,
 )
 from pvg.telemetry.alerts import REMEDIES
 
@@ -67,30 +62,6 @@ def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path, w
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("width", [60, 78, 80, 84, 100, 120])
-@pytest.mark.parametrize("colours", [True, False])
-def test_no_curve_loses_its_name(tmp_path: Path, width: int, colours: bool) -> None:
-    run = begin(tmp_path)
-    names = [name for group in CURVES for name, _ in group]
-    tell(run, *(step("train_prover", number, **dict.fromkeys(names, 0.5)) for number in (1, 2, 3)))
-    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(LearningCurves(read_run(run)), width, colours))
-    assert [name for name in names if f"━ {metric_display(name).label}" not in text] == []
-
-
-@pytest.mark.parametrize("width", [60, 80, 81, 100])
-@pytest.mark.parametrize("colours", [True, False])
-def test_every_plot_is_whole_at_every_width(tmp_path: Path, width: int, colours: bool) -> None:
-    """Also in the report, where the plots are indented."""
-    run = begin(tmp_path)
-    names = [name for group in CURVES for name, _ in group]
-    tell(run, *(step("train_prover", number, **dict.fromkeys(names, 0.5)) for number in (1, 2, 3)))
-    text = re.sub(r"\x1b\[[0-9;]*m", "", printed(report(read_run(run), []), width, colours))
-    drawn = text.partition("Learning, by prover step")[2].partition("Metrics, step by step")[0]
-    plots = 2 if colours else 4
-    assert drawn.count("100 %") == drawn.count("0.0 %") == plots
-    assert len(re.findall("─+", drawn)) == plots
-
-
 def test_a_run_that_has_not_begun_has_a_report(tmp_path: Path) -> None:
     text = printed(report(read_run(begin(tmp_path)), []))
     assert "empty" in text
@@ -115,14 +86,6 @@ def test_the_rounds_table_fits_80_columns_unshortened() -> None:
     assert "…" not in text
     assert text.count("100 %") == 6
     assert text.splitlines()[-1].split()[0] == "1"
-
-
-@pytest.mark.parametrize("width", range(66, 121))
-def test_no_line_of_the_outcome_begins_with_a_percent_sign(width: int) -> None:
-    metrics = {"base_helpful_accuracy": 0.613, "helpful_accuracy": 0.887, "fooled_rate": 0.11}
-    lines = printed(rounds_with_outcome({0: metrics, 1: metrics | {"fooled_rate_previous": 0.004}}), width).splitlines()
-    assert not [line for line in lines if line.strip().startswith("%") or len(line) > width]
-    assert "61.3 % of the helpful role's solutions" in " ".join(" ".join(lines).split())
 
 
 def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
@@ -151,8 +114,3 @@ def test_small_parts_are_merged_and_nothing_is_lost() -> None:
     assert list(merged) == ["rollout", "c", "other", "unaccounted"]
     assert sum(merged.values()) == pytest.approx(sum(budget.values()))
     assert merge_small({"rollout": 99.0, "a": 0.1}) == {"rollout": 99.0, "a": 0.1}
-
-
-def test_colours_only_where_they_are_wanted() -> None:
-    assert "\x1b[" in printed(BudgetBar({"rollout": 1.0}), colours=True)
-    assert "\x1b[" not in printed(BudgetBar({"rollout": 1.0}))

@@ -11,7 +11,6 @@ import pytest
 from tiny_policies import generate, prompts, requests, tiny_model, with_engine
 from torch import Tensor
 
-from pvg.errors import StateError
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder
 from pvg.rollout.torch_engine import TorchEngine
@@ -73,15 +72,6 @@ def test_at_full_load_nine_of_ten_rows_are_at_work() -> None:
     assert with_engine(use, max_rows=16) >= 0.9 * 16
 
 
-def test_whole_batches_wait_for_their_longest_row() -> None:
-    async def use(engine: TorchEngine) -> float:
-        await asyncio.gather(*map(engine.generate, uneven(160)))
-        assert engine.stats.batches == 10
-        return engine.stats.mean_batch
-
-    assert with_engine(use, max_rows=16, continuous=False) < 0.7 * 16
-
-
 def test_the_same_requests_give_the_same_bits_and_whole_batches_the_same_tokens() -> None:
     wanted = uneven(120)
     first, second = generate(wanted, max_rows=16), generate(wanted, max_rows=16)
@@ -91,22 +81,6 @@ def test_the_same_requests_give_the_same_bits_and_whole_batches_the_same_tokens(
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
         np.testing.assert_array_equal(one.token_ids, slow.token_ids)
         np.testing.assert_allclose(one.logprobs, slow.logprobs, atol=1e-5)
-
-
-def test_callers_that_come_back_give_the_same_bits_too() -> None:
-    async def use(engine: TorchEngine) -> list[bytes]:
-        found: list[bytes] = []
-
-        async def caller(number: int) -> None:
-            for request in uneven(6, seed=number):
-                completion = await engine.generate(request)
-                found.append(completion.logprobs.tobytes())
-                await asyncio.sleep(0)
-
-        await asyncio.gather(*map(caller, range(24)))
-        return found
-
-    assert with_engine(use, max_rows=16) == with_engine(use, max_rows=16)
 
 
 def test_finished_rows_are_handed_over_and_others_join_while_the_long_one_runs() -> None:
@@ -160,48 +134,6 @@ def test_new_weights_let_the_running_rows_end_and_nobody_join(monkeypatch: pytes
         assert [[span.version for span in c.spans] for c in completions] == [[0]] * 4 + [[1]] * 4
         assert (await loading).version == 1
         assert engine.stats.batches == 2
-
-    with_engine(use, max_rows=4)
-
-
-def test_closing_refuses_running_and_waiting_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
-    gate = StepGate(monkeypatch, hold=3)
-
-    async def use(engine: TorchEngine) -> None:
-        tasks = [asyncio.create_task(engine.generate(r)) for r in requests(prompts(6), Sampling(80, ()))]
-        await gate.reached()
-        closing = asyncio.create_task(engine.close())
-        await asyncio.sleep(0)
-        gate.open()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
-            assert isinstance(outcome, StateError)
-        await closing
-        assert model.closed
-
-    with_engine(use, model=model, max_rows=4)
-    assert len(gate.rows) <= 4
-
-
-def test_an_error_reaches_those_who_run_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = uneven(12)
-    expected = generate(wanted, max_rows=4)
-    step, failing = LeanDecoder.step, True
-
-    def burning(decoder: LeanDecoder, token_R: Tensor, position_R: Tensor, *rest: Any) -> Tensor:
-        if failing and int(position_R.max()) > 12:
-            raise RuntimeError("the device is on fire")
-        return step(decoder, token_R, position_R, *rest)
-
-    monkeypatch.setattr(LeanDecoder, "step", burning)
-
-    async def use(engine: TorchEngine) -> None:
-        nonlocal failing
-        outcomes = await asyncio.gather(*map(engine.generate, wanted), return_exceptions=True)
-        assert {str(outcome) for outcome in outcomes if isinstance(outcome, Exception)} == {"the device is on fire"}
-        failing = False
-        for completion, same in zip(await asyncio.gather(*map(engine.generate, wanted)), expected, strict=True):
-            assert completion.logprobs.tobytes() == same.logprobs.tobytes()
 
     with_engine(use, max_rows=4)
 

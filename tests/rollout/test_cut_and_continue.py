@@ -17,12 +17,11 @@ from tiny_policies import generate, prompts, requests, teacher_forced, tiny_llam
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_experts import tiny_experts
 
-from pvg.errors import ConfigurationError, StateError
-from pvg.records import Timing, VersionSpan
+from pvg.errors import ConfigurationError
+from pvg.records import VersionSpan
 from pvg.rollout.engine import (
     Completion,
     CutShort,
-    Engine,
     GenerationRequest,
     PartialCompletion,
     Sampling,
@@ -177,22 +176,6 @@ def test_a_cut_hands_back_the_experts_too() -> None:
     with_engine(use, model=model, lean=False, routed_experts=True)
 
 
-def test_a_completion_cut_twice_under_one_version_has_one_span_of_it() -> None:
-    request = GenerationRequest("r", np.array([3], np.int32), LONG, 1)
-    assert request.spans(4, 7) == (VersionSpan(0, 7),)
-    begun = PartialCompletion(
-        np.array([4, 5, 6], np.int32), np.zeros(3, np.float32), (VersionSpan(0, 2), VersionSpan(2, 7))
-    )
-    continued = replace(request, resumed_from=begun)
-    assert continued.known_ids.tolist() == [3, 4, 5, 6]
-    assert continued.spans(9, 7) == begun.spans
-    assert continued.spans(9, 8) == (VersionSpan(0, 2), VersionSpan(2, 7), VersionSpan(3, 8))
-    assert continued.spans(3, 8) == begun.spans  # nothing more was sampled
-    assert begun.version == 2
-    timed = replace(request, resumed_from=replace(begun, timing=Timing(1.0, 2.0)))
-    assert timed.timing(0.5, 0.25) == Timing(1.5, 2.25)
-
-
 def beginning(
     ids: list[int], spans: Sequence[tuple[int, int]] = ((0, 0),), logprobs: int | None = None
 ) -> PartialCompletion:
@@ -218,17 +201,3 @@ def test_what_is_no_unfinished_completion_is_refused(begun: PartialCompletion) -
     request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, resumed_from=begun)
     with pytest.raises(ConfigurationError, match="resumed_from is not an unfinished completion"):
         check_request(request)
-
-
-def test_tokens_outside_the_vocabulary_are_refused_in_a_beginning_too() -> None:
-    (request,) = requests(prompts(1), LONG)
-    with pytest.raises(ConfigurationError, match="outside the model's vocabulary"):
-        generate([replace(request, resumed_from=beginning([999]))])
-
-
-def test_an_engine_that_cannot_hand_back_says_so() -> None:
-    class Other(Engine):
-        pass
-
-    with pytest.raises(StateError, match="cannot return unfinished completions"):
-        Other().cut(["r"])

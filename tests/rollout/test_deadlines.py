@@ -15,9 +15,9 @@ from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import Deadline
+from pvg.rollout.episodes import Deadline
 
 TOKENIZER = tiny_model().tokenizer
 TOKENS_PER_S = 10
@@ -98,7 +98,7 @@ async def sampling(
 ) -> list[Group]:
     dispatcher = Dispatcher(engine, AnyTask(), TOKENIZER, Sampling(6, (1,)), concurrency)  # type: ignore[arg-type]
     return await dispatcher.sample(
-        orders(sizes), round_=0, source="base", step=0, seed=1, prefix="p", deadline=deadline
+        orders(sizes), SampleCall(round=0, source="base", step=0, seed=1, prefix="p", deadline=deadline)
     )
 
 
@@ -136,20 +136,6 @@ def test_a_batch_is_one_set_and_its_groups_may_be_left_with_nothing() -> None:
     ]  # fmt: skip
 
 
-def test_a_groups_clock_starts_with_its_own_first_request() -> None:
-    # One request at a time: group 0 is done after 4 s, group 1 begins then and has until 9.5.
-    engine = TimedEngine(takes([2, 2], [3, 2, 3]))
-    assert play(engine, [2, 3], Deadline(5.5, least=1), concurrency=1) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
-
-
-def test_what_was_never_asked_for_is_not_asked_for_after_the_deadline() -> None:
-    engine = TimedEngine(takes([2, 2, 2, 2], [1, 1]))
-    first, second = groups(engine, [4, 2], Deadline(3, least=1), concurrency=1)
-    assert (len(first.rollouts), first.cancelled) == (1, 3)
-    assert engine.asked == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert (len(second.rollouts), second.cancelled) == (2, 0)
-
-
 def test_a_deadline_that_nobody_misses_changes_nothing() -> None:
     rows = takes([3, 1, 2], [2, 5, 1])
     plain, watched = TimedEngine(rows), TimedEngine(rows)
@@ -169,32 +155,6 @@ def test_a_rollout_that_fails_in_a_group_that_waits_surfaces() -> None:
 
     run_in_virtual_time(work())
     assert sorted(engine.cancelled) == [(0, 2), (1, 1), (1, 2)]
-
-
-def test_an_engine_that_fails_while_it_cancels_is_heard() -> None:
-    class Clumsy(TimedEngine):
-        async def generate(self, request: GenerationRequest) -> Completion:
-            try:
-                return await super().generate(request)
-            except asyncio.CancelledError:
-                raise StateError("could not stop it") from None
-
-    async def work() -> None:
-        with pytest.raises(StateError, match="could not stop it"):
-            await sampling(Clumsy(takes([1, 9], [1, 90])), [2, 2], Deadline(2.5, least=1))
-        assert len(asyncio.all_tasks()) == 1
-
-    run_in_virtual_time(work())
-
-
-def test_a_cancellation_that_is_not_the_deadlines_surfaces() -> None:
-    engine = TimedEngine(takes([1, 2]), {(0, 1): asyncio.CancelledError()})
-
-    async def work() -> None:
-        with pytest.raises(asyncio.CancelledError):
-            await sampling(engine, [2], Deadline(100, least=1))
-
-    run_in_virtual_time(work())
 
 
 def test_a_caller_that_leaves_cancels_everything_and_no_timer_fires_later() -> None:

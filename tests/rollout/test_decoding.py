@@ -47,15 +47,6 @@ def test_logprobs_are_those_of_a_plain_forward_pass(temperature: float, top_k: i
     check_logprobs(tiny_llama(), requests(prompts(24), sampling), atol)
 
 
-def test_rows_with_different_settings_share_a_batch() -> None:
-    settings = [Sampling(9, (1,), t, p, k) for t in (0.5, 1.0) for p in (0.7, 1.0) for k in (0, 4)]
-    wanted = [GenerationRequest(f"{i}", p, s, i) for i, (p, s) in enumerate(zip(prompts(8), settings, strict=True))]
-    check_logprobs(tiny_llama(), wanted)
-    alone = [generate([request])[0] for request in wanted]
-    for one, completion in zip(alone, generate(wanted), strict=True):
-        np.testing.assert_array_equal(one.token_ids, completion.token_ids)
-
-
 def mistral() -> PreTrainedModel:
     return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
 
@@ -89,27 +80,6 @@ def test_prompts_of_one_token_and_prefill_in_several_forwards(monkeypatch: pytes
     check_logprobs(tiny_llama(), requests(prompts(16, 1, 9), Sampling(5, NO_STOP)))
 
 
-def test_a_shared_prompt_is_prefilled_once() -> None:
-    module = tiny_llama()
-    shapes: list[torch.Size] = []
-    module.model.register_forward_pre_hook(
-        lambda _m, _a, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    shared = [prompt for prompt in prompts(3, 6, 6) for _ in range(8)]
-    completions = generate(requests(shared, Sampling(4, NO_STOP)), model=tiny_model(module=module), lean=False)
-    assert shapes[0] == (3, 5)
-    assert shapes[1:] == [(24, 1)] * 4
-    assert len({tuple(completion.token_ids) for completion in completions}) > 3
-
-
-def test_the_same_requests_give_the_same_bits() -> None:
-    wanted = requests(prompts(50), Sampling(20, (1, 2)))
-    first, second = generate(wanted, max_rows=16), generate(wanted, max_rows=16)
-    for one, other in zip(first, second, strict=True):
-        assert one.token_ids.tobytes() == other.token_ids.tobytes()
-        assert one.logprobs.tobytes() == other.logprobs.tobytes()
-
-
 def test_a_row_samples_the_same_tokens_in_any_company() -> None:
     wanted = requests(prompts(30), Sampling(20, (1,)))
     together = generate(wanted)
@@ -120,12 +90,6 @@ def test_a_row_samples_the_same_tokens_in_any_company() -> None:
     backwards = generate(wanted[::-1], max_rows=7)[::-1]
     for one, other in zip(together, backwards, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
-
-
-def test_another_seed_gives_other_tokens() -> None:
-    prompt = prompts(1)
-    tokens = {tuple(generate(requests(prompt, Sampling(12, NO_STOP), seed))[0].token_ids) for seed in range(5)}
-    assert len(tokens) == 5
 
 
 def test_frequencies_of_the_first_token_follow_the_model() -> None:
@@ -159,24 +123,6 @@ def test_a_completion_ends_with_its_first_stop_token_or_at_its_own_limit() -> No
         assert completion.logprobs.dtype == np.float32
         reasons.add(completion.finish_reason)
     assert reasons == {"stop", "length"}
-
-
-def test_finished_rows_leave_the_batch_and_the_others_are_what_they_would_be_alone() -> None:
-    module = tiny_llama()
-    rows: list[int] = []
-    module.register_forward_pre_hook(lambda _m, _a, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
-    wanted = [
-        GenerationRequest(f"{i}", prompt, Sampling(1 + (7 * i) % 32, NO_STOP), i)
-        for i, prompt in enumerate(prompts(32, 1, 12))
-    ]
-    completions = generate(wanted, model=tiny_model(module=module), lean=False)
-    assert rows[0] == 32
-    assert rows == sorted(rows, reverse=True)
-    assert rows[-1] == 1
-    assert sum(rows) <= 1.2 * sum(request.sampling.max_tokens for request in wanted)
-    for request, completion in zip(wanted, completions, strict=True):
-        reference = teacher_forced(module, request.prompt_ids, completion.token_ids, request.sampling)
-        np.testing.assert_allclose(completion.logprobs, reference, atol=1e-4)
 
 
 def test_logits_that_are_not_finite_are_an_error_and_not_a_sample() -> None:

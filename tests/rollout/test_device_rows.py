@@ -100,11 +100,6 @@ def test_cut_distributions(change: dict[str, float], on_device: Callable[..., li
     assert_same(on_device(wanted, max_rows=10), generate(wanted, max_rows=10))
 
 
-def test_whole_batches(on_device: Callable[..., list[Completion]]) -> None:
-    wanted = grouped(groups=5)
-    assert_same(on_device(wanted, max_rows=16, continuous=False), generate(wanted, max_rows=16, continuous=False))
-
-
 def test_a_cut_row_continues_with_the_tokens_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_engine, "LeanRows", DeviceRows)
     (prompt,) = prompts(1, 5, 5)
@@ -237,13 +232,6 @@ def test_a_step_is_recorded_at_its_second_call(refuses: bool, monkeypatch: pytes
     graphs.run("a", step)
     assert (ran, recorded, recorder.replays) == (2, 1, 3)
     assert graphs.refusal == ""
-
-
-def test_without_a_gpu_nothing_is_recorded() -> None:
-    graphs, ran = StepGraphs(torch.device("cpu")), []
-    for _ in range(3):
-        graphs.run("a", lambda: ran.append(1))
-    assert (len(ran), graphs.recorded) == (3, 0)
 
 
 def test_a_refused_graph_is_an_event_and_decoding_continues(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,9 @@ from tiny_policies import tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import GROUPS_AT_A_TIME, Dispatcher, GroupOrder, all_or_none, request_seed
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import STARTED_AT_A_TIME
+from pvg.rollout.episodes import STARTED_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = 1
@@ -78,8 +78,8 @@ def orders(count: int = 5, size: int = 4) -> list[GroupOrder]:
 
 
 async def sample(dispatcher: Dispatcher, wanted: list[GroupOrder], **changes: Any) -> list[Group]:
-    options = {"round_": 2, "source": "round-001", "step": 9, "seed": 77, "prefix": "r2/mint", **changes}
-    return await dispatcher.sample(wanted, **options)
+    call = SampleCall(round=2, source="round-001", step=9, seed=77, prefix="r2/mint")
+    return await dispatcher.sample(wanted, replace(call, **changes))
 
 
 def dispatcher_of(engine: Any, concurrency: int = 7) -> Dispatcher:
@@ -113,38 +113,22 @@ def test_requests_are_submitted_in_order_under_the_bound_with_seeds_of_their_own
     assert len({request_seed(s, g, i) for s in range(8) for g in range(8) for i in range(8)}) == 512
 
 
-def test_progress_is_told_after_each_rollout() -> None:
-    told: list[int] = []
-    asyncio.run(sample(dispatcher_of(ScriptedEngine()), orders(), on_done=told.append))
-    assert told == list(range(1, 21))
-
-
 def test_a_group_is_told_when_it_is_complete_and_the_others_are_not() -> None:
     told: list[tuple[int, list[str]]] = []
-    done: list[int] = []
+    engine = ScriptedEngine()
     groups = asyncio.run(
         sample(
-            dispatcher_of(ScriptedEngine()),
+            dispatcher_of(engine),
             orders(),
-            on_done=done.append,
-            on_group=lambda rollouts: told.append((len(done), [rollout.id for rollout in rollouts])),
+            on_group=lambda rollouts: told.append(
+                (len(engine.seen) - engine.now, [rollout.id for rollout in rollouts])
+            ),
         )
     )
     by_id = {ids[0]: ids for _, ids in told}
     assert len(told) == len(by_id) == 5
     assert [by_id[group.rollouts[0].id] for group in groups] == [[r.id for r in group.rollouts] for group in groups]
     assert min(count for count, _ in told) < 20  # long before the last rollout
-
-
-def test_orders_of_different_sizes_and_none_at_all() -> None:
-    sizes = [1, 3, 2]
-    wanted = [GroupOrder(o.problem, o.role, o.prompt_ids, o.group, n) for o, n in zip(orders(3), sizes, strict=True)]
-    groups = asyncio.run(sample(dispatcher_of(ScriptedEngine()), wanted))
-    assert [len(group.rollouts) for group in groups] == sizes
-    assert [{rollout.group for rollout in group.rollouts} for group in groups] == [{30}, {20}, {10}]
-    assert asyncio.run(sample(dispatcher_of(ScriptedEngine()), [])) == []
-    with pytest.raises(ValueError, match="same group"):
-        asyncio.run(sample(dispatcher_of(ScriptedEngine()), [wanted[0], wanted[0]]))
 
 
 def test_a_failed_request_cancels_the_others_before_it_surfaces() -> None:
@@ -226,58 +210,3 @@ def test_many_rollouts_begin_over_several_turns_of_the_loop_and_in_order() -> No
     assert [request.id for request in engine.seen] == [
         f"r2/mint/{10 * (300 - g):05d}/0{i}" for g in range(300) for i in range(4)
     ]
-
-
-def test_a_caller_that_is_cancelled_while_rollouts_begin_leaves_nothing_running() -> None:
-    engine = ScriptedEngine(fail_at=9999)  # waits for ever
-
-    async def play() -> None:
-        sampling = asyncio.create_task(sample(dispatcher_of(engine, concurrency=1000), orders(count=300, size=4)))
-        await asyncio.sleep(0)
-        sampling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sampling
-        assert engine.now == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(play())
-
-
-def test_the_loop_turns_while_the_records_of_many_groups_are_made() -> None:
-    async def play() -> int:
-        after_the_last = 0
-
-        def done(finished: int) -> None:
-            nonlocal last
-            last = finished == 1000
-
-        last = False
-        call = sample(dispatcher_of(ScriptedEngine(), 1000), orders(1000, 1), on_done=done)
-        sampling = asyncio.create_task(call)
-        while not sampling.done():
-            await asyncio.sleep(0)
-            after_the_last += last
-        assert len(await sampling) == 1000
-        return after_the_last
-
-    assert asyncio.run(play()) > 1000 // GROUPS_AT_A_TIME
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_of_two_failures_the_first_in_time_is_raised_and_the_other_is_not_logged(
-    late: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def fail(turns: int, text: str) -> None:
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        raise StateError(text)
-
-    async def play() -> None:
-        work = [fail(9, "second"), fail(3, "first"), *([fail(3, "third")] if late else [])]
-        with pytest.raises(StateError, match="first"):
-            await all_or_none([[asyncio.create_task(one)] for one in work])
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(play())
-    gc.collect()
-    assert not caplog.records

@@ -15,10 +15,9 @@ from test_dispatcher import EOS, TOKENIZER, ParityTask
 from tiny_policies import with_engine
 
 from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, request_seed
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import Observation, Transcript
-from pvg.rollout.gathering import Deadline
+from pvg.rollout.episodes import Deadline, Observation, Transcript
 from pvg.rollout.torch_engine import TorchEngine
 
 
@@ -72,8 +71,8 @@ def orders(groups: int = 2, size: int = 2) -> list[GroupOrder]:
 
 def play(engine: Any, environment: Script, wanted: Sequence[GroupOrder] | None = None, **options: Any) -> list[Group]:
     dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
-    call = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e", "environment": environment}
-    return asyncio.run(dispatcher.sample(orders() if wanted is None else wanted, **call, **options))
+    call = SampleCall(0, "base", 3, 7, "e", environment=environment, **options)
+    return asyncio.run(dispatcher.sample(orders() if wanted is None else wanted, call))
 
 
 def rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -147,8 +146,7 @@ def test_a_solution_at_its_length_limit_makes_the_rollout_one_and_an_answer_does
     wanted = [GroupOrder(Problem("p", "1?", "1"), Role.HELPFUL, TOKENIZER.encode("H1?"), 0, 8)]
     dispatcher_sampling = Sampling(2, (EOS,))
     dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, dispatcher_sampling, 100)
-    call = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
-    (group,) = asyncio.run(dispatcher.sample(wanted, **call, environment=Script(["1?"])))
+    (group,) = asyncio.run(dispatcher.sample(wanted, SampleCall(0, "base", 3, 7, "e", environment=Script(["1?"]))))
     for rollout in group.rollouts:
         cut = rollout.completion_ids[rollout.turns[1].start - 1] != EOS
         assert rollout.finish_reason == ("length" if cut else "stop")
@@ -185,9 +183,8 @@ def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
 
     async def work() -> None:
         dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
-        call: dict[str, Any] = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
         with pytest.raises(RuntimeError, match="no answer"):
-            await dispatcher.sample(orders(), **call, environment=Failing(["1?"]))
+            await dispatcher.sample(orders(), SampleCall(0, "base", 3, 7, "e", environment=Failing(["1?"])))
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(work())
@@ -197,8 +194,7 @@ def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
 def test_the_torch_engine_plays_them_and_its_log_probs_are_those_of_the_whole_transcript(continuous: bool):
     async def use(engine: TorchEngine) -> list[Group]:
         dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
-        call: dict[str, Any] = {"round_": 0, "source": "base", "step": 3, "seed": 7, "prefix": "e"}
-        return await dispatcher.sample(orders(), **call, environment=Script(["3?", "A"]))
+        return await dispatcher.sample(orders(), SampleCall(0, "base", 3, 7, "e", environment=Script(["3?", "A"])))
 
     import torch
     from tiny_policies import tiny_model

@@ -17,8 +17,8 @@ from pvg.models import open_model, pick_device
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
+from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, Opponent, PlayedGame, game_start, play_games
-from pvg.rollout.gathering import SampleCall
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.tasks.modchain import Modchain
 

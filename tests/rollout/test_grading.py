@@ -13,9 +13,9 @@ import pytest
 from tiny_policies import tiny_model, with_engine
 
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
+from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.gathering import TRIP_TOKENS, Deadline, Grader
+from pvg.rollout.episodes import TRIP_TOKENS, Deadline, Grader
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.spans import Tracer, span
 
@@ -113,24 +113,6 @@ def test_what_a_task_raises_is_told_and_the_next_is_graded(thread: ThreadPoolExe
     asyncio.run(play())
 
 
-def test_a_caller_that_leaves_is_not_graded_for_and_keeps_nobody_waiting(thread: ThreadPoolExecutor) -> None:
-    free, task = threading.Event(), LengthTask()
-    task.before = lambda text: free.wait(LIMIT_S) if text == "1" else None
-
-    async def play() -> list[str]:
-        grader = Grader(task, TOKENIZER, thread)
-        calls = [asyncio.create_task(grader.grade(PROBLEM, completion(text))) for text in ("1", "22", "333")]
-        await asyncio.sleep(0)
-        calls[1].cancel()
-        await asyncio.wait(calls[1:2])
-        calls[0].cancel()  # on its way already
-        free.set()
-        return [text for text, _ in [await calls[2]]]
-
-    assert asyncio.run(play()) == ["333"]
-    assert len(task.threads) == 2
-
-
 # --- with the dispatcher -----------------------------------------------------------------------------------------
 
 
@@ -144,7 +126,7 @@ def orders(count: int, size: int) -> list[GroupOrder]:
 async def sampled(engine: Any, executor: Any, task: Any, **options: Any) -> list[Group]:
     dispatcher = Dispatcher(engine, task, TOKENIZER, Sampling(8, (EOS,)), 16, executor)
     wanted = orders(6, 8)
-    return await dispatcher.sample(wanted, round_=0, source="base", step=0, seed=5, prefix="r", **options)
+    return await dispatcher.sample(wanted, SampleCall(0, "base", 0, 5, "r", **options))
 
 
 def test_where_it_is_graded_changes_no_bit_of_what_is_sampled(thread: ThreadPoolExecutor) -> None:
@@ -178,22 +160,6 @@ class Ready:
         return completion("7=")
 
 
-def test_a_place_is_free_as_soon_as_the_engine_has_answered(thread: ThreadPoolExecutor) -> None:
-    engine, asked, free = Ready(), [], threading.Event()
-    task = LengthTask(lambda _: free.wait(LIMIT_S))
-
-    async def play() -> None:
-        sampling = asyncio.create_task(sampled(engine, thread, task))
-        for _ in range(200):
-            await asyncio.sleep(0)
-        asked.append(engine.asked)
-        free.set()
-        await sampling
-
-    asyncio.run(play())
-    assert asked == [48]  # three times the places, and not one is graded yet
-
-
 def test_a_deadline_does_not_cut_what_is_sampled_and_waits_for_its_grade(thread: ThreadPoolExecutor) -> None:
     free = threading.Event()
     task = LengthTask(lambda _: free.wait(LIMIT_S))
@@ -206,20 +172,6 @@ def test_a_deadline_does_not_cut_what_is_sampled_and_waits_for_its_grade(thread:
         return await sampling
 
     assert [(len(group.rollouts), group.cancelled) for group in asyncio.run(play())] == [(8, 0)] * 6
-
-
-def test_the_budget_of_a_step_closes_over_the_thread(thread: ThreadPoolExecutor) -> None:
-    async def play() -> None:
-        tracer = Tracer()
-        with tracer.drive():
-            with span("rollout"):
-                await sampled(Ready(), thread, LengthTask())
-            record = tracer.close_step()
-        assert {"rollout", "grade"} <= record.exposed.keys()
-        assert sum(record.exposed.values()) == pytest.approx(record.wall_s)
-        assert record.busy["grade"] > 0
-
-    asyncio.run(play())
 
 
 class TogetherTask(LengthTask):

@@ -261,21 +261,6 @@ def test_weights_are_held_once_and_loads_reach_the_decoder() -> None:
     decoder._compare(model.module)  # raises if a stale copy of any weight were used
 
 
-@pytest.mark.parametrize(("decoding", "batching"), [("lean", "continuous"), ("lean", "whole"), ("module", "whole")])
-def test_the_configuration_reaches_the_engine(decoding: str, batching: str) -> None:
-    async def run(executor: ThreadPoolExecutor) -> tuple[str, bool]:
-        section = Rollouts(engine={"decoding": decoding, "batching": batching, "max_rows": 4}, concurrency=8)
-        engine = open_engine(setting(section, tiny_model(), executor))
-        assert isinstance(engine, TorchEngine)
-        await asyncio.gather(*map(engine.generate, requests(prompts(6), Sampling(4, ()))))
-        found = engine.decoding, engine._rows is not None and engine._rows.joins
-        await engine.close()
-        return found
-
-    with ThreadPoolExecutor(1) as executor:
-        assert asyncio.run(run(executor)) == (decoding, batching == "continuous")
-
-
 @pytest.mark.parametrize(
     ("more", "joins"),
     [

@@ -16,10 +16,10 @@ from virtual_time import run_in_virtual_time
 
 from benchmarks.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
-from pvg.records import Grade, Group, Problem, Role, VersionSpan
+from pvg.records import Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, PartialSampling, SampleCall
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.rollout.gathering import STARTED_AT_A_TIME, Deadline
+from pvg.rollout.episodes import Deadline
 from pvg.servers.publishing import WeightUpdate
 
 
@@ -121,58 +121,6 @@ def test_where_no_mean_is_taken_each_rollout_comes_by_itself() -> None:
     assert second[0].rollouts[0].spans == (VersionSpan(0, 0), VersionSpan(3, 1))
 
 
-def test_a_rollout_that_is_graded_has_left_its_place_to_the_next() -> None:
-    # One place, and grading takes 10 s: the second rollout is sampled meanwhile, and so is graded 1 s later.
-    game = Game([1, 1], groups=1, size=2, seconds=100, concurrency=1)
-    grade = game.dispatcher.grader.grade
-
-    async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
-        await asyncio.sleep(10)
-        return await grade(problem, completion)
-
-    async def work() -> None:
-        game.dispatcher.grader.grade = slowly  # type: ignore[method-assign]
-        (group,) = await game.next()
-        assert (asyncio.get_running_loop().time(), len(group.rollouts)) == (12.0, 2)
-
-    run_in_virtual_time(work())
-
-
-def test_what_is_being_graded_when_the_time_is_up_is_whole() -> None:
-    # Sampled after 1 s and 2 s; grading takes 10 s. At 2.5 s nothing is complete: the cut waits for the first group.
-    game = Game([1, 2, 1, 99], groups=2, size=2, seconds=2.5, least=2)
-    grade = game.dispatcher.grader.grade
-
-    async def slowly(problem: Problem, completion: Completion) -> tuple[str, Grade]:
-        await asyncio.sleep(10)
-        return await grade(problem, completion)
-
-    async def work() -> None:
-        game.dispatcher.grader.grade = slowly  # type: ignore[method-assign]
-        (group,) = await game.next()
-        assert (asyncio.get_running_loop().time(), names([group])) == (12.0, [["b0/00000/00", "b0/00000/01"]])
-        assert game.partial.carried == 2
-        assert sum(unit.partial_tokens for unit in game.partial._carried) == 12
-
-    run_in_virtual_time(work())
-
-
-def test_many_rollouts_begin_over_several_turns_of_the_loop() -> None:
-    game = Game([1], groups=300, size=2, seconds=100)
-
-    async def work() -> None:
-        sampling = asyncio.create_task(game.partial.sample(game.plan, 0))
-        seen = []
-        for _ in range(600 // STARTED_AT_A_TIME + 6):
-            await asyncio.sleep(0)
-            seen.append(len(game.engine._running))
-        assert 0 < next(count for count in seen if count) <= STARTED_AT_A_TIME + 2
-        assert seen[-1] == 600
-        assert len(await sampling) == 300
-
-    run_in_virtual_time(work())
-
-
 def test_a_group_that_grows_too_old_is_used_with_what_is_finished_or_given_up() -> None:
     # Of three groups, one is complete, one has two finished, one has one. Two batches of 3 s each, then it is over.
     lengths = [1, 1, 1, 1, 2, 99, 3, 99, 99, *[1] * 99]
@@ -182,27 +130,6 @@ def test_a_group_that_grows_too_old_is_used_with_what_is_finished_or_given_up() 
     assert names(second) == [["b0/00001/00", "b0/00001/01"], [], ["b1/00003/00", "b1/00003/01", "b1/00003/02"]]
     assert [(group.cancelled, group.lost_tokens) for group in second] == [(1, 6), (3, 3 + 6 + 6), (0, 0)]
     assert game.partial.carried == 0
-
-
-def test_what_has_grown_too_old_between_two_batches_is_not_asked_for() -> None:
-    game = Game([1, 1, 1, 9, 1, 1, 1, 1], groups=2, size=2, seconds=3.5, versions=2)
-
-    async def work() -> None:
-        await game.next()
-        await game.engine.load_weights(WeightUpdate(3, {}))
-        second = await game.next()
-        assert names(second) == [[], ["b1/00002/00", "b1/00002/01"], ["b1/00003/00", "b1/00003/01"]]
-        assert (second[0].cancelled, second[0].lost_tokens) == (2, 1 + 3)
-
-    run_in_virtual_time(work())
-
-
-def test_what_was_never_asked_for_is_carried_without_an_age() -> None:
-    # One request at a time, and 2.5 s: two rollouts of 1 s are made in each batch, the third is cut before its token.
-    game = Game([1], groups=4, size=2, seconds=2.5, concurrency=1, versions=1)
-    found = batches(game, 4)
-    assert [len(group.rollouts) for groups in found for group in groups] == [2] * 4
-    assert all(group.cancelled == 0 for groups in found for group in groups)
 
 
 def test_the_next_orders_follow_the_last_ones_through_the_batches() -> None:

@@ -15,7 +15,6 @@ from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
 from pvg.records import Group, Role
-from pvg.rollout.dispatcher import all_or_none
 from pvg.rollout.pipeline import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
 from pvg.telemetry.spans import Tracer, span
 
@@ -115,24 +114,6 @@ def test_in_flight_and_waiting_fill_their_room_and_never_more() -> None:
     run(work())
 
 
-def test_no_group_is_begun_after_the_last_batch_was_taken() -> None:
-    async def work() -> None:
-        sampler = Sampler([1.0])
-        pipeline = opened(sampler, count=2, ahead=2, budget=9, batches=4)
-        taken = []
-        for step in range(4):
-            await asyncio.sleep(5)
-            taken += numbers(await pipeline.take())
-            pipeline.published(step + 1)
-        await asyncio.sleep(5)
-        assert len(set(taken)) == 8
-        assert sampler.begun == [*range(6 + 6)]  # the first three batches made room when taken, and the last did not
-        await pipeline.close()
-        assert sampler.cancelled == []
-
-    run(work())
-
-
 def test_a_straggler_holds_up_no_other_group() -> None:
     async def work() -> None:
         sampler = Sampler([50.0, 1.0])
@@ -160,19 +141,6 @@ def halves(number: int) -> dict[Role, int]:
 
 def roles_of(taken: list[BufferedGroup]) -> Counter[Role]:
     return Counter(arrival.group.role for arrival in taken)
-
-
-def test_a_role_that_writes_shorter_solutions_has_no_larger_share_of_any_batch() -> None:
-    async def work() -> None:
-        sampler = Sampler([], by_role={Role.HELPFUL: [0.2], Role.SNEAKY: [3.0, 1.0, 5.0, 2.0]})
-        pipeline = opened(sampler, count=halves, ahead=1, budget=2)
-        for step in range(20):
-            assert roles_of(await pipeline.take()) == halves(step)
-            await asyncio.sleep(0.5)
-            pipeline.published(step + 1)
-        await pipeline.close()
-
-    run(work())
 
 
 def test_what_grows_too_old_is_sampled_again_for_its_own_role() -> None:
@@ -236,19 +204,6 @@ def test_what_can_only_come_too_late_is_cancelled_and_its_place_is_free() -> Non
     run(work())
 
 
-def test_waiting_for_the_gate_makes_nothing_stale() -> None:
-    async def work() -> None:
-        sampler = Sampler([3.0, 1.0])
-        pipeline = opened(sampler, ahead=1, budget=0, concurrency=1)
-        await asyncio.sleep(0.5)
-        pipeline.published(5)  # group 0 is in flight, and group 1 has asked for nothing yet
-        (taken,) = await pipeline.take()
-        assert (sampler.cancelled, numbers([taken]), taken.group.rollouts[0].version) == ([0], [1], 5)
-        await pipeline.close()
-
-    run(work())
-
-
 def test_an_error_surfaces_in_the_next_batch_and_stops_the_others() -> None:
     async def work() -> None:
         sampler = Sampler([2.0, 1.0, 9.0], {0: StateError("the engine is gone")})
@@ -260,75 +215,6 @@ def test_an_error_surfaces_in_the_next_batch_and_stops_the_others() -> None:
         await asyncio.sleep(5)
         assert sampler.begun == [0, 1, 2]
         await pipeline.close()
-
-    run(work())
-
-
-def test_an_error_surfaces_where_a_batch_is_waited_for() -> None:
-    async def work() -> None:
-        pipeline = opened(Sampler([2.0, 9.0], {0: StateError("the engine is gone")}), count=3, ahead=0)
-        with pytest.raises(StateError, match="the engine is gone"):
-            await pipeline.take()
-        await pipeline.close()
-
-    run(work())
-
-
-@pytest.mark.parametrize("how", ["closed", "closed twice", "failed"])
-def test_what_was_given_up_is_left_to_clean_up(how: str) -> None:
-    """Each request of a group takes 5 s to leave the engine; a second cancellation leaves it there."""
-    in_engine: set[int] = set()
-
-    async def request(index: int, gate: AdmissionGate) -> None:
-        async with gate:
-            in_engine.add(index)
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                await asyncio.sleep(5)
-                in_engine.discard(index)
-
-    begun: list[Role] = []
-
-    async def sample(role: Role, gate: AdmissionGate) -> Group:
-        begun.append(role)
-        if len(begun) > 1:
-            await asyncio.sleep(3)  # the second group has asked for nothing yet, and fails while the first cleans up
-            raise StateError("the engine is gone")
-        await all_or_none([[asyncio.create_task(request(index, gate)) for index in range(3)]])
-        raise AssertionError("never")
-
-    async def work() -> None:
-        ahead = 1 if how == "failed" else 0
-        pipeline = Pipeline(sample, lambda number: {Role.HELPFUL: 1}, ahead=ahead, budget=0, concurrency=9, version=0)
-        pipeline.start()
-        await asyncio.sleep(1)
-        pipeline.published(1)
-        if how == "failed":
-            with pytest.raises(StateError, match="the engine is gone"):
-                await pipeline.take()
-        await asyncio.sleep(1)  # it has begun to clean up
-        assert in_engine == {0, 1, 2}
-        if how == "closed twice":
-            await asyncio.gather(pipeline.close(), pipeline.close())
-        else:
-            await pipeline.close()
-        assert in_engine == set()
-
-    run(work())
-
-
-def test_who_waits_for_a_batch_can_be_cancelled() -> None:
-    async def work() -> None:
-        sampler = Sampler([9.0])
-        pipeline = opened(sampler)
-        taking = asyncio.create_task(pipeline.take())
-        await asyncio.sleep(1)
-        taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        await pipeline.close()
-        assert sampler.cancelled == [0, 1, 2, 3]
 
     run(work())
 

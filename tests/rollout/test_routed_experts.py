@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_policies import tiny_model
 from vllm_drills import Drill, as_vllm_writes, request, routed_experts, run
 
-from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError
-from pvg.records import Role, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
-from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.vllm_requests import read_generated, read_routed_experts
 from pvg.servers.pool import MalformedReply
-from pvg.tasks import open_task
-from pvg.training.batch import routed_experts_of
 
 SHAPES = [(5, 4, 2), (1, 1, 1), (70, 3, 8)]
 
@@ -89,14 +80,6 @@ def test_a_server_tells_them_with_each_completion(streamed: bool, tmp_path: Path
     run(use, tmp_path, routed_experts=True, wants_experts=True)
 
 
-def test_nobody_carries_what_was_not_asked_for(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        assert (await d.ask(request(0))).routed_experts is None
-
-    run(use, tmp_path, routed_experts=True)
-
-
 def test_a_server_that_does_not_tell_them_is_named_with_a_remedy(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -105,32 +88,3 @@ def test_a_server_that_does_not_tell_them_is_named_with_a_remedy(tmp_path: Path)
         assert "pvg serve" in str(caught.value.remedy)
 
     run(use, tmp_path, wants_experts=True)
-
-
-class Telling:
-    """An engine whose completions carry experts, all in one array."""
-
-    version, max_in_flight = 0, 100
-
-    def __init__(self) -> None:
-        self.told: dict[str, np.ndarray] = {}
-
-    async def generate(self, asked: GenerationRequest) -> Completion:
-        ids = np.array([5, 6, 7], np.int32)
-        experts = np.zeros((len(asked.prompt_ids) + 2, 2, 2), np.uint8)
-        self.told[asked.id] = experts
-        spans, zeros = (VersionSpan(0, 0),), np.zeros(3, np.float32)
-        return Completion(asked.id, ids, zeros, spans, "length", Timing(), experts)
-
-
-def test_from_the_engine_to_the_batch_nobody_copies_them() -> None:
-    engine, tokenizer = Telling(), tiny_model().tokenizer
-    task = open_task(ModchainTask(problems=64, test_problems=8))
-    dispatcher = Dispatcher(engine, task, tokenizer, Sampling(3, ()), 8)  # type: ignore[arg-type]
-    order = GroupOrder(next(iter(task.problems("train"))), Role.HELPFUL, np.arange(2, 6, dtype=np.int32), 0, 3)
-    groups = asyncio.run(dispatcher.sample([order], round_=0, source="base", step=0, seed=1, prefix="r"))
-    rollouts = [replace(rollout, score=0.5) for rollout in groups[0].rollouts]
-    for found, rollout in zip(routed_experts_of(rollouts) or [], rollouts, strict=True):
-        assert found is engine.told[rollout.id]
-    with pytest.raises(ValueError, match="2 of 3 rollouts have routed experts"):
-        routed_experts_of([*rollouts[:2], replace(rollouts[2], routed_experts=None)])

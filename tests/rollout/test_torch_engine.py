@@ -6,7 +6,6 @@ Tests that hold a batch at one of its steps go through the module; test_continuo
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -69,19 +68,6 @@ def test_concurrent_calls_are_decoded_together_and_no_more_than_max_rows() -> No
     with_engine(use, max_rows=16)
 
 
-def test_callers_that_come_back_at_once_find_each_other_in_the_next_batch() -> None:
-    async def use(engine: TorchEngine) -> None:
-        async def caller(number: int) -> None:
-            for request in requests(prompts(5, seed=number), Sampling(3, ()), 10 * number):
-                await engine.generate(request)
-                await turns(number % 4)
-
-        await asyncio.gather(*map(caller, range(8)))
-        assert (engine.stats.batches, engine.stats.rows) == (5, 40)
-
-    with_engine(use)
-
-
 def test_the_event_loop_runs_while_a_batch_is_decoded() -> None:
     model = tiny_model()
     gate = Gate(model.module)
@@ -121,17 +107,6 @@ def test_a_cancelled_caller_leaves_its_batch_and_the_others_do_not_notice() -> N
     with_engine(use, lean=False, model=model)
     assert gate.rows[:3] == [6, 6, 6]
     assert set(gate.rows[4:]) == {5}
-
-
-def test_a_caller_cancelled_in_the_queue_is_never_decoded() -> None:
-    async def use(engine: TorchEngine) -> None:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in requests(prompts(5), Sampling(4, ()))]
-        await asyncio.sleep(0)
-        tasks[0].cancel()
-        await asyncio.wait(tasks)
-        assert engine.stats.rows == 4
-
-    with_engine(use)
 
 
 def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> None:
@@ -246,18 +221,6 @@ def test_weights_that_do_not_fit_or_go_back_are_refused_and_the_old_ones_stay() 
     with_engine(use)
 
 
-def test_loading_goes_on_when_its_caller_is_cancelled() -> None:
-    async def use(engine: TorchEngine) -> None:
-        loading = asyncio.create_task(engine.load_weights(WeightUpdate(1, tiny_model(seed=5).weights())))
-        await asyncio.sleep(0)
-        loading.cancel()
-        await asyncio.wait([loading])
-        completion = await engine.generate(requests(prompts(1), Sampling(2, ()))[0])
-        assert completion.spans == (VersionSpan(0, 1),)
-
-    with_engine(use)
-
-
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
@@ -278,32 +241,6 @@ def test_requests_that_cannot_be_served_are_refused_before_sampling(sampling: Sa
         assert engine.stats.rows == 0
 
     with_engine(use)
-
-
-def test_prompts_and_seeds_that_make_no_sense_are_refused() -> None:
-    async def use(engine: TorchEngine) -> None:
-        good = requests(prompts(1, 4, 4), Sampling(92, ()))[0]
-        assert len((await engine.generate(good)).token_ids) == 92  # exactly the model's length
-        for change, message in (
-            ({"prompt_ids": np.zeros(0, np.int32)}, "no tokens"),
-            ({"prompt_ids": np.array([3, 20], np.int32)}, "vocabulary of 20"),
-            ({"prompt_ids": np.array([3, -1], np.int32)}, "vocabulary of 20"),
-            ({"seed": -1}, "negative"),
-        ):
-            with pytest.raises(ConfigurationError, match=message):
-                await engine.generate(dataclasses.replace(good, **change))
-
-    with_engine(use)
-
-
-def test_more_requests_than_promised_are_refused_and_places_are_given_back() -> None:
-    async def use(engine: TorchEngine) -> None:
-        wanted = requests(prompts(4), Sampling(4, ()))
-        outcomes = await asyncio.gather(*map(engine.generate, wanted), return_exceptions=True)
-        assert [type(outcome).__name__ for outcome in outcomes] == ["Completion"] * 3 + ["ConfigurationError"]
-        await asyncio.gather(*map(engine.generate, wanted[:3]))
-
-    with_engine(use, max_in_flight=3)
 
 
 def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_drills import Drill, FakeVllm, Fault, check, fingerprint, request, run, sampled, until
+from vllm_drills import Drill, Fault, fingerprint, request, run, sampled, until
 
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
@@ -115,35 +115,6 @@ def test_what_has_no_token_yet_has_nothing_to_hand_back(tmp_path: Path) -> None:
     run(use, tmp_path, token_ms=20.0)
 
 
-def test_what_ends_by_itself_first_is_whole(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        task = asyncio.create_task(d.engine.generate(request(1, 3)))
-        await until(lambda: any(made.finish_reason for made in live(d, "r1")))
-        d.engine.cut(["r1", "nobody"])
-        check(await task, request(1, 3))
-        d.engine.cut(["r1"])
-
-    run(use, tmp_path)
-
-
-def test_tokens_that_a_fault_takes_away_are_not_asked_for_again(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        begun = PartialCompletion(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
-        task = asyncio.create_task(d.engine.generate(replace(request(1, 75, stops=False), resumed_from=begun)))
-        await until(lambda: d.running() == 1)
-        d.engine.cut(["r1"])
-        for proxy in d.proxies:
-            proxy.reset_all()
-        with pytest.raises(CutShort) as short:
-            await task
-        assert short.value.partial is begun  # or what the server managed to say before
-        assert sum(sum(server.received.values()) for server in d.servers) == 1
-
-    run(use, tmp_path, token_ms=400.0)
-
-
 def test_a_server_that_answers_no_abort_does_not_delay_the_others(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -167,24 +138,6 @@ def test_a_server_that_answers_no_abort_does_not_delay_the_others(tmp_path: Path
         assert sum(isinstance(short, CutShort) for short in found) == 2
 
     run(use, tmp_path, token_ms=300.0, probe_timeout_s=60.0)
-
-
-def test_a_reply_to_a_late_abort_that_has_all_tokens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choice(self: FakeVllm, body: dict[str, Any], made: Any, first: int) -> dict[str, Any]:
-        return {**made.choice(first, made.finish_reason), "finish_reason": "abort"}
-
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        monkeypatch.setattr(FakeVllm, "_choice", choice)
-        monkeypatch.setattr(FakeVllm, "_abort", lambda *_: None)
-        asked = [request(number, 20) for number in range(16)]
-        tasks = [asyncio.create_task(d.engine.generate(one)) for one in asked]
-        await until(lambda: d.running() == len(asked))
-        d.engine.cut([one.id for one in asked])
-        ends = {check(await task, one).finish_reason for task, one in zip(tasks, asked, strict=True)}
-        assert ends == {"stop", "length"}
-
-    run(use, tmp_path, servers=1, token_ms=50.0)
 
 
 def test_a_server_that_refuses_to_cut_is_named(tmp_path: Path) -> None:

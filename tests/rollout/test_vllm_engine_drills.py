@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm_drills import Drill, Fault, check, engine_over, process_drill, request, run, tensors, until
@@ -56,17 +54,6 @@ def test_a_reply_that_fails_is_asked_for_again_and_delivered_once(fault: Fault, 
     run(use, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["dribble", "delay"])
-def test_slow_bytes_are_waited_for(kind: Any, tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.break_generation(default=Fault(kind, seconds=0.001))
-        await d.ask_all([request(i) for i in range(8)])
-        assert not d.events.named("retry")
-
-    run(use, tmp_path)
-
-
 def test_a_rollout_that_every_server_fails_is_reported_with_the_last_failure(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -82,20 +69,6 @@ def test_a_rollout_that_every_server_fails_is_reported_with_the_last_failure(tmp
         await d.ask(request(2))
 
     run(use, tmp_path, retries=2)
-
-
-def test_a_server_that_answers_500_to_everything_leaves_the_work_to_the_other(tmp_path: Path) -> None:
-    """It fails at once, so that it always seems to have the fewest requests."""
-
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.break_generation(default=Fault("error"), only=0)
-        await d.ask_all([request(i) for i in range(64)])
-        assert sum(d.servers[1].finished.values()) >= 64
-        d.proxies[0].default = Fault()
-        await until(lambda: len(d.up()) == 2)
-
-    run(use, tmp_path)
 
 
 def test_a_request_that_servers_refuse_is_not_asked_again(tmp_path: Path) -> None:
@@ -129,19 +102,6 @@ def test_a_server_that_hangs_is_given_up_and_its_requests_go_to_the_other(tmp_pa
         before = sum(d.servers[0].finished.values())
         await d.ask_all([request(100 + i) for i in range(4)])
         assert sum(d.servers[0].finished.values()) > before
-
-    run(use, tmp_path, probe_timeout_s=1.0)
-
-
-def test_a_proxy_that_accepts_and_never_answers_is_a_server_that_hangs(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        d.proxies[0].default = Fault("hang")
-        d.proxies[0].reset_all()
-        await d.ask_all([request(i) for i in range(16)])
-        assert d.up() == [d.proxies[1].url]
-        d.proxies[0].default = Fault()
-        await until(lambda: len(d.up()) == 2)
 
     run(use, tmp_path, probe_timeout_s=1.0)
 
@@ -183,21 +143,6 @@ def test_a_server_that_answers_requests_but_no_probe_is_slow_and_stays(tmp_path:
     run(use, tmp_path, probe_timeout_s=0.5)
 
 
-def test_a_stopped_process_is_given_up_and_used_again_when_it_goes_on(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with process_drill(tmp_path, probe_timeout_s=1.0) as (engine, processes, events):
-            await engine.load_weights(WeightUpdate(0, tensors(0)))
-            processes[0].signal(signal.SIGSTOP)
-            asked = [request(i) for i in range(8)]
-            for completion, wanted in zip(await asyncio.gather(*map(engine.generate, asked)), asked, strict=True):
-                check(completion, wanted)
-            assert {event["server"] for event in events.named("server.away")} == {processes[0].url}
-            processes[0].signal(signal.SIGCONT)
-            await until(lambda: len(engine.served.fleet.up) == 2)
-
-    asyncio.run(main())
-
-
 def test_a_killed_server_that_comes_back_with_old_weights_is_caught_up_before_it_is_used(tmp_path: Path) -> None:
     """Restarted on the same port it has its first weights, under the label "default": none of their tokens may pass."""
 
@@ -225,23 +170,6 @@ def test_a_killed_server_that_comes_back_with_old_weights_is_caught_up_before_it
     asyncio.run(main())
 
 
-def test_a_server_that_was_restarted_unseen_delivers_nothing_of_its_old_weights(tmp_path: Path) -> None:
-    """The probes are rare: the first to notice are the tokens."""
-
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.publish(1)
-        await asyncio.gather(*(server.restart() for server in d.servers))
-        found = await d.ask_all([request(i) for i in range(16)])
-        assert {completion.spans for completion in found} == {(VersionSpan(0, 1),)}
-        assert d.events.named("server.stale")
-        assert [server.label for server in d.servers] == [d.servers[0].label] * 2
-        assert d.servers[0].label.endswith("/1")
-        await until(lambda: len(d.up()) == 2)
-
-    run(use, tmp_path, probe_every_s=3600.0)
-
-
 def test_256_requests_over_two_servers_of_which_one_dies_are_all_delivered_once(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -266,31 +194,6 @@ def test_256_requests_over_two_servers_of_which_one_dies_are_all_delivered_once(
         await until(lambda: d.running() == 0)
 
     run(use, tmp_path, token_ms=40.0)
-
-
-def test_of_three_servers_the_two_that_are_left_share_the_work(tmp_path: Path) -> None:
-    """On a machine that is busy one of the two may rest, after a late answer, in the very moment: then once more."""
-    found: list[list[int]] = []
-
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await until(lambda: len(d.up()) == 3)  # on a machine that is busy a server may rest from a late answer
-        tasks = [asyncio.create_task(d.ask(request(i, 40, stops=False))) for i in range(90)]
-        await until(lambda: d.running() == 90)
-        placed = [server.running for server in d.servers]
-        await d.proxies[0].refuse()
-        d.proxies[0].reset_all()
-        await asyncio.gather(*tasks)
-        if placed != [30, 30, 30]:
-            found.append([90, 0])
-            return
-        found.append([sum(server.finished.values()) for server in d.servers[1:]])
-
-    for attempt in range(3):
-        run(use, tmp_path / str(attempt), servers=3, token_ms=15.0)
-        if abs(found[-1][0] - found[-1][1]) <= 10:
-            return
-    raise AssertionError(found)
 
 
 def test_when_all_servers_are_dead_the_error_names_each_of_them(tmp_path: Path) -> None:
@@ -346,28 +249,6 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
     run(use, tmp_path, shape="4 layers of 64, 320 tokens")
 
 
-def test_closing_lets_go_of_all_the_rest_where_something_of_it_fails(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        engine = engine_over([proxy.url for proxy in d.proxies], tmp_path / "other", d.events)
-        await engine.ready()
-        transport = engine.served.transport
-        assert transport is not None
-        inner = transport.close
-
-        async def failing() -> None:
-            await inner()
-            raise OSError("the disk is gone")
-
-        transport.close = failing  # type: ignore[method-assign]
-        with pytest.raises(OSError, match="the disk is gone"):
-            await engine.close()
-        for pool in (engine.served.connections.requests, engine.served.connections.control):
-            with pytest.raises(RuntimeError, match="pool is closed"):
-                await pool.request("GET", d.proxies[0].url + "/health", timeout_s=1.0)
-
-    run(use, tmp_path)
-
-
 # --- callers ---------------------------------------------------------------------------------------------------------
 
 
@@ -403,18 +284,6 @@ def test_a_deadline_ends_the_request_on_its_server_and_names_it(tmp_path: Path) 
         await d.ask(request(2, 1))
 
     run(use, tmp_path, token_ms=50.0, deadline_s=0.3)
-
-
-def test_a_deadline_covers_the_waiting_for_a_server(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        for proxy in d.proxies:
-            await proxy.refuse()
-            proxy.reset_all()
-        with pytest.raises(RolloutFailedError, match=r"rollout\.engine\.timeout_s = 0\.3"):
-            await d.engine.generate(request(1))
-
-    run(use, tmp_path, deadline_s=0.3)
 
 
 def test_closing_ends_the_requests_in_flight_as_an_engine_that_is_closed(tmp_path: Path) -> None:

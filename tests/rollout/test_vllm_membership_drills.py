@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_drills import KEY, Drill, FakeOptions, FakeVllm, fingerprint, request, run, until
 
-from pvg.errors import ServerUnavailableError, StateError
-from pvg.records import VersionSpan
+from pvg.errors import ServerUnavailableError
 
 
 @asynccontextmanager
@@ -43,48 +42,6 @@ def test_an_added_server_gets_the_newest_weights_before_its_first_request(tmp_pa
             assert d.events.named("server.added") == [{"event": "server.added", "server": server.url}]
 
     run(use, tmp_path, servers=1)
-
-
-def test_a_server_that_is_added_before_it_is_up_is_used_once_it_answers(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        async with another(tmp_path, start=False) as server:
-            d.engine.served.add(server.url)
-            await d.publish(1)
-            assert d.up() == [d.proxies[0].url]
-            await server.start()
-            await until(lambda: len(d.up()) == 2)
-            assert server.fingerprint() == fingerprint(1)
-
-    run(use, tmp_path, servers=1)
-
-
-def test_an_added_server_that_loads_for_longer_than_a_step_joins_with_the_second_update(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        async with another(tmp_path) as server:
-            server.options.load_ms = 1000.0
-            d.engine.served.add(server.url)
-            for version in (1, 2):
-                await until(lambda: d.engine.served.fleet._catching_up is not None)
-                await d.publish(version)
-            assert len(d.up()) == 2
-            assert server.fingerprint() == fingerprint(2)
-
-    run(use, tmp_path, servers=1, timeout_s=30.0)
-
-
-def test_an_added_server_that_does_not_fit_gets_nothing(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        async with another(tmp_path, max_model_len=50) as server:
-            d.engine.served.add(server.url)
-            await until(lambda: server.calls["/pvg/info"] > 2)
-            await d.ask_all([request(i) for i in range(4)])
-            assert server.calls["/pvg/weights"] == 0
-            assert d.up() == [d.proxies[0].url]
-
-    run(use, tmp_path, servers=1, longest=100)
 
 
 def test_a_removed_server_ends_its_requests_and_gets_no_others(tmp_path: Path) -> None:
@@ -126,50 +83,6 @@ def test_requests_that_a_removed_server_does_not_end_in_time_go_to_the_others(tm
         await until(lambda: d.servers[0].running == 0)
 
     run(use, tmp_path, token_ms=10.0)
-
-
-def test_a_server_that_dies_while_it_is_removed_is_not_waited_for(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        tasks = [asyncio.create_task(d.ask(request(i, 60, stops=False))) for i in range(8)]
-        await until(lambda: d.running() == 8)
-        removing = asyncio.create_task(d.engine.served.remove(d.proxies[0].url))
-        await asyncio.sleep(0.05)
-        d.servers[0].freeze()
-        await asyncio.wait_for(removing, 60.0)  # the frozen server never answers
-        found = await asyncio.gather(*tasks)
-        assert [completion.request_id for completion in found] == [f"r{i}" for i in range(8)]
-        assert {retry["server"] for retry in d.events.named("retry")} == {d.proxies[0].url}
-        assert d.up() == [d.proxies[1].url]
-
-    run(use, tmp_path, token_ms=10.0, probe_timeout_s=0.5)
-
-
-def test_a_removed_server_can_be_added_again(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        url = d.proxies[0].url
-        await d.engine.served.remove(url)
-        await d.publish(1)
-        d.engine.served.add(url)
-        await until(lambda: len(d.up()) == 2)
-        found = await d.ask_all([request(i) for i in range(8)])
-        assert {completion.spans for completion in found} == {(VersionSpan(0, 1),)}
-        assert d.servers[0].fingerprint() == fingerprint(1)
-
-    run(use, tmp_path)
-
-
-def test_a_server_cannot_be_added_twice_nor_removed_twice(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        url = d.proxies[0].url
-        with pytest.raises(StateError, match=f"{url} is in use already"):
-            d.engine.served.add(url)
-        await d.engine.served.remove(url)
-        with pytest.raises(StateError, match=f"{url} is not in use"):
-            await d.engine.served.remove(url)
-
-    run(use, tmp_path)
 
 
 def test_without_any_server_requests_wait_for_one_that_is_added(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from pathlib import Path
 
 import pytest
@@ -111,22 +110,6 @@ def test_a_server_that_dies_while_it_loads_is_left_behind_and_caught_up(tmp_path
     run(use, tmp_path)
 
 
-def test_a_server_that_dies_before_it_proves_its_weights_is_left_behind(tmp_path: Path) -> None:
-    """It took the update; the canary gets no answer. The other server is enough to continue."""
-
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.break_generation(default=Fault("cut"), only=0)
-        timing = await d.publish(1)
-        assert timing.canary_gap == 0.0
-        found = await d.ask_all([request(i) for i in range(8)])
-        assert {completion.spans for completion in found} == {(VersionSpan(0, 1),)}
-        d.proxies[0].default = Fault()
-        await until(lambda: len(d.up()) == 2)
-
-    run(use, tmp_path, retries=1)
-
-
 def test_an_update_whose_reply_is_lost_is_found_to_have_arrived(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -173,23 +156,6 @@ def test_a_server_with_other_weights_than_it_says_ends_the_run_by_name_and_versi
     run(use, tmp_path)
 
 
-def test_a_server_that_lies_when_it_comes_back_ends_the_run_too(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        d.servers[0].scorer = lambda _, ids: [-1.0] * (len(ids) - 1)
-        await d.servers[0].restart()
-
-        async def play() -> None:
-            for number in range(1000):
-                await d.ask(request(number))
-
-        with pytest.raises(WeightsNotArrivedError, match="does not have version 0 of the weights") as caught:
-            await play()
-        assert d.proxies[0].url in caught.value.message
-
-    run(use, tmp_path)
-
-
 def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> None:
     """Also where a server keeps its prefix cache across updates: every version has a different salt."""
 
@@ -200,25 +166,6 @@ def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> Non
                 await d.ask_all([request(number, 4, prompt=50) for number in range(4)])
         stats = d.engine.stats
         assert 0 < stats.prompt_tokens_computed < stats.prompt_tokens
-        assert [server.stale_hits for server in d.servers] == [0, 0]
-
-    run(use, tmp_path, keeps_cache=True)
-
-
-def test_a_prompt_sent_during_an_update_finds_and_leaves_no_activation_for_others(tmp_path: Path) -> None:
-    """Before the update is proven, it is unknown whether old or new weights compute it."""
-
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        asked = [request(number, 4, prompt=50) for number in range(4)]
-        await d.ask_all(asked)
-
-        for version in (1, 2):
-            publishing = asyncio.create_task(d.publish(version))
-            while not publishing.done():
-                await d.ask_all(asked)
-            await publishing
-            await d.ask_all(asked)
         assert [server.stale_hits for server in d.servers] == [0, 0]
 
     run(use, tmp_path, keeps_cache=True)
@@ -280,20 +227,6 @@ def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update
     run(use, tmp_path, load_ms=1000.0, timeout_s=30.0)
 
 
-def test_a_server_that_hangs_whenever_it_loads_delays_one_update(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await lose_the_first(d)
-        d.proxies[0].only, d.proxies[0].default = "/pvg/weights", Fault("hang")
-        await d.proxies[0].accept()
-        for version in range(2, 6):
-            await interrupt(d, version)
-        failed = [fields["version"] for fields in d.events.named("server.failed")]
-        assert failed == [3]
-        assert d.up() == [d.proxies[1].url]
-
-    run(use, tmp_path, timeout_s=2.0)
-
-
 def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -313,20 +246,6 @@ def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path:
     run(use, tmp_path, unavailable_s=0.5)
 
 
-def test_a_run_that_resumes_after_its_clock_was_set_back_is_told_so(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        began = PublishingSession(d.engine.served.session.began_ns - 5_000_000_000, "resumed")
-        resumed = engine_over([proxy.url for proxy in d.proxies], tmp_path, d.events, session=began)
-        await resumed.ready()
-        with pytest.raises(WeightsNotArrivedError, match="HTTP 409") as caught:
-            await resumed.load_weights(WeightUpdate(0, tensors(0)))
-        assert "clock was set back" in caught.value.remedy
-        await resumed.close()
-
-    run(use, tmp_path)
-
-
 def test_versions_only_go_up(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         with pytest.raises(StateError, match="Publish a version before sampling"):
@@ -338,20 +257,6 @@ def test_versions_only_go_up(tmp_path: Path) -> None:
         assert d.engine.version == 3
 
     run(use, tmp_path)
-
-
-def test_a_cancelled_update_is_finished_all_the_same(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        publishing = asyncio.create_task(d.publish(1))
-        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
-        publishing.cancel()
-        await asyncio.wait([publishing])
-        await until(lambda: {server.fingerprint() for server in d.servers} == {fingerprint(1)})
-        found = await d.ask(request(1))
-        assert found.spans[-1].version == 1
-
-    run(use, tmp_path, load_ms=50.0)
 
 
 def test_closing_ends_an_update_under_way(tmp_path: Path) -> None:
@@ -370,40 +275,6 @@ def test_closing_ends_an_update_under_way(tmp_path: Path) -> None:
         assert not [told for told in heard if "pvg/" in told]  # the tests' servers may miss the folder
 
     run(use, tmp_path, load_ms=300.0)
-
-
-def test_closing_after_an_update_was_abandoned_leaves_no_task_behind(tmp_path: Path) -> None:
-    """As Ctrl-C does: the caller is cancelled first."""
-
-    async def use(d: Drill) -> None:
-        heard: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(str(context)))
-        await d.publish(0)
-        publishing = asyncio.create_task(d.publish(1))
-        await until(lambda: any(server.calls["/pvg/weights"] == 2 for server in d.servers))
-        publishing.cancel()
-        await asyncio.wait([publishing])
-        await asyncio.wait_for(d.engine.close(), 2.0)
-        del publishing
-        gc.collect()
-        await asyncio.sleep(0.05)
-        assert not [told for told in heard if "pvg/" in told]  # the tests' servers may miss the folder
-        assert not [task for task in asyncio.all_tasks() if "ServedModel" in repr(task)]
-
-    run(use, tmp_path, load_ms=300.0)
-
-
-def test_a_server_that_loads_and_then_says_nothing_holds_the_others_up_once(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.break_generation(default=Fault("hang"), only=0)
-        started = time.perf_counter()
-        await d.publish(1)
-        assert time.perf_counter() - started < 2.0  # of six times serving.unavailable_s
-        found = await d.ask(request(1))
-        assert found.spans[0].version == 1
-
-    run(use, tmp_path, unavailable_s=1.0)
 
 
 def test_adapters_are_not_put_upon_weights_that_another_trainer_sent(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ControlClient
-from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, ReplyTimeout
+from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest
 from pvg.servers.publishing import PublishingSession, WeightLabel
 
 PATIENCE_S = 20.0
@@ -148,17 +148,6 @@ def test_an_info_of_the_wrong_kind_is_malformed(name: str, value: object) -> Non
         answered_with(lambda _: told, {}, lambda control: control.info())
 
 
-def test_a_hung_engine_is_silent_within_the_time_of_a_probe() -> None:
-    async def use(control: ControlClient, server: FakeVllm) -> None:
-        server.freeze()
-        with pytest.raises(ReplyTimeout, match=r"no reply within 0\.2 s"):
-            await control.info()
-        server.thaw()
-        assert (await control.info()).label == "default"
-
-    drive(use, probe_timeout_s=0.2)
-
-
 def test_weights_arrive_and_the_delivery_says_what_it_took(tmp_path: Path) -> None:
     name = publish(tmp_path, 7)
 
@@ -178,90 +167,6 @@ def test_weights_arrive_and_the_delivery_says_what_it_took(tmp_path: Path) -> No
         assert again.parts["load_ms"] == 0.0
 
     drive(use, tmp_path, load_ms=20.0)
-
-
-@pytest.mark.parametrize(
-    ("label", "status", "code"),
-    [
-        (WeightLabel(SESSION, 6), 409, "version_backwards"),
-        (WeightLabel(PublishingSession(0x17FF, "zz"), 99), 409, "older_session"),
-    ],
-)
-def test_weights_that_go_backwards_are_refused(label: WeightLabel, status: int, code: str, tmp_path: Path) -> None:
-    name = publish(tmp_path, 7)
-
-    async def use(control: ControlClient, server: FakeVllm) -> None:
-        await control.load_weights(name, WeightLabel(SESSION, 7), "")
-        with pytest.raises(RefusedRequest) as caught:
-            await control.load_weights(name, label, "")
-        assert (caught.value.status, caught.value.code) == (status, code)
-        assert server.label == str(WeightLabel(SESSION, 7))
-
-    drive(use, tmp_path)
-
-
-def test_foreign_paths_and_unfinished_folders_are_refused(tmp_path: Path) -> None:
-    root = tmp_path / "root"
-    name = publish(root, 1)
-    outside = publish(tmp_path / "outside", 1)
-    (root / "link").symlink_to(tmp_path / "outside" / outside)
-    (root / "half").mkdir()
-    (root / "run" / "v000002").mkdir()
-    (root / "run" / "v000002" / "STABLE").write_text('{"version":1,"files":{"model.safetensors":{"bytes":5}}}')
-    codes = {
-        f"../outside/{outside}": "foreign_path",
-        str(root / name): "foreign_path",
-        "link": "foreign_path",
-        "half": "not_stable",
-        "run/v000002": "not_stable",
-        "absent": "not_stable",
-    }
-
-    async def use(control: ControlClient, server: FakeVllm) -> None:
-        for path, code in codes.items():
-            with pytest.raises(RefusedRequest) as caught:
-                await control.load_weights(path, WeightLabel(SESSION, 1), "")
-            assert caught.value.code == code, path
-        (root / name / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-        with pytest.raises(RefusedRequest) as caught:
-            await control.load_weights(name, WeightLabel(SESSION, 1), "")
-        assert caught.value.code == "not_safetensors"
-        assert server.label == "default"
-
-    drive(use, root)
-
-
-def test_a_load_that_fails_leaves_a_broken_label_that_the_next_one_mends(tmp_path: Path) -> None:
-    name = publish(tmp_path, 1)
-
-    async def use(control: ControlClient, server: FakeVllm) -> None:
-        server.fail_loads = 1
-        label = WeightLabel(SESSION, 1)
-        with pytest.raises(RefusedRequest, match=r"HTTP 500: .*could not be loaded") as caught:
-            await control.load_weights(name, label, "")
-        assert caught.value.code == "load_failed"
-        info = await control.info()
-        assert (info.label, info.paused) == (f"broken:{label}", False)
-        await control.load_weights(name, label, "")
-        assert (await control.info()).label == str(label)
-
-    drive(use, tmp_path)
-
-
-def test_adapters_are_loaded_once_and_forgotten_without_complaint(tmp_path: Path) -> None:
-    name = publish(tmp_path, 1, "adapter_model.safetensors")
-
-    async def use(control: ControlClient, server: FakeVllm) -> None:
-        label = WeightLabel(SESSION, 1)
-        delivery = await control.load_adapter(name, label, "t")
-        assert set(delivery.parts) == {"load_ms"}
-        await control.load_adapter(name, label, "t")
-        assert (list(server.adapters), server.label) == ([str(label)], "default")
-        await control.unload_adapter(label, "t")
-        await control.unload_adapter(label, "t")
-        assert server.adapters == {}
-
-    drive(use, tmp_path, max_lora_rank=8)
 
 
 def test_pause_and_resume(tmp_path: Path) -> None:
@@ -290,16 +195,6 @@ def test_a_reply_without_its_stamps_is_malformed(missing: str, instead: str | No
     with pytest.raises(MalformedReply, match=f"the header {missing} is missing or not a number"):
         answered_with(
             lambda _: {"label": str(label)}, headers, lambda control: control.load_weights("run/v1", label, "t")
-        )
-
-
-def test_a_time_of_arrival_with_a_fraction_is_malformed() -> None:
-    label = WeightLabel(SESSION, 1)
-    with pytest.raises(MalformedReply, match="x-pvg-received-ns"):
-        answered_with(
-            lambda _: {"label": str(label)},
-            {**STAMPS, "x-pvg-received-ns": "1.5"},
-            lambda control: control.load_weights("run/v1", label, "t"),
         )
 
 

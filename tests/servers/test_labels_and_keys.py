@@ -16,7 +16,6 @@ from pvg.errors import ConfigurationError
 from pvg.servers.control import KEY_FILE, KEY_VARIABLE, control_key
 from pvg.servers.publishing import PublishingSession, WeightLabel
 from pvg.servers.server_side.pvg_vllm import accepted_weights as server_side
-from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal
 
 TAILS = st.text("0123456789abcdef-", min_size=1, max_size=12)
 LABELS = st.builds(WeightLabel, st.builds(PublishingSession, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
@@ -34,13 +33,6 @@ def test_what_is_no_label_is_none_and_client_and_server_agree_on_it(text: str) -
     assert found is None or str(found) == str(theirs) == text
 
 
-@pytest.mark.parametrize(
-    "text", ["", "default", "broken:5-a/1", "5-a", "5-a/", "5-a/x", "/1", "5/1", "5-a/01", "5-a/-1", "5-a/+1", "5-A/1 "]
-)
-def test_texts_that_are_no_labels(text: str) -> None:
-    assert WeightLabel.parse(text) is None
-
-
 def test_sessions_that_begin_later_have_higher_numbers_and_other_tails() -> None:
     first, second = PublishingSession.begin(), PublishingSession.begin()
     assert first.began_ns <= second.began_ns
@@ -48,29 +40,6 @@ def test_sessions_that_begin_later_have_higher_numbers_and_other_tails() -> None
     assert (
         WeightLabel(first, 3) == WeightLabel(PublishingSession(first.began_ns, first.tail), 3) != WeightLabel(second, 3)
     )
-
-
-def accepted(current: str, new: WeightLabel) -> str:
-    parsed = server_side.ServedLabel.parse(str(new))
-    assert parsed is not None
-    try:
-        server_side.check_order(current, parsed)
-    except Refusal as refusal:
-        return refusal.code
-    return "accepted"
-
-
-@given(LABELS, LABELS)
-def test_a_server_goes_forward_within_a_session_and_to_later_sessions(there: WeightLabel, new: WeightLabel) -> None:
-    verdict = accepted(str(there), new)
-    if there.session == new.session:
-        assert verdict == ("accepted" if new.version >= there.version else "version_backwards")
-    else:
-        earlier = new.session.began_ns < there.session.began_ns
-        assert verdict == ("older_session" if earlier else "accepted")
-    broken = accepted(f"broken:{there}", new)
-    assert broken == ("accepted" if verdict == "version_backwards" else verdict)
-    assert accepted("default", new) == "accepted"
 
 
 # --- the key ---------------------------------------------------------------------------------------------------------

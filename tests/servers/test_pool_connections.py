@@ -12,7 +12,7 @@ from patience import until
 
 from pvg.config.servers import Serving
 from pvg.servers import pool as pool_module
-from pvg.servers.pool import ConnectionBroken, HttpPool, ReplyTimeout, pause_before_retry
+from pvg.servers.pool import ConnectionBroken, HttpPool, pause_before_retry
 
 GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0
@@ -77,16 +77,6 @@ def test_a_connection_is_kept_for_the_next_request(way: Any) -> None:
     drive(use)
 
 
-def test_a_connection_is_kept_though_the_end_of_a_stream_comes_late() -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        server.options.end_ms = 20.0
-        for i in range(3):
-            await read(pool, server, f"r{i}")
-        assert (server.connections, pool.reused) == (1, 2)
-
-    drive(use)
-
-
 @pytest.mark.parametrize("way", [ask, read])
 def test_a_fresh_pool_opens_one_for_every_request(way: Any) -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
@@ -128,23 +118,6 @@ def test_a_stream_that_is_left_early_ends_its_request_on_the_server() -> None:
     drive(use)
 
 
-def test_an_error_of_the_reader_ends_the_request_on_the_server_and_stays_what_it_is() -> None:
-    class Own(Exception): ...
-
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        async def read_and_fail() -> None:
-            async with pool.events(server.url + GENERATE, body(1000, stream=True), timeout_s=None) as events:
-                async for _ in events:
-                    raise Own
-
-        with pytest.raises(Own):
-            await read_and_fail()
-        await until(lambda: server.running == 0)
-        assert dict(server.aborted) == {"r": 1}
-
-    drive(use)
-
-
 @pytest.mark.parametrize("way", [ask, read])
 def test_a_cancelled_caller_ends_its_request_on_the_server(way: Any) -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
@@ -155,28 +128,6 @@ def test_a_cancelled_caller_ends_its_request_on_the_server(way: Any) -> None:
             await asked
         await until(lambda: server.running == 0)
         assert dict(server.aborted) == {"r": 1}
-
-    drive(use)
-
-
-def test_a_request_that_ran_out_of_time_ends_on_the_server() -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        with pytest.raises(ReplyTimeout):
-            await pool.request("POST", server.url + GENERATE, body(1000), timeout_s=0.1)
-        await until(lambda: server.running == 0)
-        assert dict(server.aborted) == {"r": 1}
-
-    drive(use)
-
-
-def test_closing_twice_is_harmless_and_a_closed_pool_opens_nothing() -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        await ask(pool, server, "r")
-        await pool.close()
-        await pool.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            await ask(pool, server, "r")
-        assert server.connections == 1
 
     drive(use)
 

@@ -318,12 +318,6 @@ def test_a_body_without_end_is_refused(server: Server) -> None:
     assert (status, found["error"]["code"]) == (413, "too_large")
 
 
-def test_unknown_routes_and_methods(server: Server) -> None:
-    assert server.ask("GET", "/pvg/weights")[0] == 405
-    assert server.ask("GET", "/pvg/nothing")[0] == 404
-    assert server.ask("GET", "/pvg")[0] == 404
-
-
 def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     body = json.dumps({"name": "v1", "label": "1-a/1"}).encode()
     status, found, headers = server.ask("POST", "/pvg/weights", body, headers={**WITH_KEY, "x-pvg-trace": "7f"})
@@ -381,18 +375,6 @@ def test_an_engine_that_raises_is_resumed_under_a_broken_label(server: Server) -
     with pytest.raises(RuntimeError, match="a worker died"):
         server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
     assert server.engine.calls[-2:] == ["label broken:1-a/1", "resume"]
-
-
-def test_updates_take_turns(server: Server) -> None:
-    async def both() -> list[int]:
-        bodies = [json.dumps({"name": f"v{number}", "label": f"1-a/{number}"}).encode() for number in (1, 2)]
-        return [
-            reply[0] for reply in await asyncio.gather(*(server.asked("POST", "/pvg/weights", body) for body in bodies))
-        ]
-
-    assert asyncio.run(both()) == [200, 200]
-    assert [call.split()[0] for call in server.engine.calls] == ["pause", "pvg_load_weights", "label", "resume"] * 2
-    assert server.engine.label == "1-a/2"
 
 
 def test_adapters_are_loaded_once_and_unloaded(server: Server) -> None:

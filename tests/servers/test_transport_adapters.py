@@ -16,7 +16,6 @@ from pvg.config.servers import Weights
 from pvg.errors import ConfigurationError
 from pvg.models.low_rank import LowRankAdapter
 from pvg.servers.control import ControlClient, DeliveryTiming
-from pvg.servers.pool import ConnectionBroken
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import files
 from pvg.servers.transports.files import AdapterTransport, fingerprint
@@ -112,20 +111,6 @@ def test_a_fingerprint_is_of_the_bits() -> None:
     assert fingerprint(halves) == fingerprint(dict(halves))
 
 
-def test_a_load_that_broke_is_tried_again(tmp_path: Path) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        transport = opened(tmp_path)
-        await transport.stage(update(1), label(1))
-        servers[0].plan(LOAD, "reset_after")
-        servers[1].plan(LOAD, "reset", "reset")
-        outcomes = await transport.send(controls, label(1), "")
-        assert isinstance(outcomes[0], DeliveryTiming)
-        assert isinstance(outcomes[1], ConnectionBroken)
-        assert servers[0].paths == [LOAD, LOAD]
-
-    with_servers(2, play)
-
-
 def test_old_adapters_are_unloaded_before_their_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "KEPT", 1)
 
@@ -169,12 +154,3 @@ def test_files_stay_until_every_server_that_may_have_the_adapter_was_told(
         assert not first.exists()
 
     with_servers(2, play)
-
-
-def test_a_config_that_vllm_could_not_read_is_a_defect(tmp_path: Path) -> None:
-    async def play() -> None:
-        with pytest.raises(ValueError, match="lacks r"):
-            await opened(tmp_path).stage(WeightUpdate(1, BASE, adapter=LowRankAdapter({}, {"lora_alpha": 1})), label(1))
-        assert not [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
-
-    asyncio.run(play())

@@ -157,72 +157,38 @@ def test_all_servers_are_told_at_once_and_answer_for_themselves(tmp_path: Path) 
     send(tmp_path, 3, lambda servers: None, check)
 
 
-@pytest.mark.parametrize("fault", ["reset_after", "garbage_after"])
-def test_an_update_that_arrived_without_its_reply_is_found_out_and_not_sent_again(tmp_path: Path, fault: str) -> None:
-    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        (outcome,) = outcomes
-        assert isinstance(outcome, DeliveryTiming)
-        assert outcome.parts == {UNKNOWN_PART: outcome.wall_ms}
-        assert (outcome.rpc_ms, outcome.queue_ms, outcome.received_ns) == (outcome.wall_ms, 0.0, 0)
-        assert servers[0].paths == [WEIGHTS, "/pvg/info"]
-
-    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, fault), check)
-
-
-def test_an_answer_that_does_not_come_in_time_is_found_out_too(tmp_path: Path) -> None:
-    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], DeliveryTiming)
-        assert servers[0].names == [NAME]
-
-    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "hang_after"), check, timeout_s=0.3)
+# Faults of the first server's calls by route; the outcome's class, whether its times are known, and the routes asked.
+INFO = "/pvg/info"
+FAULTS: dict[str, tuple[dict[str, list[str]], type, bool, list[str]]] = {
+    "arrived, reply lost": ({WEIGHTS: ["reset_after"]}, DeliveryTiming, False, [WEIGHTS, INFO]),
+    "arrived, reply is garbage": ({WEIGHTS: ["garbage_after"]}, DeliveryTiming, False, [WEIGHTS, INFO]),
+    "arrived, reply too late": ({WEIGHTS: ["hang_after"]}, DeliveryTiming, False, [WEIGHTS, INFO]),
+    "not arrived": ({WEIGHTS: ["reset"]}, DeliveryTiming, True, [WEIGHTS, INFO, WEIGHTS]),
+    "not arrived twice": ({WEIGHTS: ["reset"] * 2}, ConnectionBroken, True, [WEIGHTS, INFO, WEIGHTS, INFO]),
+    "second reply lost": ({WEIGHTS: ["reset", "reset_after"]}, DeliveryTiming, False, [WEIGHTS, INFO] * 2),
+    # aiohttp itself repeats a GET
+    "cannot be asked": ({WEIGHTS: ["hang_after"], INFO: ["reset"] * 2}, ReplyTimeout, True, [WEIGHTS, INFO, INFO]),
+    "refused": ({WEIGHTS: ["refuse"]}, RefusedRequest, True, [WEIGHTS]),
+}
 
 
-def test_an_update_that_did_not_arrive_is_sent_once_more(tmp_path: Path) -> None:
-    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], DeliveryTiming)
-        assert UNKNOWN_PART not in outcomes[0].parts
-        assert servers[0].paths == [WEIGHTS, "/pvg/info", WEIGHTS]
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_is_found_out_and_hinders_no_other_server(tmp_path: Path, what: str) -> None:
+    faults, kind, known, paths = FAULTS[what]
 
-    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "reset"), check)
-
-
-def test_and_not_a_third_time(tmp_path: Path) -> None:
-    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], ConnectionBroken)
-        assert isinstance(outcomes[1], DeliveryTiming)
-        assert servers[0].paths == [WEIGHTS, "/pvg/info", WEIGHTS, "/pvg/info"]
-
-    send(tmp_path, 2, lambda servers: servers[0].plan(WEIGHTS, "reset", "reset"), check)
-
-
-def test_a_second_try_whose_reply_is_lost_is_found_out_as_well(tmp_path: Path) -> None:
-    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], DeliveryTiming)
-        assert UNKNOWN_PART in outcomes[0].parts
-
-    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "reset", "reset_after"), check)
-
-
-def test_a_server_that_cannot_be_asked_keeps_its_first_fault(tmp_path: Path) -> None:
     def plan(servers: list[ControlServer]) -> None:
-        servers[0].plan(WEIGHTS, "hang_after")
-        servers[0].plan("/pvg/info", "reset", "reset")  # aiohttp itself repeats a GET
+        for path, planned in faults.items():
+            servers[0].plan(path, *planned)
 
     def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        assert isinstance(outcomes[0], ReplyTimeout)
-        assert servers[0].paths.count(WEIGHTS) == 1
+        first, other = outcomes
+        assert isinstance(first, kind)
+        assert isinstance(other, DeliveryTiming)
+        assert servers[0].paths == paths
+        if isinstance(first, DeliveryTiming):
+            assert (first.parts == {UNKNOWN_PART: first.wall_ms}) is not known
 
-    send(tmp_path, 1, plan, check, timeout_s=0.3)
-
-
-def test_a_refusal_is_final(tmp_path: Path) -> None:
-    def check(servers: list[ControlServer], outcomes: Sequence[object]) -> None:
-        (outcome,) = outcomes
-        assert isinstance(outcome, RefusedRequest)
-        assert outcome.code == "planned"
-        assert servers[0].paths == [WEIGHTS]
-
-    send(tmp_path, 1, lambda servers: servers[0].plan(WEIGHTS, "refuse"), check)
+    send(tmp_path, 2, plan, check, timeout_s=0.5)
 
 
 def test_a_wrong_key_is_an_outcome_that_the_user_can_mend(tmp_path: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import orjson
 import pytest
 import torch
-from full_disk import files_up_to, tmpfs_on
+from full_disk import files_up_to
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError
 from pvg.servers.publishing import PublishingSession, WeightLabel
@@ -156,12 +153,6 @@ def test_a_run_name_leads_nowhere_else(tmp_path: Path, run: str) -> None:
     assert not (tmp_path / "root").exists()
 
 
-def test_a_file_in_the_place_of_the_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "control.key").touch()
-    with pytest.raises(ConfigurationError, match=r"control\.key"):
-        VersionFolders(tmp_path, "control.key", FIRST)
-
-
 def write_version(folders: VersionFolders, number: int, size: int) -> None:
     def fill(folder: Path) -> dict[str, int]:
         path = folder / "model.safetensors"
@@ -184,40 +175,3 @@ def check_full_disk(root: Path, limit: AbstractContextManager[None]) -> None:
 
 def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
     check_full_disk(tmp_path, files_up_to(200_000))
-
-
-def test_a_full_tmpfs_is_a_full_disk(tmp_path: Path) -> None:
-    with tmpfs_on(tmp_path):
-        check_full_disk(tmp_path, nullcontext())
-
-
-def test_a_full_disk_for_the_lock_is_told(tmp_path: Path, monkeypatch) -> None:
-    import errno
-
-    def refuse(path: object, flags: int, *rest: object) -> int:
-        if flags & os.O_EXCL:
-            raise OSError(errno.ENOSPC, "full")
-        return opened(path, flags, *rest)
-
-    opened = os.open
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(MissingRequirementError, match="disk is full"):
-        VersionFolders(tmp_path, "run", FIRST)
-
-
-@pytest.mark.drill
-def test_a_killed_writer_leaves_whole_versions_and_temporaries_alone(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("killed_publisher.py")), str(tmp_path), "16", "1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = re.fullmatch(r"whole=(\d+) halves=(\d+)\n", done.stdout)
-    assert found, done.stdout
-    whole, halves = map(int, found.groups())
-    assert whole >= 16
-    assert halves >= 3  # some kills hit in the middle of a version, else this has tested nothing

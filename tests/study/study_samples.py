@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pvg.store import FileStateStore, JsonLines, RunDirectory
+from pvg.store.journal import JsonLines
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 from pvg.study.cells import StudyFolder
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study

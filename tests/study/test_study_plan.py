@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from study_samples import SMALL, finish, small
 
-from pvg.bench.profile import find_profile, read_profile
+from pvg.bench.workloads import find_profile, read_profile
 from pvg.config.load import find_experiment, known_files
 from pvg.errors import ConfigurationError, UsageError
 from pvg.study.measures import MEASURES

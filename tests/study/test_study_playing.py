@@ -16,7 +16,7 @@ import pytest
 from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import StateError, UsageError
-from pvg.store import FileStateStore
+from pvg.store.state import FileStateStore
 from pvg.study.cells import CellProgress, StudyFolder, progress_of, refuse_other_settings, steps_done, unevaluated
 from pvg.study.measures import MeasuredValue
 from pvg.study.plan import Cell, StudyPlan

@@ -22,7 +22,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.servers import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
-from pvg.planning.inputs import workers_of
+from pvg.planning.plan import workers_of
 from pvg.servers.command import Interpreter
 from pvg.workers.choice import cluster_settings, open_supply, with_workers
 from pvg.workers.ray_servers import RayServers

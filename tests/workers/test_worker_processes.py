@@ -29,6 +29,7 @@ from pvg.game.roles import prompt_builder
 from pvg.models import open_model
 from pvg.records import Role
 from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.training.batch import PolicyBatch
@@ -117,7 +118,7 @@ async def step_of(players: Players, chosen: Experiment) -> dict:
     problems = list(players.task.problems("train"))[:8]
     orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
     groups = await players.dispatcher.sample(
-        orders, round_=0, source="base", step=0, seed=seed_for(0, "test"), prefix="t"
+        orders, SampleCall(round=0, source="base", step=0, seed=seed_for(0, "test"), prefix="t")
     )
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     verifier = players.open_verifier()

@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import digest_of, model_facts
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import digest_of, model_facts
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, ServerUnavailableError

@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
-from pvg.bench.workloads.fixtures import (
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
+from pvg.bench.workloads.rollout import (
     check_work,
     digest_of,
     drawn_rewards,
@@ -49,6 +48,7 @@ from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.models.starts import open_learner
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
@@ -142,11 +142,13 @@ class TrainerWorkload:
         render = prompt_renderer(self._experiment.prompts, players.base.tokenizer)
         groups = await players.dispatcher.sample(
             fixed_orders(self._experiment, players.task, render, workload.rollouts, workload.seed),
-            round_=0,
-            source="bench",
-            step=0,
-            seed=seed_for(workload.seed, "bench", "requests", "fixed"),
-            prefix="bench/fixed",
+            SampleCall(
+                round=0,
+                source="bench",
+                step=0,
+                seed=seed_for(workload.seed, "bench", "requests", "fixed"),
+                prefix="bench/fixed",
+            ),
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss)

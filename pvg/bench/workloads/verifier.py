@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pvg.bench.profile import BenchSettings, workload_settings
-from pvg.bench.workloads import BenchMetric, Workload
+from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.verifier import Verifier as VerifierSection
@@ -41,7 +40,7 @@ from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.game.verifier_phase import optimizer_settings
 from pvg.models.heads import VerifierModel
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
-from pvg.rollout.dispatcher import GroupOrder
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -296,7 +295,7 @@ def _orders(
 async def _sampled(players: Players, orders: list[GroupOrder], workload: VerifierWorkSettings) -> list[Rollout]:
     seed = seed_for(workload.seed, "bench", "mint")
     groups = await players.dispatcher.sample(
-        orders, round_=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint"
+        orders, SampleCall(round=0, source=BASE_SOURCE, step=0, seed=seed, prefix="bench/mint")
     )
     return [rollout for group in groups for rollout in group.rollouts]
 

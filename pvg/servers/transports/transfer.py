@@ -25,7 +25,7 @@ import importlib.util
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from pvg.config.servers import DeviceTransport, LoraTransport, Weights
 from pvg.errors import MissingRequirementError, PvgError, StateError
 from pvg.installation import install_extra
-from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming, ServerInfo
-from pvg.servers.pool import ConnectionBroken, MalformedReply, Reply, ReplyTimeout, ServerFault
+from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming, ServerInfo, header_number
+from pvg.servers.pool import ConnectionBroken, Reply, ReplyTimeout, ServerFault
 from pvg.servers.publishing import BROKEN, PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import Transport
 from pvg.servers.transports.files import AdapterTransport, FilesystemTransport, VersionFolders, untied, wire_dtype
@@ -58,14 +58,6 @@ class TrainerEngine(Protocol):
     def send_weights(self) -> None: ...
 
     def shutdown(self) -> None: ...
-
-
-class TransferBackend(Protocol):
-    """One of vLLM's mechanisms to move tensors between GPUs."""
-
-    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
-        """Form the group of the trainer and the client's servers. Blocks until all have joined."""
-        ...
 
 
 class ParameterMeta(NamedTuple):
@@ -107,87 +99,73 @@ class TransferSource:
         yield from self._tensors.items()
 
 
-class NcclBackend:
-    """Broadcasts dense weights, packed into buffers of vLLM's size."""
+def open_nccl(client: GroupClient, source: TransferSource) -> TrainerEngine:
+    """Form the group of the trainer (rank 0) and the client's servers, for broadcasts of dense weights. Blocks until
+    all have joined.
 
-    def open(self, client: GroupClient, source: TransferSource) -> TrainerEngine:
-        try:
-            from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-            from vllm.distributed.weight_transfer.nccl_common import (
-                NCCLWeightTransferInitInfo,
-                uid_init_process_group,
-                worker_init_payload,
-            )
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-        except ImportError as error:
-            raise MissingRequirementError(
-                f"This vLLM has no weight transfer by a shared id: {error}.",
-                "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
-            ) from None
-        engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
-        unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
-        workers = NCCLWeightTransferInitInfo(
-            rank_offset=1,  # of the first server; the client sets each server's own
-            world_size=client.ranks,
-            nccl_unique_id_b64=base64.b64encode(unique_id).decode("ascii"),
-            packed=engine.packed,
-            packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
-            packed_num_buffers=engine.packed_num_buffers,
+    Every rank needs its own GPU. vLLM's trainer_init lets the ranks find each other through a TCP store whose contents
+    the workers unpickle. Instead the trainer creates the group's id and sends it with the control calls.
+    """
+    try:
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+        from vllm.distributed.weight_transfer.nccl_common import (
+            NCCLWeightTransferInitInfo,
+            uid_init_process_group,
+            worker_init_payload,
         )
-        # All ranks must enter at the same time: the workers wait for the trainer during this call.
-        caller = ThreadPoolExecutor(1, "pvg-nccl-init")
-        try:
-            called = caller.submit(client.init_weight_transfer_engine, worker_init_payload(workers))
-            engine.model_update_group = uid_init_process_group(unique_id, 0, client.ranks, source.device.index)
-            called.result()
-        finally:
-            caller.shutdown(wait=False)
-        opened: TrainerEngine = engine
-        return opened
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+    except ImportError as error:
+        raise MissingRequirementError(
+            f"This vLLM has no weight transfer by a shared id: {error}.",
+            "Install vLLM 0.32 or newer in the trainer's environment, or set weights.transport = 'filesystem'.",
+        ) from None
+    engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
+    unique_id = bytes(NCCLLibrary().ncclGetUniqueId())
+    workers = NCCLWeightTransferInitInfo(
+        rank_offset=1,  # of the first server; the client sets each server's own
+        world_size=client.ranks,
+        nccl_unique_id_b64=base64.b64encode(unique_id).decode("ascii"),
+        packed=engine.packed,
+        packed_buffer_size_bytes=engine.packed_buffer_size_bytes,
+        packed_num_buffers=engine.packed_num_buffers,
+    )
+    # All ranks must enter at the same time: the workers wait for the trainer during this call.
+    caller = ThreadPoolExecutor(1, "pvg-nccl-init")
+    try:
+        called = caller.submit(client.init_weight_transfer_engine, worker_init_payload(workers))
+        engine.model_update_group = uid_init_process_group(unique_id, 0, client.ranks, source.device.index)
+        called.result()
+    finally:
+        caller.shutdown(wait=False)
+    opened: TrainerEngine = engine
+    return opened
 
 
 # --- the client of a group of servers --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMember:
-    """A server of the group. `first_rank` is the rank of its first worker; the trainer is rank 0."""
-
-    control: ControlClient
-    first_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCall:
-    """One call to one server, in ms. `part`: the part of the delivery that it belongs to."""
-
-    part: str
-    wall_ms: float
-    work_ms: float
-    received_ns: int
+Call = Callable[[ControlClient], Awaitable[Reply]]
 
 
 class GroupClient:
     """`servers` with their numbers of workers. The methods of vLLM's protocol raise the first fault of any server."""
 
-    def __init__(
-        self,
-        servers: Sequence[tuple[ControlClient, int]],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, servers: Sequence[tuple[ControlClient, int]], loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.members: list[GroupMember] = []
+        self._first_rank: dict[ControlClient, int] = {}  # of each server's workers
         self.ranks = 1
         for control, workers in servers:
-            self.members.append(GroupMember(control, self.ranks))
+            self._first_rank[control] = self.ranks
             self.ranks += workers
         self.begin("", "")
 
     def begin(self, label: str, trace: str) -> None:
         self._label, self._trace = label, trace
-        self._steps: dict[str, list[GroupCall]] = defaultdict(list)
-        self._started: set[str] = set()
-        self._finished: set[str] = set()
+        self._parts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # ms of work, by url
+        self._wall_ms: dict[str, float] = defaultdict(float)
+        self._received_ns: dict[str, int] = {}
+        self._started: set[ControlClient] = set()
+        self._finished: set[ControlClient] = set()
         self._ended = False
         self.faults: dict[str, ServerFault | PvgError] = {}  # each server's first fault, by url
         self.failed = asyncio.Event()  # set with the first fault
@@ -195,25 +173,31 @@ class GroupClient:
     # --- vLLM's VLLMWeightSyncClient: blocking, called from vLLM's threads --------------------------------------------
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """`init_info` is for the first server. If it has a rank_offset, each server gets its own."""
+        """`init_info` is for the first server. Each server gets its own rank_offset."""
 
-        def body(member: GroupMember) -> dict[str, Any]:
-            ranked = {"rank_offset": member.first_rank} if "rank_offset" in init_info else {}
-            return {"init_info": {**init_info, **ranked}}
+        def call(control: ControlClient) -> Awaitable[Reply]:
+            body = {"init_info": {**init_info, "rank_offset": self._first_rank[control]}}
+            return control.call("/init_weight_transfer_engine", body, self._trace)
 
-        self._block(self._post("init_ms", "/init_weight_transfer_engine", body))
+        self._block(self._each("init_ms", call))
 
     def start_weight_update(self) -> None:
-        self._started.update(member.control.url for member in self.members)
-        self._block(self._post("load_ms", "/start_weight_update"))
+        self._started.update(self._first_rank)
+        self._block(self._each("load_ms", self._posting("/start_weight_update")))
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        body = {"update_info": update_info}
-        self._block(self._post("load_ms", "/update_weights", lambda member: body))
+        self._block(self._each("load_ms", self._posting("/update_weights", {"update_info": update_info})))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Ignores vLLM's `weight_version` and uses the label of the update."""
-        self._block(self._finish())
+        post = self._posting("/finish_weight_update", {"weight_version": self._label})
+
+        async def finish(control: ControlClient) -> Reply:
+            reply = await post(control)
+            self._finished.add(control)
+            return reply
+
+        self._block(self._each("load_ms", finish))
 
     def _block(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -221,11 +205,11 @@ class GroupClient:
     # --- in the event loop --------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        await self._each("pause_ms", lambda member: member.control.pause(self._trace))
+        await self._each("pause_ms", lambda control: control.pause(self._trace))
 
     async def resume(self) -> None:
         """Resume every server, even if others fail. Faults appear in the outcomes."""
-        await self._each("resume_ms", lambda member: member.control.resume(self._trace), must=True)
+        await self._each("resume_ms", lambda control: control.resume(self._trace), must=True)
 
     def end(self) -> None:
         """Give up the update: a vLLM thread that continues later can make no more calls."""
@@ -234,104 +218,57 @@ class GroupClient:
     async def mark_broken(self, prefix: str) -> None:
         """Give up the update, and put `prefix` before the label of servers that began it and did not finish."""
         self.end()
-        body = {"new_version": prefix + self._label}
-        halfway = self._started - self._finished
-        await self._each(
-            "mark_ms",
-            lambda member: member.control.call("/update_weight_version", body, self._trace),
-            among=halfway,
-            must=True,
-        )
+        mark = self._posting("/update_weight_version", {"new_version": prefix + self._label})
+        await self._each("mark_ms", mark, among=self._started - self._finished, must=True)
 
     async def shutdown(self) -> None:
         """Make the servers leave the group. One that does not answer has already left it, or leaves when the next group
         forms."""
-        await self._each(
-            "shutdown_ms", lambda member: member.control.call("/shutdown_weight_transfer_engine", None), must=True
-        )
+        await self._each("shutdown_ms", self._posting("/shutdown_weight_transfer_engine"), must=True)
 
     def outcomes(self, label: WeightLabel, *, timed_out: str = "") -> dict[str, DeliveryTiming | BaseException]:
         """By url: a delivery if the update finished, otherwise the server's fault or the one that stopped the group."""
-        return {member.control.url: self._outcome(member.control.url, label, timed_out) for member in self.members}
+        return {control.url: self._outcome(control, label, timed_out) for control in self._first_rank}
 
-    def _outcome(self, url: str, label: WeightLabel, timed_out: str) -> DeliveryTiming | BaseException:
+    def _outcome(self, control: ControlClient, label: WeightLabel, timed_out: str) -> DeliveryTiming | BaseException:
+        url = control.url
         if fault := self.faults.get(url):
             return fault
-        if url not in self._finished:
-            failed_url = next(iter(self.faults), "")
-            return (
-                ConnectionBroken(url, f"given up, because {failed_url} failed")
-                if failed_url
-                else ReplyTimeout(url, timed_out)
-            )
-        steps = self._steps[url]
-        parts: dict[str, float] = defaultdict(float)
-        for step in steps:
-            parts[step.part] += step.work_ms
-        return DeliveryTiming(
-            url=url,
-            label=label,
-            wall_ms=sum(step.wall_ms for step in steps),
-            rpc_ms=sum(step.work_ms for step in steps),
-            received_ns=steps[0].received_ns,
-            parts=dict(parts),
-        )
+        if control not in self._finished and self.faults:
+            return ConnectionBroken(url, f"given up, because {next(iter(self.faults))} failed")
+        if control not in self._finished:
+            return ReplyTimeout(url, timed_out)
+        parts = dict(self._parts[url])
+        return DeliveryTiming(url, label, self._wall_ms[url], sum(parts.values()), self._received_ns[url], parts)
 
-    async def _finish(self) -> None:
-        body = {"weight_version": self._label}
-
-        async def finish(member: GroupMember) -> Reply:
-            reply = await member.control.call("/finish_weight_update", body, self._trace)
-            self._finished.add(member.control.url)
-            return reply
-
-        await self._each("load_ms", finish)
-
-    async def _post(
-        self, part: str, path: str, body: Callable[[GroupMember], Mapping[str, Any] | None] = lambda member: None
-    ) -> None:
-        await self._each(part, lambda member: member.control.call(path, body(member), self._trace))
+    def _posting(self, path: str, body: Mapping[str, Any] | None = None) -> Call:
+        return lambda control: control.call(path, body, self._trace)
 
     async def _each(
-        self,
-        part: str,
-        call: Callable[[GroupMember], Awaitable[Reply]],
-        *,
-        among: set[str] | None = None,
-        must: bool = False,
+        self, part: str, call: Call, *, among: Collection[ControlClient] | None = None, must: bool = False
     ) -> None:
-        """Run `call` for all members concurrently (or those `among`) and record the results. Raises the first fault,
+        """Run `call` for all servers concurrently (or those `among`) and record the results. Raises the first fault,
         unless `must` is set: then faults are only recorded."""
         if self._ended and not must:
-            raise ReplyTimeout(self.members[0].control.url, "the update was given up")
-        members = [member for member in self.members if among is None or member.control.url in among]
-        outcomes = await asyncio.gather(
-            *(self._timed(part, member, call) for member in members), return_exceptions=True
-        )
-        faults = [outcome for outcome in outcomes if outcome is not None]
-        for fault in faults:
-            if must and isinstance(fault, (ServerFault, PvgError)):
-                continue
-            raise fault
+            raise ReplyTimeout(next(iter(self._first_rank)).url, "the update was given up")
+        controls = [control for control in self._first_rank if among is None or control in among]
+        outcomes = await asyncio.gather(*(self._timed(part, c, call) for c in controls), return_exceptions=True)
+        for fault in outcomes:
+            if fault is not None and not (must and isinstance(fault, (ServerFault, PvgError))):
+                raise fault
 
-    async def _timed(self, part: str, member: GroupMember, call: Callable[[GroupMember], Awaitable[Reply]]) -> None:
-        url, sent = member.control.url, time.perf_counter()
+    async def _timed(self, part: str, control: ControlClient, call: Call) -> None:
+        url, sent = control.url, time.perf_counter()
         try:
-            reply = await call(member)
-            work_ms, received_ns = _stamp(reply, WORK_HEADER), int(_stamp(reply, RECEIVED_HEADER))
+            reply = await call(control)
+            work_ms, received_ns = header_number(reply, WORK_HEADER), header_number(reply, RECEIVED_HEADER)
         except (ServerFault, PvgError) as fault:
             self.faults.setdefault(url, fault)
             self.failed.set()
             raise
-        self._steps[url].append(GroupCall(part, (time.perf_counter() - sent) * 1e3, work_ms, received_ns))
-
-
-def _stamp(reply: Reply, name: str) -> float:
-    """A number in the reply's headers, set by pvg's middleware."""
-    try:
-        return float(reply.headers.get(name, ""))
-    except ValueError:
-        raise MalformedReply(reply.url, f"the header {name} is missing or not a number") from None
+        self._parts[url][part] += work_ms
+        self._wall_ms[url] += (time.perf_counter() - sent) * 1e3
+        self._received_ns.setdefault(url, int(received_ns))
 
 
 T = TypeVar("T")
@@ -354,13 +291,11 @@ class TransferTransport:
 
     def __init__(
         self,
-        backend: TransferBackend,
         executor: Executor | None,
         device: torch.device,
         dtype: torch.dtype,
         timeout_s: float,
     ) -> None:
-        self._backend = backend
         self._executor = executor
         self._source = TransferSource(device, dtype)
         self._timeout_s = timeout_s
@@ -427,7 +362,7 @@ class TransferTransport:
             loop = asyncio.get_running_loop()
             client = GroupClient([(s, infos[s.url].world_size) for s in servers], loop)
             try:
-                engine = await self._watched(client, partial(self._backend.open, client, self._source))
+                engine = await self._watched(client, partial(open_nccl, client, self._source))
             except _GivenUp as given_up:
                 return client.outcomes(label, timed_out=str(given_up))
             self._group = TransferGroup(client, engine, members)
@@ -563,4 +498,4 @@ def _open_transfer(section: Weights, executor: Executor | None, dtype: str, devi
         )
     if device is None or device.type != "cuda":
         device = torch.device("cuda", 0)
-    return TransferTransport(NcclBackend(), executor, device, getattr(torch, dtype), section.timeout_s)
+    return TransferTransport(executor, device, getattr(torch, dtype), section.timeout_s)
