@@ -33,7 +33,7 @@ from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_s
 from pvg.bench.workloads.rollout import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.prompts import TagPrompts
+from pvg.config.rollout import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import cut_metrics, staleness_metrics

@@ -23,9 +23,9 @@ from protocol import Orders
 from work import read_work
 
 from pvg.bench.runner import on_loop
-from pvg.config.cluster import LocalCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster
 from pvg.models import open_model, pick_device
 from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier

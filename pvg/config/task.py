@@ -12,8 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section
-from pvg.config.hub_ids import is_hub_id
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section, is_hub_id
 from pvg.extensions import REFERENCE_PATTERN, Reference
 
 PlayReference = Literal["random", "greedy", "base"]

@@ -1,4 +1,4 @@
-"""The two roles of the prover: one policy with two prompts (pvg.config.prompts).
+"""The two roles of the prover: one policy with two prompts (pvg.config.rollout).
 
 The kind "tag" puts one character before the question (embedded models). "chat" and "text" say in words what each role
 does: the instructions and examples of `[prompts]`, or those of the task (pvg.tasks.wordings). "chat" uses the model's
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pvg.config.game import Protocol
-from pvg.config.prompts import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
+from pvg.config.rollout import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
 from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording

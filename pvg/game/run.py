@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from pvg.config.experiment import Experiment
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import resolve
 from pvg.game.ledger import Ledger

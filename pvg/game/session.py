@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.config.game import Game
 from pvg.config.rollout import Rollouts
-from pvg.config.training import Training
-from pvg.config.verifier import Verifier
+from pvg.config.training import Training, Verifier
 from pvg.errors import counted
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players

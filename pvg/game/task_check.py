@@ -22,10 +22,10 @@ import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol
-from pvg.config.prompts import WordedPrompts
+from pvg.config.rollout import WordedPrompts
 from pvg.config.sections import AllSections
 from pvg.config.task import TaskSection
-from pvg.config.verifier import AnswerHead
+from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pvg.config.cluster import NoCluster
+from pvg.config.base import RunId
 from pvg.config.experiment import Experiment
+from pvg.config.operation import NoCluster
 from pvg.config.rollout import TorchSampling
-from pvg.config.run_ids import RunId
-from pvg.config.warmup import DemonstrationWarmup, Warmup
+from pvg.config.training import DemonstrationWarmup, Warmup
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase

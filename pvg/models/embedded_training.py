@@ -31,8 +31,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.load import EMBEDDED
-from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.config.training import ModelSection
 from pvg.models import embedded_plans as plans
 from pvg.models import open_model
 from pvg.models.characters import EOS, diplomacy_tokenizer, modchain_tokenizer

@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from pvg.config.verifier import LogprobHead, Verifier
+from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.fused_layers import last_hidden, why_not_last

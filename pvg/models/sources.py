@@ -26,10 +26,9 @@ from transformers import (
 )
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
-from pvg.config.models import ModelSection
-from pvg.config.run_ids import is_run_id, parse_run_id, shown_source
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
@@ -43,7 +42,7 @@ from pvg.store.run_players import SavedPlayer, find_player
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.config.models import ModelSection
+    from pvg.config.training import ModelSection
 
 
 # Opens a player of another run as a model: `run:RUN[/round-N][/prover|/verifier]`.

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from pvg.config.models import Adapters, Models
-from pvg.config.verifier import Verifier
+from pvg.config.training import Adapters, Models, Verifier
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
 from pvg.models.heads import VerifierModel, build_verifier

@@ -26,10 +26,9 @@ import orjson
 from safetensors import SafetensorError, safe_open
 
 import pvg
+from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
-from pvg.config.hub_ids import is_hub_id
 from pvg.config.rollout import TorchSampling
-from pvg.config.run_ids import is_run_id, parse_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError, user_paths
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
@@ -75,7 +74,7 @@ class ModelShape:
 
 
 def read_shape(source: str, say: Say) -> ModelShape:
-    """The shape of a model source (pvg.config.models.ModelSection). Downloads at most a config.json, after a line to
+    """The shape of a model source (pvg.config.training.ModelSection). Downloads at most a config.json, after a line to
     `say`. Raises MissingRequirementError or ConfigurationError if there is none, or if it lacks a size."""
     kind, separator, rest = source.partition(":")
     if is_run_id(source):

@@ -20,9 +20,8 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from pvg import hub
 from pvg.bench.workloads import validation_mistake
-from pvg.config.base import Count, Section
+from pvg.config.base import Count, Section, parse
 from pvg.config.experiment import Experiment
-from pvg.config.hub_ids import parse
 from pvg.config.load import (
     assign,
     build_experiment,

@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id
+from pvg.config.base import is_hub_id
 from pvg.config.task import DataTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.inputs import check_regular, expanded

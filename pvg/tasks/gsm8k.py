@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id
+from pvg.config.base import is_hub_id
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.config.verifier import SOLUTIONS_PER_PROBLEM, Verifier
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, Verifier
 from pvg.models.heads import VerifierModel
 from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32, Int32

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, resolve
 from pvg.models.packing import pad_right

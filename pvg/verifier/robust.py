@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config.verifier import PenalisedRisk, Verifier
+from pvg.config.training import PenalisedRisk, Verifier
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch

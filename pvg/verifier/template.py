@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 import orjson
 
-from pvg.config.prompts import framed
-from pvg.config.verifier import YES_NO_QUESTION
+from pvg.config.rollout import framed
+from pvg.config.training import YES_NO_QUESTION
 from pvg.errors import ConfigurationError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32

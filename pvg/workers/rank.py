@@ -34,9 +34,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pvg.config.models import ModelSection
 from pvg.config.rollout import Rollouts
-from pvg.config.training import Training
+from pvg.config.training import ModelSection, Training
 from pvg.errors import WorkerLostError
 from pvg.models import open_model
 from pvg.models.compute import autocast

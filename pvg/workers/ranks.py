@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config.models import ModelSection
 from pvg.config.rollout import Rollouts
-from pvg.config.training import Training
+from pvg.config.training import ModelSection, Training
 from pvg.errors import StateError, WorkerLostError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch

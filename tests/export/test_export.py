@@ -32,8 +32,8 @@ from verifier.tiny_verifiers import beginning_tokenizer, english_tokenizer, lang
 import pvg
 from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_model
-from pvg.config.prompts import FRAME
-from pvg.config.verifier import YES_NO_QUESTION, Verifier
+from pvg.config.rollout import FRAME
+from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.card import _cell, intervals, model_card

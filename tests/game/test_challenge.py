@@ -16,8 +16,8 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.config.load import load_experiment
-from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import MOST_CONSIDERED, ChallengeEnvironment, steps_of, tokens_of, weakest
 from pvg.models import open_model, pick_device

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment
-from pvg.config.models import ModelSection
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.run import GameOutcome, play
 from pvg.models import open_model

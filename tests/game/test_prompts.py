@@ -16,7 +16,7 @@ from tiny_verifiers import beginning_tokenizer, english_tokenizer
 from pvg.config.describe import commented_toml
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
-from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
+from pvg.config.rollout import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
 from pvg.errors import ConfigurationError
 from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.roles import PromptBuilder, prompt_renderer, translation_renderer

@@ -20,12 +20,10 @@ import torch
 from verifier.tiny_verifiers import english_tokenizer, language_model
 
 import pvg
+from pvg.config.base import parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.models import ModelSection
-from pvg.config.run_ids import parse_run_id
-from pvg.config.training import Training
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup, ModelSection, Training
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
-from pvg.config.prompts import ChatPrompts
+from pvg.config.rollout import ChatPrompts
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role
 from pvg.sandbox import Limits, Sandbox

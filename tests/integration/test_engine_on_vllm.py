@@ -15,7 +15,7 @@ from served_games import Served, serving
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import find_experiment, load_experiment
-from pvg.config.prompts import TagPrompts
+from pvg.config.rollout import TagPrompts
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan

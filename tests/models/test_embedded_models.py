@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pvg.config.load import EMBEDDED, embedded_names
-from pvg.config.models import Models, ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.config.training import Models, ModelSection
 from pvg.models import embedded_plans as plans
 from pvg.models import open_model
 from pvg.models.embedded_training import (

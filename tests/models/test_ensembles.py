@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_ensembles import inputs, language, member
 
 from pvg.config.base import kinds_of
-from pvg.config.verifier import EnsembleOfVerifiers, Verifier
+from pvg.config.training import EnsembleOfVerifiers, Verifier
 from pvg.models.ensembles import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.models.heads import HEADS, build_verifier
 from pvg.models.language_model import ModelClosedError

@@ -9,7 +9,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.characters import modchain_tokenizer
 from pvg.models.heads import HEADS, answer_tokens, build_verifier

@@ -9,8 +9,7 @@ from tiny_llama import tiny_llama
 from transformers import LlamaConfig
 
 from pvg.config.experiment import Experiment
-from pvg.config.models import ModelSection
-from pvg.config.verifier import Verifier
+from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources

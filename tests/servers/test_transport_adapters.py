@@ -12,7 +12,7 @@ import torch
 from control_server import ControlServer, with_servers
 from safetensors.torch import load_file
 
-from pvg.config.servers import Weights
+from pvg.config.operation import Weights
 from pvg.errors import ConfigurationError
 from pvg.models.low_rank import LowRankAdapter
 from pvg.servers.control import ControlClient, DeliveryTiming

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
 from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
-from pvg.config.prompts import ChatPrompts
+from pvg.config.rollout import ChatPrompts
 from pvg.config.task import DataTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.prompt_checks import about_test_problems

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.models.heads import build_verifier
 from pvg.models.packing import pad_right
 from pvg.store.pairs import PairStream, PairView

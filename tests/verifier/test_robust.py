@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.training.optimizer import OptimizerSettings
 from pvg.training.trainer import SurveysBatch, Trainer
 from pvg.verifier.data import VerifierBatch

@@ -10,7 +10,7 @@ import torch
 from score_servers_of_tests import Bench, servers, some
 
 from pvg.config import experiment
-from pvg.config.cautions import warnings_about
+from pvg.config.rules import warnings_about
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 from pvg.verifier import score_servers
 

@@ -26,9 +26,9 @@ from new_process import in_new_process
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.cluster import LocalCluster, NoCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster, NoCluster, RayCluster
 from pvg.errors import ConfigurationError, PvgError, StateError, TrainingDivergedError, WorkerLostError
 from pvg.models import open_model
 from pvg.models.characters import modchain_tokenizer
