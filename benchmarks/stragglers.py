@@ -37,7 +37,7 @@ from pvg.config.rollout import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import cut_metrics, staleness_metrics
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Group, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, partial_sampling

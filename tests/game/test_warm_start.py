@@ -28,7 +28,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, St
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.game.players import Players
-from pvg.game.warm_start import problems_of, read_demonstrations
+from pvg.game.warm_start import SupervisedObjective, demonstration_batch, problems_of, read_demonstrations
 from pvg.models import open_model
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
@@ -36,7 +36,6 @@ from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.events import SilentObserver
-from pvg.training.supervised import SupervisedObjective, demonstration_batch
 
 CPU = torch.device("cpu")
 ENTRY = [sys.executable, "-m", "pvg"]
