@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pvg.telemetry.events import Events
 
 __all__ = [
+    "ENGINES",
     "Completion",
     "Dispatcher",
     "Engine",
@@ -45,10 +46,7 @@ class EngineSetup:
 
 def open_engine(setup: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names. It sends no request yet: see `Engine.ready`."""
-    if setup.rollout.engine.kind == "vllm":
-        assert setup.on_servers is not None, "these servers are another process's"
-        return setup.on_servers()
-    return _open_torch(setup)
+    return ENGINES[setup.rollout.engine.kind](setup)
 
 
 def _open_torch(setup: EngineSetup) -> Engine:
@@ -77,3 +75,12 @@ def _is_continuous(section: Rollouts, engine: TorchSampling, *, on_cpu: bool) ->
     if engine.batching != "auto":
         return engine.batching == "continuous"
     return not on_cpu or section.deadline.kind != "none" or section.prefetch.kind != "none"
+
+
+def _open_on_servers(setup: EngineSetup) -> Engine:
+    assert setup.on_servers is not None, "this process has no servers"
+    return setup.on_servers()
+
+
+# Kinds of the table `rollout.engine`.
+ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_on_servers}
