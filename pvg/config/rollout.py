@@ -80,7 +80,7 @@ class PlainPrompts(Section):
 
 
 class WordedPrompts(Section):
-    """Prompts in words. What is unset comes from the task (pvg.tasks.wordings)."""
+    """Prompts in words. What is unset comes from the task (pvg.tasks.task)."""
 
     helpful: PromptText | None = Field(
         None, description="Instructions of the helpful role: a text, or { file = PATH }. Unset: those of the task."

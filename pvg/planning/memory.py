@@ -7,11 +7,11 @@ The peak of a training step is the larger of two moments: the start of the backw
 but the head's) and its end (all gradients, one layer's activations). AdamW keeps two float32 moments per trained
 parameter.
 
-Activations per position of a layer, as autograd saves them with pvg's layers (pvg.models.fused_layers), D the width, Q
-the columns of the queries, I those of the MLP: two norms 4 D, attention 5 Q (queries; keys and values repeated for all
-heads; the mixed values twice), MLP 4 I. In bfloat16 these take 2 bytes each, and float32 parts of norms and rotations
-add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what autograd
-saves.
+Activations per position of a layer, as autograd saves them with pvg's layers (pvg.models.shared_prompts), D the width,
+Q the columns of the queries, I those of the MLP: two norms 4 D, attention 5 Q (queries; keys and values repeated for
+all heads; the mixed values twice), MLP 4 I. In bfloat16 these take 2 bytes each, and float32 parts of norms and
+rotations add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what
+autograd saves.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
 
 
 def _on_base(experiment: Experiment) -> bool:
-    """As pvg.models.starts.verifier_is_on_base."""
+    """As pvg.models.sources.verifier_is_on_base."""
     return bool(experiment.verifier.adapters.rank) and experiment.models.verifier == experiment.models.prover
 
 

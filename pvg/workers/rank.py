@@ -44,14 +44,15 @@ from pvg.models.shared_prompts import check_packing
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import (
+from pvg.training.trainer import (
     MOMENTS,
     OptimizerSettings,
+    accumulate,
     build_optimizer,
+    checkpoint_layers,
     optimizer_tensors,
     trainable_parameters,
 )
-from pvg.training.trainer import accumulate, checkpoint_layers
 from pvg.workers.frames import Array, Frame, record_of
 from pvg.workers.links import interface_of
 from pvg.workers.shared import MappedTensors, own_rows, packed_tensors, unpacked_tensors

@@ -25,7 +25,7 @@ from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
-from pvg.verifier.robust import RobustObjective
+from pvg.verifier.losses import RobustObjective
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
 

@@ -12,9 +12,8 @@ from pvg.config.rollout import ChatPrompts
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role
 from pvg.sandbox import Limits, Sandbox
-from pvg.tasks.code.grading import grade_solutions
-from pvg.tasks.code.problem import CodeProblem, CodeTest, make_problem
-from pvg.tasks.wordings import EXAMPLE_QUESTION, WORDINGS
+from pvg.tasks.code_problems import CodeProblem, CodeTest, grade_solutions, make_problem
+from pvg.tasks.task import EXAMPLE_QUESTION, WORDINGS
 
 LARGEST = CodeProblem(
     "largest",

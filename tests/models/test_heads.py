@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import HEADS, answer_tokens, build_verifier
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.packing import pad_right

@@ -13,7 +13,7 @@ from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import build_verifier
 from pvg.tasks import open_task
 

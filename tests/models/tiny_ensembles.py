@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.training import Verifier
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer

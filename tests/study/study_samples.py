@@ -10,9 +10,9 @@ from typing import Any
 
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore, JsonLines
-from pvg.study.cells import StudyFolder
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
+from pvg.study.playing import StudyFolder
 
 SMALL = """
 name = "small"

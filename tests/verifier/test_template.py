@@ -8,7 +8,7 @@ from tiny_verifiers import beginning_tokenizer, digits_tokenizer, english_tokeni
 
 from pvg.config.training import YES_NO_QUESTION
 from pvg.errors import ConfigurationError
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 DIGITS = digits_tokenizer()
 ENGLISH = english_tokenizer()
