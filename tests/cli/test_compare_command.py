@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import resource
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -19,7 +17,6 @@ from pvg.bench.compare import compare_reports
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
 from pvg_cli.compare import parse_share
-from pvg_cli.compare_table import comparison_text
 
 BASE = [1.00, 1.01, 0.99, 1.02, 0.98, 1.005, 0.995, 1.015]
 
@@ -166,28 +163,6 @@ def test_a_sweep_names_its_variants_by_value() -> None:
     assert called.out.index("wall_s @8") < called.out.index("No difference seen") < called.out.index("wall_s @64")
     assert "@: the value of rollout.engine.max_rows" in called.out
     assert "wall_s rollout.engine.max_rows=8." in called.err
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_table_keeps_its_columns_at_every_width(reports: tuple[str, str], width: int) -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None)
-    console.print(comparison_text(compare_reports(*(read_report(Path(path)) for path in reports), fail_above=0.05)))
-    lines = stream.getvalue().splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= width
-    rows = [line for line in lines if "1.200" in line or "0.833" in line]
-    assert len(rows) == 3
-    assert len({line.index("1.200" if "1.200" in line else "0.833") for line in rows}) == 1
-    assert any(line.startswith("✗ Worse in B") for line in lines)
-
-
-def test_a_long_name_is_folded_and_not_cut() -> None:
-    name = "a_metric_with_a_name_that_is_really_much_too_long_for_any_table"
-    report = made_report(variant({name: lower([1e6 * value for value in BASE], "steps/hour")}))
-    stream = io.StringIO()
-    Console(file=stream, width=80, color_system=None).print(comparison_text(compare_reports(report, report)))
-    folded = [line.split("  1,0")[0].strip() for line in stream.getvalue().splitlines()]
-    assert name in "".join(folded)
 
 
 def test_what_is_no_report(reports: tuple[str, str]) -> None:
