@@ -169,7 +169,7 @@ def progress_of(summary: RunSummary, now: float, effort: Callable[[int], int]) -
     is known after the first round."""
     if not summary.steps:
         return None
-    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time or 0.0, step.round, step.step))
+    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time, step.round, step.step))
     place = (newest.round, newest.phase)
     done = any((phase.round, phase.phase) == place and phase.finished for phase in summary.phases)
     phase_left_s = 0.0 if done else _phase_left(summary, newest, now)
@@ -183,7 +183,7 @@ def _phase_left(summary: RunSummary, newest: StepRecord, now: float) -> float | 
     timed = [
         (step.time, step.step, sum(step.budget.values()))
         for step in summary.steps[-RATE_STEPS:]
-        if (step.round, step.phase) == (newest.round, newest.phase) and step.time is not None
+        if (step.round, step.phase) == (newest.round, newest.phase)
     ]
     timed.sort()
     # The seconds that the steps took, not those between their records: a run may pause between two processes. The mean,
