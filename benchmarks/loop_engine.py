@@ -27,7 +27,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.store.atomic import write_atomic
-from pvg.verifier.backend import ScoreCache, ScoredBatch, ScoreInput
+from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput
 
 if TYPE_CHECKING:
     import torch

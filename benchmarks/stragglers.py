@@ -33,11 +33,11 @@ from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_s
 from pvg.bench.workloads.rollout import drawn_rewards, fixed_orders, policy_batch
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.prompts import TagPrompts
+from pvg.config.rollout import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import cut_metrics, staleness_metrics
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Group, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, partial_sampling

@@ -12,9 +12,9 @@ import pytest
 import typer
 
 from pvg.bench.workloads import find_profile, read_profile
-from pvg.config.cluster import AutoCluster
 from pvg.config.experiment import SECTION_NAMES, TABLES
 from pvg.config.load import find_experiment, load_experiment, valid_keys
+from pvg.config.operation import AutoCluster
 from pvg.errors import PvgError
 from pvg.study.plan import find_study
 from pvg.workers.choice import cluster_settings

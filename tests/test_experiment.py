@@ -562,10 +562,6 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
             {"game": {"reward": "cgc"}, "rollout": {"deadline": {"kind": "cut", "min_rollouts": 8}}},
             "rollout.deadline.min_rollouts",
         ),
-        (
-            {"game": {"reward": "cgc"}, "rollout": {"engine": {"decoding": "module", "batching": "whole"}}},
-            "rollout.engine.batching",
-        ),
         ({"game": {"reward": "cgc"}, "training": {"importance": "decoupled"}}, "training.importance"),
         (
             {

@@ -37,7 +37,7 @@ from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, MissingRequirement
 from pvg.game.roles import TAGS
 from pvg.records import Role
 from pvg.tasks import open_task, problems_of_half
-from pvg.training.optimizer import OptimizerSettings
+from pvg.training.trainer import OptimizerSettings
 from pvg_cli.bench_tables import number
 
 HERE = Path(__file__).parent

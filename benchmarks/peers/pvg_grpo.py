@@ -32,7 +32,7 @@ from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
 from pvg.game.simultaneous import FixedVerifier
-from pvg.models.starts import open_learner
+from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task
@@ -40,8 +40,7 @@ from pvg.telemetry.events import SilentObserver
 from pvg.telemetry.spans import Tracer
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.verifier.scorer import ScorerStats
 
 

@@ -165,7 +165,7 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
 
 def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[Path | None, str | None]:
     """The file of the page with all solutions, and its text; None for both without solutions."""
-    from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
+    from pvg.reporting.solutions import rollouts_file, stored_rollouts
 
     beside = _own(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
     stored = stored_rollouts(run, summary)

@@ -151,7 +151,7 @@ def _train(
 
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     """The demonstrations of the warm start; None without one. Raises what is wrong with its file."""
-    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.config.training import DemonstrationWarmup
 
     section = plan.experiment.warmup
     if not isinstance(section, DemonstrationWarmup):
@@ -164,7 +164,7 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
     """The numbers of demonstrations, and how often each is trained on."""
-    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.config.training import DemonstrationWarmup
 
     section = experiment.warmup
     assert isinstance(section, DemonstrationWarmup)

@@ -18,11 +18,9 @@ import orjson
 import tomli_w
 from pydantic import BaseModel, model_validator
 
-from pvg.config.base import ByKind
-from pvg.config.cautions import warnings_about
+from pvg.config.base import ByKind, without_folder
 from pvg.config.game import SimultaneousSchedule
-from pvg.config.rules import conflicts
-from pvg.config.run_ids import without_folder
+from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 
 # Sections that do not change results, so a resumed run may have other values.

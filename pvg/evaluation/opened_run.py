@@ -50,8 +50,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import Tracer
-from pvg.verifier.backend import ScoringModel
-from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,7 +40,7 @@ from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
 from pvg.game.session import Session, finite
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
-from pvg.models.starts import open_learner
+from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
@@ -48,12 +48,12 @@ from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, recompute_logprobs
-from pvg.verifier.backend import ScoringModel
+from pvg.verifier.scorer import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.models.low_rank import LowRankAdapter
+    from pvg.models.language_model import LowRankAdapter
 
 
 DIGEST_FILE = "digest"

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.models.heads import VerifierModel
-    from pvg.verifier.backend import ScoringModel
-    from pvg.verifier.scorer import VerifierScorer
+    from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +152,6 @@ class _Verifiers:
         self._experiment, self._device = experiment, device
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        from pvg.models.starts import open_verifier
+        from pvg.models.sources import open_verifier
 
         return open_verifier(self._experiment, self._device, None, round_, member, like)

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
+from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import prompt_renderer
 from pvg.game.statistics import sync_metrics
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import VerifierModel
-from pvg.models.language_model import LanguageModel
+from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.logprobs import refuse_without_head
-from pvg.models.low_rank import LowRankAdapter
-from pvg.models.starts import open_verifier, verifier_is_on_base
+from pvg.models.sources import open_verifier, verifier_is_on_base
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
@@ -38,11 +37,9 @@ from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CalmCollector, finished, usable_cores
 from pvg.training.batch import PolicyBatch
-from pvg.training.optimizer import OptimizerSettings, trainable_parameters
-from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoringModel
-from pvg.verifier.data import VerifierBatch
-from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import Head, VerifierTemplate
+from pvg.training.trainer import OptimizerSettings, trainable_parameters
+from pvg.verifier.data import Head, VerifierBatch, VerifierTemplate
+from pvg.verifier.scorer import ScoreBackend, ScoreCache, ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -60,7 +60,7 @@ from pvg.store.samples import SampleColumns
 from pvg.store.state import FileStateStore
 from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
 from pvg.telemetry.spans import span
-from pvg.verifier.backend import Scorer
+from pvg.verifier.scorer import Scorer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -28,9 +28,8 @@ from pvg.game.simultaneous import open_verifier_in_round
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import BatchClock
 from pvg.models.adapters import AdaptedModel
-from pvg.models.language_model import LanguageModel
-from pvg.models.low_rank import LowRankAdapter
-from pvg.models.starts import open_learner
+from pvg.models.language_model import LanguageModel, LowRankAdapter
+from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
@@ -39,10 +38,8 @@ from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
-from pvg.verifier.backend import ScoringModel
-from pvg.verifier.scorer import VerifierScorer
+from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -40,7 +40,7 @@ from pvg.game.statistics import sample_metrics
 from pvg.game.verifier_phase import train_verifier
 from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
 from pvg.models.shared_prompts import check_packing
-from pvg.models.starts import open_learner
+from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
 from pvg.rollout.decoding import check_decoding
 from pvg.rollout.episodes import SampleCall

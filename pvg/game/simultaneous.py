@@ -39,12 +39,10 @@ from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_players import final_verifier_name
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
-from pvg.verifier.backend import ScoringModel
+from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.robust import objective_for
-from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.losses import objective_for
+from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor

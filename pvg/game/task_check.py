@@ -22,10 +22,10 @@ import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol
-from pvg.config.prompts import WordedPrompts
+from pvg.config.rollout import WordedPrompts
 from pvg.config.sections import AllSections
 from pvg.config.task import TaskSection
-from pvg.config.verifier import AnswerHead
+from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
@@ -33,13 +33,21 @@ from pvg.game.roles import TAGS, prompt_builder, worded
 from pvg.records import Grade, Half, Int32, Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.answers import by_fallback
-from pvg.tasks.task import KnownSolution, Task, WritesSolutions, correct_solution, half_of, wrong_solutions
-from pvg.tasks.wordings import NEUTRAL, wording_of
+from pvg.tasks.task import (
+    NEUTRAL,
+    KnownSolution,
+    Task,
+    WritesSolutions,
+    correct_solution,
+    half_of,
+    wording_of,
+    wrong_solutions,
+)
 
 if TYPE_CHECKING:
     from pvg.models.sources import WeightlessModel
     from pvg.models.tokenizer import Tokenizer
-    from pvg.verifier.template import Head, VerifierTemplate
+    from pvg.verifier.data import Head, VerifierTemplate
 
 
 # Digests of a task's problems, to compare two processes: a run continues in another process than it began in.

@@ -4,7 +4,7 @@ Labels are correctness, never role (invariant 3). A held-out share of the mint's
 threshold and measures the AUC.
 
 With verifier.ensemble.size = K, the phase trains K members one after the other. Each starts from the initial weights
-and gets the full number of steps. The round's verifier combines their scores (pvg.models.ensembles). Members differ in
+and gets the full number of steps. The round's verifier combines their scores (pvg.models.heads). Members differ in
 the pairs that they draw, as in arXiv 2310.02743 (different training seeds, one pretrained start), and in the random
 part of a head's start weights. All learn from all problems: networks gained more from all of the data than
 from bags (arXiv 1612.01474). Member 0 equals the verifier of a run without an ensemble.
@@ -21,15 +21,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
 from pvg.game.players import Players
 from pvg.game.round_verifier import member_weights_name, read_members
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.records import Float32, Scorable
 from pvg.seeds import seed_for
 from pvg.store.pairs import Pairs, PairStream, PairView, is_held_out
@@ -37,8 +36,7 @@ from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import GradientWorkers, Trainer
+from pvg.training.trainer import GradientWorkers, OptimizerSettings, Trainer
 from pvg.verifier.calibration import (
     ACCEPTANCE,
     acceptance_threshold,
@@ -48,7 +46,7 @@ from pvg.verifier.calibration import (
     member_scores,
 )
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.robust import objective_for
+from pvg.verifier.losses import objective_for
 
 # Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
 SCORED_AT_ONCE = 4096

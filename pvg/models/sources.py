@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformers
@@ -26,24 +26,27 @@ from transformers import (
 )
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
-from pvg.config.models import ModelSection
-from pvg.config.run_ids import is_run_id, parse_run_id, shown_source
+from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
 from pvg.models.adapters import attach_adapters
+from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import mark_without_head
 from pvg.models.tokenizer import Tokenizer
+from pvg.seeds import seed_for
 from pvg.store.checkpoints import TENSORS_FILE, read_checkpoint
 from pvg.store.run_players import SavedPlayer, find_player
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.config.models import ModelSection
+    from pvg.config.experiment import Experiment
+    from pvg.config.training import ModelSection
+    from pvg.models.language_model import LanguageModel
 
 
 # Opens a player of another run as a model: `run:RUN[/round-N][/prover|/verifier]`.
@@ -327,3 +330,67 @@ def gguf_file(package: str) -> Path:
 
 Opened = tuple[PreTrainedModel, Tokenizer, str]
 SOURCES: dict[str, Callable[[str, torch.dtype], Opened]] = {"embedded": _from_embedded, "gguf": _from_gguf}
+
+
+# Opens the models that a run trains, as they are at the start of training: the prover of a round, and its verifier.
+
+
+class BaseProver(Protocol):
+    """The base prover of an experiment: the players of a run (pvg.game.players.Players)."""
+
+    @property
+    def experiment(self) -> Experiment: ...
+
+    @property
+    def base(self) -> LanguageModel: ...
+
+
+def open_learner(players: BaseProver, round_: int) -> LanguageModel:
+    """The prover at the start of a round's training: a copy of the base, or adapters on the base's own weights. The
+    caller closes it. Raises what `attach_adapters` raises."""
+    experiment, training = players.experiment, players.experiment.training
+    adapters = training.adapters
+    if adapters.kind == "none":
+        return players.base.copy()
+    seed = seed_for(experiment.seed, round_, "adapters")
+    return attach_adapters(players.base, adapters.rank, adapters.alpha, seed)
+
+
+def open_verifier(
+    experiment: Experiment,
+    device: torch.device,
+    base: LanguageModel | None,
+    round_: int = 0,
+    member: int = 0,
+    like: VerifierModel | None = None,
+) -> VerifierModel:
+    """See `pvg.game.players.Players.open_verifier`. Without `base`, a verifier that adapts it opens its own copy."""
+    section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
+    seed = seed_for(experiment.seed, *place)
+    if section.adapters.kind == "none":
+        model = open_source(models.verifier, device)
+    elif base is not None and verifier_is_on_base(experiment):
+        model = _with_adapters(section, base, seed)
+    else:
+        with open_source(models.verifier, device) if like is None else like.start_model() as start:
+            model = _with_adapters(section, start, seed)
+    # A user's head must draw the same numbers whenever this run opens one, because a version covers only trained
+    # tensors.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
+        verifier = build_verifier(section, model)
+    if like is not None:
+        verifier.share_with(like)
+    if member:  # the first member equals a verifier without an ensemble
+        verifier.start_elsewhere(seed)
+    return verifier
+
+
+def verifier_is_on_base(experiment: Experiment) -> bool:
+    """Whether the verifier is adapters on the base prover's own weights."""
+    return experiment.verifier.adapters.kind != "none" and experiment.models.verifier == experiment.models.prover
+
+
+def _with_adapters(section: Verifier, start: LanguageModel, seed: int) -> LanguageModel:
+    adapters = section.adapters
+    return attach_adapters(start, adapters.rank, adapters.alpha, seed, section="verifier")

@@ -35,11 +35,10 @@ from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
 from pvg.models.compute import autocast
-from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_batch
-from pvg.models.starts import open_learner, open_verifier
+from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
 from pvg.servers.publishing import WeightUpdate
@@ -48,11 +47,10 @@ from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CoreWaits
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import trainable_parameters
-from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers
-from pvg.verifier.backend import ScoringModel
+from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers, trainable_parameters
 from pvg.verifier.data import VerifierBatch
-from pvg.verifier.robust import RobustObjective, objective_for
+from pvg.verifier.losses import RobustObjective, objective_for
+from pvg.verifier.scorer import ScoringModel
 from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
 from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of

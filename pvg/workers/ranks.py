@@ -27,8 +27,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import StateError, WorkerLostError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
-from pvg.training.optimizer import MOMENTS, OptimizerSettings
-from pvg.training.trainer import MODEL_PREFIX, OPTIMIZER_PREFIX, TrainerRanks
+from pvg.training.trainer import MODEL_PREFIX, MOMENTS, OPTIMIZER_PREFIX, OptimizerSettings, TrainerRanks
 from pvg.workers.frames import Array, Frame, record_arrays
 from pvg.workers.pool import MOST_ATTEMPTS
 from pvg.workers.rank_group import RankEndedError, RankGroup

@@ -21,8 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pvg.bench.runner import VariantTrial, run_trials
 from pvg.bench.workloads import BenchMetric
 from pvg.bench.workloads.trainer import ModelSize
-from pvg.config.models import ModelSection
 from pvg.config.task import ModchainTask
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model
 from pvg.tasks.modchain import Modchain, chain_problem

@@ -28,7 +28,7 @@ from pvg.game.ledger import Ledger
 from pvg.game.orders import prover_orders
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 PROFILE = "benchmarks/loop.toml"
 TINY = (

@@ -251,13 +251,6 @@ def test_examples_that_only_the_fallback_reads_are_warned_about() -> None:
     assert sum(each["warning"] for each in found.values()) == 1
 
 
-@pytest.mark.parametrize("name", ["helpful", "sneaky"])
-def test_an_empty_instruction_is_warned_about(name: str) -> None:
-    called = pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=")
-    assert f"warning: prompts.{name} is empty, so its role gets no instructions; leave it out" in called.err
-    assert "warning" not in pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=Solve it.").err
-
-
 # --- solutions that the models cannot write ---------------------------------------------------------------------------
 
 

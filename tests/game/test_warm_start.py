@@ -20,17 +20,15 @@ import torch
 from verifier.tiny_verifiers import english_tokenizer, language_model
 
 import pvg
+from pvg.config.base import parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.models import ModelSection
-from pvg.config.run_ids import parse_run_id
-from pvg.config.training import Training
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup, ModelSection, Training
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.game.players import Players
-from pvg.game.warm_start import problems_of, read_demonstrations
+from pvg.game.warm_start import SupervisedObjective, demonstration_batch, problems_of, read_demonstrations
 from pvg.models import open_model
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
@@ -38,7 +36,6 @@ from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.events import SilentObserver
-from pvg.training.supervised import SupervisedObjective, demonstration_batch
 
 CPU = torch.device("cpu")
 ENTRY = [sys.executable, "-m", "pvg"]

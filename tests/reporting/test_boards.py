@@ -13,12 +13,10 @@ from page_checks import Page, check
 from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
 from run_samples import begin, commit, played, rollout, state, tell
 
-from pvg.games.diplomacy.board import Board, place
-from pvg.games.diplomacy.game import Diplomacy, prompt_text
-from pvg.games.diplomacy.orders import Order, parse_orders, write
-from pvg.games.diplomacy.phases import step
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.games.diplomacy import Diplomacy, prompt_text
+from pvg.games.diplomacy_board import Board, Position, mini_board, place, standard_board
+from pvg.games.diplomacy_movement import Order, parse_orders, write
+from pvg.games.diplomacy_phases import step
 from pvg.games.game import GameRules
 from pvg.games.negotiation import Negotiation
 from pvg.records import Role

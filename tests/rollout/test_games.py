@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from pvg.config.models import ModelSection
 from pvg.config.task import ModchainTask
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.models import open_model, pick_device

@@ -10,7 +10,7 @@ import pytest
 from fake_vllm import FakeOptions, FakeVllm
 from patience import until
 
-from pvg.config.servers import Serving
+from pvg.config.operation import Serving
 from pvg.servers import pool as pool_module
 from pvg.servers.pool import ConnectionBroken, HttpPool, pause_before_retry
 

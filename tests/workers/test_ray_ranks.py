@@ -22,7 +22,7 @@ from test_trainer_ranks import SETTINGS, Training, addresses, batch, experiment,
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.errors import PvgError
 from pvg.models import open_model
-from pvg.training.optimizer import trainable_parameters
+from pvg.training.trainer import trainable_parameters
 from pvg.workers import rank_group as rank_group_module
 from pvg.workers import ray_supply
 from pvg.workers.rank_group import RankGroup

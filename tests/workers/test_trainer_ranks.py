@@ -26,18 +26,17 @@ from new_process import in_new_process
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.cluster import LocalCluster, NoCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster, NoCluster, RayCluster
 from pvg.errors import ConfigurationError, PvgError, StateError, TrainingDivergedError, WorkerLostError
 from pvg.models import open_model
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import trainable_parameters
-from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer, trainable_parameters
 from pvg.workers import rank_group as rank_group_module
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg.workers.frames import Frame, receive, send

@@ -38,7 +38,7 @@ from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
-from pvg.models.starts import open_learner
+from pvg.models.sources import open_learner
 from pvg.records import Rollout
 from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
