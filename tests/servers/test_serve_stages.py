@@ -50,13 +50,6 @@ def test_the_last_lines_are_those_of_the_process_that_failed_first(tmp_path: Pat
     assert lines[-1].endswith("RuntimeError: no kernel")
 
 
-def test_a_log_without_an_error_ends_where_it_ends(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    log = LogTail(path)
-    path.write_text("".join(f"line {number}\n\n" for number in range(50)))
-    assert log.last_lines() == [f"line {number}" for number in range(50 - LAST_LINES, 50)]
-
-
 def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:
     text = (
         "# HELP vllm:num_requests_running Number\n"
