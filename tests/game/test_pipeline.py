@@ -14,8 +14,8 @@ from made_groups import made_group
 from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
+from pvg.game.prefetch import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
 from pvg.records import Group, Role
-from pvg.rollout.pipeline import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
 
 
 class Sampler:
