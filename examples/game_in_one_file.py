@@ -43,8 +43,7 @@ from pvg.tasks.task import problems_of_half
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import advantages
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.verifier.calibration import acceptance_threshold, auc
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective

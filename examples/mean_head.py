@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pvg.config.hub_ids import HubId, is_hub_id, parse
+from pvg.config.base import HubId, is_hub_id, parse
 from pvg.errors import DISK_FULL, ConfigurationError, MissingRequirementError, PvgError, UsageError, counted
 
 if TYPE_CHECKING:

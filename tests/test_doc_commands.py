@@ -12,13 +12,13 @@ import pytest
 import typer
 
 from pvg.bench.workloads import find_profile, read_profile
-from pvg.config.cluster import AutoCluster
 from pvg.config.experiment import SECTION_NAMES, TABLES
 from pvg.config.load import find_experiment, load_experiment, valid_keys
+from pvg.config.operation import AutoCluster
 from pvg.errors import PvgError
 from pvg.study.plan import find_study
 from pvg.workers.choice import cluster_settings
-from pvg_cli.main import app
+from pvg_cli.main import PLACES, app, load_command
 
 ROOT = Path(__file__).parent.parent
 # These pages show commands and settings of the commits that their figures come from.
@@ -67,7 +67,7 @@ def parsed(arguments: list[str]) -> tuple[str, dict[str, Any]]:
             return name, context.params
         name, arguments = arguments[0], arguments[1:]
         assert name in command.commands, f"there is no command {name}"
-        command = command.commands[name]
+        command = load_command(name) if name in PLACES else command.commands[name]
     if "--help" in arguments or not arguments:
         return name, {}
     return name, command.make_context(name, arguments).params

@@ -30,8 +30,14 @@ from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText, GradesInBatches, SplitsSteps, WritesSolutions
 from pvg.telemetry.events import SilentObserver
 from pvg.training.losses import PolicyObjective
-from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss
-from pvg.verifier.robust import bradley_terry_slopes, cross_entropy_slopes, slopes_of
+from pvg.verifier.losses import (
+    bradley_terry,
+    bradley_terry_slopes,
+    cross_entropy,
+    cross_entropy_slopes,
+    pair_loss,
+    slopes_of,
+)
 
 TABLE = {"known": len}
 

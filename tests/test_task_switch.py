@@ -9,7 +9,7 @@ import pytest
 
 from pvg.config.experiment import TABLES
 from pvg.config.load import assign, build_experiment, find_experiment, overridden
-from pvg.config.prompts import ChatPrompts
+from pvg.config.rollout import ChatPrompts
 from pvg.errors import ConfigurationError
 from pvg_cli.runs import resolve
 

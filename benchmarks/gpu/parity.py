@@ -28,8 +28,7 @@ from pvg.models.logprobs import (
     shared_prompt_outputs,
     token_logprobs,
 )
-from pvg.models.packing import pack_rows, packed_attention, pad_right
-from pvg.models.varlen import varlen_attention, why_not_varlen
+from pvg.models.packing import pack_rows, packed_attention, pad_right, varlen_attention, why_not_varlen
 from pvg.rollout.decoding import DecodedRow, DecodingJob
 from pvg.rollout.device_rows import DeviceRows
 from pvg.rollout.engine import GenerationRequest, Sampling

@@ -29,8 +29,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.telemetry.spans import submit_in
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer
 
 RANK = 16
 

@@ -23,20 +23,18 @@ from protocol import Orders
 from work import read_work
 
 from pvg.bench.runner import on_loop
-from pvg.config.cluster import LocalCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster
 from pvg.models import open_model, pick_device
 from pvg.models.compute import compute_executor
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import BASE_SOURCE, Grade, Role, Rollout, VersionSpan
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.training.optimizer import OptimizerSettings, trainable_parameters
-from pvg.training.trainer import Trainer
-from pvg.verifier.data import PairSource, VerifierBatch
+from pvg.training.trainer import OptimizerSettings, Trainer, trainable_parameters
+from pvg.verifier.data import PairSource, VerifierBatch, VerifierTemplate
 from pvg.verifier.losses import PairObjective
-from pvg.verifier.template import VerifierTemplate
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import WorkerPool
 from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
@@ -89,7 +87,7 @@ class VerifierSide:
         stack.push_async_callback(pool.close)
         await pool.start()
         self._workers = ModelInWorkers(
-            pool, pair_fields(self._experiment, 1), trainable_parameters(self.verifier), pair_shards
+            pool, pair_fields(self._experiment.plain(), 1), trainable_parameters(self.verifier), pair_shards
         )
         await self._workers.prepare()
 

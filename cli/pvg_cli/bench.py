@@ -14,15 +14,13 @@ import typer
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
-    DebugOption,
-    JsonOption,
-    SetOption,
     announce_loading,
     emit,
     emit_error,
     guarded,
     say,
 )
+from pvg_cli.options import DebugOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.bench.planning import BenchPlan, OnServer
@@ -33,10 +31,6 @@ if TYPE_CHECKING:
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
 MOST_READ = 20  # earlier reports to read when looking for one to compare with
-
-
-def register(app: typer.Typer) -> None:
-    app.command("bench")(bench)
 
 
 @guarded

@@ -23,12 +23,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from pvg.errors import (
     DISK_FULL,
@@ -56,72 +55,8 @@ MACHINE_ERRORS: dict[int, str] = {
     **dict.fromkeys(DISK_FULL, "Free some space on that disk, and try again."),
 }
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
-MOST_NAMED = 5  # runs in the error of a command that lacks one
 SCHEMA_VERSION = 1  # of a document that names no other version
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
-
-JSON_HELP = "Print one JSON document on stdout. All other text goes to stderr."
-JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="none|local|ray|HOST:PORT",
-        help="Where workers run. none: no workers. local: this machine. ray: a Ray cluster that pvg starts here. "
-        "HOST:PORT: a running Ray cluster.",
-    ),
-]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-ExperimentArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME|FILE",
-        help="An experiment in ./experiments, an experiment that comes with pvg, or a TOML file.",
-        autocompletion=completion.experiments,
-    ),
-]
-ExperimentOrDefault = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="NAME|FILE",
-        help="An experiment in ./experiments or of pvg, or a TOML file. Default: modchain.",
-        autocompletion=completion.experiments,
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        help="Change a setting: -s training.steps=30. Load settings from a TOML file: -s @FILE. Repeatable.",
-        autocompletion=completion.settings,
-    ),
-]
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.", autocompletion=completion.runs),
-]
-RunNameOption = Annotated[
-    str | None,
-    typer.Option(
-        "--name",
-        metavar="RUN",
-        help="The name of the run. Default: the experiment's name, with a number if that run exists.",
-    ),
-]
-RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
-RoundOption = Annotated[
-    int, typer.Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")
-]
-HostOption = Annotated[
-    str,
-    typer.Option("--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."),
-]
-MetricsPortOption = Annotated[
-    int | None,
-    typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT."),
-]
 
 # The base class of usage errors. Newer versions of typer contain their own copy of click.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -393,9 +328,7 @@ class Commands(TyperGroup):
         forget_unreadable_sizes()
         open_closed_streams()
         outlive_readers_of_stderr()
-        as_json = "--json" in args
-        if args[:1] == ["train"]:
-            as_json = first_prints(as_json)
+        as_json = first_prints("--json" in args)
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)
         context.meta["pvg.as_json"] = as_json
@@ -426,7 +359,7 @@ class UsageDocument:
                 emit_error("Stopped", stop.message, stop.remedy, EXIT_STOPPED)
             raise typer.Exit(EXIT_STOPPED)
         if isinstance(error, CommandLineError) and hasattr(error, "message"):
-            error.message = one_line(_known_runs(error) or error.message.removeprefix("Value error, "))
+            error.message = one_line(error.message.removeprefix("Value error, "))
         if self.as_json and isinstance(error, CommandLineError):
             emit_error("UsageError", _told(error), "See --help.", EXIT_USAGE)
         elif error is None or isinstance(error, typer.Exit):
@@ -443,23 +376,14 @@ def _told(error: Any) -> str:
     return str(error.format_message()) if hasattr(error, "format_message") else str(error)
 
 
-def _known_runs(error: Any) -> str:
-    """The newest runs, if `error` is about a missing run; "" otherwise."""
-    metavar = getattr(getattr(error, "param", None), "metavar", None) or ""
-    if type(error).__name__ != "MissingParameter" or "RUN" not in metavar.split("|"):
-        return ""
-    from pvg.reporting.follow import newest_runs
-    from pvg.store.run_directory import refuse_no_folder
+class OptionalValues(TyperCommand):
+    """A command. An option with a metavar in brackets, such as `--resume [RUN]`, has the value "" without a value."""
 
-    root = Path(error.ctx.params.get("runs") or "runs") if error.ctx is not None else Path("runs")
-    try:
-        refuse_no_folder(root)
-    except PvgError as mistake:
-        return mistake.message
-    known = newest_runs(root, MOST_NAMED)
-    return f"The newest runs in {root}: {', '.join(known)}." if known else f"There is no run in {root} yet."
-
-
-def metrics_port_override(port: int | None) -> list[str]:
-    """`--metrics-port` as an override of a setting."""
-    return [] if port is None else [f"telemetry.metrics_port={port}"]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        optional = {name for each in self.params if str(each.metavar).startswith("[") for name in each.opts}
+        filled: list[str] = []
+        for word, following in zip(args, [*args[1:], "-"], strict=False):
+            filled.append(word)
+            if word in optional and following.startswith("-"):
+                filled.append("")
+        return super().parse_args(ctx, filled)

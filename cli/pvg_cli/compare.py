@@ -6,33 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError, user_paths
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption
 
 if TYPE_CHECKING:
     from pvg.bench.compare import ReportComparison
     from pvg.bench.report import BenchReport
-
-MARKDOWN = "--markdown"
-STDOUT = "-"
-
-
-class FileOptional(TyperCommand):
-    """Makes the FILE of `--markdown` optional. Without a FILE it means stdout."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        given: list[str] = []
-        for place, argument in enumerate(args):
-            given.append(argument)
-            if argument == MARKDOWN and (place + 1 == len(args) or args[place + 1].startswith("--")):
-                given.append(STDOUT)
-        return super().parse_args(ctx, given)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("compare", cls=FileOptional)(compare)
 
 
 @guarded
@@ -50,7 +31,7 @@ def compare(
     markdown: Annotated[
         str | None,
         typer.Option(
-            MARKDOWN, metavar="[FILE]", help="Write the comparison as Markdown to FILE. Without FILE: to stdout."
+            "--markdown", metavar="[FILE]", help="Write the comparison as Markdown to FILE. Without FILE: to stdout."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -66,16 +47,16 @@ def compare(
     from pvg_cli.output import stdout
 
     threshold = parse_share(fail_above) if fail_above is not None else None
-    if as_json and markdown == STDOUT:
+    if as_json and markdown == "":
         raise UsageError("--json and --markdown cannot both write to stdout.", "Give a file: --markdown FILE")
     comparison = compare_reports(_read(a), _read(b), paths=(str(a), str(b)), fail_above=threshold)
-    if markdown == STDOUT:
+    if markdown == "":
         typer.echo(markdown_text(comparison), nl=False)
     elif markdown is not None:
         _write(Path(markdown), markdown_text(comparison), (a, b))
     if as_json:
         emit(comparison.plain())
-    elif markdown != STDOUT:
+    elif markdown != "":
         stdout().print(comparison_text(comparison))
     _end(comparison, failure_line(comparison))
 

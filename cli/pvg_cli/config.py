@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, ExperimentArgument, JsonOption, SetOption, emit, guarded, print_json, say
+from pvg_cli.boundary import emit, guarded, print_json, say
+from pvg_cli.options import DebugOption, ExperimentArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.config.describe import Setting
@@ -21,10 +22,6 @@ TYPE, VALUE, GAPS = 19, 28, 4
 WIDEST_TYPE = 40
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
-
-
-def register(parent: typer.Typer) -> None:
-    parent.add_typer(app, name="config")
 
 
 @app.command()

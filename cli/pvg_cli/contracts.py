@@ -6,17 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded, print_json
-
-
-def register(app: typer.Typer) -> None:
-    app.command("schemas")(schemas)
+from pvg_cli.boundary import emit, guarded, print_json
+from pvg_cli.options import DebugOption, JsonOption
 
 
 def _names(incomplete: str) -> list[str]:
-    from pvg_cli.documents import DOCUMENTS, FILES
+    from pvg_cli.documents import FILES, documents
 
-    return [name for name in FILES | DOCUMENTS if name.startswith(incomplete)]
+    return [name for name in FILES | documents() if name.startswith(incomplete)]
 
 
 @guarded

@@ -9,13 +9,10 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 ANY = "any"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("diagnose")(diagnose)
 
 
 @guarded

@@ -17,7 +17,8 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, one_line, shortened
 from pvg.installation import DISTRIBUTION, install_extra, install_packages
-from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, announce_loading, emit, guarded
+from pvg_cli.boundary import announce_loading, emit, guarded
+from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 Verdict = Literal["ok", "missing", "notice"]
 
@@ -51,10 +52,6 @@ class CheckResult:
     verdict: Verdict
     found: str
     remedy: str = ""
-
-
-def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
 
 
 @guarded

@@ -9,18 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import StoppedAtStart
-from pvg_cli.boundary import (
-    EXIT_STOPPED,
-    DebugOption,
-    JsonOption,
-    RunArgument,
-    RunsOption,
-    SetOption,
-    announce_loading,
-    emit,
-    guarded,
-    say,
-)
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, SetOption
 
 if TYPE_CHECKING:
     import asyncio
@@ -29,10 +19,6 @@ if TYPE_CHECKING:
     from pvg.evaluation.runner import EvaluationOutcome, EvaluationRequest
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.run_display import RunWatcher
-
-
-def register(app: typer.Typer) -> None:
-    app.command("evaluate")(evaluate)
 
 
 @guarded

@@ -8,21 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from pvg_cli.boundary import (
-    DebugOption,
-    JsonOption,
-    RoundOption,
-    RunArgument,
-    RunsOption,
-    announce_loading,
-    emit,
-    guarded,
-    say,
-)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("export")(export)
+from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption
 
 
 @guarded

@@ -10,13 +10,10 @@ from typing import Annotated
 
 import typer
 
-from pvg_cli.boundary import DebugOption, JsonOption, emit, guarded
+from pvg_cli.boundary import emit, guarded
+from pvg_cli.options import DebugOption, JsonOption
 
 SCAFFOLD = Path(__file__).parent / "scaffold"
-
-
-def register(app: typer.Typer) -> None:
-    app.command("init")(init)
 
 
 @guarded

@@ -1,4 +1,4 @@
-"""The `pvg` command. Each command imports heavy packages only when it runs, so `pvg --help` stays fast.
+"""The `pvg` command. A command's module is imported when it is called, and heavy packages when it runs.
 
 pvg train            play the embedded game on the CPU
 pvg report RUN       show the results of a run
@@ -11,35 +11,16 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from types import ModuleType
-from typing import Annotated
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from pvg import __version__
 from pvg.spinning import bound_spinning
-from pvg_cli import (
-    bench,
-    compare,
-    config,
-    contracts,
-    diagnose,
-    doctor,
-    evaluate,
-    export,
-    init,
-    plan,
-    profile,
-    report,
-    run_folders,
-    score,
-    serve,
-    study,
-    task,
-    train,
-    watch,
-)
-from pvg_cli.boundary import Commands
+from pvg_cli.boundary import Commands, OptionalValues
 
 # Otherwise transformers draws progress bars into the live display while it loads weights.
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -50,9 +31,72 @@ gc.set_threshold(2_000, 10, 200)
 # When Python ends, it looks for garbage once more, and not among frozen objects, such as those of torch.
 atexit.register(gc.freeze)
 
+# Group in `pvg --help` -> command -> its place in this package (MODULE:NAME), and its line there.
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "Play": {
+        "train": ("train:train", "Play a prover-verifier game, or resume one."),
+        "rollout": ("train:rollout", "Sample, grade and store solutions, without a verifier and without training."),
+        "task": ("task:app", "Look at a task: its problems, prompts and grades."),
+    },
+    "Look": {
+        "report": ("report:report", "Show runs on the terminal and as one HTML page."),
+        "watch": ("watch:watch", "Serve a live page of a run until Ctrl-C."),
+        "runs": ("run_folders:app", "List, show, tag and remove runs."),
+        "diagnose": ("diagnose:diagnose", "Find what slows a run down."),
+    },
+    "Measure": {
+        "evaluate": ("evaluate:evaluate", "Measure each finished round of a run with fresh samples and attackers."),
+        "study": ("study:study", "Play several experiments with several seeds, and compare the results."),
+        "bench": ("bench:bench", "Measure a profile: repeat the same work after a warm-up."),
+        "compare": ("compare:compare", "Compare two benchmark reports."),
+        "profile": ("profile:profile", "Profile a stage with pvg's spans, the torch profiler and py-spy."),
+        "plan": ("plan:plan", "Predict the least step time and the memory of an experiment."),
+    },
+    "Share": {
+        "score": ("score:score", "Score solutions with the verifier of a run."),
+        "export": ("export:export", "Write a player of a run as a Hugging Face folder, with a model card."),
+        "serve": ("serve:serve", "Start a vLLM server for an experiment, or serve the verifier of a run."),
+    },
+    "Set up": {
+        "init": ("init:init", "Write an example of your own experiment, with a task, data and a test."),
+        "config": ("config:app", "Show, check and list the settings of an experiment."),
+        "doctor": ("doctor:doctor", "Check the installation, and say how to install what is missing."),
+        "schemas": ("contracts:schemas", "List or print the JSON Schemas of what pvg prints with --json."),
+    },
+}
+PLACES = {name: place for group in GROUPS.values() for name, (place, _) in group.items()}
+
+
+class LazyCommands(Commands):
+    """All commands. Their names and lines in the help come from GROUPS; a module is imported to run its command."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for panel, group in GROUPS.items():
+            for name, (_, line) in group.items():
+                self.add_command(TyperCommand(name, help=line, rich_help_panel=panel))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, None if found is None or name is None else load_command(name), rest
+
+
+def load_command(name: str) -> Any:
+    """The command `name`, from its module."""
+    module, _, attribute = PLACES[name].partition(":")
+    found = getattr(import_module(f"pvg_cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        group = typer.main.get_group(found)
+        group.name = name
+        return group
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name, cls=OptionalValues)(found)
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name="pvg",
-    cls=Commands,
+    cls=LazyCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -73,27 +117,3 @@ def main(
     ] = False,
 ) -> None:
     """Play, train and measure prover-verifier games with language models."""
-
-
-# The groups of commands in `pvg --help`, in this order.
-GROUPS: dict[str, tuple[ModuleType, ...]] = {
-    "Play": (train, task),
-    "Look": (report, watch, run_folders, diagnose),
-    "Measure": (evaluate, study, bench, compare, profile, plan),
-    "Share": (score, export, serve),
-    "Set up": (init, config, doctor, contracts),
-}
-
-
-def _register(panel: str, modules: tuple[ModuleType, ...]) -> None:
-    commands, groups = len(app.registered_commands), len(app.registered_groups)
-    for module in modules:
-        module.register(app)
-    for command in app.registered_commands[commands:]:
-        command.rich_help_panel = panel
-    for group in app.registered_groups[groups:]:
-        group.rich_help_panel = panel
-
-
-for panel, modules in GROUPS.items():
-    _register(panel, modules)

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import DebugOption, ExperimentOrDefault, JsonOption, SetOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.planning.plan import ExperimentPlan
     from pvg.reporting.table import Table
-
-
-def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
 
 
 @guarded

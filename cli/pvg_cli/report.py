@@ -14,7 +14,8 @@ import typer
 
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, RunsOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
     from pvg.bench.report import BenchReport
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from pvg.store.run_directory import RunDirectory
 
 PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
-
-
-def register(app: typer.Typer) -> None:
-    app.command("report")(report)
 
 
 @guarded
@@ -168,7 +165,7 @@ def _write_pages(run: RunDirectory, summary: RunSummary, examples: int, page: Pa
 
 def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[Path | None, str | None]:
     """The file of the page with all solutions, and its text; None for both without solutions."""
-    from pvg.reporting.rollouts_file import rollouts_file, stored_rollouts
+    from pvg.reporting.solutions import rollouts_file, stored_rollouts
 
     beside = _own(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
     stored = stored_rollouts(run, summary)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, RunArgument, RunsOption, emit, guarded, say
+from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
 
 if TYPE_CHECKING:
     from pvg.reporting.follow import RunGlance
@@ -21,10 +22,6 @@ app = typer.Typer(invoke_without_command=True, help="List, show, tag and remove 
 TagOption = Annotated[
     list[str] | None, typer.Option("--tag", metavar="TAG", help="Only runs that have this tag. Repeatable.")
 ]
-
-
-def register(parent: typer.Typer) -> None:
-    parent.add_typer(app, name="runs")
 
 
 @app.callback()

@@ -8,24 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import (
-    DebugOption,
-    JsonOption,
-    RoundOption,
-    RunArgument,
-    RunsOption,
-    announce_loading,
-    emit,
-    guarded,
-    say,
-)
+from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
-
-
-def register(app: typer.Typer) -> None:
-    app.command("score")(score)
 
 
 @guarded

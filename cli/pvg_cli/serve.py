@@ -12,18 +12,13 @@ import typer
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
-    DebugOption,
-    HostOption,
-    JsonOption,
-    RoundOption,
-    RunsOption,
-    SetOption,
     announce_loading,
     emit,
     emit_error,
     guarded,
     say,
 )
+from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
@@ -39,10 +34,6 @@ SWITCHES = {
     "reference": ("verifier.engine=vllm", "serving.reference_servers"),
 }
 LOGS = "logs"  # below weights.root
-
-
-def register(app: typer.Typer) -> None:
-    app.command("serve")(serve)
 
 
 @guarded
@@ -73,7 +64,12 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="The port of the server. With --player, 0: any free one.")
     ] = 8000,
-    host: HostOption = "127.0.0.1",
+    host: Annotated[
+        str,
+        typer.Option(
+            "--host", metavar="ADDRESS", help="The address to bind to. 0.0.0.0 opens the server to the network."
+        ),
+    ] = "127.0.0.1",
     log: Annotated[
         Path | None,
         typer.Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -14,18 +15,15 @@ from pvg.errors import counted
 from pvg.reporting.formats import duration, metric_display, metric_text, phase_label
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.reporting.terminal import QUIET, section
-from pvg.study.cells import CellProgress
 from pvg.study.measures import StudyMeasure
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
-from pvg.study.playing import Ended, Job
+from pvg.study.playing import CellProgress, Ended, Job
 from pvg.study.results import StudyResults
 from pvg.study.text import (
     cautions,
-    comparisons_table,
-    means_table,
     plan_cautions,
+    result_sections,
     threads_each,
-    trends_table,
 )
 from pvg.telemetry.catalogue import METRICS
 from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
@@ -60,24 +58,17 @@ class StudyBoard:
         self._done_at_start = self.steps_done
         self._began: dict[str, float] = {}  # when the current process started to work on a cell
         self._played_s = 0.0  # seconds of finished processes
-        self._evaluated_s: list[float] = []
-        self._from_the_start: set[str] = set()  # cells whose whole evaluation happens in this process
 
     def update(self, cell: Cell, progress: CellProgress, state: str | None = None) -> None:
         self.now[cell.name] = progress
         if state is None:
             return
-        before, self.state[cell.name] = self.state[cell.name], state
-        seconds = self._seconds(cell.name)
-        if before == "playing":
-            self._played_s += seconds
-        elif before == "evaluating" and state == "complete" and cell.name in self._from_the_start:
-            self._evaluated_s.append(seconds)
+        if self.state[cell.name] == "playing":
+            self._played_s += self._seconds(cell.name)
+        self.state[cell.name] = state
         self._began.pop(cell.name, None)
         if state in WORKED_ON:
             self._began[cell.name] = self.clock()
-        if state == "evaluating" and not cell.run.evaluation.exists():
-            self._from_the_start.add(cell.name)
 
     def _seconds(self, name: str) -> float:
         """Seconds that the current process has worked on the cell."""
@@ -92,37 +83,21 @@ class StudyBoard:
         return self.clock() - self.started
 
     def eta(self) -> float | None:
-        """Remaining seconds, from the mean time of a step and of an evaluation so far. It assumes that the steps of all
-        arms take equally long.
-
-        None before the first step. Excludes evaluations until one has finished (`games_only`).
-        """
+        """Remaining seconds of the games, from the mean time of a step so far. It assumes that the steps of all arms
+        take equally long. None before the first step."""
         open_cells = [cell for name, cell in self.cells.items() if self.state[name] not in ("failed", "complete")]
         steps_left = sum(max(0, cell.steps - self.now[cell.name].done) for cell in open_cells)
         done = self.steps_done - self._done_at_start
-        if (steps_left and done <= 0) or (not steps_left and self.games_only):
+        if not steps_left or done <= 0:
             return None
         playing = [name for name in self._began if self.state[name] == "playing"]
         played_s = self._played_s + sum(self._seconds(name) for name in playing)
-        left_s = played_s * steps_left / done if steps_left else 0.0
-        if self._evaluated_s:
-            mean_s = sum(self._evaluated_s) / len(self._evaluated_s)
-            for cell in open_cells:
-                so_far = self._seconds(cell.name) if self.state[cell.name] == "evaluating" else 0.0
-                left_s += max(0.0, mean_s - so_far)
-        return left_s / max(1, min(self.plan.processes, len(open_cells)))
-
-    @property
-    def games_only(self) -> bool:
-        """Whether the remaining time excludes evaluations, because none has finished yet."""
-        return self.plan.evaluate is not None and not self._evaluated_s
+        return played_s * steps_left / done / min(self.plan.processes, len(open_cells))
 
     def time_left(self) -> str:
         """The remaining time as text; empty if unknown."""
         eta = self.eta()
-        if eta is None or all(state in ("complete", "failed") for state in self.state.values()):
-            return ""
-        return f"{duration(eta)} left" + (" of the games" if self.games_only else "")
+        return "" if eta is None else f"{duration(eta)} left" + " of the games" * (self.plan.evaluate is not None)
 
     def count(self, state: str) -> int:
         return sum(found == state for found in self.state.values())
@@ -331,11 +306,8 @@ def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
     seconds = sum(cell.seconds or 0.0 for cell in results.cells)
     complete = f"{results.complete} of {counted(len(results.cells), 'game')} complete"
     parts: list[RenderableType] = [headline(results.name, f"{complete}  {duration(seconds)} of playing")]
-    parts += section("Measures after the last round", means_table(results))
-    if results.comparisons:
-        parts += section(f"Against {results.reference}, paired by seed", comparisons_table(results))
-    if trends := trends_table(results):
-        parts += section("Over the rounds", trends)
+    for found in result_sections(results):
+        parts += section(found.title, Group(cast(Table, found.body[0]), Text(found.lead, style=QUIET)))
     if results.failed:
         parts += section("Failed", failures_table(results))
     if sentences := cautions(results):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import DebugOption, JsonOption, SetOption, announce_loading, emit, guarded, say
+from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,10 +24,6 @@ WARNING = ("warn", "yellow")
 MARKS = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("-", "bright_black")}
 
 app = typer.Typer(no_args_is_help=True, help="Look at a task: its problems, prompts and grades.")
-
-
-def register(parent: typer.Typer) -> None:
-    parent.add_typer(app, name="task")
 
 
 @app.callback()
@@ -143,7 +140,7 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
             say(notice)
         if demonstrations is not None:
             rows = [*demonstrations.train, *demonstrations.held_out]
-            prompts = prompt_builder(experiment, models.prover.tokenizer)
+            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
             tokens_of(rows, task, prompts, models.prover, experiment.rollout.max_tokens)
         return found
 

@@ -8,14 +8,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperCommand
 
 from pvg.errors import StoppedAtStart
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
-    JSON_HELP,
     SCHEMA_VERSION,
+    announce_loading,
+    emit,
+    error_document,
+    guarded,
+    json_text,
+    say,
+)
+from pvg_cli.options import (
     ClusterOption,
     DebugOption,
     ExperimentArgument,
@@ -24,14 +30,7 @@ from pvg_cli.boundary import (
     MetricsPortOption,
     RunNameOption,
     SetOption,
-    announce_loading,
-    emit,
-    error_document,
-    first_prints,
-    guarded,
-    json_text,
     metrics_port_override,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -44,24 +43,6 @@ if TYPE_CHECKING:
     from pvg.workers.torchrun import Meeting
     from pvg_cli.run_display import RunWatcher
     from pvg_cli.runs import RunPlan
-
-
-class TrainCommand(TyperCommand):
-    """Makes the value of `--resume` optional. Without a value it means the newest unfinished run, written as ""."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        filled: list[str] = []
-        for place, word in enumerate(args):
-            filled.append(word)
-            followed = place + 1 < len(args) and not args[place + 1].startswith("-")
-            if word == "--resume" and not followed:
-                filled.append("")
-        return super().parse_args(ctx, filled)
-
-
-def register(app: typer.Typer) -> None:
-    app.command("train", cls=TrainCommand)(train)
-    app.command("rollout")(rollout)
 
 
 @guarded
@@ -84,7 +65,7 @@ def train(
         bool,
         typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help=JSON_HELP, callback=first_prints)] = False,
+    as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Play a prover-verifier game. Without arguments: the embedded game, on the CPU, in a few minutes.
@@ -92,20 +73,37 @@ def train(
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
     from pvg.errors import UsageError
-    from pvg.workers.torchrun import ALONE, driving, launched, serve
 
     if resume is not None and run_name is not None:
         raise UsageError(
             "--name and --resume cannot be used together.",
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _train_with_torchrun(name, settings, run_name, resume, cluster, dry_run, as_json)
+    else:
+        _train(name, settings, run_name, resume, cluster, dry_run, as_json)
+
+
+def _train_with_torchrun(
+    name: str | None,
+    settings: list[str],
+    run_name: str | None,
+    resume: str | None,
+    cluster: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Play as one of the processes that torchrun has started. The first of them drives the others."""
+    from pvg.workers.torchrun import ALONE, driving, launched, serve
+
     launch = launched(os.environ)
     if launch is not None and launch.number:
         if dry_run:
             say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
             raise typer.Exit
         raise typer.Exit(serve(launch, say))
-    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     with ExitStack() as stack:
         meeting = None if launch is None or dry_run else stack.enter_context(driving(launch))
         if meeting is not None and resume is None:
@@ -121,13 +119,12 @@ def _train(
     cluster: str | None,
     dry_run: bool,
     as_json: bool,
-    meeting: Meeting | None,
+    meeting: Meeting | None = None,
 ) -> None:
     """`meeting`: with the other processes of torchrun; None without them."""
     from pvg.config.load import chosen_keys
     from pvg.hub import fetch_all
     from pvg.telemetry.cpu import bfloat16_warnings
-    from pvg.workers.torchrun import refuse_other_counts
     from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None:
@@ -135,6 +132,8 @@ def _train(
     else:
         plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen_keys(settings))
     if meeting is not None:
+        from pvg.workers.torchrun import refuse_other_counts
+
         refuse_other_counts(plan.experiment, meeting.launch)
     slow = bfloat16_warnings(plan.experiment, resumed=plan.resume)
     for warning in [*plan.experiment.warnings(), *slow]:
@@ -152,7 +151,7 @@ def _train(
 
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     """The demonstrations of the warm start; None without one. Raises what is wrong with its file."""
-    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.config.training import DemonstrationWarmup
 
     section = plan.experiment.warmup
     if not isinstance(section, DemonstrationWarmup):
@@ -165,7 +164,7 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
     """The numbers of demonstrations, and how often each is trained on."""
-    from pvg.config.warmup import DemonstrationWarmup
+    from pvg.config.training import DemonstrationWarmup
 
     section = experiment.warmup
     assert isinstance(section, DemonstrationWarmup)

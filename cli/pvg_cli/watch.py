@@ -8,17 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import (
-    EXIT_STOPPED,
-    DebugOption,
-    JsonOption,
-    RunArgument,
-    RunsOption,
-    emit,
-    emit_error,
-    guarded,
-    say,
-)
+from pvg_cli.boundary import EXIT_STOPPED, emit, emit_error, guarded, say
+from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
 from pvg_cli.serve import stop_serving_at_signals
 
 if TYPE_CHECKING:
@@ -26,10 +17,6 @@ if TYPE_CHECKING:
     from pvg.store.run_directory import RunDirectory
 
 PORT = 8765  # always the same one, so that a forwarded port stays valid
-
-
-def register(app: typer.Typer) -> None:
-    app.command("watch")(watch)
 
 
 @guarded

@@ -18,11 +18,9 @@ import orjson
 import tomli_w
 from pydantic import BaseModel, model_validator
 
-from pvg.config.base import ByKind
-from pvg.config.cautions import warnings_about
+from pvg.config.base import ByKind, without_folder
 from pvg.config.game import SimultaneousSchedule
-from pvg.config.rules import conflicts
-from pvg.config.run_ids import without_folder
+from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 
 # Sections that do not change results, so a resumed run may have other values.
@@ -62,10 +60,6 @@ class Experiment(AllSections):
         if self.task.kind == "play" or not isinstance(schedule, SimultaneousSchedule):
             return 0
         return prover_steps // self.training.minibatches // schedule.every * schedule.updates
-
-    def mint_problems(self, round_: int) -> int:
-        """Problems of a round's mint."""
-        return self.game.mint_problems * self.game.effort(round_)
 
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""

@@ -20,8 +20,8 @@ from pydantic import BaseModel, ValidationError
 import pvg
 from pvg.config.base import as_table, kinds_of
 from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
-from pvg.config.prompts import TEXTS_FOR_A_TASK
-from pvg.config.servers import URL_EXAMPLE, URL_PATTERN
+from pvg.config.operation import URL_EXAMPLE, URL_PATTERN
+from pvg.config.rollout import TEXTS_FOR_A_TASK
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_input
 
@@ -265,7 +265,7 @@ def assign(data: dict[str, Any], key: str, value: Any) -> None:
         if place in TABLES and isinstance(node.get(section), str):
             node[section] = {"kind": node[section]}
         elif leaf == "file" and place == key.removesuffix(".file") and isinstance(node.get(section), str):
-            del node[section]  # a text, which the file replaces (pvg.config.prompts)
+            del node[section]  # a text, which the file replaces (pvg.config.rollout)
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
             raise ConfigurationError(f"--set {key}: {section!r} is a setting, not a section.")

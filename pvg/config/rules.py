@@ -1,27 +1,65 @@
-"""Settings that are valid one by one, but cannot work together.
-
-`pvg.config.experiment` calls `conflicts`. Each sentence says what is wrong, then what to set. Settings that work, but
-are probably not intended together: `pvg.config.cautions`.
+"""Settings that are valid one by one, but cannot work together (`conflicts`), or are probably not intended together
+(`warnings_about`). Each sentence says what is wrong, then what to set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.cluster import LocalCluster, RayCluster, has_workers, ranks_of, shards_of
 from pvg.config.game import (
     CompositeReward,
     DecoupledProtocol,
+    DecoupledReward,
     GatedReward,
+    SimultaneousSchedule,
 )
-from pvg.config.prompt_rules import prompt_conflicts, same_prompt
-from pvg.config.prompts import WordedPrompts
-from pvg.config.rollout import TorchSampling
+from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers, ranks_of, shards_of
+from pvg.config.rollout import TEXTS_FOR_A_TASK, SamplingAhead, TorchSampling, WordedPrompts
 from pvg.config.sections import AllSections, value_of
-from pvg.config.servers import Serving
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.verifier import SOLUTIONS_PER_PROBLEM
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, FixedKl
 from pvg.extensions import is_reference
+
+# Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
+WITHOUT_TAGS = ("hf:", "gguf:")
+
+
+def same_prompt(experiment: AllSections) -> str:
+    """Why both roles get one prompt, with a remedy; "" if they do not."""
+    prompts = experiment.prompts
+    if prompts.kind == "plain":
+        return "prompts = 'plain' gives both the same prompt; set it to 'tag', 'chat' or 'text'"
+    if not isinstance(prompts, WordedPrompts) or prompts.helpful is None or prompts.helpful != prompts.sneaky:
+        return ""
+    if prompts.examples is None or any(example.helpful != example.sneaky for example in prompts.examples):
+        return ""
+    return "prompts.helpful and prompts.sneaky are the same text; change one of them"
+
+
+def prompt_conflicts(experiment: AllSections) -> Iterator[str]:
+    """Texts that no player would read."""
+    prompts = experiment.prompts
+    if not isinstance(prompts, WordedPrompts):
+        return
+    own = list(prompts.model_dump(exclude_none=True, include=set(TEXTS_FOR_A_TASK)))
+    if own and experiment.task.kind == "play":
+        yield f"prompts.{own[0]} has no effect with task.kind = 'play', whose prompts come from the game; leave it out"
+
+
+def prompt_warnings(experiment: AllSections) -> Iterator[str]:
+    prompts, source, task = experiment.prompts.kind, experiment.models.prover.source, experiment.task.kind
+    if task == "play":
+        return
+    if prompts == "tag" and source.startswith(WITHOUT_TAGS):
+        yield (
+            f"prompts = 'tag' puts only H or S before the question, which models.prover.source = {source!r} has never "
+            "learned; set prompts to 'chat', or to 'text' for a base model"
+        )
+    if prompts == "plain" and 0.0 < experiment.game.sneaky_share < 1.0:
+        yield (
+            "prompts = 'plain' gives both roles the same prompt; set it to 'chat' or 'text', or game.sneaky_share to 0"
+        )
+
 
 # Rewards that compare a score with the other scores of its problem and role.
 RELATIVE_REWARDS = ("src", "decoupled")
@@ -529,3 +567,118 @@ IMPOSSIBLE = (
     *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
     _warmup,
 )
+
+
+# --- settings that work together, but are probably not intended ------------------------------------------------------
+
+
+def warnings_about(experiment: AllSections) -> list[str]:
+    """Combinations that work, but are probably not intended: one sentence each."""
+    return [sentence for rule in ODD for sentence in rule(experiment)]
+
+
+def _reward_warnings(experiment: AllSections) -> Iterator[str]:
+    """Rewards that prefer a misaligned solution (pvg/game/rewards.py)."""
+    reward = experiment.game.reward
+    if experiment.task.kind == "play":  # its reward is a change in value
+        return
+    if isinstance(reward, DecoupledReward) and reward.floor >= 0:
+        yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
+    if reward.kind == "cgc" and experiment.training.overlong_buffer:
+        yield (
+            "training.overlong_buffer subtracts up to 1 from a reward: an aligned one may fall below game.reward.floor"
+        )
+    if reward.kind == "composite":
+        yield (
+            "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "
+            "(by design); 'gated' never does"
+        )
+
+
+def _switch_warnings(experiment: AllSections) -> Iterator[str]:
+    training = experiment.training
+    if training.loss == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
+        yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
+    if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
+        yield (
+            "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
+            "shows it"
+        )
+    section, minibatches = experiment.evaluate, experiment.training.minibatches
+    if section.attacks and section.attack_window * minibatches > section.attack_steps:
+        yield (
+            f"`pvg evaluate` will refuse the attacks: evaluate.attack_window = {section.attack_window} batches of "
+            f"{minibatches} steps each do not fit into evaluate.attack_steps = {section.attack_steps}; raise the "
+            "steps, or lower the window"
+        )
+
+
+def _server_warnings(experiment: AllSections) -> Iterator[str]:
+    serving, verifier = experiment.serving, experiment.verifier
+    if experiment.weights.transport.kind == "nccl":
+        yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
+    if verifier.engine == "torch":
+        for key in ("verifier_servers", "reference_servers"):
+            if getattr(serving, key):
+                yield f"serving.{key} has no effect with verifier.engine = 'torch'; set that to 'vllm'"
+    elif serving.reference_servers and verifier.head.kind != "implicit":
+        yield f"serving.reference_servers has no effect with verifier.head = {verifier.head.kind!r}"
+
+
+def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
+    training, rollout, prefetch = experiment.training, experiment.rollout, experiment.rollout.prefetch
+    if isinstance(prefetch, SamplingAhead):
+        if rollout.engine.kind == "torch":
+            yield (
+                "rollout.prefetch gains nothing with rollout.engine = 'torch', which samples in the thread that "
+                "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
+            )
+        if prefetch.staleness_budget < prefetch.batches:
+            yield (
+                f"rollout.prefetch.max_staleness = {prefetch.staleness_budget} drops most of what "
+                f"rollout.prefetch.batches = {prefetch.batches} samples ahead; raise it to {prefetch.batches + 1}, or "
+                "lower the batches"
+            )
+    stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
+    if stale and training.loss == "rloo" and training.importance == "none":
+        yield (
+            "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
+            "'decoupled'"
+        )
+    if training.minibatches > 1 and training.loss == "rloo":
+        yield (
+            "training.loss = 'rloo' has no ratio, so later minibatches ignore that the weights have changed; set "
+            "training.minibatches to 1, or training.loss to 'grpo'"
+        )
+    if not stale and training.importance in ("decoupled", "unweighted"):
+        yield (
+            f"training.importance = {training.importance!r} has no effect without rollout.prefetch: no rollout is stale"
+        )
+    deadline = rollout.deadline
+    if deadline.kind != "none" and deadline.min_rollouts == rollouts_of_deadline(experiment):
+        whole = "batch" if training.groupless or deadline.kind == "continue" else "group"
+        yield f"rollout.deadline has no effect: rollout.deadline.min_rollouts is the whole {whole}"
+
+
+def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
+    game, training = experiment.game, experiment.training
+    if game.protocol.kind == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
+        yield (
+            "models.prover.source = 'embedded:modchain-prover' has never seen a solution in its prompt; set it to "
+            "'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
+        )
+    verifier = experiment.models.verifier.source
+    if game.protocol.kind == "challenge" and verifier.startswith("embedded:modchain-") and "dialogue" not in verifier:
+        yield (
+            f"models.verifier.source = {verifier!r} has never seen an answer to a question, and accepts many flaws; "
+            "set it to 'embedded:modchain-dialogue' for game.protocol = 'challenge'"
+        )
+    batches = training.steps // training.minibatches
+    if isinstance(game.schedule, SimultaneousSchedule) and batches < game.schedule.every:
+        yield (
+            f"game.schedule.every = {game.schedule.every} is more than the {batches} batches of a round, so the "
+            "verifier is never updated"
+        )
+
+
+ODD = (prompt_warnings, _reward_warnings, _switch_warnings, _server_warnings, _staleness_warnings, _protocol_warnings)

@@ -7,17 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from pvg.config.base import Section
-from pvg.config.cluster import AutoCluster, Cluster, RayCluster
 from pvg.config.game import Game
-from pvg.config.models import Models
-from pvg.config.operation import Evaluate, Store, Telemetry
-from pvg.config.prompts import Prompts, TagPrompts
-from pvg.config.rollout import Rollouts
-from pvg.config.servers import Serving, Weights
+from pvg.config.operation import AutoCluster, Cluster, Evaluate, RayCluster, Serving, Store, Telemetry, Weights
+from pvg.config.rollout import Prompts, Rollouts, TagPrompts
 from pvg.config.task import ModchainTask, TaskSection
-from pvg.config.training import Training
-from pvg.config.verifier import Verifier
-from pvg.config.warmup import NoWarmup, Warmup
+from pvg.config.training import Models, NoWarmup, Training, Verifier, Warmup
 
 # Run folders have this name, with a number if there are several. Most file systems allow 255 bytes.
 LONGEST_NAME = 100

@@ -12,8 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section
-from pvg.config.hub_ids import is_hub_id
+from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section, is_hub_id
 from pvg.extensions import REFERENCE_PATTERN, Reference
 
 PlayReference = Literal["random", "greedy", "base"]
@@ -145,12 +144,12 @@ class ReasoningGymTask(Section):
 
 class CodeTask(Section):
     """Programming problems with hidden tests, graded by execution in a sandbox; `path` holds train.jsonl and test.jsonl
-    in the forms of pvg/tasks/code/task.py. Without a `path`, pvg makes about 400 problems."""
+    in the forms of pvg/tasks/code.py. Without a `path`, pvg makes about 400 problems."""
 
     kind: Literal["code"] = "code"
     path: Annotated[Folder | None, AfterValidator(_local)] = Field(
         None,
-        description="Folder with train.jsonl and test.jsonl (pvg/tasks/code/task.py). Unset: pvg makes problems.",
+        description="Folder with train.jsonl and test.jsonl (pvg/tasks/code.py). Unset: pvg makes problems.",
     )
     limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     unusable: Literal["refuse", "skip"] = Field(

@@ -1,16 +1,94 @@
-"""`[training]`: what the prover learns from, and how."""
+"""`[models]`, `[training]`, `[warmup]` and `[verifier]`: the models, and what they learn from."""
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
+    model_validator,
 )
 
-from pvg.config.base import ByKind, Count, Positive, Section, Weight
-from pvg.config.models import Adapters, NoAdapters
+from pvg.config.base import ByKind, Count, Folder, Player, Positive, Section, Source, Weight, with_player
 from pvg.extensions import Reference
+
+# `[models]`: where the models come from, and where they compute. `[*.adapters]`: low-rank adapters.
+
+
+class ModelSection(Section):
+    """Where a model comes from.
+
+    `source`: "embedded:NAME" (shipped with pvg), "hf:OWNER/NAME" or "hf:OWNER/NAME@REVISION" (the Hugging Face hub),
+    "run:NAME" or "run:NAME/round-2/verifier" (a player of another run), "gguf:PACKAGE" (a GGUF file inside an installed
+    package), or the path of a Hugging Face directory.
+    """
+
+    source: Source = Field(
+        "embedded:modchain-prover",
+        description='"embedded:NAME", "hf:OWNER/NAME[@REVISION]", "run:NAME[/round-N][/verifier]", "gguf:PACKAGE", or '
+        "a Hugging Face directory.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Data type of the weights. bfloat16 halves their memory, and is slow on a CPU without support "
+        "for it.",
+    )
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]{1,3})?", name):
+        raise ValueError(f"models.device = {name!r} is not a device; use 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'")
+    return name
+
+
+Device = Annotated[str, AfterValidator(_device)]
+
+
+def _for_player(player: Player, section: ModelSection) -> ModelSection:
+    """The section; a run's source that names no player means the same player."""
+    source = with_player(section.source, player)
+    return section if source == section.source else section.model_copy(update={"source": source})
+
+
+ProverModel = Annotated[ModelSection, AfterValidator(partial(_for_player, "prover"))]
+VerifierSource = Annotated[ModelSection, AfterValidator(partial(_for_player, "verifier"))]
+
+
+class Models(Section):
+    """The models of the two players, and where they compute."""
+
+    prover: ProverModel = ModelSection()
+    verifier: VerifierSource = ModelSection(source="embedded:modchain-verifier")
+    device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". "mps" is untested.')
+    threads: Annotated[int, Field(ge=0, le=1024)] = Field(
+        0, description="Compute threads. 0: one for models narrower than 512, else one per core."
+    )
+
+
+class NoAdapters(Section):
+    """All weights are trained."""
+
+    kind: Literal["none"] = "none"
+    rank: ClassVar[int] = 0
+    alpha: ClassVar[float] = 1.0
+
+
+class LoraAdapters(Section):
+    """Low-rank adapters of all linear layers are trained, and all other weights are frozen (extra `lora`)."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Count = Field(16, description="Rank of the adapters. Higher ranks can learn more, and take more memory.")
+    alpha: Positive = Field(
+        16.0,
+        description="The output of an adapter is multiplied by alpha / rank. Higher values act like a higher "
+        "learning rate.",
+    )
+
+
+Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]
 
 
 class NoKl(Section):
@@ -103,3 +181,168 @@ class Training(Section):
     def groupless(self) -> bool:
         """Whether the loss takes no statistics of groups: groups of one solution work too."""
         return self.loss in ("spo", "rae")
+
+
+# `[warmup]`: what the prover learns from given solutions before the game begins.
+
+
+class NoWarmup(Section):
+    """The game begins with models.prover as it is."""
+
+    kind: Literal["none"] = "none"
+
+
+class DemonstrationWarmup(Section):
+    """Before round 0 the prover learns to write the solutions of a file. The result is the base prover of the game. The
+    file has the columns `question` and `solution`, and may have `role`: "helpful" (the default) or "sneaky"."""
+
+    kind: Literal["demonstrations"] = "demonstrations"
+    path: Folder | None = Field(None, description="File .jsonl, .csv or .parquet with questions and their solutions.")
+    steps: Count = Field(100, description="Optimizer steps. Too many of them make the prover repeat the file.")
+    batch: Count = Field(32, description="Solutions per step. More of them make steadier, slower steps.")
+    learning_rate: Positive = Field(
+        1e-4, description="Learning rate of AdamW, which falls to 0. Higher values learn faster, and may diverge."
+    )
+
+
+Warmup = Annotated[NoWarmup | DemonstrationWarmup, ByKind("none")]
+
+
+# `[verifier]`: the verifier's head, its loss and its scorer.
+
+
+YES_NO_QUESTION = "Is this solution correct? Answer yes or no."
+
+
+class LogprobHead(Section):
+    """The score is `beta` times the log-probability of the solution minus that under the initial weights."""
+
+    kind: Literal["implicit"] = "implicit"
+    beta: Positive = Field(1.0, description="Scale of the score. A larger one multiplies all scores.")
+
+
+class LastTokenHead(Section):
+    """The score is read at the last token, by a trained linear layer."""
+
+    kind: Literal["scalar"] = "scalar"
+
+
+class AnswerHead(Section):
+    """The verifier is asked a question after the solution. The score is the logit of "yes" minus that of "no"."""
+
+    kind: Literal["yes_token"] = "yes_token"
+
+
+class OwnHead(Section):
+    """A verifier in a file of your own."""
+
+    kind: Reference
+
+
+Head = Annotated[LogprobHead | LastTokenHead | AnswerHead | OwnHead, ByKind("implicit")]
+
+
+class PlainRisk(Section):
+    """`none`: the mean over all pairs. `balanced`: the mean of the sources' mean losses."""
+
+    kind: Literal["none", "balanced"] = "none"
+    strength: ClassVar[float] = 0.0
+
+
+class PenalisedRisk(Section):
+    """A penalty on differences between the sources: `vrex` (arXiv 2003.00688) or `irm` (arXiv 1907.02893)."""
+
+    kind: Literal["vrex", "irm"] = "vrex"
+    strength: Weight = Field(
+        1.0, description="Coefficient of the penalty. Higher values make the losses of the sources more equal."
+    )
+    warmup: Annotated[int, Field(ge=0)] = Field(
+        0, description="Optimizer steps in which the penalty grows to its full strength. 0: full from the start."
+    )
+
+
+class WorstCaseRisk(Section):
+    """Sources with a higher loss get more weight (arXiv 1911.08731)."""
+
+    kind: Literal["group_dro"] = "group_dro"
+    strength: Weight = Field(
+        1.0, description="Step size of the sources' weights. Higher values follow the worst source faster."
+    )
+
+
+Robust = Annotated[PlainRisk | PenalisedRisk | WorstCaseRisk, ByKind("none")]
+
+
+class SingleVerifier(Section):
+    """One verifier."""
+
+    kind: Literal["none"] = "none"
+    size: ClassVar[int] = 1
+
+
+class EnsembleOfVerifiers(Section):
+    """Several verifiers score together. The kind says how pvg combines their scores."""
+
+    kind: Literal["mean", "median", "min"] = "mean"
+    size: Annotated[int, Field(ge=2, le=10**12)] = Field(
+        3, description="Number of verifiers, each trained on its own pairs. Time and memory grow with it."
+    )
+
+    @model_validator(mode="after")
+    def _median(self) -> EnsembleOfVerifiers:
+        if self.kind == "median" and self.size == 2:
+            raise ValueError("verifier.ensemble.size = 2: the median of two scores is their mean; set it to 3 or more")
+        return self
+
+
+Ensemble = Annotated[SingleVerifier | EnsembleOfVerifiers, ByKind("none")]
+
+
+SOLUTIONS_PER_PROBLEM = 8  # that pairing by problem takes at most; with more, a step has fewer problems
+
+
+class Verifier(Section):
+    """The verifier's head, its loss and its scorer. FILE.py:NAME names a head or a loss of your own."""
+
+    head: Head = LogprobHead()
+    robust: Robust = PlainRisk()
+    ensemble: Ensemble = SingleVerifier()
+    adapters: Adapters = NoAdapters()
+    loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
+        "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
+    )
+    pairing: Literal["random", "problem"] = Field(
+        "random", description="Pairs are drawn independently, or problems are drawn with all pairs of their solutions."
+    )
+    score_penalty: Weight = Field(
+        0.005, description="Coefficient of the penalty on squared scores. Higher values keep scores nearer to 0."
+    )
+    steps: Count = Field(
+        100,
+        description="Optimizer steps of the verifier per round (if game.growing: of round 0). More of them learn more, "
+        "and take longer.",
+    )
+    pairs: Count = Field(
+        64,
+        description="Pairs per optimizer step (pairing by problem: on average). More pairs make steadier, slower "
+        "steps.",
+    )
+    micro_batch_tokens: Count = Field(
+        16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
+    )
+    learning_rate: Positive = Field(
+        3e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
+    )
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Precision of the forward and backward pass."
+    )
+    held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.1, description="Share of the mint's problems that no verifier learns from: they serve calibration and AUC."
+    )
+    cache_entries: Count = Field(
+        100_000, description="Number of scores that are kept in memory, so that a solution is scored once."
+    )
+    score_tokens: Count = Field(16_384, description="Tokens per scoring batch. Lower it if memory runs out.")
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
+    )

@@ -37,7 +37,7 @@ from pvg.evaluation.opened_run import (
 from pvg.evaluation.report import KINDS, attacker_experiment
 from pvg.evaluation.training import PolicyTraining, kept_policy, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
-from pvg.verifier.backend import ScoringModel
+from pvg.verifier.scorer import ScoringModel
 
 
 @dataclass

@@ -39,7 +39,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from scipy.special import expit
 
 from pvg.config.operation import Evaluate
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.evaluation.intervals import (
     CONFIDENCE,
     Estimate,

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import ChallengeProtocol
+from pvg.config.game import ChallengeProtocol, Game
 from pvg.errors import StateError
 from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
@@ -50,8 +50,7 @@ from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import Tracer
-from pvg.verifier.backend import ScoringModel
-from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -210,6 +209,10 @@ class EvaluationContext:
         self.units = ResultFiles(self.folder / "units")
         self.manifests = ResultFiles(self.folder / "samples")
         self.shards = RolloutShards(self.folder)
+
+    @property
+    def game(self) -> Game:
+        return self.experiment.game
 
     @property
     def seed(self) -> int:

@@ -37,10 +37,11 @@ from pvg.evaluation.report import policy_experiment
 from pvg.game.ledger import Ledger
 from pvg.game.parts import TrainingStop
 from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
+from pvg.game.run import session_of
 from pvg.game.session import Session, finite
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
-from pvg.models.starts import open_learner
+from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
@@ -48,12 +49,12 @@ from pvg.telemetry.events import Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, recompute_logprobs
-from pvg.verifier.backend import ScoringModel
+from pvg.verifier.scorer import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.models.low_rank import LowRankAdapter
+    from pvg.models.language_model import LowRankAdapter
 
 
 DIGEST_FILE = "digest"
@@ -113,7 +114,7 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
         if elsewhere := ledger.record_machine(context.players.machine):
             context.observer.noticed(elsewhere)
         watcher = RenamingObserver(context.observer, phase=training.phase, unit=training.unit)
-        yield Session(
+        session = session_of(
             training.experiment,
             context.task,
             ledger,
@@ -122,7 +123,9 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
             watcher,
             context.stop,
             context.tracer,
+            Session,
         )
+        yield session
     finally:
         ledger.close()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pvg.config.hub_ids import is_hub_id, parse
+from pvg.config.base import is_hub_id, parse
 from pvg.errors import one_line
 from pvg.evaluation.intervals import CONFIDENCE, Estimate, share_of
 from pvg.evaluation.opened_run import OpenedRun

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.models.heads import VerifierModel
-    from pvg.verifier.backend import ScoringModel
-    from pvg.verifier.scorer import VerifierScorer
+    from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class FinishedRound:
             opened.callback(verifier.close)
             return VerifierScorer(
                 verifier,
-                template_of(self.experiment, task, verifier),
+                template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
                 cache_entries=section.cache_entries,
                 token_budget=section.score_tokens,
@@ -153,6 +152,7 @@ class _Verifiers:
         self._experiment, self._device = experiment, device
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        from pvg.models.starts import open_verifier
+        from pvg.models.sources import open_verifier
 
-        return open_verifier(self._experiment, self._device, None, round_, member, like)
+        section, models, seed = self._experiment.verifier, self._experiment.models, self._experiment.seed
+        return open_verifier(section, models, seed, self._device, None, round_, member, like)

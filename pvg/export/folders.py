@@ -17,11 +17,10 @@ import orjson
 import torch
 
 from pvg import __version__
+from pvg.config.base import is_hub_id, is_run_id, parse, shown_source
 from pvg.config.experiment import Experiment
-from pvg.config.hub_ids import is_hub_id, parse
-from pvg.config.prompts import FRAME
-from pvg.config.run_ids import is_run_id, shown_source
-from pvg.config.verifier import YES_NO_QUESTION, AnswerHead
+from pvg.config.rollout import FRAME
+from pvg.config.training import YES_NO_QUESTION, AnswerHead
 from pvg.errors import ConfigurationError, UsageError, user_paths
 from pvg.export import pvg_verifier
 from pvg.export.card import example_prompts, model_card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pvg.config.hub_ids import parse
+from pvg.config.base import parse
 from pvg.errors import MissingRequirementError, UsageError, one_line
 
 

@@ -18,7 +18,7 @@ from pvg.game.roles import PromptBuilder
 from pvg.records import Half, Int32, Problem, Role
 from pvg.rollout.episodes import completion_room
 from pvg.tasks.task import HasNote, Task, correct_solution
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer

@@ -265,7 +265,7 @@ def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N
         return None
     rows: list[int] = np.flatnonzero(~helpful_N).tolist()
     found_N = np.zeros(len(rollouts), dtype=np.float32)
-    from pvg.tasks.code.grading import similarities
+    from pvg.tasks.code_problems import similarities
 
     found_N[rows] = similarities(
         [task.solution(rollouts[row].text) for row in rows],

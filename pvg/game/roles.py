@@ -1,7 +1,7 @@
-"""The two roles of the prover: one policy with two prompts (pvg.config.prompts).
+"""The two roles of the prover: one policy with two prompts (pvg.config.rollout).
 
 The kind "tag" puts one character before the question (embedded models). "chat" and "text" say in words what each role
-does: the instructions and examples of `[prompts]`, or those of the task (pvg.tasks.wordings). "chat" uses the model's
+does: the instructions and examples of `[prompts]`, or those of the task (pvg.tasks.task). "chat" uses the model's
 chat template, "text" joins the parts with blank lines. "plain" gives both roles the bare question.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pvg.config.experiment import Experiment
-from pvg.config.prompts import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
+from pvg.config.game import Protocol
+from pvg.config.rollout import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
 from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.tasks.wordings import NUMBER, WORDINGS, wording_of
+from pvg.tasks.task import NUMBER, WORDINGS, wording_of
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
@@ -164,6 +164,7 @@ class PromptBuilder:
     solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
 
     render: Render
+    style: str = "tag"  # prompts.kind
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
 
@@ -179,8 +180,7 @@ class PromptBuilder:
         return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
 
 
-def prompt_builder(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
-    """The experiment's prompts, without any solver's solutions."""
-    prompts = experiment.prompts
-    translate = translation_renderer(prompts, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
-    return PromptBuilder(prompt_renderer(prompts, tokenizer), translate)
+def prompt_builder(prompts: PromptSection, protocol: Protocol, tokenizer: Tokenizer) -> PromptBuilder:
+    """The prompts of a game, without any solver's solutions."""
+    translate = translation_renderer(prompts, tokenizer) if protocol.kind == "decoupled" else None
+    return PromptBuilder(prompt_renderer(prompts, tokenizer), prompts.kind, translate)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.store.run_players import verifier_weights_name
-from pvg.verifier.backend import ScoringModel
+from pvg.verifier.scorer import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor

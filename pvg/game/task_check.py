@@ -22,10 +22,10 @@ import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol
-from pvg.config.prompts import WordedPrompts
+from pvg.config.rollout import WordedPrompts
 from pvg.config.sections import AllSections
 from pvg.config.task import TaskSection
-from pvg.config.verifier import AnswerHead
+from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
@@ -33,13 +33,21 @@ from pvg.game.roles import TAGS, prompt_builder, worded
 from pvg.records import Grade, Half, Int32, Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.answers import by_fallback
-from pvg.tasks.task import KnownSolution, Task, WritesSolutions, correct_solution, half_of, wrong_solutions
-from pvg.tasks.wordings import NEUTRAL, wording_of
+from pvg.tasks.task import (
+    NEUTRAL,
+    KnownSolution,
+    Task,
+    WritesSolutions,
+    correct_solution,
+    half_of,
+    wording_of,
+    wrong_solutions,
+)
 
 if TYPE_CHECKING:
     from pvg.models.sources import WeightlessModel
     from pvg.models.tokenizer import Tokenizer
-    from pvg.verifier.template import Head, VerifierTemplate
+    from pvg.verifier.data import Head, VerifierTemplate
 
 
 # Digests of a task's problems, to compare two processes: a run continues in another process than it began in.
@@ -184,7 +192,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         halves[half_of(problem.id)].append(problem)
     template = None
     if models is not None:
-        prompts = prompt_builder(experiment, models.prover.tokenizer)
+        prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
         check_prompts_fit(experiment, prompts, halves, test, models.prover.max_length)
         if experiment.task.kind != "play":
             template = verifier_template_of(experiment, task, models.verifier)
@@ -232,7 +240,10 @@ def shown_prompt(
     """The role's prompt; in the decoupled game, its prompt for the translation of `solution`."""
     prompts = experiment.prompts
     if models is not None:
-        builder, tokenizer = prompt_builder(experiment, models.prover.tokenizer), models.prover.tokenizer
+        builder, tokenizer = (
+            prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer),
+            models.prover.tokenizer,
+        )
         translate = builder.translate
         ids = builder.render(problem, role) if translate is None else translate(problem, role, solution)
         return ShownInput(tokenizer.shown(ids), len(ids))
@@ -282,7 +293,7 @@ def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessMo
     head = experiment.verifier.head
     if isinstance(head, AnswerHead):
         answer_tokens(model.tokenizer, model.name)
-    return verifier_template(experiment, task, model.tokenizer, _reads(head.kind))
+    return verifier_template(experiment.prompts, task, model.tokenizer, _reads(head.kind))
 
 
 def _reads(head: str) -> Head:

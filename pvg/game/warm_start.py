@@ -22,37 +22,94 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from pvg.config.cluster import NoCluster
+from pvg.config.base import RunId
 from pvg.config.experiment import Experiment
+from pvg.config.operation import NoCluster
 from pvg.config.rollout import TorchSampling
-from pvg.config.run_ids import RunId
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup, Training, Warmup
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
 from pvg.inputs import check_regular, expanded
 from pvg.models.language_model import LanguageModel
-from pvg.models.starts import open_learner
-from pvg.records import Int32, Problem, Role
+from pvg.models.sources import open_learner
+from pvg.records import Float32, Int32, Problem, Role
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import WARMED_PROVER, find_player, with_source
-from pvg.tasks.rows import no_column, rows_of
+from pvg.tasks.data import no_column, rows_of
 from pvg.tasks.task import Task
+from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.supervised import SupervisedObjective, demonstration_batch
-from pvg.training.trainer import Trainer
+from pvg.training.forward import ForwardSettings, batch_logprobs, forward_batches, recompute_logprobs
+from pvg.training.trainer import OptimizerSettings, Trainer
 
 if TYPE_CHECKING:
     from pvg.game.roles import PromptBuilder
     from pvg.models.language_model import LanguageModel
     from pvg.models.sources import WeightlessModel
     from pvg.models.tokenizer import Tokenizer
+
+
+# Supervised training: the prover learns to write given solutions, with the forward passes of policy training.
+
+
+def demonstration_batch(prompts: Sequence[Int32], solutions: Sequence[Int32], roles: Sequence[Role]) -> PolicyBatch:
+    """N solutions with their prompts as a batch: no policy sampled them, so their log-probs and advantages are 0."""
+    count = len(prompts)
+    return PolicyBatch(
+        sequences=[np.concatenate(pair) for pair in zip(prompts, solutions, strict=True)],
+        prompt_lengths=np.array([len(prompt) for prompt in prompts], dtype=np.int32),
+        sampled_logprobs=[np.zeros(len(solution), dtype=np.float32) for solution in solutions],
+        reference_logprobs=None,
+        advantages_N=np.zeros(count, dtype=np.float32),
+        role_ids_N=np.array([role.number for role in roles], dtype=np.int8),
+        group_ids_N=np.arange(count, dtype=np.int32),
+        versions_N=np.zeros(count, dtype=np.int32),
+    )
+
+
+class SupervisedObjective:
+    """The mean loss per solution token as the trainer's objective. The temperature is 1, as in the model itself."""
+
+    def __init__(self, section: Training, pad_id: int) -> None:
+        self._forward = ForwardSettings.of(section, 1.0, pad_id)
+        self._max_rows = section.micro_batch_rollouts
+
+    def prepare(self, batch: PolicyBatch) -> PolicyBatch:
+        """Each token of the batch counts the same."""
+        weight = 1.0 / float(batch.completion_lengths_N.sum())
+        return batch.with_weights(np.full(len(batch), weight, dtype=np.float32))
+
+    def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
+        """Micro-batches within the token budget. Raises ConfigurationError if a single row exceeds it."""
+        parts = forward_batches(batch, np.arange(len(batch)), self._forward, self._max_rows)
+        return [batch.select(part) for part in parts]
+
+    def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
+        assert micro_batch.row_weights_N is not None, "prepare the batch before computing its loss"
+        logprobs_BL = batch_logprobs(module, micro_batch, self._forward)
+        weights_B = torch.from_numpy(micro_batch.row_weights_N).to(logprobs_BL.device)
+        loss = -(logprobs_BL.sum(dim=1) * weights_B).sum()
+        metrics = Metrics()
+        tokens = int(micro_batch.completion_lengths_N.sum())
+        metrics.add_mean("loss", -float(logprobs_BL.detach().double().sum()), tokens)
+        metrics.add_sum("tokens", tokens)
+        total = int(micro_batch.lengths_N.sum())
+        positions = total if self._forward.shared_prompts else logprobs_BL.numel()  # shared: prompts once, no padding
+        metrics.add_mean("padding", positions - total, positions)
+        return loss, metrics
+
+    def mean_loss(self, module: nn.Module, batch: PolicyBatch) -> float:
+        """The loss of a whole batch without a gradient, in nats per token. Blocks."""
+        found: list[Float32] = recompute_logprobs(module, batch, self._forward)
+        return -float(np.concatenate(found).mean(dtype=np.float64))
 
 
 # The file of a warm start: questions with solutions that the prover learns to write. Needs no torch.
@@ -195,16 +252,9 @@ MEASURED = 256
 RISING = 10
 
 
-def first_phase(experiment: Experiment) -> Phase:
-    """The phase in which the game itself begins."""
-    if experiment.task.kind == "play":
-        return Phase.TRAIN_PROVER
-    return Phase.SOLVE if experiment.game.protocol.kind == "decoupled" else Phase.MINT
-
-
-def is_cold(experiment: Experiment, run: RunDirectory) -> bool:
+def is_cold(section: Warmup, run: RunDirectory) -> bool:
     """Whether the run has a warm start and has not finished it."""
-    if experiment.warmup.kind == "none":
+    if section.kind == "none":
         return False
     state = run.load_state().state
     return state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
@@ -227,10 +277,9 @@ def warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Exper
     return with_source(experiment, "prover", find_player(RunId(str(run.path.absolute()), "warmup", "prover")).source)
 
 
-async def warm_up(session: Session) -> None:
-    """Run the phase from the last committed step on, then enter the first phase of the game."""
-    section, players, state = session.experiment.warmup, session.players, session.state
-    assert isinstance(section, DemonstrationWarmup)
+async def warm_up(session: Session, section: DemonstrationWarmup, following: Phase) -> None:
+    """Run the phase from the last committed step on, then enter the `following` one."""
+    players, state = session.players, session.state
     info = session.begin("steps", section.steps, state.step)
     started = time.perf_counter()
     with span("open_models"):
@@ -256,16 +305,14 @@ async def warm_up(session: Session) -> None:
             meta = {"steps": section.steps, "demonstrations": demonstrations.digest}
             await session.ledger.save_weights(WARMED_PROVER, tensors, meta, files)
         session.finish_phase(info, metrics, time.perf_counter() - started)
-        entered = session.state.enter(first_phase(session.experiment))
+        entered = session.state.enter(following)
         await session.leave_phase(replace(entered, weights=(*entered.weights, WARMED_PROVER)))
     finally:
         learner.close()
 
 
-def check_demonstrations(session: Session) -> None:
+def check_demonstrations(session: Session, section: DemonstrationWarmup) -> None:
     """Raises what is wrong with the file of the warm start, before the run has a commit."""
-    section = session.experiment.warmup
-    assert isinstance(section, DemonstrationWarmup)
     batches_of(session, read_demonstrations(section))
 
 
@@ -295,7 +342,7 @@ class _Learning:
         train: PolicyBatch,
         held_out: PolicyBatch,
     ) -> None:
-        training, self._session, self._learner = session.experiment.training, session, learner
+        training, self._session, self._learner = session.training, session, learner
         self._objective = SupervisedObjective(training, learner.tokenizer.pad_id)
         self._measured = {"loss": _first(train), "held_out_loss": _first(held_out)}
         learner.require_gradients()
@@ -355,6 +402,6 @@ def _first(batch: PolicyBatch) -> PolicyBatch:
 
 def _batch(session: Session, rows: Sequence[Demonstration]) -> PolicyBatch:
     """The prompts of the game with the given solutions, which end with the end token."""
-    longest = session.experiment.rollout.max_tokens
+    longest = session.rollout.max_tokens
     prompts, solutions = tokens_of(rows, session.task, session.prompts, session.players.base, longest)
     return demonstration_batch(prompts, solutions, [row.role for row in rows])

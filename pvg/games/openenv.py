@@ -29,7 +29,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, one_line
-from pvg.games.replay import NoRoomError, ReplayedGame, Shown, not_repeatable
+from pvg.games.game import NoRoomError, ReplayedGame, Shown, not_repeatable
 
 if TYPE_CHECKING:
     import aiohttp

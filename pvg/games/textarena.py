@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.games.replay import LONGEST_MOVE, ReplayedGame, Shown
+from pvg.games.game import LONGEST_MOVE, ReplayedGame, Shown
 from pvg.installation import install_extra
 
 PREFIX = "textarena:"

@@ -16,7 +16,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 if TYPE_CHECKING:
     import torch
 
-    from pvg.config.models import ModelSection
+    from pvg.config.training import ModelSection
     from pvg.models.language_model import LanguageModel
 
 __all__ = ["open_model", "pick_device"]

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
-from pvg.models.language_model import LanguageModel
-from pvg.models.low_rank import LowRankAdapter
+from pvg.models.language_model import LanguageModel, LowRankAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -3,7 +3,7 @@
     python -m pvg.models.embedded_training all                 # about 2 minutes per model on one core
     python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
 
-Each is a small Llama that imitates written solutions, of modchain or of the plan game (pvg.models.embedded_plans). The
+Each is a small Llama that imitates written solutions, of modchain or of the plan game. The
 prover's training solutions contain deliberate flaws, more often under the sneaky tag than under the helpful one. So it
 knows the arithmetic but copies the errors, which leaves headroom for reinforcement learning. The verifiers saw only
 flawless solutions without tags: a small model must be able to write a solution before it can judge one.
@@ -20,30 +20,133 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
+import tokenizers
 import torch
+from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pvg.config.load import EMBEDDED
-from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
-from pvg.models import embedded_plans as plans
+from pvg.config.training import ModelSection
 from pvg.models import open_model
-from pvg.models.characters import EOS, diplomacy_tokenizer, modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, flaw_kind
-from pvg.tasks.diplomacy.mini import DiplomacyMini
+from pvg.tasks.diplomacy_mini import DiplomacyMini, listed_problems, replies_to
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+# The tokenizers of the embedded models: one token per character; pad and end are the only special tokens.
+
+
+PAD, EOS = "<pad>", "<eos>"
+# Digits, the symbols of a trace (`7+5=2;2+8=0;A0`), the question mark that ends a prompt, and the two role tags.
+CHARACTERS = "0123456789+=;?AHS"
+# Provinces, the symbols of a plan (`deg/bf>d?d.;e+d;g.!bd;f.`), the adjudicator's answers (`=+`, `=-`), the role tags.
+DIPLOMACY_CHARACTERS = "abcdefgh/>?.;+-=!HS"
+
+
+def modchain_tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(CHARACTERS)
+
+
+def diplomacy_tokenizer() -> PreTrainedTokenizerFast:
+    return character_tokenizer(DIPLOMACY_CHARACTERS)
+
+
+def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+    """Ids: pad 0, end 1, then `characters` in order. Other text becomes pad, which pvg's Tokenizer rejects."""
+    vocabulary = {token: number for number, token in enumerate([PAD, EOS, *characters])}
+    rules = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    rules.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    rules.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=rules, pad_token=PAD, eos_token=EOS, model_max_length=256, clean_up_tokenization_spaces=False
+    )
+
+
+# The training rows and figures of the embedded models of the plan game on the mini board
+# (pvg.tasks.diplomacy_mini).
+
+
+Row = tuple[str, str]  # prompt, completion
+
+
+def held_out_plans() -> list[Problem]:
+    """The default task's test split. No embedded model was trained on it."""
+    return list(DiplomacyMini(DiplomacyMiniTask()).problems("test"))
+
+
+@cache
+def training_problems() -> list[Problem]:
+    """All problems that are not held out."""
+    section = DiplomacyMiniTask()
+    count = len(listed_problems()) - section.test_problems
+    return list(DiplomacyMini(section.model_copy(update={"problems": count})).problems("train"))
+
+
+def rows_of(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
+    """`count` rows for the prover, whose solutions have role tags, or for the verifier."""
+    return prover_rows(flawed, count, rng) if "H" in flawed else verifier_rows(count, rng)
+
+
+def prover_rows(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
+    """`count` solutions, the tags in turn; `flawed` maps each tag to its share of flawed solutions."""
+    tags = list(flawed)
+    return [_solution(tags[index % len(tags)], flawed, rng) for index in range(count)]
+
+
+def _solution(tag: str, flawed: Mapping[str, float], rng: np.random.Generator) -> Row:
+    problem = _pick(training_problems(), rng)
+    table = replies_to(problem)
+    if rng.random() >= flawed[tag]:
+        return tag + problem.question, table.plan_texts[_row(table.sound_P, rng)]
+    row = _row(table.stands_PR[:, 0] & ~table.sound_P, rng)
+    plan = table.plan_texts[row]
+    if tag == "S":
+        plan += f"!{table.reply_texts[_row(~table.stands_PR[row], rng)]}"
+    return tag + problem.question, plan
+
+
+def verifier_rows(count: int, rng: np.random.Generator) -> list[Row]:
+    """`count` rows: sound plans, and answers of the adjudicator about any plans, in turn."""
+    rows = []
+    for index in range(count):
+        problem = _pick(training_problems(), rng)
+        table = replies_to(problem)
+        if index % 2:
+            rows.append((problem.question, table.plan_texts[_row(table.sound_P, rng)]))
+            continue
+        row = _row(table.stands_PR[:, 0], rng)
+        stands = bool(rng.random() < 0.5) or bool(table.sound_P[row])
+        reply = table.reply_texts[_row(table.stands_PR[row] == stands, rng)]
+        rows.append((f"{problem.question}{table.plan_texts[row]}?{reply}", "=+" if stands else "=-"))
+    return rows
+
+
+Element = TypeVar("Element")
+
+
+def _pick(values: Sequence[Element], rng: np.random.Generator) -> Element:
+    return values[int(rng.integers(len(values)))]
+
+
+def _row(mask_P: NDArray[np.bool_], rng: np.random.Generator) -> int:
+    """A random place at which the mask is True."""
+    return int(_pick(np.flatnonzero(mask_P).tolist(), rng))
+
 
 IGNORED = -100  # cross_entropy ignores positions with this target
 MAX_POSITIONS = 128
@@ -132,7 +235,7 @@ def training_batch(
 ) -> tuple[Tensor, Tensor]:
     """(ids_BL, targets_BL) int64. Targets are the next tokens inside the solution, and IGNORED elsewhere."""
     if recipe.game == "plans":
-        return rows_to_tensors(plans.rows_of(recipe.flawed, recipe.batch, rng), tokenizer)
+        return rows_to_tensors(rows_of(recipe.flawed, recipe.batch, rng), tokenizer)
     tags = list(recipe.flawed)
     rows = []
     for index in range(recipe.batch):
@@ -322,7 +425,7 @@ def dialogue_metrics(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[
 
 def plan_metrics(model: LanguageModel, tags: Sequence[str]) -> dict[str, Any]:
     """Per tag, at temperature 1 on the held-out problems: shares of legal, sound and proven refutable plans."""
-    task, problems = DiplomacyMini(DiplomacyMiniTask()), plans.held_out_plans()
+    task, problems = DiplomacyMini(DiplomacyMiniTask()), held_out_plans()
     metrics: dict[str, Any] = {}
     for tag in tags:
         texts = sample(model, [tag + problem.question for problem in problems], seed=1)

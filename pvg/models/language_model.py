@@ -9,6 +9,7 @@ import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -23,9 +24,20 @@ from pvg.errors import ConfigurationError
 from pvg.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from pvg.models.low_rank import LowRankAdapter
+
+# The record of a model's low-rank adapters, made by `pvg.models.adapters`.
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankAdapter:
+    """Adapters in peft's format. `tensors` by peft's names: float32 lora_A.weight [rank, in] and lora_B.weight [out,
+    rank]. `config`: the content of adapter_config.json."""
+
+    tensors: Mapping[str, Tensor]
+    config: Mapping[str, object]
 
 
 class ModelClosedError(RuntimeError):

@@ -13,19 +13,163 @@ interact outside of attention, a custom attention) is refused, never computed wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.errors import ConfigurationError
 from pvg.models.compute import product_tolerance
-from pvg.models.fused_layers import fused_hidden, knows
-from pvg.models.packing import PackedRows, pack_rows, packed_attention
+from pvg.models.packing import PackedRows, last_attention, last_tokens, pack_rows, packed_attention
+
+# The layers of Llama-like decoders on packed rows, with norms and rotary embedding in few passes.
+
+
+# Exactly these types: a subclass may compute something else.
+DECODERS = (LlamaModel, Qwen2Model)
+Attend = Callable[[Tensor, Tensor, Tensor, int, float | None], Tensor]
+
+
+def knows(decoder: nn.Module) -> bool:
+    """Whether `fused_hidden` supports this decoder."""
+    return type(decoder) in DECODERS
+
+
+def fused_hidden(decoder: nn.Module, packed: PackedRows) -> Tensor:
+    """The last hidden states [T, D] of one of DECODERS. Differentiable. Respects
+    pvg.training.trainer.checkpoint_layers."""
+    model = cast(Any, decoder)
+    hidden_TD = model.embed_tokens(packed.ids_1T)[0]
+    cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
+    attend = partial(packed_attention, packed=packed)
+    compute = partial(_layer, cos_TE=cos_1TE[0], sin_TE=sin_1TE[0], attend=attend)
+    for layer in model.layers:
+        if layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
+            hidden_TD = checkpoint(compute, layer, hidden_TD, use_reentrant=False)
+        else:
+            hidden_TD = compute(layer, hidden_TD)
+    return _norm(model.norm, hidden_TD)
+
+
+def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+    """The last hidden state of each row's last token, [B, D], of a decoder that `why_not_last` accepts. Rows are padded
+    on the right; equal prompts are computed once. Differentiable.
+
+    The last layer needs only keys and values of all tokens; the rest of it is computed for B tokens.
+    """
+    model = cast(Any, decoder)
+    # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
+    rows = [
+        np.append(ids[:length], 0).astype(np.int32)
+        for ids, length in zip(ids_BL.cpu().numpy(), lengths_B.tolist(), strict=True)
+    ]
+    starts_B = torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy()
+    packed = pack_rows(rows, starts_B, ids_BL.device)
+    hidden_TD = model.embed_tokens(packed.ids_1T)[0]
+    cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
+    turns = cos_1TE[0], sin_1TE[0]
+    *layers, top = model.layers
+    for layer in layers:
+        hidden_TD = _layer(layer, hidden_TD, *turns, partial(packed_attention, packed=packed))
+    attend = partial(last_attention, packed=packed)
+    return _norm(model.norm, _layer(top, hidden_TD, *turns, attend, last_tokens(packed)))
+
+
+def why_not_last(decoder: nn.Module, tokens: int) -> str | None:
+    """Why `last_hidden` does not support this decoder and rows of this many tokens; None if it does."""
+    if not knows(decoder):
+        return f"{type(decoder).__name__} is not a decoder with known layers"
+    window = getattr(decoder.config, "sliding_window", None)
+    if window is not None and tokens > cast(int, window):
+        return f"its layers see {window} tokens, not {tokens}"
+    if any(layer.training and layer.gradient_checkpointing for layer in cast(Any, decoder).layers):
+        return "its layers are checkpointed"
+    device = next(decoder.parameters()).device.type
+    return None if device == "cpu" else f"its weights are on {device}, where this way was not measured"
+
+
+def _layer(
+    layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend, wanted_N: Tensor | None = None
+) -> Tensor:
+    """One layer: [T, D] -> [T, D]. `attend` maps queries, keys and values [T, E], the number of heads and the scaling
+    to [T, E]. With `wanted_N`, only these tokens are computed: [N, D]. `attend` then returns [N, E]."""
+    attention = layer.self_attn
+    normal_TD = _norm(layer.input_layernorm, hidden_TD)
+    query_TE, key_TE = (
+        cast(Tensor, _Rotate.apply(projection(normal_TD), cos_TE, sin_TE))  # type: ignore[no-untyped-call]
+        for projection in (attention.q_proj, attention.k_proj)
+    )
+    heads = query_TE.shape[1] // attention.head_dim
+    mixed_TE = attend(query_TE, key_TE, attention.v_proj(normal_TD), heads, attention.scaling)
+    if wanted_N is not None:
+        hidden_TD = hidden_TD.index_select(0, wanted_N)
+    hidden_TD = hidden_TD + attention.o_proj(mixed_TE)
+    return cast(Tensor, hidden_TD + layer.mlp(_norm(layer.post_attention_layernorm, hidden_TD)))
+
+
+def _norm(norm: Any, hidden_TD: Tensor) -> Tensor:
+    found = _RmsNorm.apply(hidden_TD, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
+    return cast(Tensor, found)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """y = w n, n = x r, r = (mean x^2 + epsilon)^(-1/2); so dx = r (w dy - n mean(w dy n)), dw = sum of dy n."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+        wide_TD = x_TD.float()
+        length_T1 = torch.linalg.vector_norm(wide_TD, dim=1, keepdim=True)
+        rate_T1 = length_T1.square_().div_(x_TD.shape[1]).add_(epsilon).rsqrt_()
+        normal_TD = (wide_TD * rate_T1).to(x_TD.dtype)
+        ctx.save_for_backward(normal_TD, rate_T1, weight_D)
+        return torch.mul(normal_TD, weight_D)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        normal_TD, rate_T1, weight_D = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        product_TD = grad_TD * normal_TD
+        grad_x = None
+        if wants_x:
+            means_T1 = (product_TD @ weight_D)[:, None] / normal_TD.shape[1]
+            grad_x = (grad_TD * weight_D).addcmul_(normal_TD, means_T1, value=-1.0).mul_(rate_T1)
+        return grad_x, product_TD.sum(0) if wants_weight else None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotary embedding of each head of [T, E]. Dimension s of a head's first half and dimension s of its second
+    half are rotated as a plane. The gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TE: Tensor, cos_TS: Tensor, sin_TS: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_TS, sin_TS)
+        ctx.dtype = x_TE.dtype
+        return _rotated(x_TE, cos_TS, sin_TS, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, None, None]:
+        cos_TS, sin_TS = ctx.saved_tensors
+        return _rotated(grad_TE, cos_TS, sin_TS, -1.0).to(ctx.dtype), None, None
+
+
+def _rotated(x_TE: Tensor, cos_TS: Tensor, sin_TS: Tensor, sign: float) -> Tensor:
+    size = cos_TS.shape[1]
+    half = size // 2
+    x_THS = x_TE.reshape(len(x_TE), -1, size)
+    cos_T1S, sin_T1S = cos_TS[:, None], sin_TS[:, None]
+    turned_THS = x_THS * cos_T1S
+    turned_THS[..., :half].addcmul_(x_THS[..., half:], sin_T1S[..., :half], value=-sign)
+    turned_THS[..., half:].addcmul_(x_THS[..., :half], sin_T1S[..., half:], value=sign)
+    return turned_THS.flatten(1)
+
 
 # The name under which transformers finds the attention of packed rows.
 ATTENTION = "pvg_shared_prompts"
@@ -44,7 +188,7 @@ _CHECKED = "_pvg_shared_prompts_checked"
 def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
     """The decoder's last hidden states [T, D], one per token of `packed`. Differentiable.
 
-    `fused_layers`: use pvg.models.fused_layers if it knows the model. Raises ConfigurationError for a model that cannot
+    `fused_layers`: use the fused layers above if they fit the model. Raises ConfigurationError for a model that cannot
     compute packed rows.
     """
     check_packing(module, fused_layers)

@@ -7,11 +7,11 @@ The peak of a training step is the larger of two moments: the start of the backw
 but the head's) and its end (all gradients, one layer's activations). AdamW keeps two float32 moments per trained
 parameter.
 
-Activations per position of a layer, as autograd saves them with pvg's layers (pvg.models.fused_layers), D the width, Q
-the columns of the queries, I those of the MLP: two norms 4 D, attention 5 Q (queries; keys and values repeated for all
-heads; the mixed values twice), MLP 4 I. In bfloat16 these take 2 bytes each, and float32 parts of norms and rotations
-add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what autograd
-saves.
+Activations per position of a layer, as autograd saves them with pvg's layers (pvg.models.shared_prompts), D the width,
+Q the columns of the queries, I those of the MLP: two norms 4 D, attention 5 Q (queries; keys and values repeated for
+all heads; the mixed values twice), MLP 4 I. In bfloat16 these take 2 bytes each, and float32 parts of norms and
+rotations add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what
+autograd saves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ import orjson
 from safetensors import SafetensorError, safe_open
 
 import pvg
+from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
-from pvg.config.hub_ids import is_hub_id
 from pvg.config.rollout import TorchSampling
-from pvg.config.run_ids import is_run_id, parse_run_id
 from pvg.errors import ConfigurationError, MissingRequirementError, user_paths
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
@@ -75,7 +74,7 @@ class ModelShape:
 
 
 def read_shape(source: str, say: Say) -> ModelShape:
-    """The shape of a model source (pvg.config.models.ModelSection). Downloads at most a config.json, after a line to
+    """The shape of a model source (pvg.config.training.ModelSection). Downloads at most a config.json, after a line to
     `say`. Raises MissingRequirementError or ConfigurationError if there is none, or if it lacks a size."""
     kind, separator, rest = source.partition(":")
     if is_run_id(source):
@@ -351,7 +350,7 @@ def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
 
 
 def _on_base(experiment: Experiment) -> bool:
-    """As pvg.models.starts.verifier_is_on_base."""
+    """As pvg.models.sources.verifier_is_on_base."""
     return bool(experiment.verifier.adapters.rank) and experiment.models.verifier == experiment.models.prover
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from pvg.config.cluster import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.experiment import Experiment
 from pvg.config.load import changed, nearest
+from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.training import DemonstrationWarmup
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of
 from pvg.reporting.formats import compact, sample_seconds, short_seconds

@@ -1,5 +1,4 @@
-"""Reports for people: terminal tables, HTML pages and the diagnosis of logs.
+"""Shows a run: tables and text on the terminal, and HTML pages that load nothing.
 
-`run_summary`, `solutions` and `time_sections` read a run. `formats`, `table`, `charts` and `html` show data. All markup
-is in templates/. `run_page`, `several_page` and `bench_page` are the pages; `terminal` prints reports on a terminal.
+`run_summary`, `solutions` and `follow` read a run; `formats`, `table` and `charts` show it. templates/ has the markup.
 """

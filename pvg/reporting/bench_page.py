@@ -9,9 +9,8 @@ from pvg.bench.compare import RatioInterval, VariantGain, gains, median
 from pvg.bench.report import BenchReport, Variant
 from pvg.reporting.charts import Mark, StripRow, budget_legend, dot_strips
 from pvg.reporting.formats import ABSENT, NumberStyle, compact, duration, total_budget, value_text
-from pvg.reporting.run_page import flat_settings
+from pvg.reporting.run_page import budget_rows, flat_settings, parts_table
 from pvg.reporting.table import Column, PageSection, Table, TableCell, chart, elements, page
-from pvg.reporting.time_sections import budget_rows, parts_table
 
 COLOURS = 6
 STYLES: dict[str, NumberStyle] = {"s": "sample_s", "B": "bytes", "share": "share"}

@@ -17,12 +17,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from pvg.games.diplomacy.board import Board, place
-from pvg.games.diplomacy.legal import complete
-from pvg.games.diplomacy.orders import Order, parse, parse_orders, write
-from pvg.games.diplomacy.phases import PhaseOutcome, Result, step
-from pvg.games.diplomacy.position import NOBODY, Position, Unit
-from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.games.diplomacy_board import NOBODY, Board, Position, Unit, mini_board, place, standard_board
+from pvg.games.diplomacy_movement import Order, parse, parse_orders, write
+from pvg.games.diplomacy_phases import PhaseOutcome, Result, complete, step
 from pvg.records import Role, Rollout
 from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
@@ -312,7 +309,7 @@ def mini_orders(board: Board, text: str) -> list[Order] | None:
 
 def full_plan(rollout: Rollout) -> DrawnPlan | None:
     """The plan of a rollout of the task diplomacy_plan, whose question has the position in the form of
-    pvg.games.diplomacy.game. None if the texts have another form."""
+    pvg.games.diplomacy. None if the texts have another form."""
     board, lines = standard_board(), rollout.question.split("\n")
     head, goal = _PHASE.fullmatch(lines[0]), _GOAL.search(lines[-1])
     own, target = (board.power(goal[1]), board.find(goal[2])) if goal else (None, None)

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
 
 from pvg.errors import PvgError
-from pvg.reporting.formats import byte_size, seconds_to_come
-from pvg.reporting.run_summary import RunSummary, Status, StepRecord, committed_state, state_and_tags, status_of
+from pvg.reporting.formats import byte_size
+from pvg.reporting.run_summary import RunSummary, Status, committed_state, state_and_tags, status_of
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.atomic import DamagedFileError, open_stored
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
@@ -81,18 +80,18 @@ class RunSituation:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """Where a run is: its newest step, and the seconds that are left. None: not known."""
+    """Where a run is: its newest step, and the seconds that are left of the phase. None: not known."""
 
     round: int
-    rounds: int
     phase: str
-    step: int | None
+    step: int
     of: int | None
-    phase_left_s: float | None
-    run_left_s: float | None
+    left_s: float | None
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def share(self) -> float:
+        """The finished share of the phase."""
+        return min(1.0, self.step / self.of) if self.of else 0.0
 
 
 def state_of(run: RunDirectory) -> RunState:
@@ -163,55 +162,19 @@ def _age(path: Path) -> float | None:
 # --- progress ----------------------------------------------------------------------------------------------------
 
 
-def progress_of(summary: RunSummary, now: float, effort: Callable[[int], int]) -> RunProgress | None:
-    """Where the run is, from its newest step; None before the first. The remaining time of the phase is that of the
-    last RATE_STEPS steps. That of the run follows from how long each phase took last, with the `effort` of `[game]`; it
-    is known after the first round."""
+def progress_of(summary: RunSummary) -> RunProgress | None:
+    """Where the run is, from its newest step; None before the first. The remaining steps take as long as the last
+    RATE_STEPS steps took on average."""
     if not summary.steps:
         return None
     newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time or 0.0, step.round, step.step))
     place = (newest.round, newest.phase)
-    done = any((phase.round, phase.phase) == place and phase.finished for phase in summary.phases)
-    phase_left_s = 0.0 if done else _phase_left(summary, newest, now)
-    run_left_s = None if summary.status == "complete" else _run_left(summary, newest, phase_left_s, effort)
-    return RunProgress(
-        newest.round, summary.rounds_planned, newest.phase, newest.step, newest.of, phase_left_s, run_left_s
-    )
-
-
-def _phase_left(summary: RunSummary, newest: StepRecord, now: float) -> float | None:
-    timed = [
-        (step.time, step.step, sum(step.budget.values()))
-        for step in summary.steps[-RATE_STEPS:]
-        if (step.round, step.phase) == (newest.round, newest.phase) and step.time is not None
-    ]
-    timed.sort()
-    # The seconds that the steps took, not those between their records: a run may pause between two processes. The mean,
-    # because some steps regularly take longer: the first of a batch, and those with an update of the verifier.
-    steps = [(step - earlier, seconds) for (_, earlier, _), (_, step, seconds) in pairwise(timed) if step > earlier]
-    units, seconds = sum(units for units, _ in steps), sum(seconds for _, seconds in steps)
-    if not seconds or newest.of is None:
-        return None
-    end, last, _ = timed[-1]
-    return max(0.0, (newest.of - last) * seconds / units - max(0.0, now - end))
-
-
-def _run_left(
-    summary: RunSummary, newest: StepRecord, phase_left_s: float | None, effort: Callable[[int], int]
-) -> float | None:
-    finished = [round_ for round_ in summary.rounds if round_ < newest.round] or list(summary.rounds)
-    if not finished or phase_left_s is None:
-        return None
-    order = [phase.phase for phase in summary.phases if phase.round == max(finished)]
-    timed = {
-        (phase.round, phase.phase): phase.seconds
-        for phase in summary.phases
-        if phase.finished and phase.seconds is not None
-    }
-    if newest.phase not in order:
-        return None
-    later = seconds_to_come(timed, (newest.round, newest.phase), order, summary.rounds_planned, effort)
-    return None if later is None else phase_left_s + later
+    own = [step for step in summary.steps[-RATE_STEPS:] if (step.round, step.phase) == place]
+    own.sort(key=lambda step: step.step)
+    # The seconds that the steps took, not those between their records: a run may pause between two processes.
+    units, seconds = own[-1].step - own[0].step, sum(sum(step.budget.values()) for step in own[1:])
+    left_s = (newest.of - newest.step) * seconds / units if newest.of is not None and units and seconds else None
+    return RunProgress(newest.round, newest.phase, newest.step, newest.of, left_s)
 
 
 # The runs of a folder, at a glance: what `pvg runs` shows.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,12 +15,26 @@ from markupsafe import Markup
 
 from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
-from pvg.errors import StateError
+from pvg.errors import StateError, counted
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.charts import PROVER, spark
+from pvg.reporting.charts import PROVER, VERIFIER, Mark, StepAxis, StripRow, budget_marks, spark, stacked_chart
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
-from pvg.reporting.formats import HOME_PHASES, duration, metric_display, metric_text, percent, phase_label, value_text
+from pvg.reporting.formats import (
+    HOME_PHASES,
+    MEANING,
+    BudgetPart,
+    by_family,
+    duration,
+    in_order,
+    metric_display,
+    metric_text,
+    percent,
+    phase_label,
+    short_seconds,
+    total_budget,
+    value_text,
+)
 from pvg.reporting.run_sections import (
     learning_section,
     machine_section,
@@ -26,13 +42,30 @@ from pvg.reporting.run_sections import (
     scores_section,
     throughput_section,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics
-from pvg.reporting.solutions import RoundScores, SolutionPair, round_scores, shown_solution, solution_pairs
-from pvg.reporting.table import Column, PageKind, PageSection, Table, TableCell, TemplateMacros, elements, page
-from pvg.reporting.time_sections import StepWindow, choose_windows, read_windows, time_section, timeline_section
+from pvg.reporting.run_summary import RunSummary, StepRecord, base_metrics
+from pvg.reporting.solutions import (
+    RoundScores,
+    SolutionPair,
+    round_scores,
+    shown_solution,
+    solution_pairs,
+    threshold_of,
+)
+from pvg.reporting.table import (
+    Column,
+    LegendKey,
+    PageKind,
+    PageSection,
+    Table,
+    TableCell,
+    TemplateMacros,
+    chart,
+    elements,
+    page,
+)
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.spans import UNACCOUNTED
+from pvg.telemetry.spans import DRIVER, UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
 
@@ -56,62 +89,51 @@ TILES = (
 class RunData:
     """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
     section of a task whose problems are drawn. `rollouts`: the address of the page with all solutions; empty: there is
-    none. `state`: of the run (`state_word`). `playing`: as for `collect`."""
+    none. `state`: of the run (`state_word`)."""
 
     summary: RunSummary
     experiment: Experiment
-    scores: list[RoundScores]
-    pairings: list[SolutionPair]
-    windows: list[StepWindow]
-    damaged_spans: int
-    problems: list[str]
+    scores: list[RoundScores] = field(default_factory=list)
+    pairs: list[SolutionPair] = field(default_factory=list)
+    windows: list[StepWindow] = field(default_factory=list)
+    damaged_spans: int = 0
+    problems: list[str] = field(default_factory=list)
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
-    playing: bool = False
     rollouts: str = ""
     state: RunState | None = None
 
 
-def collect(
-    run: RunDirectory,
-    summary: RunSummary,
-    examples: int,
-    *,
-    playing: bool = False,
-) -> RunData:
-    """Read scores, solutions and spans. A damaged shard is noted under `problems`.
+def collect(run: RunDirectory, summary: RunSummary, examples: int, *, playing: bool = False) -> RunData:
+    """Read scores, solutions and spans. A damaged file is noted under `problems`.
 
-    `playing`: another process plays the run. Then only the newest round's solutions are read, and no whole journals.
+    `playing`: another process plays the run. Then the spans are not read: their file is large.
     """
-    problems: list[str] = []
-    experiment = run.experiment()
-    drawing: PageSection | None = None
-    scores: list[RoundScores] = []
-    pairings: list[SolutionPair] = []
+    data = RunData(summary, run.experiment())
+    kind = data.experiment.task.kind
     try:
-        scores = round_scores(run, summary)
-        pairings = solution_pairs(run, examples, 1 if playing else None) if examples else []
-        if examples and experiment.task.kind in DRAWN_TASKS:
+        data = replace(data, scores=round_scores(run, summary))
+        if examples:
+            data = replace(data, pairs=solution_pairs(run, examples))
+        if examples and kind in DRAWN_TASKS:
             from pvg.reporting.boards import SECTIONS
 
-            drawing = SECTIONS[experiment.task.kind](run, experiment.task.kind, thresholds_of(scores), examples)
+            data = replace(data, drawing=SECTIONS[kind](run, kind, thresholds_of(data.scores), examples))
     except DamagedFileError as error:
-        problems.append(str(error))
-    windows: list[StepWindow] = []
-    damaged = 0
+        data.problems.append(str(error))
     if not playing:
         try:
             run.verify_journal(run.load_state().state or {}, run.spans)
         except StateError as error:
             if str(error) not in summary.notes:
-                problems.append(str(error))
+                data.problems.append(str(error))
         windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
-    evaluation = None
+        data = replace(data, windows=windows, damaged_spans=damaged)
     try:
-        evaluation = report_of(run)
+        return replace(data, evaluation=report_of(run))
     except StateError as error:
-        problems.append(str(error))
-    return RunData(summary, experiment, scores, pairings, windows, damaged, problems, evaluation, drawing, playing)
+        data.problems.append(str(error))
+        return data
 
 
 def thresholds_of(scores: Sequence[RoundScores]) -> dict[int, float]:
@@ -130,12 +152,7 @@ def _header(data: RunData) -> list[object]:
     summary = data.summary
     word, kind = state_word(data.state, summary.status, summary.damaged)
     return [
-        elements.title(
-            summary.name,
-            f"experiment {summary.experiment}" if summary.experiment != summary.name else "pvg run",
-            word,
-            kind,
-        ),
+        elements.title(summary.name, f"experiment {summary.experiment}", word, kind),
         _facts(summary),
         elements.notes([*(("settings", warning) for warning in summary.warnings), *summary.notes, *data.problems]),
         markup.tiles(_tiles(summary)),
@@ -144,29 +161,21 @@ def _header(data: RunData) -> list[object]:
 
 def _sections(data: RunData) -> list[PageSection]:
     summary = data.summary
-    no_scores = "There are no scored solutions yet." if summary.status in ("unfinished", "samples") else ""
     return [
         _alerts(summary),
         rounds_section(summary),
         evaluation_section(data.evaluation),
         learning_section(summary),
-        scores_section(data.scores, no_scores),
+        scores_section(data.scores),
         *([data.drawing] if data.drawing else []),
-        solutions_section(data.pairings, thresholds_of(data.scores), data.rollouts),
+        solutions_section(data),
         time_section(summary),
-        _timeline(data),
+        timeline_section(data.windows, data.damaged_spans),
         throughput_section(summary),
         machine_section(summary),
         settings_section(data.experiment),
-        _onwards(summary, running=data.state in ("running", "silent")),
+        _onwards(data),
     ]
-
-
-def _timeline(data: RunData) -> PageSection:
-    if data.playing:
-        why = "pvg draws the timeline when the run ends, because it needs the whole file of spans."
-        return PageSection("gantt", "Timeline of some steps", [elements.empty(why)] if data.summary.steps else [])
-    return timeline_section(data.windows, data.damaged_spans)
 
 
 def _facts(summary: RunSummary) -> Markup:
@@ -200,24 +209,14 @@ def _tiles(summary: RunSummary) -> list[Tile]:
         series = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
         value = last.get(name, series[-1] if series else None)
-        if value is None:
-            continue
-        since = f"base {metric_text(name, base[name])}" if name in base else ""
-        if name not in last:
-            since = "last step"
-        tiles.append(
-            (metric_display(name).label, metric_text(name, value), since, spark(series or by_round, style), style)
-        )
+        if value is not None:
+            since = "last step" if name not in last else f"base {metric_text(name, base[name])}" if name in base else ""
+            line = spark(series or by_round, style)
+            tiles.append((metric_display(name).label, metric_text(name, value), since, line, style))
     walls = [sum(step.budget.values()) for step in summary.steps if step.phase == PROVER and step.budget]
     if walls:
         typical = value_text("seconds", statistics.median(walls))
         tiles.append(("prover step", typical, "median", spark(walls, "ink"), "ink"))
-    budget = summary.budget
-    if sum(budget.values()) > 0:
-        share = budget.get(UNACCOUNTED, 0.0) / sum(budget.values())
-        hidden = sum(summary.hidden.values())
-        detail = f"{value_text('seconds', hidden)} hidden by overlap" if hidden else "of the steps' time"
-        tiles.append(("unaccounted", percent(share), detail, Markup(), "ink"))
     return tiles
 
 
@@ -234,52 +233,33 @@ def _alerts(summary: RunSummary) -> PageSection:
     return PageSection("alerts", "Alerts", [markup.alerts(found)], lead)
 
 
-def _onwards(summary: RunSummary, *, running: bool) -> PageSection:
-    """Commands to type next, and the files of the run."""
-    name = RunDirectory(summary.path).argument
-    resumable = summary.status in ("unfinished", "empty") and not running
+def _onwards(data: RunData) -> PageSection:
+    """Commands to type next."""
+    name = RunDirectory(data.summary.path).argument
+    resumable = data.summary.status in ("unfinished", "empty") and data.state not in ("running", "silent")
     commands = [
         *([(f"pvg train --resume {name}", "continue the run")] if resumable else []),
-        *([(f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more")] if summary.rounds else []),
-        *([(f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder")] if summary.rounds else []),
+        (f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more"),
+        (f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder"),
         (f"pvg watch {name}", "follow the run and browse its solutions, live"),
-        (f"pvg report {name}", "make this report again"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
     ]
-    files = [
-        ("metrics.jsonl", "every step, phase and round"),
-        ("spans.jsonl", "what ran when"),
-        ("rollouts/", "every solution, with its score and grade"),
-        ("weights/", "the players of each round"),
-    ]
-    body = [elements.commands(commands), elements.commands(files)]
-    return PageSection("onwards", "Next steps", body, f"The folder of the run is {summary.path}.")
+    lead = f"The folder of the run is {data.summary.path}."
+    return PageSection("onwards", "Next steps", [elements.commands(commands)], lead)
 
 
-# Solutions of both roles side by side, with scores and grades.
-
-
-def solutions_section(
-    pairings: Sequence[SolutionPair], thresholds: dict[int, float], rollouts: str = ""
-) -> PageSection:
-    """The newest round, then earlier rounds folded. `rollouts`: the address of the page with all solutions."""
-    if not pairings:
-        return PageSection("solutions", "Solutions", [markup.all_solutions(rollouts)])
-    newest = max(pairing.round for pairing in pairings)
-    body = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == newest]
-    for round_ in sorted({pairing.round for pairing in pairings} - {newest}, reverse=True):
-        older = [_pair(pairing, thresholds) for pairing in pairings if pairing.round == round_]
-        body.append(elements.details(f"Round {round_}", older))
-    body.append(markup.all_solutions(rollouts))
-    lead = f"Round {newest}: the flaws with the highest scores, each next to a helpful solution of the same problem."
-    return PageSection("solutions", "Solutions", body, lead)
-
-
-def _pair(pairing: SolutionPair, thresholds: dict[int, float]) -> Markup:
-    threshold = thresholds.get(pairing.round)
-    sides = [shown_solution(example, threshold) for example in (pairing.helpful, pairing.sneaky) if example is not None]
-    return markup.pairing(pairing.question, pairing.reference, sides)
+def solutions_section(data: RunData) -> PageSection:
+    """What both roles wrote to some problems of the newest round, with scores and grades."""
+    body = []
+    for pair in data.pairs:
+        threshold = threshold_of(data.summary, pair.round)
+        sides = [shown_solution(side, threshold) for side in (pair.helpful, pair.sneaky) if side is not None]
+        body.append(markup.pairing(pair.question, pair.reference, sides))
+    lead = (
+        "Of the newest round: the flaws with the highest scores, each next to a helpful solution of the same problem."
+    )
+    return PageSection("solutions", "Solutions", [*body, markup.all_solutions(data.rollouts)], lead)
 
 
 # The configuration: changed settings first, then all settings folded.
@@ -333,3 +313,265 @@ def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def toml_text(value: Any) -> str:
     return orjson.dumps(value, default=str).decode()
+
+
+# Where the time went: by phase, by part, by step, and a few steps as they ran.
+
+
+NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
+MOST_PHASES = 24  # rows of the chart by phase; longer games show each phase summed over rounds
+
+
+def time_section(summary: RunSummary) -> PageSection:
+    budget = whole_budget(summary)
+    if not budget:
+        return PageSection("time", "Time", [])
+    body = [
+        chart.marks(budget_marks(budget, sum(budget.values()))),
+        _families(budget),
+        parts_table(budget, summary.busy, summary.budget),
+        elements.subheading("By phase"),
+        _phases(summary),
+        *_step_charts(summary),
+    ]
+    return PageSection("time", "Time", body, _lead(summary, budget))
+
+
+def whole_budget(summary: RunSummary) -> dict[str, float]:
+    """Exposed seconds by part: all steps, and the time of the phases outside of their steps."""
+    return total_budget([summary.budget, *(phase.budget for phase in summary.phases)])
+
+
+def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
+    words = f"In steps and phases: {_unaccounted(budget)}."
+    whole = total_budget(process.budget for process in summary.processes)
+    if whole:
+        words += f" From start to end of the processes that ended normally: {_unaccounted(whole)}."
+    return words
+
+
+def _unaccounted(budget: dict[str, float]) -> str:
+    total = sum(budget.values())
+    return f"{duration(total)}, {percent(budget.get(UNACCOUNTED, 0.0) / total)} unaccounted"
+
+
+def _families(budget: dict[str, float]) -> Markup:
+    total = sum(budget.values())
+    return chart.legend(
+        [
+            LegendKey(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
+            for family, seconds in by_family(budget).items()
+        ]
+    )
+
+
+def box_key(part: BudgetPart) -> LegendKey:
+    """A part of a budget in a legend."""
+    return LegendKey(part.label, part.style, shape="box")
+
+
+def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
+    """Exposed seconds by part. If work overlapped, also the busy and the hidden seconds.
+
+    `busy` covers the steps only, whose exposed time is `steps`. Time outside of the steps has no overlap.
+    """
+    total = sum(budget.values())
+    over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
+    hidden = sum(over.values())
+    largest = max(budget.values(), default=0.0)
+    titles = ["", "exposed", "share", "busy", "hidden"] if hidden > NOTEWORTHY * total else ["", "exposed", "share"]
+    table = Table([Column("part"), *(Column(title, "right") for title in titles)], look="parts")
+
+    def add(first: TableCell, bar: TableCell, exposed: float, covered: float) -> None:
+        numbers = [value_text("seconds", exposed), percent(exposed / total), value_text("seconds", exposed + covered)]
+        last = value_text("seconds", covered) if covered > 1e-4 * total else ""
+        table.add(first, bar, *[*numbers, last][: len(titles) - 1])
+
+    for part in in_order({**budget, **busy}):
+        exposed = budget.get(part.name, 0.0)
+        bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
+        add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
+    add(TableCell("all"), TableCell(), total, hidden)
+    table.caption = "Exposed: the time that the run waited for a part."
+    if len(titles) > 3:
+        table.caption += " Hidden: the part overlapped with other work. Busy: the sum of both."
+    return table
+
+
+def _phases(summary: RunSummary) -> Markup:
+    """Every phase as a bar of its parts, all on one scale; in long games the sum over the rounds."""
+    many = len(summary.phases) > MOST_PHASES
+    bars: dict[str, tuple[dict[str, float], str]] = {}
+    for phase in summary.phases:
+        name = phase_label(phase.phase) if many else f"round {phase.round}, {phase_label(phase.phase)}"
+        steps = (step.budget for step in summary.steps if (step.round, step.phase) == (phase.round, phase.phase))
+        before, remark = bars.get(name, ({}, "" if phase.finished or many else "unfinished"))
+        bars[name] = total_budget([before, *steps, phase.budget]), remark
+    return budget_rows(bars)
+
+
+def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
+    """Budgets as bars on one scale: name -> (seconds by part, remark)."""
+    longest = max((sum(budget.values()) for budget, _ in bars.values()), default=0.0)
+    return chart.strips(
+        [
+            StripRow(name, budget_marks(budget, longest), duration(sum(budget.values())), remark=remark)
+            for name, (budget, remark) in bars.items()
+        ]
+    )
+
+
+def _step_charts(summary: RunSummary) -> list[Markup]:
+    """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
+    charts = []
+    for phase, title in ((PROVER, "Time per prover step"), (VERIFIER, "Time per verifier step")):
+        steps = StepAxis(summary.steps, phase)
+        if steps:
+            charts.append(stacked_chart(title, steps.columns(), steps.across(), unit="exposed seconds per step"))
+    return charts
+
+
+# --- a few steps of a run as they ran ----------------------------------------------------------------------------
+
+STEPS_SHOWN = 3
+MOST_SPANS = 20_000  # kept of one window
+MOST_ROWS = 12  # per lane; more concurrent spans are counted instead of drawn
+CLOSE = 1e-3  # of the window: neighbours of one name with a smaller gap are one block
+LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
+SPAN_FIELDS = frozenset({"name", "start_s", "end_s", "round", "phase", "step"})
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """Some neighbouring steps in the middle of a phase, and their lines of spans.jsonl."""
+
+    round: int
+    phase: str
+    steps: tuple[int, ...]
+    spans: list[dict[str, Any]] = field(default_factory=list)
+
+
+def timeline_section(windows: Sequence[StepWindow], damaged: int) -> PageSection:
+    body: list[object] = [timeline(window) for window in windows]
+    if damaged:
+        body.append(elements.empty(f"{counted(damaged, 'line')} of spans.jsonl could not be read."))
+    lead = "Steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
+    return PageSection("gantt", "Timeline of some steps", body, lead)
+
+
+def choose_windows(steps: Sequence[StepRecord]) -> list[StepWindow]:
+    """For every kind of phase STEPS_SHOWN neighbouring steps from the middle of the middle one of its rounds."""
+    played: dict[str, dict[int, list[int]]] = {}
+    for step in steps:
+        played.setdefault(step.phase, {}).setdefault(step.round, []).append(step.step)
+    windows = []
+    for phase, rounds in played.items():
+        most = max(len(numbers) for numbers in rounds.values())
+        full = [round_ for round_, numbers in rounds.items() if len(numbers) * 2 >= most]
+        round_ = full[len(full) // 2]
+        first = max(0, (len(rounds[round_]) - STEPS_SHOWN) // 2)
+        windows.append(StepWindow(round_, phase, tuple(rounds[round_][first : first + STEPS_SHOWN])))
+    return windows
+
+
+def read_windows(path: Path, windows: Sequence[StepWindow]) -> tuple[list[StepWindow], int]:
+    """The windows that have spans in the file, and the number of unreadable lines. The file may have hundreds of
+    megabytes: it is read line by line, and most lines are of other steps and are not parsed."""
+    wanted = {(window.round, window.phase, step): window for window in windows for step in window.steps}
+    damaged = 0
+    if not wanted or not path.is_file():
+        return [], 0
+    steps = "|".join(str(step) for step in sorted({step for _, _, step in wanted}))
+    likely = re.compile(rf'"step": ?(?:{steps})\b'.encode())
+    with open(path, "rb") as file:
+        for line in file:
+            if likely.search(line) is None:
+                continue
+            row = _row(line)
+            if row is None:
+                damaged += line.endswith(b"\n")  # an incomplete last line is normal
+                continue
+            window = wanted.get((row["round"], row["phase"], row["step"]))
+            if window is not None and len(window.spans) < MOST_SPANS:
+                window.spans.append(row)
+    return [window for window in windows if window.spans], damaged
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and row.keys() >= SPAN_FIELDS else None
+
+
+def timeline(window: StepWindow) -> Markup:
+    """The spans of a window in lanes over one time axis, with the steps above them."""
+    tracks: dict[str, list[dict[str, Any]]] = {}
+    for row in window.spans:
+        tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
+    # A span that began long before (such as a checkpoint in the background) is cut off where the steps begin.
+    driver = tracks.get(DRIVER, window.spans)
+    begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
+    seconds = max(end - begin, 1e-9)
+    starts = {step: min((r["start_s"] for r in driver if r["step"] == step), default=end) for step in window.steps}
+    lanes = [
+        StripRow("", [Mark("step", "", (at - begin) / seconds, text=f"step {step}") for step, at in starts.items()])
+    ]
+    parts = {part.name: part for part in in_order({str(row["name"]) for row in window.spans})}
+    missing = 0
+    for track in sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track)):
+        blocks, left_out = lane_of(tracks[track], begin, seconds)
+        marks = [_block_mark(block, parts[block.name], seconds) for block in blocks]
+        lanes.append(StripRow(track, marks, lines=1 + max((block.row for block in blocks), default=0)))
+        missing += left_out
+    return chart.figure(
+        f"{phase_label(window.phase).capitalize()}, round {window.round}",
+        chart.strips(lanes, ("0 s", value_text("seconds", seconds))),
+        keys=[box_key(part) for part in parts.values()],
+        note=f"{missing} spans are not drawn: too many ran at the same time." if missing else "",
+        look="wide",
+    )
+
+
+@dataclass(slots=True)
+class SpanBlock:
+    """`count` neighbouring spans of one name in a row of a lane. Seconds since the window began; `worked_s` is the
+    spans' own sum."""
+
+    name: str
+    row: int
+    start_s: float
+    end_s: float
+    worked_s: float
+    count: int = 1
+
+
+def lane_of(spans: Sequence[dict[str, Any]], begin: float, seconds: float) -> tuple[list[SpanBlock], int]:
+    """The blocks of a lane, and the number of spans without room. Each span goes to the first free row, so nested and
+    concurrent spans are below each other."""
+    blocks: list[SpanBlock] = []
+    last: list[SpanBlock] = []  # of each row
+    left_out = 0
+    for span in sorted(spans, key=lambda span: (span["start_s"], -span["end_s"])):
+        name, start, end = str(span["name"]), max(0.0, span["start_s"] - begin), min(seconds, span["end_s"] - begin)
+        if end <= start and span["end_s"] > span["start_s"]:
+            continue  # outside of the window
+        place = next((place for place, block in enumerate(last) if block.end_s <= start + 1e-9), len(last))
+        if place >= MOST_ROWS:
+            left_out += 1
+        elif place < len(last) and last[place].name == name and start - last[place].end_s < CLOSE * seconds:
+            block = last[place]
+            block.end_s, block.count, block.worked_s = end, block.count + 1, block.worked_s + end - start
+        else:
+            blocks.append(SpanBlock(name, place, start, end, end - start))
+            last[place : place + 1] = [blocks[-1]]
+    return blocks, left_out
+
+
+def _block_mark(block: SpanBlock, part: BudgetPart, seconds: float) -> Mark:
+    width = (block.end_s - block.start_s) / seconds
+    many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
+    hint = f"{many}{part.label}: {short_seconds(block.worked_s)}{together}"
+    text = part.label if width > LETTERS * (len(part.label) + 1) else ""
+    return Mark("bar", part.style, block.start_s / seconds, width, hint, text, block.row)

@@ -238,10 +238,10 @@ def throughput_section(summary: RunSummary) -> PageSection:
     return PageSection("throughput", "Throughput", [elements.grid(charts)])
 
 
-def scores_section(scores: list[RoundScores], why_empty: str) -> PageSection:
+def scores_section(scores: list[RoundScores]) -> PageSection:
     """One histogram per round, all with the same range of scores and of counts."""
     if not scores:
-        return PageSection("scores", "Scores", [elements.empty(why_empty)] if why_empty else [])
+        return PageSection("scores", "Scores", [])
     everything = np.concatenate([kind for found in scores for kind in found.kinds.values()])
     thresholds = [found.threshold for found in scores if found.threshold is not None]
     low, high = np.percentile(everything, [1.0, 99.5])

@@ -20,10 +20,9 @@ from pvg.reporting.formats import (
     total_budget,
     value_text,
 )
-from pvg.reporting.run_page import UNSET, flat_settings, setting_cell, when
+from pvg.reporting.run_page import UNSET, box_key, budget_rows, flat_settings, setting_cell, when, whole_budget
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, elements, page
-from pvg.reporting.time_sections import box_key, budget_rows, whole_budget
 from pvg.store.run_directory import RunDirectory
 
 COLOURS = 6

@@ -1,23 +1,28 @@
-"""Example solutions of a run, chosen from its committed shards: what the players wrote, with score and grade.
+"""Solutions of a run from its committed shards: examples, scores by kind, and the page with all stored solutions.
 
-Examples come from the newest round with scored solutions: the sneaky flaws with the highest scores, and correct helpful
-solutions with scores near the median, which are typical. Without scores (`pvg rollout`), any solutions of each kind.
+Examples come from the newest round with scored solutions: the sneaky flaws with the highest scores, each with a helpful
+solution of the same problem.
 """
 
 from __future__ import annotations
 
-import itertools
+import base64
+import gzip
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
-from pvg.errors import StateError
+from pvg.errors import StateError, counted
 from pvg.records import Role, Rollout, source_of_round
+from pvg.reporting.formats import phase_label
 from pvg.reporting.run_summary import RunSummary
+from pvg.reporting.table import PageKind, TemplateMacros, elements, page, showable
+from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -127,17 +132,47 @@ class SolutionPair:
     sneaky: Example | None
 
 
-def solution_pairs(run: RunDirectory, each: int, rounds: int | None = None) -> list[SolutionPair]:
-    """At most `each` problems per round, newest round first: the flaws with the highest scores, each with a helpful
-    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone. `rounds`: only so many of the
-    newest rounds; None: all.
+def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
+    """The solutions of `solution_pairs`, one after the other."""
+    pairs = solution_pairs(run, each)
+    return [side for pair in pairs for side in (pair.sneaky, pair.helpful) if side is not None]
+
+
+def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
+    """At most `each` problems of the newest round with scores: the flaws with the highest scores, each with a helpful
+    solution of the same problem. If no flaw has one: also helpful solutions with scores near the median. Without
+    scores (`pvg rollout`), any solutions. Empty when nothing is committed.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    found: list[SolutionPair] = []
-    for rollouts in itertools.islice(scored_rollouts(run), rounds):
-        found += _pair(rollouts, each)
-    return found
+    rollouts = _newest_rollouts(run)
+    helpful: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if rollout.role is Role.HELPFUL:
+            helpful.setdefault(rollout.problem_id, []).append(rollout)
+    # Flaws with a helpful partner come first, because readers can compare them.
+    flaws = sorted((r for r in rollouts if r.is_flaw), key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
+    pairs = []
+    for flaw in _distinct(flaws, each):
+        partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
+        partner = example_of(partners[0], "a solution of the same problem") if partners else None
+        shown = example_of(flaw, "a flaw" if flaw.score is None else "a flaw with a high score")
+        pairs.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, shown))
+    if any(pair.helpful for pair in pairs):
+        return pairs
+    solutions = [r for r in rollouts if r.role is Role.HELPFUL]
+    ranked = sorted([r for r in solutions if r.grade.correct] or solutions, key=_score)
+    middle = _score(ranked[len(ranked) // 2]) if ranked else 0.0
+    alone = _distinct(sorted(ranked, key=lambda r: abs(_score(r) - middle)), each)
+    return pairs + [SolutionPair(r.round, r.question, r.reference, example_of(r, "a solution"), None) for r in alone]
+
+
+def _newest_rollouts(run: RunDirectory) -> list[Rollout]:
+    scored = next(scored_rollouts(run), None)
+    if scored is not None:
+        return scored
+    shards = RolloutShards(run.path)
+    return next(filter(None, (shards.read(info) for info in _newest_first(committed_shards(run)))), [])
 
 
 def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
@@ -155,39 +190,6 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
                 newest = max((rollout.source for rollout in rollouts), key=_age)
                 yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
-
-
-def _pair(rollouts: Sequence[Rollout], each: int) -> list[SolutionPair]:
-    flaws = [r for r in rollouts if r.is_flaw]
-    helpful: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        if rollout.role is Role.HELPFUL:
-            helpful.setdefault(rollout.problem_id, []).append(rollout)
-    # Flaws with a helpful partner come first, because readers can compare them.
-    ranked = sorted(flaws, key=lambda r: (r.problem_id in helpful, _score(r)), reverse=True)
-    pairings = []
-    for flaw in _distinct(ranked, each):
-        partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
-        partner = example_of(partners[0], "helpful") if partners else None
-        pairings.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, example_of(flaw, "sneaky")))
-    if not pairings:
-        alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
-        pairings = [SolutionPair(r.round, r.question, r.reference, example_of(r, "helpful"), None) for r in alone]
-    return pairings
-
-
-def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
-    """At most `each` sneaky flaws with high scores and `each` typical helpful solutions, of the newest prover that was
-    scored.
-
-    Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
-    """
-    scored = next(scored_rollouts(run), None)
-    if scored is not None:
-        return _choose(scored, each)
-    shards = RolloutShards(run.path)
-    unscored = (_choose(shards.read(info), each) for info in _newest_first(committed_shards(run)))
-    return next(filter(None, unscored), [])
 
 
 def committed_shards(run: RunDirectory) -> list[ShardInfo]:
@@ -218,30 +220,8 @@ def _age(source: str) -> tuple[bool, str]:
     return source != "base", source
 
 
-def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
-    flaws = [r for r in rollouts if r.is_flaw]
-    solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
-    by_score = _distinct(sorted(flaws, key=_score, reverse=True), each)
-    typical = _distinct(_around_median(solutions, _score), each)
-    missed = [] if solutions else _distinct([r for r in rollouts if r.role is Role.HELPFUL], 1)
-    scored = any(r.score is not None for r in rollouts)
-    return [
-        *(example_of(r, "the flaw with the highest score" if scored else "a flaw") for r in by_score[:1]),
-        *(example_of(r, "another flaw with a high score" if scored else "another flaw") for r in by_score[1:]),
-        *(example_of(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
-        *(example_of(r, "a wrong solution; none is correct") for r in missed),
-    ]
-
-
 def _score(rollout: Rollout) -> float:
     return rollout.score if rollout.score is not None else 0.0
-
-
-def _around_median(rollouts: Sequence[Rollout], key: Callable[[Rollout], float]) -> list[Rollout]:
-    """Sorted by distance of their rank from the middle one."""
-    ranked = sorted(rollouts, key=key)
-    middle = len(ranked) // 2
-    return [ranked[place] for place in sorted(range(len(ranked)), key=lambda place: (abs(place - middle), place))]
 
 
 def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
@@ -338,3 +318,147 @@ def verdict_word(score: float | None, threshold: float | None) -> str:
     if score is None or threshold is None:
         return ""
     return "accepted" if score >= threshold else "refused"
+
+
+# --- the page with all stored solutions: a browser searches and filters them without a server ----------------------
+
+MOST_CHARACTERS = 60_000_000  # 25,000 solutions of 2,000 characters; a browser unpacks them in about a second
+LONGEST_STORED = 100_000  # characters of one text
+LEVEL = 5  # of gzip
+PAGE = 50  # solutions of one page of the list
+ROLES = ("helpful", "sneaky")
+# "flaw": a wrong sneaky solution that is well formed (and proven, if its task requires that).
+GRADES = ("correct", "wrong", "malformed", "flaw")
+ORDERS = {
+    "newest": "newest",
+    "oldest": "oldest",
+    "highest": "highest score",
+    "lowest": "lowest score",
+    "longest": "longest",
+    "shortest": "shortest",
+}
+# The fields of the form that are numbers. All ranges include their ends.
+NUMBERS = {"first_step": "step from", "last_step": "step to", "lowest": "score from", "highest": "score to"}
+markup = TemplateMacros("rollouts.html.j2")
+
+
+@dataclass
+class StoredRollouts:
+    """Solutions, the newest first. `rows`: each as JSON. `problems`: (id, question, reference), to which the rows refer
+    by number. `left_out`: older solutions that do not fit. `notes`: sentences about damaged shards."""
+
+    rows: list[bytes] = field(default_factory=list)
+    problems: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    rounds: set[int] = field(default_factory=set)
+    phases: dict[str, str] = field(default_factory=dict)
+    left_out: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+
+def stored_rollouts(run: RunDirectory, summary: RunSummary, most: int = MOST_CHARACTERS) -> StoredRollouts:
+    """The solutions of the last commit, from the newest on, until they have `most` characters."""
+    stored, shards, room = StoredRollouts(), RolloutShards(run.path), most
+    for info in reversed(committed_shards(run)):
+        if room <= 0:
+            stored.left_out += info.rows
+            continue
+        try:
+            rollouts = shards.read(info)
+        except DamagedFileError as error:
+            stored.notes.append(str(error))
+            continue
+        for rollout in reversed(rollouts):
+            row = _row(stored, rollout, phase_of(info), threshold_of(summary, rollout.round))
+            room -= len(row)
+            if room > 0:
+                stored.rows.append(row)
+            else:
+                stored.left_out += 1
+    return stored
+
+
+def _row(stored: StoredRollouts, rollout: Rollout, phase: str, threshold: float | None) -> bytes:
+    """`text`: what comes before the wrong step, the wrong step, and what follows it."""
+    side = rollout_side(rollout, threshold, LONGEST_STORED)
+    wrong = side.wrong if side.wrong >= 0 else len(side.pieces)
+    pieces = (side.pieces[:wrong], side.pieces[wrong : wrong + 1], side.pieces[wrong + 1 :])
+    question, reference = (_shown(shortened(text, LONGEST_STORED)) for text in (rollout.question, rollout.reference))
+    problem = (_shown(rollout.problem_id), question, reference)
+    stored.rounds.add(rollout.round)
+    stored.phases[phase] = phase_label(phase)
+    return orjson.dumps(
+        {
+            "problem": stored.problems.setdefault(problem, len(stored.problems)),
+            "role": rollout.role.value,
+            "grade": _grade_word(rollout),
+            "verdict": verdict_word(rollout.score, threshold),
+            "phase": phase,
+            "label": phase_label(phase),
+            "round": rollout.round,
+            "step": rollout.step,
+            "tokens": rollout.sampled_tokens,
+            "score": None if rollout.score is None else round(rollout.score, 6),
+            "reward": None if rollout.reward is None else round(rollout.reward, 6),
+            "id": _shown(rollout.id),
+            "text": [_shown("".join(part)) for part in pieces],
+            "said": _shown(shortened(side.grade, LONGEST_STORED)),
+            "before": [_shown(text) for text in side.before],
+            "after": [_shown(text) for text in side.after],
+        }
+    )
+
+
+def _grade_word(rollout: Rollout) -> str:
+    """The narrowest of GRADES that fits."""
+    if not rollout.grade.well_formed:
+        return "malformed"
+    return "correct" if rollout.grade.correct else "flaw" if rollout.is_flaw else "wrong"
+
+
+def _shown(text: str) -> str:
+    return str(showable(text))
+
+
+def rollouts_file(stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str) -> str:
+    """The whole page. `report`: the file name of the run's page, which is beside it."""
+    title = elements.title("All rollouts", summary.name)
+    choices = {
+        "role": [(role, role) for role in ROLES],
+        "grade": [(grade, grade) for grade in GRADES],
+        "round": [(round_, round_) for round_ in sorted(stored.rounds)],
+        "phase": list(stored.phases.items()),
+    }
+    form = markup.form(choices, ORDERS, NUMBERS)
+    body = [elements.notes(_notes(stored, run)), markup.browser(form), markup.packed(_packed(stored))]
+    return page(f"{summary.name}: rollouts", [title, *body], [], rollouts_kind(report))
+
+
+def _packed(stored: StoredRollouts) -> str:
+    """All solutions as JSON, compressed, as base64."""
+    head = orjson.dumps({"page": PAGE, "problems": list(stored.problems)})
+    found = head[:-1] + b',"rows":[' + b",".join(stored.rows) + b"]}"
+    return base64.b64encode(gzip.compress(found, LEVEL, mtime=0)).decode()
+
+
+def rollouts_kind(report: str) -> PageKind:
+    """What the page may do. `report`: the address of the run's page."""
+    return PageKind(
+        scripts=("page.js", "rollouts.js"),
+        policy="form-action 'none'; base-uri 'none'",
+        sheets=("rollouts.css",),
+        links=((report, "Report"),),
+    )
+
+
+def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
+    if not stored.left_out:
+        return stored.notes
+    everything = f"{stored.count + stored.left_out:,}"
+    newest = (
+        f"This page has the newest {counted(stored.count, 'solution')} of {everything}, so that a browser can open it."
+    )
+    return [f"{newest} The files in {run.argument}/rollouts have all of them.", *stored.notes]

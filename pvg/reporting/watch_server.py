@@ -33,9 +33,9 @@ from pvg.errors import MissingRequirementError, PvgError, counted, reason
 from pvg.evaluation.report import REPORT_FILE
 from pvg.reporting.follow import RunProgress, RunSituation, RunState, progress_of, situation
 from pvg.reporting.formats import compact, duration, phase_label
-from pvg.reporting.rollouts_file import rollouts_file, rollouts_kind, stored_rollouts
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
 from pvg.reporting.run_summary import RunSummary, committed_state, read_run
+from pvg.reporting.solutions import rollouts_file, rollouts_kind, stored_rollouts
 from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements, policy_of
 from pvg.store.run_directory import RunDirectory
 
@@ -98,9 +98,9 @@ class LiveRun:
             self._summary = read_run(self.run)
         summary = self._summary
         data = self._report(summary, now)
-        progress = progress_of(summary, time.time(), data.experiment.game.effort)
+        progress = progress_of(summary)
         solutions = sum(int(shard["rows"]) for shard in self._state.get("shards", ()))
-        live = elements.now(_texts(summary, now, progress, solutions), _share(now, progress))
+        live = elements.now(_texts(summary, now, progress, solutions), progress.share if progress else 0.0)
         sheets = (*LIVE.sheets, "board.css") if data.experiment.task.kind in DRAWN_TASKS else LIVE.sheets
         return run_page(data, [live], replace(LIVE, sheets=sheets))
 
@@ -122,39 +122,22 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _share(situation: RunSituation, progress: RunProgress | None) -> float:
-    """The finished share of the phase."""
-    if situation.state == "finished":
-        return 1.0
-    if progress is None or progress.step is None or not progress.of:
-        return 0.0
-    return min(1.0, progress.step / progress.of)
-
-
-def _texts(
-    summary: RunSummary, situation: RunSituation, progress: RunProgress | None, solutions: int
-) -> dict[str, str]:
+def _texts(summary: RunSummary, now: RunSituation, progress: RunProgress | None, solutions: int) -> dict[str, str]:
     """The sentences below the title."""
-    place = "Nothing is recorded yet."
-    if progress is not None and situation.state == "finished":
+    place, left = "Nothing is recorded yet.", ""
+    if progress is not None and now.state == "finished":
         place = f"{counted(len(summary.rounds), 'round')} done"
     elif progress is not None:
         of = "" if progress.of is None else f" of {compact(progress.of)}"
-        step = "" if progress.step is None else f", step {compact(progress.step)}{of}"
-        place = (
-            f"round {progress.round} ({progress.round + 1} of {progress.rounds}), {phase_label(progress.phase)}{step}"
-        )
-    left = []
-    if situation.state == "running" and progress is not None:
-        if progress.phase_left_s is not None:
-            left.append(f"{duration(progress.phase_left_s)} left in this phase")
-        if progress.run_left_s is not None:
-            left.append(f"{duration(progress.run_left_s)} in the whole run")
+        rounds = f"round {progress.round} ({progress.round + 1} of {summary.rounds_planned})"
+        place = f"{rounds}, {phase_label(progress.phase)}, step {compact(progress.step)}{of}"
+        if now.state == "running" and progress.left_s is not None:
+            left = f"{duration(progress.left_s)} left in this phase"
     return {
         "place": place,
-        "left": ", ".join(left),
+        "left": left,
         "solutions": f"{counted(solutions, 'stored solution')}, {counted(len(summary.alerts), 'alert')}",
-        "sign": _sign(situation, RunDirectory(summary.path)),
+        "sign": _sign(now, RunDirectory(summary.path)),
     }
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pvg.config.rollout import ContinuingDeadline
+from pvg.config.rollout import ContinuingDeadline, Rollouts
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Rollout, Turn
 from pvg.rollout.engine import Completion, CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
@@ -36,7 +37,7 @@ from pvg.rollout.episodes import (
 from pvg.tasks.answers import same_answer
 
 if TYPE_CHECKING:
-    from pvg.config.experiment import Experiment
+    pass
 
 
 __all__ = ["Dispatcher", "GroupOrder", "SampleCall", "request_seed"]
@@ -412,18 +413,21 @@ class PartialSampling:
         return state["carried"]
 
 
-def partial_sampling(experiment: Experiment, dispatcher: Dispatcher) -> PartialSampling | None:
-    """Partial sampling for prover training; None without `rollout.deadline = "continue"`."""
-    deadline, section = training_deadline(experiment), experiment.rollout.deadline
+def partial_sampling(
+    rollout: Rollouts, training: Training, reward: str, dispatcher: Dispatcher
+) -> PartialSampling | None:
+    """Partial sampling for prover training with the reward of this name; None without
+    `rollout.deadline = "continue"`."""
+    deadline, section = training_deadline(rollout.deadline, training), rollout.deadline
     if deadline is None or not isinstance(section, ContinuingDeadline):
         return None
     return PartialSampling(
         dispatcher,
         deadline,
         versions=section.max_versions,
-        groups=experiment.training.groups,
-        size=experiment.rollout.group_size,
-        whole=compares_within_groups(experiment),
+        groups=training.groups,
+        size=rollout.group_size,
+        whole=compares_within_groups(training, reward),
     )
 
 

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 import numpy as np
 
 from pvg.config.game import ChallengeProtocol
-from pvg.config.rollout import NoDeadline
+from pvg.config.rollout import DeadlineSection, NoDeadline
+from pvg.config.training import Training
 from pvg.records import Float32, Grade, Group, Int32, Problem, Role, Rollout, SolverSolution, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 from pvg.tasks.task import GradesInBatches
@@ -64,20 +65,19 @@ class Deadline:
     over: Over = "group"
 
 
-def training_deadline(experiment: Experiment) -> Deadline | None:
+def training_deadline(section: DeadlineSection, training: Training) -> Deadline | None:
     """The deadline of prover training, or None. It is over the batch for spo and rae, which use no group statistics,
     and with the kind `continue`, which carries incomplete groups over."""
-    section = experiment.rollout.deadline
     if isinstance(section, NoDeadline):
         return None
-    over: Over = "batch" if experiment.training.groupless or section.kind == "continue" else "group"
+    over: Over = "batch" if training.groupless or section.kind == "continue" else "group"
     return Deadline(section.seconds, section.min_rollouts, over)
 
 
-def compares_within_groups(experiment: Experiment) -> bool:
+def compares_within_groups(training: Training, reward: str) -> bool:
     """Whether a rollout's advantage depends on others of its problem and role: through the loss (all but spo and rae)
     or through the reward. If so, a single rollout would be compared with itself."""
-    return not experiment.training.groupless or experiment.game.reward.kind in ("src", "decoupled")
+    return not training.groupless or reward in ("src", "decoupled")
 
 
 class DeadlineWatch:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from pvg.sandbox.inside.values import plain, same
-from pvg.sandbox.isolation import MECHANISMS, Isolation, probe
-from pvg.sandbox.records import DETERMINISTIC, CaseResult, Execution, Level, Limits, Program
-from pvg.sandbox.sandbox import Sandbox
+from pvg.sandbox.inside.program import plain, same
+from pvg.sandbox.sandbox import (
+    DETERMINISTIC,
+    MECHANISMS,
+    CaseResult,
+    Execution,
+    Isolation,
+    Level,
+    Limits,
+    Program,
+    Sandbox,
+    probe,
+)
 
 __all__ = [
     "DETERMINISTIC",

@@ -30,11 +30,10 @@ import orjson
 
 import pvg
 from pvg import hub
+from pvg.config.base import is_hub_id, is_run_id, parse
 from pvg.config.experiment import Experiment
-from pvg.config.hub_ids import is_hub_id, parse
 from pvg.config.load import embedded_model
-from pvg.config.models import ModelSection
-from pvg.config.run_ids import is_run_id
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_extra

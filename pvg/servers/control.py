@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pvg.config.servers import Serving, Weights
+from pvg.config.operation import Serving, Weights
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply
 from pvg.servers.publishing import WeightLabel

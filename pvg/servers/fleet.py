@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pvg.config.servers import Serving
+from pvg.config.operation import Serving
 from pvg.errors import PvgError, ServerUnavailableError, StateError
 from pvg.servers.control import ControlClient, DeliveryTiming, ServerInfo
 from pvg.servers.pool import ConnectionBroken, ReplyTimeout, ServerFault, ServerUnreachable

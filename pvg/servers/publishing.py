@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.models.low_rank import LowRankAdapter
 from pvg.telemetry.events import Events, SilentEvents
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pvg.models.language_model import LowRankAdapter
 
 SEPARATOR = "/"
 BROKEN = "broken:"  # prefix for the label of weights that arrived only in part (protocol 1)

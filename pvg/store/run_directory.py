@@ -169,7 +169,7 @@ def _owner(content: bytes) -> str:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
-# In a source such as run:runs/mine/round-2/verifier these words mean a part of the run (pvg.config.run_ids).
+# In a source such as run:runs/mine/round-2/verifier these words mean a part of the run (pvg.config.base).
 PARTS_OF_A_RUN = re.compile(r"prover|verifier|warmup|round-\d{1,6}", re.ASCII)
 
 

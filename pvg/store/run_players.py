@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pvg.config.base import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
 from pvg.config.experiment import Experiment
 from pvg.config.game import DecoupledProtocol
 from pvg.config.load import did_you_mean
-from pvg.config.run_ids import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
 from pvg.errors import PvgError, StateError, UsageError, counted, user_paths
 from pvg.inputs import expanded
 from pvg.records import source_of_round
@@ -26,7 +26,7 @@ from pvg.store.checkpoints import read_checkpoint_meta
 from pvg.store.run_directory import RunDirectory, runs_in
 
 if TYPE_CHECKING:
-    from pvg.config.models import ModelSection
+    from pvg.config.training import ModelSection
 
 WARMED_PROVER = "warmup-prover"  # the base prover after the warm start
 DIGITS = 16  # hex digits of a digest in a source

@@ -15,10 +15,10 @@ TASKS = {
     "data": "pvg.tasks.data:Data",
     "reasoning_gym": "pvg.tasks.reasoning_gym:ReasoningGym",
     "code": "pvg.tasks.code:Code",
-    "diplomacy_mini": "pvg.tasks.diplomacy.mini:DiplomacyMini",
-    "diplomacy_plan": "pvg.tasks.diplomacy.full_plan:DiplomacyPlan",
+    "diplomacy_mini": "pvg.tasks.diplomacy_mini:DiplomacyMini",
+    "diplomacy_plan": "pvg.tasks.diplomacy_plan:DiplomacyPlan",
     "play": "pvg.tasks.play:Play",
-    "openenv": "pvg.tasks.openenv:OpenEnv",
+    "openenv": "pvg.tasks.play:OpenEnv",
     "custom": "pvg.tasks.task:open_custom",
 }
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pvg import hub
-from pvg.config.hub_ids import is_hub_id
+from pvg.config.base import is_hub_id
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.records import Grade, Problem, Split
 from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
-from pvg.tasks.rows import files_of, rows_of
-from pvg.tasks.wordings import NUMBER
+from pvg.tasks.data import files_of, rows_of
+from pvg.tasks.task import NUMBER
 
 FIELDS = ("question", "answer")
 SHORT_ID = 8

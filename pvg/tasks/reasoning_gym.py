@@ -33,7 +33,7 @@ from pvg.config.task import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
 from pvg.records import Grade, Problem, Split
-from pvg.tasks.wordings import CLOSED, OPENED, tag_wording
+from pvg.tasks.task import CLOSED, OPENED, tag_wording
 
 # Correct answers are short. Graders parse, compare and permute answers, not always in linear time.
 LONGEST_ANSWER = 4000

@@ -27,38 +27,6 @@ import psutil
 
 from pvg.telemetry.waits import CoreWaits
 
-# The processor of this machine: its name with its vector instructions, and its vendor.
-
-
-CPUINFO = Path("/proc/cpuinfo")  # Linux
-VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # flags of the kernel, the widest first
-
-
-def processor(cpuinfo: Path = CPUINFO) -> str:
-    """The name of the first processor and its widest vector instructions, if Linux tells them; on other systems what
-    Python knows, at least the architecture."""
-    facts = _facts(cpuinfo)
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    flags = facts.get("flags", "").split()
-    widest = next((vectors for flag, vectors in VECTORS.items() if flag in flags), "")
-    return f"{name} ({widest})" if widest else name
-
-
-def vendor(cpuinfo: Path = CPUINFO) -> str:
-    """The vendor of the first processor, such as "AuthenticAMD"; empty if unknown."""
-    return _facts(cpuinfo).get("vendor_id", "")
-
-
-def _facts(cpuinfo: Path) -> dict[str, str]:
-    """What Linux tells of the first processor; empty on other systems."""
-    try:
-        first = cpuinfo.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
 STOP_LIMIT_S = 5.0  # a driver that hangs must not keep a finished run from ending
 
 NVIDIA, DISPLAY = "0x10de", "0x03"  # the vendor and the class of a GPU on the PCI bus
@@ -250,6 +218,25 @@ def _machine_seconds() -> tuple[float, float]:
     # On Linux, `user` includes guests.
     total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return total - times.idle - getattr(times, "iowait", 0.0), total
+
+
+CPUINFO = Path("/proc/cpuinfo")  # Linux
+VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # flags of the kernel, the widest first
+
+
+def processor(cpuinfo: Path = CPUINFO) -> str:
+    """The name of the first processor and its widest vector instructions, "AMD EPYC (AVX2)", if Linux tells them; on
+    other systems what Python knows, at least the architecture.
+
+    Virtual machines give processors of several generations one name. The vector instructions change the speed and the
+    last bits of results, so they are a part of the name here.
+    """
+    text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
+    name, flags = (re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE) for key in ("model name", "flags"))
+    known = name[1].strip() if name else platform.processor() or platform.machine()
+    own = flags[1].split() if flags else []
+    widest = next((vectors for flag, vectors in VECTORS.items() if flag in own), "")
+    return f"{known} ({widest})" if widest else known
 
 
 # --- NVML -------------------------------------------------------------------------------------------------------------

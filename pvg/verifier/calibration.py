@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.models.ensembles import ScoreScales, VerifierEnsemble
+from pvg.models.heads import ScoreScales, VerifierEnsemble
 from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 # A threshold accepts this share of correct solutions. Training does not use thresholds. Reports show shares of accepted
 # solutions, and a constant makes them comparable between runs.
@@ -61,7 +61,7 @@ def common_scales(scores_KN: NDArray[np.floating]) -> ScoreScales:
     centre.
 
     centre_k and spread_k are the mean and standard deviation of member k's scores; centre and spread are their medians
-    over the members, so one failed member does not change the others' scales. pvg.models.ensembles explains why scores
+    over the members, so one failed member does not change the others' scales. pvg.models.heads explains why scores
     need scales. A member with equal scores keeps its slope and only shifts. Equal members get exactly slope 1 and
     offset 0, because the sums are exact (fsum) and a median of equal values is that value.
     """

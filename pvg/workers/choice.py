@@ -6,7 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from pvg.config.cluster import (
+from pvg.config.experiment import Experiment
+from pvg.config.operation import (
     COUNTS,
     AutoCluster,
     Cluster,
@@ -18,7 +19,6 @@ from pvg.config.cluster import (
     ranks_of,
     shards_of,
 )
-from pvg.config.experiment import Experiment
 from pvg.errors import UsageError
 from pvg.telemetry.device import GpuUnavailableError, open_nvml
 from pvg.telemetry.waits import usable_cores

@@ -35,11 +35,10 @@ from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
 from pvg.models.compute import autocast
-from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_batch
-from pvg.models.starts import open_learner, open_verifier
+from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
 from pvg.servers.publishing import WeightUpdate
@@ -48,11 +47,10 @@ from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CoreWaits
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import trainable_parameters
-from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers
-from pvg.verifier.backend import ScoringModel
+from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers, trainable_parameters
 from pvg.verifier.data import VerifierBatch
-from pvg.verifier.robust import RobustObjective, objective_for
+from pvg.verifier.losses import RobustObjective, objective_for
+from pvg.verifier.scorer import ScoringModel
 from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
 from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of
@@ -168,8 +166,9 @@ class Worker:
         self.experiment = _experiment(frame.fields["experiment"])
         self.base = open_model(self.experiment.models.prover, DEVICE)
         rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
-        experiment = self.experiment.model_copy(update={"rollout": rollout})
-        self._engine = open_engine(EngineSetup(experiment, self.base, self._executor, self, "worker", list))
+        self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
+        replayed = self.experiment.training.router_replay
+        self._engine = open_engine(EngineSetup(rollout, self.base, self._executor, self, replayed))
         self._opened = True
         return Frame("done")
 
@@ -189,7 +188,7 @@ class Worker:
                 self._models[slot] = self._open_policy(fields)
             case "pairs":
                 experiment = _experiment(fields["experiment"])
-                verifier = open_verifier(experiment, DEVICE, self.base)
+                verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
                 objective = objective_for(
                     experiment.verifier, verifier.tokenizer.pad_id, environments=fields["environments"]
                 )
@@ -211,7 +210,8 @@ class Worker:
         members: list[VerifierModel] = []
         for _ in range(fields["members"]):
             like = members[0] if members else None
-            members.append(open_verifier(self.experiment, DEVICE, self.base, like=like))
+            section, models = self.experiment.verifier, self.experiment.models
+            members.append(open_verifier(section, models, self.experiment.seed, DEVICE, self.base, like=like))
         if fields["aggregation"] is None:
             return members[0]
         return VerifierEnsemble(members, fields["aggregation"], ScoreScales.none(len(members)))

@@ -34,9 +34,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pvg.config.models import ModelSection
 from pvg.config.rollout import Rollouts
-from pvg.config.training import Training
+from pvg.config.training import ModelSection, Training
 from pvg.errors import WorkerLostError
 from pvg.models import open_model
 from pvg.models.compute import autocast
@@ -45,14 +44,15 @@ from pvg.models.shared_prompts import check_packing
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import (
+from pvg.training.trainer import (
     MOMENTS,
     OptimizerSettings,
+    accumulate,
     build_optimizer,
+    checkpoint_layers,
     optimizer_tensors,
     trainable_parameters,
 )
-from pvg.training.trainer import accumulate, checkpoint_layers
 from pvg.workers.frames import Array, Frame, record_of
 from pvg.workers.links import interface_of
 from pvg.workers.shared import MappedTensors, own_rows, packed_tensors, unpacked_tensors

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config.experiment import Experiment
+from pvg.config.rollout import Rollouts
+from pvg.config.training import ModelSection, Training
 from pvg.errors import StateError, WorkerLostError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
-from pvg.training.optimizer import MOMENTS, OptimizerSettings
-from pvg.training.trainer import MODEL_PREFIX, OPTIMIZER_PREFIX, TrainerRanks
+from pvg.training.trainer import MODEL_PREFIX, MOMENTS, OPTIMIZER_PREFIX, OptimizerSettings, TrainerRanks
 from pvg.workers.frames import Array, Frame, record_arrays
 from pvg.workers.pool import MOST_ATTEMPTS
 from pvg.workers.rank_group import RankEndedError, RankGroup
@@ -39,10 +39,9 @@ T = TypeVar("T")
 Committed = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]] | None]
 
 
-def rank_fields(experiment: Experiment) -> dict[str, Any]:
-    """How a rank opens the prover and the loss of `experiment`."""
-    sections = {name: plain(getattr(experiment, name)) for name in ("training", "rollout")}
-    return {**sections, "model": plain(experiment.models.prover)}
+def rank_fields(training: Training, rollout: Rollouts, model: ModelSection) -> dict[str, Any]:
+    """How a rank opens the prover and its loss."""
+    return {"training": plain(training), "rollout": plain(rollout), "model": plain(model)}
 
 
 @dataclass(eq=False)

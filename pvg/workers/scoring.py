@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.models.ensembles import VerifierEnsemble
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import VerifierEnsemble, VerifierModel
 from pvg.models.packing import batches, padded_width
-from pvg.verifier.backend import ScoreBackend, ScoreCache, ScoredBatch, ScoreInput, ScoreKey, ScoringModel
+from pvg.verifier.scorer import ScoreBackend, ScoreCache, ScoredBatch, ScoreInput, ScoreKey, ScoringModel
 from pvg.workers.frames import Array, Frame, ragged
 from pvg.workers.pool import WorkerPool
 from pvg.workers.training import balanced

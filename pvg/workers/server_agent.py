@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pvg.config.load import build_experiment
-from pvg.config.servers import Weights
+from pvg.config.operation import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, shortened
 from pvg.servers.command import LOOPBACK, Interpreter, find_interpreter, model_folder, server_spec
 from pvg.servers.control import KEY_VARIABLE

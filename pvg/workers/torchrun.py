@@ -31,8 +31,8 @@ from typing import Any
 
 import orjson
 
-from pvg.config.cluster import LocalCluster, ranks_of
 from pvg.config.experiment import Experiment
+from pvg.config.operation import LocalCluster, ranks_of
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError, StoppedAtStart, UsageError
 from pvg.workers.links import LOOPBACK
 from pvg.workers.node_agent import DriverAddress, NodeAgent

@@ -96,12 +96,10 @@ def wrongly(plain: dict[str, Any], change: str) -> dict[str, Any]:
         "an unknown key",
     ],
 )
-def test_classes_and_schema_refuse_the_same_wrong_reports(change: str) -> None:
+def test_wrong_reports_are_refused(change: str) -> None:
     plain = wrongly(report().plain(), change)
     with pytest.raises(ValidationError):
         BenchReport.model_validate_json(orjson.dumps(plain))
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(plain, schema())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from pvg.bench.compare import (
     rank_test,
     ratio_of_medians,
     ratio_of_pairs,
-    student_quantile,
 )
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float64]]
@@ -78,26 +77,6 @@ def test_the_interval_misses_at_most_at_its_nominal_rate(shape: str, n: int, m: 
 @pytest.mark.parametrize(("shape", "n"), [("normal", 5), ("tail", 5), ("clusters", 10)])
 def test_so_it_does_far_out_where_many_metrics_need_it(shape: str, n: int) -> None:
     assert misses(shape, n, n, 0.995, trials=1200) <= 0.005
-
-
-def test_neither_of_the_two_bootstrap_intervals_would_hold_alone() -> None:
-    """The reason for taking the wider one: each alone misses more often than it may, by a factor of two."""
-    random, trials = np.random.default_rng(3), 1500
-
-    def resampled(shape: str, n: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        samples = np.log(SHAPES[shape](random, (2, trials, n)))
-        places = random.integers(0, n, (2, trials, 400, n))
-        drawn = np.take_along_axis(samples[:, :, None, :], places, axis=-1)
-        medians, middle = np.median(drawn, axis=-1), np.median(samples, axis=-1)
-        return medians, middle[1] - middle[0]
-
-    medians, _ = resampled("normal", 5)
-    low, high = np.quantile(medians[1] - medians[0], [0.0025, 0.9975], axis=1)
-    assert np.mean((low > 0) | (high < 0)) > 2 * 0.005
-
-    medians, difference = resampled("clusters", 8)
-    error = np.hypot(medians[0].std(axis=1), medians[1].std(axis=1))
-    assert np.mean(np.abs(difference) > student_quantile(0.975, 14) * error) > 2 * 0.05
 
 
 @pytest.mark.parametrize(("shape", "n"), [("normal", 5), ("tail", 5), ("clusters", 10), ("normal", 15)])
@@ -177,23 +156,6 @@ def test_the_medians_of_resamples_are_those_of_drawing_with_replacement(n: int) 
     naive = np.median(samples[random.integers(0, n, (40_000, n))], axis=1)
     for value in np.unique(naive.round(12)):
         assert np.mean(ours.round(12) <= value) == pytest.approx(np.mean(naive.round(12) <= value), abs=0.012)
-
-
-@pytest.mark.parametrize(  # Student's t, from the tables of any textbook
-    ("probability", "degrees", "expected"),
-    [
-        (0.975, 1, 12.706),
-        (0.975, 2, 4.303),
-        (0.975, 5, 2.571),
-        (0.995, 9, 3.250),
-        (0.9995, 4, 8.610),
-        (0.95, 30, 1.697),
-        (0.975, 120, 1.980),
-        (0.5, 7, 0.0),
-    ],
-)
-def test_student_quantiles(probability: float, degrees: int, expected: float) -> None:
-    assert student_quantile(probability, degrees) == pytest.approx(expected, abs=6e-4)
 
 
 # --- the rank test ---------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from bench_runs import load_profile, run_variant
 from benchmarks import pipeline
 from benchmarks.pipeline import DelayedEngine, MeasuredSteps, drawn_time
 from pvg.bench.planning import plan_bench
-from pvg.config.cluster import LocalCluster
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster
 from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import GenerationRequest, Sampling

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.bench.workloads import WORKLOADS
 from pvg.bench.workloads.trainer import forward_flops
-from pvg.config.models import ModelSection
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.models import open_model
 

@@ -21,7 +21,8 @@ from pvg.config.experiment import Experiment
 from pvg.game.ledger import Ledger
 from pvg.game.run import GameOutcome
 from pvg.game.states import Phase
-from pvg.store import RunDirectory, lease
+from pvg.store import lease
+from pvg.store.run_directory import RunDirectory
 
 
 def assert_refused(called: Called, code: int, *parts: str) -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pvg.config.experiment import Experiment
 from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, PvgError, one_line, visible
-from pvg.store import FileStateStore, RunDirectory
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 
 ROOT = Path(__file__).parents[2]
 BIG = "9" * 5000

@@ -13,9 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
 from study_samples import SMALL, finish, small
 
-from pvg.store.run_directory import RunDirectory
-from pvg.study.cells import CellProgress
-from pvg.study.plan import StudyEvaluation
+from pvg.study.playing import CellProgress
 from pvg.study.results import collect
 from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyBoard, StudyWatcher, draw, results_text
 
@@ -51,44 +49,6 @@ def test_the_time_left_is_that_of_the_steps_left_at_what_a_step_has_taken_a_proc
     shown.update(third, CellProgress("unfinished", reason="It broke."), "failed")  # no process continues it
     assert shown.eta() == 20.0 * (12 + 16) / 20 / 2
     assert shown.time_left() == "14 s left"
-
-
-def test_evaluations_are_part_of_the_time_left_once_one_was_seen_to_its_end() -> None:
-    clock = Clock()
-    shown = board(clock)
-    shown.plan = dataclasses.replace(shown.plan, evaluate=StudyEvaluation())
-    first, second, *_ = shown.cells.values()
-    shown.update(first, CellProgress("new"), "playing")
-    clock.now = 16.0
-    shown.update(first, CellProgress("played", done=16), "evaluating")
-    clock.now = 20.0
-    assert (shown.eta(), shown.time_left()) == (48.0, "48 s left of the games")  # and does not grow meanwhile
-    clock.now = 26.0
-    shown.update(first, CellProgress("complete", done=16), "complete")
-    assert (shown.eta(), shown.time_left()) == (48.0 + 3 * 10.0, "1 min 18 s left")
-    shown.update(second, CellProgress("new"), "playing")
-    clock.now = 42.0
-    shown.update(second, CellProgress("played", done=16), "evaluating")
-    clock.now = 46.0
-    assert shown.eta() == 32.0 + 6.0 + 2 * 10.0
-    clock.now = 99.0  # longer than the first
-    assert shown.eta() == 32.0 + 2 * 10.0
-    for cell in shown.cells.values():
-        shown.update(cell, CellProgress("complete", done=16), "complete")
-    assert shown.time_left() == ""
-
-
-def test_an_evaluation_that_was_begun_before_says_nothing_of_how_long_one_takes(tmp_path: Path) -> None:
-    clock = Clock()
-    shown = board(clock)
-    first, *_ = shown.cells.values()
-    begun = dataclasses.replace(first, run=RunDirectory(tmp_path / first.run.path.name))
-    begun.run.evaluation.mkdir(parents=True)
-    shown.plan = dataclasses.replace(shown.plan, evaluate=StudyEvaluation())
-    shown.update(begun, CellProgress("played", done=16), "evaluating")
-    clock.now = 2.0
-    shown.update(begun, CellProgress("complete", done=16), "complete")
-    assert shown.games_only
 
 
 def test_what_was_there_before_says_nothing_of_the_rate() -> None:
@@ -177,9 +137,9 @@ def test_80_columns_show_whole_names_and_the_limits_of_a_table() -> None:
         console.print(results_text(collect(plan, "pvg study small"), {}))
     text = captured.get()
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert text.count("longer-by-180") == 3 + 2 + 2  # a row per measure in each of the three tables
+    assert text.count("longer-by-180") == 3 + 2 + 2 + 2  # a row per measure in each table
     heads = [line.split() for line in text.splitlines() if "measure" in line.split()]
-    assert heads[1][:3] + heads[1][-3:] == ["measure", "arm", "differs", "seeds", "p", "Holm"]
+    assert heads[2][:3] + heads[2][-3:] == ["measure", "arm", "differs", "seeds", "p", "Holm"]
     said = " ".join(text.split())
     assert "Holm's p is corrected for the arms of one measure" in said
     assert "6 seeds cannot show a significant trend over the rounds" in said

@@ -11,8 +11,8 @@ import pytest
 from calling import pvg
 
 from pvg.config.load import load_experiment
-from pvg.config.prompts import ChatPrompts
-from pvg.config.warmup import DemonstrationWarmup
+from pvg.config.rollout import ChatPrompts
+from pvg.config.training import DemonstrationWarmup
 from pvg.records import Problem
 from pvg.tasks import open_task
 

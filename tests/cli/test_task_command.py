@@ -190,7 +190,7 @@ def test_a_changed_prompt_file_does_not_change_a_resumed_run() -> None:
         'name = "mine"\n[prompts]\nkind = "chat"\nsneaky.file = "sneaky.txt"\n[verifier]\nhead = "scalar"\n'
     )
     from pvg.config.load import load_experiment
-    from pvg.store import RunDirectory
+    from pvg.store.run_directory import RunDirectory
 
     run = RunDirectory.create(Path("runs"), "mine", load_experiment(Path("mine.toml")))
     Path("sneaky.txt").write_text("Lie.")
@@ -249,13 +249,6 @@ def test_examples_that_only_the_fallback_reads_are_warned_about() -> None:
     found = {each["check"]: each for each in pvg("task", "check", "mine.toml", "--json").document["checks"]}
     assert found["the grader reads the examples"]["warning"]
     assert sum(each["warning"] for each in found.values()) == 1
-
-
-@pytest.mark.parametrize("name", ["helpful", "sneaky"])
-def test_an_empty_instruction_is_warned_about(name: str) -> None:
-    called = pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=")
-    assert f"warning: prompts.{name} is empty, so its role gets no instructions; leave it out" in called.err
-    assert "warning" not in pvg("config", "validate", "-s", "prompts=chat", "-s", f"prompts.{name}=Solve it.").err
 
 
 # --- solutions that the models cannot write ---------------------------------------------------------------------------

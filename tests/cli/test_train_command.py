@@ -20,7 +20,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import changed
 from pvg.errors import MissingRequirementError
 from pvg.game.run import GameOutcome
-from pvg.store import RunDirectory
+from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.events import Observer, PhaseInfo, Progress
 
 Play = Callable[..., Any]

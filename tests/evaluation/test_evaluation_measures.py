@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "store"))
 from store_samples import rollout
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import calibration, separability
 from pvg.evaluation.opened_run import ScoredRollouts

@@ -20,7 +20,7 @@ from store_samples import rollout
 
 from pvg.config.operation import Evaluate
 from pvg.config.task import ModchainTask
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import AttackTarget, attack_training, check, reference_of
 from pvg.evaluation.measures import folds_of

@@ -43,7 +43,7 @@ from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
-from pvg.study.cells import missing_results
+from pvg.study.playing import missing_results
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 

@@ -32,20 +32,19 @@ from verifier.tiny_verifiers import beginning_tokenizer, english_tokenizer, lang
 import pvg
 from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_model
-from pvg.config.prompts import FRAME
-from pvg.config.verifier import YES_NO_QUESTION, Verifier
+from pvg.config.rollout import FRAME
+from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.card import _cell, intervals, model_card
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import LOADER, WRITERS, _common, _set_generation, export_player, exported_template
 from pvg.models import open_model
-from pvg.models.ensembles import ScoreScales, VerifierEnsemble
-from pvg.models.heads import VerifierModel, build_verifier
+from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Role
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 QUESTION_OF_TEST = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]

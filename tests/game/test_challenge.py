@@ -16,17 +16,17 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.config.load import load_experiment
-from pvg.config.models import ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import MOST_CONSIDERED, ChallengeEnvironment, steps_of, tokens_of, weakest
 from pvg.models import open_model, pick_device
-from pvg.models.characters import diplomacy_tokenizer
+from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Problem, Rollout
 from pvg.rollout.episodes import Observation, Transcript, completion_room
 from pvg.store.run_directory import RunDirectory
-from pvg.tasks.diplomacy.mini import DiplomacyMini, plan_problem
+from pvg.tasks.diplomacy_mini import DiplomacyMini, plan_problem
 from pvg.tasks.modchain import Modchain
 from pvg.telemetry.catalogue import metric as catalogued
 

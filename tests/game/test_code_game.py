@@ -25,7 +25,7 @@ from pvg.store.state import FileStateStore
 from pvg.tasks.code import Code
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.events import SilentObserver
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 
 def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment
-from pvg.config.models import ModelSection
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
@@ -26,7 +26,7 @@ from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
 from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
-from pvg.verifier.robust import RobustObjective
+from pvg.verifier.losses import RobustObjective
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
 

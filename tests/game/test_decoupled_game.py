@@ -15,8 +15,8 @@ from test_stragglers import recorded
 from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
-from pvg.config.models import ModelSection
-from pvg.config.prompts import ChatPrompts
+from pvg.config.rollout import ChatPrompts
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import read_newest_prover
 from pvg.game.rewards import BatchOutcomes, rewards

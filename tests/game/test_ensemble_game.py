@@ -19,7 +19,7 @@ from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.round_verifier import read_verifier
-from pvg.models.ensembles import VerifierEnsemble
+from pvg.models.heads import VerifierEnsemble
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.journal import read_json_lines

@@ -17,7 +17,7 @@ from tiny_experts import CHOSEN, EXPERTS, LAYERS, tiny_experts
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.game.run import GameOutcome, play
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.records import Grade
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo, routed_experts

@@ -17,7 +17,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
 from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
-from pvg.models.low_rank import LowRankAdapter
+from pvg.models.language_model import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory

@@ -26,8 +26,8 @@ from pvg.models.heads import build_verifier
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
+from pvg.verifier.data import VerifierTemplate
 from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
 
 RANK = 4
 ON_BASE = {"models.verifier": {"source": "embedded:modchain-prover"}}
@@ -149,7 +149,7 @@ def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -
         players = Players(experiment, open_task(experiment.task))
         try:
             await players.ready()
-            from pvg.models.starts import open_learner
+            from pvg.models.sources import open_learner
 
             verifier = await players.compute(players.open_verifier)
             learner = await players.compute(lambda: open_learner(players, 0))

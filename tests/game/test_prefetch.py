@@ -21,8 +21,8 @@ from test_stragglers import recorded
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.models import ModelSection
 from pvg.config.rollout import SamplingAhead
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.players import Players
 from pvg.game.prefetch import AdmissionGate, Prefetcher, RoleQueue, WhenScored

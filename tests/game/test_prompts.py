@@ -16,14 +16,14 @@ from tiny_verifiers import beginning_tokenizer, english_tokenizer
 from pvg.config.describe import commented_toml
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
-from pvg.config.prompts import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
+from pvg.config.rollout import ChatPrompts, PlainPrompts, PromptExample, TagPrompts, TextPrompts, framed
 from pvg.errors import ConfigurationError
 from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.roles import PromptBuilder, prompt_renderer, translation_renderer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role, Wording
-from pvg.tasks.wordings import EXAMPLE_QUESTION, INSTRUCTIONS, NEUTRAL, wording_of
-from pvg.verifier.template import VerifierTemplate
+from pvg.tasks.task import EXAMPLE_QUESTION, INSTRUCTIONS, NEUTRAL, wording_of
+from pvg.verifier.data import VerifierTemplate
 
 ENGLISH = english_tokenizer()
 PROBLEM = Problem("q", "What is 4 + 5?", "9", {"wording": "number"})

@@ -8,13 +8,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
-from pvg.config.prompts import ChatPrompts
+from pvg.config.rollout import ChatPrompts
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role
 from pvg.sandbox import Limits, Sandbox
-from pvg.tasks.code.grading import grade_solutions
-from pvg.tasks.code.problem import CodeProblem, CodeTest, make_problem
-from pvg.tasks.wordings import EXAMPLE_QUESTION, WORDINGS
+from pvg.tasks.code_problems import CodeProblem, CodeTest, grade_solutions, make_problem
+from pvg.tasks.task import EXAMPLE_QUESTION, WORDINGS
 
 LARGEST = CodeProblem(
     "largest",

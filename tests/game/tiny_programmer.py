@@ -10,8 +10,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg.tasks.code.problem import make_problem
-from pvg.tasks.code.task import CodeEntry, read_entries
+from pvg.tasks.code import CodeEntry, read_entries
+from pvg.tasks.code_problems import make_problem
 
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 NUMBERS = (1, 2, 3, 6)  # of which both halves of the problems have some

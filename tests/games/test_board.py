@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pvg.games.diplomacy.board import Board, build_board
-from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.games.diplomacy_board import Board, build_board, mini_board, standard_board
 
 BOARD = standard_board()
 # The neighbours of each province, independent of the table of borders: A, then F for each place with fleet borders.

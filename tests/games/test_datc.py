@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from pvg.errors import UsageError
-from pvg.games.diplomacy.board import place
-from pvg.games.diplomacy.orders import Order, parse, write
-from pvg.games.diplomacy.phases import PhaseOutcome, step
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy_board import Position, place, standard_board
+from pvg.games.diplomacy_movement import Order, parse, write
+from pvg.games.diplomacy_phases import PhaseOutcome, step
 
 CASES = Path(os.environ.get("PVG_DATC", Path(__file__).parents[3] / "shared" / "data" / "datc")) / "cases.json"
 BOARD = standard_board()

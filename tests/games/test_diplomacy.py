@@ -12,14 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import StateError, UsageError
-from pvg.games.diplomacy.board import Board, place
-from pvg.games.diplomacy.game import LONGEST_TEXT, Diplomacy
-from pvg.games.diplomacy.legal import Legality, orders_of
-from pvg.games.diplomacy.movement import adjudicate
-from pvg.games.diplomacy.orders import LONGEST_ORDER, Order, parse, parse_orders, write
-from pvg.games.diplomacy.phases import deciders, step
-from pvg.games.diplomacy.position import Position, packed
-from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.games.diplomacy import LONGEST_TEXT, Diplomacy
+from pvg.games.diplomacy_board import Board, Position, mini_board, packed, place, standard_board
+from pvg.games.diplomacy_movement import LONGEST_ORDER, Order, adjudicate, parse, parse_orders, write
+from pvg.games.diplomacy_phases import Legality, deciders, orders_of, step
 from pvg.records import Role
 
 BOARD = standard_board()

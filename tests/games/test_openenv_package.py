@@ -14,7 +14,7 @@ from pvg.config.task import OpenEnvTask
 from pvg.errors import ConfigurationError
 from pvg.games import open_game
 from pvg.games.openenv import OpenEnvClient, OpenEnvRefusal
-from pvg.tasks.openenv import OpenEnv
+from pvg.tasks.play import OpenEnv
 
 pytest.importorskip("openenv.core.generic_client")
 

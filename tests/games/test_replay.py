@@ -9,7 +9,7 @@ import pytest
 from tiny_games import Guessing
 
 from pvg.errors import StateError
-from pvg.games.replay import LIVE, LONGEST_MOVE, NoRoomError, ReplayedGame, ReplayedState, Shown
+from pvg.games.game import LIVE, LONGEST_MOVE, NoRoomError, ReplayedGame, ReplayedState, Shown
 from pvg.records import Role
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.games import open_game
-from pvg.games.replay import ReplayedGame, ReplayedState
+from pvg.games.game import ReplayedGame, ReplayedState
 from pvg.games.textarena import REFUSED, open_textarena
 from pvg.records import Role
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from pvg.games.replay import Shown
+from pvg.games.game import Shown
 
 
 class Guessing:

@@ -16,11 +16,10 @@ from benchmarks.gpu.sizes import DEEP, SMALL, random_model, random_rows
 from pvg.models.compute import allow_tf32, scoring_autocast
 from pvg.models.heads import ScalarHead
 from pvg.models.logprobs import check_logits, shared_prompt_outputs
-from pvg.models.packing import pack_rows
+from pvg.models.packing import pack_rows, why_not_varlen
 from pvg.models.shared_prompts import check_packing
-from pvg.models.varlen import why_not_varlen
 from pvg.rollout.lean import LeanDecoder
-from pvg.verifier.backend import ScoreCache, ScoreInput, TorchBackend, digest_of
+from pvg.verifier.scorer import ScoreCache, ScoreInput, TorchBackend, digest_of
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,7 @@ from pvg.models.compute import allow_tf32
 from pvg.telemetry.device import gpu_number, peak_memory
 from pvg.telemetry.spans import CudaClock
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import StepReport, Trainer
+from pvg.training.trainer import OptimizerSettings, StepReport, Trainer
 
 CPU = torch.device("cpu")
 

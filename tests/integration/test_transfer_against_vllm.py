@@ -24,8 +24,8 @@ from vllm_servers import (
     vllm_python,
 )
 
-from pvg.config.models import ModelSection
-from pvg.config.servers import Weights
+from pvg.config.operation import Weights
+from pvg.config.training import ModelSection
 from pvg.models import open_model
 from pvg.servers.control import DeliveryTiming
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate

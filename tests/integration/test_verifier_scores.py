@@ -19,9 +19,8 @@ from pvg.models.heads import VerifierModel, build_verifier
 from pvg.records import Grade, Role, Rollout, VersionSpan
 from pvg.servers.command import Purpose, find_interpreter, model_folder, server_spec
 from pvg.servers.process import VllmServer
-from pvg.verifier.backend import ScoreCache
-from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
+from pvg.verifier.scorer import ScoreCache, VerifierScorer
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 
 # Its attention heads have 32 numbers: vLLM's CPU build computes no smaller ones, such as the embedded verifier's.

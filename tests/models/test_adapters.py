@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 
-from pvg.config.models import ModelSection
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
 from pvg.models import open_model

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from pvg.config.load import EMBEDDED, embedded_names
-from pvg.config.models import Models, ModelSection
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
-from pvg.models import embedded_plans as plans
+from pvg.config.training import Models, ModelSection
+from pvg.models import embedded_training as plans
 from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
@@ -27,7 +27,7 @@ from pvg.models.embedded_training import (
     translation,
 )
 from pvg.records import flaw_kind
-from pvg.tasks.diplomacy.mini import DiplomacyMini
+from pvg.tasks.diplomacy_mini import DiplomacyMini
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace
 
 CPU = torch.device("cpu")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tiny_ensembles import inputs, language, member
 
 from pvg.config.base import kinds_of
-from pvg.config.verifier import EnsembleOfVerifiers, Verifier
-from pvg.models.ensembles import AGGREGATIONS, ScoreScales, VerifierEnsemble
-from pvg.models.heads import HEADS, build_verifier
+from pvg.config.training import EnsembleOfVerifiers, Verifier
+from pvg.models.heads import AGGREGATIONS, HEADS, ScoreScales, VerifierEnsemble, build_verifier
 from pvg.models.language_model import ModelClosedError
 
 SCORES = torch.tensor([[1.0, -2.0, 0.5], [4.0, 0.0, 0.5], [-2.0, -1.0, 3.5], [3.0, 7.0, 0.5]], dtype=torch.float64)

@@ -5,14 +5,13 @@ import pytest
 import torch
 import transformers
 
-from pvg.models import fused_layers
+from pvg.models import shared_prompts
 from pvg.models.adapters import attach_adapters
-from pvg.models.fused_layers import fused_hidden, knows, why_not_last
 from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
 from pvg.models.packing import pack_rows, packed_attention, pad_right
-from pvg.models.shared_prompts import packed_hidden
+from pvg.models.shared_prompts import fused_hidden, knows, packed_hidden, why_not_last
 from pvg.training.trainer import checkpoint_layers
 
 SIZES = {
@@ -111,7 +110,7 @@ def test_checkpointed_layers_are_computed_twice_to_the_same_bits(monkeypatch):
         calls.append(1)
         return packed_attention(*arguments, **others)
 
-    monkeypatch.setattr(fused_layers, "packed_attention", counted)
+    monkeypatch.setattr(shared_prompts, "packed_attention", counted)
     logprobs_BL = shared_prompt_logprobs(model, *rows())
     before = len(calls)
     found = gradients(model, logprobs_BL)

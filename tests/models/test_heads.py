@@ -9,9 +9,9 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import HEADS, answer_tokens, build_verifier
 from pvg.models.language_model import LanguageModel, ModelClosedError
 from pvg.models.packing import pad_right

@@ -9,12 +9,11 @@ from tiny_llama import tiny_llama
 from transformers import LlamaConfig
 
 from pvg.config.experiment import Experiment
-from pvg.config.models import ModelSection
-from pvg.config.verifier import Verifier
+from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import build_verifier
 from pvg.tasks import open_task
 

@@ -16,10 +16,10 @@ from game.kill_drill import small_experiment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pvg
+from pvg.config.base import RunId, parse_run_id, shown_source
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, embedded_model
-from pvg.config.models import Models, ModelSection
-from pvg.config.run_ids import RunId, parse_run_id, shown_source
+from pvg.config.training import Models, ModelSection
 from pvg.errors import ConfigurationError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player

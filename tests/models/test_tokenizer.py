@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from pvg.errors import ConfigurationError, UsageError
-from pvg.models.characters import CHARACTERS, modchain_tokenizer
+from pvg.models.embedded_training import CHARACTERS, modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 
 

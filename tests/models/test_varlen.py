@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pvg.models import packing, varlen
-from pvg.models.packing import pack_rows, packed_attention
-from pvg.models.varlen import varlen_attention, why_not_varlen
+from pvg.models import packing
+from pvg.models.packing import pack_rows, packed_attention, varlen_attention, why_not_varlen
 
 # Prompts of different lengths; rows that share one; one with a single completion token and one with none.
 ROWS = [(0, 5), (1, 3), (0, 2), (2, 1), (1, 0), (0, 5)]
@@ -96,7 +95,7 @@ def test_an_older_kernel_is_not_given_an_argument_that_it_does_not_know() -> Non
 
 def test_the_kernel_takes_these_arguments_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, without data: torch checks shapes and types."""
-    monkeypatch.setattr(varlen, "product_dtype", lambda query_TE: query_TE.dtype)  # "meta" has no autocast
+    monkeypatch.setattr(packing, "product_dtype", lambda query_TE: query_TE.dtype)  # "meta" has no autocast
     packed = packed_rows("meta")
     tokens = packed.ids_1T.shape[1]
     inputs = [
@@ -140,11 +139,11 @@ def test_why_a_gpu_needs_a_mask(
     OnGpu.dtype = dtype  # type: ignore[attr-defined]
     capabilities = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities.append(device) or (9, 0))
-    varlen._missing.cache_clear()
+    packing._missing.cache_clear()
     assert why_not_varlen(OnGpu(), HEADS) == reason  # type: ignore[arg-type]
     assert capabilities in ([], [torch.device("cuda", 1)])  # never of another GPU
-    varlen._missing.cache_clear()
+    packing._missing.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     if reason is None:
         assert why_not_varlen(OnGpu(), HEADS) == "the GPU is older than Ampere"  # type: ignore[arg-type]
-    varlen._missing.cache_clear()
+    packing._missing.cache_clear()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.verifier import Verifier
-from pvg.models.characters import modchain_tokenizer
+from pvg.config.training import Verifier
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 from run_samples import begin, commit, rollout, state, tell
 
 from pvg.records import Grade, Role, Rollout
-from pvg.store import RunDirectory
+from pvg.store.run_directory import RunDirectory
 
 THRESHOLD = 0.0
 

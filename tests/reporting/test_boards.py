@@ -13,12 +13,10 @@ from page_checks import Page, check
 from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
 from run_samples import begin, commit, played, rollout, state, tell
 
-from pvg.games.diplomacy.board import Board, place
-from pvg.games.diplomacy.game import Diplomacy, prompt_text
-from pvg.games.diplomacy.orders import Order, parse_orders, write
-from pvg.games.diplomacy.phases import step
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import mini_board, standard_board
+from pvg.games.diplomacy import Diplomacy, prompt_text
+from pvg.games.diplomacy_board import Board, Position, mini_board, place, standard_board
+from pvg.games.diplomacy_movement import Order, parse_orders, write
+from pvg.games.diplomacy_phases import step
 from pvg.games.game import GameRules
 from pvg.games.negotiation import Negotiation
 from pvg.records import Role
@@ -147,7 +145,7 @@ def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
 def test_other_runs_do_not_load_the_boards(tmp_path: Path) -> None:
     played(tmp_path, "first")
     code = (
-        "import sys; from pathlib import Path; from pvg.store import RunDirectory\n"
+        "import sys; from pathlib import Path; from pvg.store.run_directory import RunDirectory\n"
         "from pvg.reporting.run_page import collect, run_page; from pvg.reporting.run_summary import read_run\n"
         f"run = RunDirectory.open({str(tmp_path / 'first')!r}, Path('runs'))\n"
         "text = run_page(collect(run, read_run(run), 2))\n"

@@ -14,7 +14,7 @@ from pvg.records import Grade, Role, SolverSolution, Turn
 from pvg.reporting.run_page import markup
 from pvg.reporting.solutions import choose_examples, shown_solution
 from pvg.reporting.terminal import examples_list
-from pvg.store import DamagedFileError
+from pvg.store.atomic import DamagedFileError
 
 
 def test_the_most_believed_flaws_and_the_most_ordinary_solutions(tmp_path: Path) -> None:

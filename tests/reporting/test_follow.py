@@ -14,7 +14,6 @@ import pytest
 from page_checks import Page
 from run_samples import begin, commit, played, rollout, state, step, tell
 
-from pvg.config.game import Game
 from pvg.records import Role
 from pvg.reporting.follow import progress_of, state_of
 from pvg.reporting.run_page import collect, run_page
@@ -85,48 +84,20 @@ def test_the_state_of_a_run_follows_from_its_lease_and_its_records(tmp_path: Pat
     assert state_of(run) == "removed"
 
 
-def test_time_left_is_that_of_the_last_steps_and_phases(tmp_path: Path) -> None:
-    """3 rounds of 60 prover steps. Steps take 2 s. The run paused for 1000 s."""
+def test_time_left_is_that_of_the_last_steps(tmp_path: Path) -> None:
+    """60 prover steps. Steps take 2 s, and every fifth one 12 s. The run paused for 1000 s."""
     run = begin(tmp_path)
-    at = {5: 1000.0, 6: 1002.0, 7: 1004.0, 8: 2004.0, 9: 2006.0}
-    tell(
-        run,
-        {"kind": "phase", "round": 0, "phase": "mint", "seconds": 10.0, "metrics": {}},
-        {"kind": "phase", "round": 0, "phase": "train_prover", "seconds": 120.0, "metrics": {}},
-        {"kind": "phase", "round": 0, "phase": "checkpoint", "seconds": 5.0, "metrics": {}},
-        {"kind": "round", "round": 0, "metrics": {}},
-        {"kind": "phase", "round": 1, "phase": "mint", "seconds": 20.0, "metrics": {}},
-        *(
-            {**step("train_prover", number, round_=1), "time": moment, "budget": {"train": 2.0}}
-            for number, moment in at.items()
-        ),
-    )
-    summary = read_run(run)
-    assert summary.rounds_planned == 3
-    found = progress_of(summary, 2007.0, Game().effort)
-    assert found is not None
-    assert (found.round, found.phase, found.step, found.of) == (1, "train_prover", 9, 60)
-    assert found.phase_left_s == pytest.approx(51 * 2 - 1)
-    assert found.run_left_s == pytest.approx(51 * 2 - 1 + 5 + (20 + 120 + 5))
-    growing = progress_of(summary, 2007.0, Game(growing=True).effort)
-    assert growing is not None
-    # the mint of round 1 took 20 s, so that of round 2 takes 30 s
-    assert growing.run_left_s == pytest.approx(51 * 2 - 1 + 5 + (30 + 120 + 5))
-    assert progress_of(read_run(begin(tmp_path, "new")), 0.0, Game().effort) is None
-
-
-def test_time_left_in_a_phase_counts_the_steps_that_take_longer(tmp_path: Path) -> None:
-    """Every fifth step of the prover ends in an update of the verifier: 2 s, and 12 s with an update."""
-    run = begin(tmp_path)
+    assert progress_of(read_run(run)) is None
     now = 1000.0
     for number in range(1, 31):
         seconds = 2.0 if number % 5 else 12.0
-        now += seconds
-        tell(run, {**step("train_prover", number), "time": now, "budget": {"train": seconds}})
-    found = progress_of(read_run(run), now, Game().effort)
+        now += seconds + (1000.0 if number == 20 else 0.0)
+        tell(run, {**step("train_prover", number, round_=1), "time": now, "budget": {"train": seconds}})
+    found = progress_of(read_run(run))
     assert found is not None
-    # The newest 19 of 20 steps: 12 to 30, of which 15, 20, 25 and 30 have an update.
-    assert found.phase_left_s == pytest.approx((60 - 30) * (15 * 2 + 4 * 12) / 19)
+    assert (found.round, found.phase, found.step, found.of, found.share) == (1, "train_prover", 30, 60, 0.5)
+    # The newest 19 of 20 steps: 12 to 30, of which 15, 20, 25 and 30 take longer.
+    assert found.left_s == pytest.approx((60 - 30) * (15 * 2 + 4 * 12) / 19)
 
 
 # --- the page ----------------------------------------------------------------------------------------------------

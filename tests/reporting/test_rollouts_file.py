@@ -18,13 +18,14 @@ from page_checks import Page
 from run_samples import begin, commit, rollout, state, tell
 
 from pvg.records import Grade, Role, Rollout, SolverSolution, Turn
-from pvg.reporting.rollouts_file import (
-    LONGEST,
+from pvg.reporting.run_summary import read_run
+from pvg.reporting.solutions import (
+    LONGEST_STORED,
     rollouts_file,
     stored_rollouts,
+    threshold_of,
+    verdict_word,
 )
-from pvg.reporting.run_summary import read_run
-from pvg.reporting.solutions import threshold_of, verdict_word
 from pvg.reporting.table import showable
 from pvg.store.run_directory import RunDirectory
 
@@ -155,7 +156,7 @@ def test_a_large_run_keeps_its_newest_solutions_and_names_the_place_of_the_rest(
 
 def test_each_long_text_is_cut_and_says_so(tmp_path: Path) -> None:
     run = begin(tmp_path)
-    long = "y" * (LONGEST + 5)
+    long = "y" * (LONGEST_STORED + 5)
     solver, turns = SolverSolution("s", long, "8", True, True), (Turn(0, True, "x"), Turn(1, False, long))
     changes = {
         "question": long,
@@ -167,7 +168,7 @@ def test_each_long_text_is_cut_and_says_so(tmp_path: Path) -> None:
     commit(run, state("complete"), {"mint-00000": [rollout("0", Role.SNEAKY, correct=False, score=None, **changes)]})
     (row,) = unpacked(page_of(run))
     for shown in (*row["problem"][1:], *row["before"], *row["after"], row["said"]):
-        assert LONGEST < len(shown) < LONGEST + 60
+        assert LONGEST_STORED < len(shown) < LONGEST_STORED + 60
         assert re.search(r" … and \d+ more characters$", shown)
 
 

@@ -11,9 +11,9 @@ import pytest
 from page_checks import Page
 from run_samples import begin, step, telemetered, tell
 
-from pvg.reporting import time_sections
+from pvg.reporting import run_page
+from pvg.reporting.run_page import StepWindow, choose_windows, lane_of, read_windows, timeline
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.time_sections import StepWindow, choose_windows, lane_of, read_windows, timeline
 
 
 def chosen() -> StepWindow:
@@ -63,7 +63,7 @@ def test_no_time_is_lost_in_a_lane_and_nothing_overlaps_in_a_row() -> None:
 
 
 def test_too_many_at_once_are_counted() -> None:
-    window = StepWindow(0, "train_prover", (1,), [span("grade", 0.0, 1.0)] * (time_sections.MOST_ROWS + 5))
+    window = StepWindow(0, "train_prover", (1,), [span("grade", 0.0, 1.0)] * (run_page.MOST_ROWS + 5))
     assert "5 spans are not drawn" in timeline(window)
 
 
@@ -82,7 +82,7 @@ def test_the_spans_of_other_steps_are_not_parsed(tmp_path: Path, monkeypatch: py
     rows = ({**span("a", float(n), n + 0.5), "step": n} for n in range(1, 2001))
     path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
     parsed = []
-    original = time_sections._row
-    monkeypatch.setattr(time_sections, "_row", lambda line: parsed.append(line) or original(line))
+    original = run_page._row
+    monkeypatch.setattr(run_page, "_row", lambda line: parsed.append(line) or original(line))
     ((window,), _) = read_windows(path, [StepWindow(0, "train_prover", (11, 12))])
     assert len(parsed) == len(window.spans) == 2

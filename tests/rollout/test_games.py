@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from pvg.config.models import ModelSection
 from pvg.config.task import ModchainTask
+from pvg.config.training import ModelSection
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.models import open_model, pick_device
 from pvg.records import Int32

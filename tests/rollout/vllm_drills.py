@@ -30,7 +30,7 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from fault_proxy import Fault, FaultProxy  # noqa: E402
 from patience import until  # noqa: E402
 
-from pvg.config.servers import Serving, Weights  # noqa: E402
+from pvg.config.operation import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
 from pvg.rollout.vllm_engine import (  # noqa: E402
     Canary,

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from pvg.errors import MissingRequirementError
-from pvg.sandbox import Execution, Limits, Program, Sandbox, isolation, probe
-from pvg.sandbox.isolation import Isolation, WardenFailedError, WardenProcess
-from pvg.sandbox.sandbox import TAIL, _execution
+from pvg.sandbox import Execution, Limits, Program, Sandbox, probe
+from pvg.sandbox import sandbox as sandbox_module
+from pvg.sandbox.sandbox import TAIL, Isolation, WardenFailedError, WardenProcess, _execution
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +160,8 @@ def descriptors() -> set[str]:
 
 
 def test_a_warden_that_does_not_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "CODE", "import time; time.sleep(600)")
-    monkeypatch.setattr(isolation, "START_S", 0.2)
+    monkeypatch.setattr(sandbox_module, "CODE", "import time; time.sleep(600)")
+    monkeypatch.setattr(sandbox_module, "START_S", 0.2)
     before, children = descriptors(), psutil.Process().children()
     with pytest.raises(WardenFailedError, match="does not answer"):
         WardenProcess(frozenset())
@@ -173,7 +173,7 @@ def test_a_warden_that_takes_no_job_is_not_waited_for(monkeypatch: pytest.Monkey
     warden = WardenProcess(frozenset())
     try:
         os.kill(warden._process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(isolation, "GRACE_S", 0.1)
+        monkeypatch.setattr(sandbox_module, "GRACE_S", 0.1)
         with pytest.raises(WardenFailedError, match="does not accept jobs"):  # more than a pipe holds
             warden.run(Program("#" * 500_000, None, ("",)), Limits(wall_s=0.1))
     finally:
@@ -207,7 +207,7 @@ def test_when_one_fails_the_others_are_not_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_verdict_is_made_up_when_the_sandbox_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("reduced", workers=1) as box:
-        monkeypatch.setattr("pvg.sandbox.isolation.CODE", "raise SystemExit('no room')")
+        monkeypatch.setattr("pvg.sandbox.sandbox.CODE", "raise SystemExit('no room')")
         (warden,) = box._wardens._idle
         os.killpg(warden._process.pid, signal.SIGKILL)
         warden._process.wait()
@@ -256,10 +256,10 @@ def test_what_cannot_be_limited_is_not_full(
 ) -> None:
     """Where /proc tells nothing."""
     monkeypatch.setattr(
-        isolation, "CODE", isolation.CODE.replace("import main; main()", f"import main; W.{blind}; main()")
+        sandbox_module, "CODE", sandbox_module.CODE.replace("import main; main()", f"import main; W.{blind}; main()")
     )
-    begun = isolation.CODE.replace("from inside", "import inside.warden as W; from inside")
-    monkeypatch.setattr(isolation, "CODE", begun)
+    begun = sandbox_module.CODE.replace("from inside", "import inside.warden as W; from inside")
+    monkeypatch.setattr(sandbox_module, "CODE", begun)
     assert said <= {complaint.partition(" (")[0] for complaint in probe(frozenset(offered)).complaints}
     with pytest.raises(MissingRequirementError, match="nothing limits"):
         Sandbox("full", mechanisms=offered)

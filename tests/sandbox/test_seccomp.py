@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from pvg.sandbox.inside import seccomp
+from pvg.sandbox.inside import walls
 
 ALLOWED, DENIED, KILLED, UNKNOWN = "allowed", "EPERM", "killed", "ENOSYS"
 OUTCOMES = {0x7FFF0000: ALLOWED, 0x00050001: DENIED, 0x80000000: KILLED, 0x00050026: UNKNOWN}
@@ -38,7 +38,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_filter_is_one_that_a_kernel_takes(machine: str) -> None:
-    program = seccomp.program(7, processes=True)
+    program = walls.filter_program(7, processes=True)
     assert len(program) < 4096
     for at, (code, if_true, if_false, _) in enumerate(program):
         assert 0 <= if_true < 256
@@ -49,44 +49,44 @@ def test_the_filter_is_one_that_a_kernel_takes(machine: str) -> None:
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_calls_by_number(machine: str, processes: bool) -> None:
-    program, column = seccomp.program(7, processes=processes), seccomp.ARCHITECTURES[machine][0]
-    named = {numbers[column] for numbers in seccomp.CALLS.values()}
-    forks = {numbers[column] for numbers in seccomp.FORKS.values()} if processes else set()
-    by_argument = {call[column] for call in (seccomp.CLONE, seccomp.KILL, seccomp.TGKILL, seccomp.IOCTL)}
-    by_argument |= {seccomp.FCNTL[column], seccomp.PRLIMIT[column], seccomp.CLONE3[column]}
+    program, column = walls.filter_program(7, processes=processes), walls.ARCHITECTURES[machine][0]
+    named = {numbers[column] for numbers in walls.CALLS.values()}
+    forks = {numbers[column] for numbers in walls.FORKS.values()} if processes else set()
+    by_argument = {call[column] for call in (walls.CLONE, walls.KILL, walls.TGKILL, walls.IOCTL)}
+    by_argument |= {walls.FCNTL[column], walls.PRLIMIT[column], walls.CLONE3[column]}
     for number in set(range(600)) - by_argument:
         expected = ALLOWED if number in named | forks else DENIED
         assert outcome(program, ARCHITECTURE[machine], number) == expected, number
-    assert outcome(program, ARCHITECTURE[machine], seccomp.CLONE3[column]) == UNKNOWN
+    assert outcome(program, ARCHITECTURE[machine], walls.CLONE3[column]) == UNKNOWN
 
 
 def test_calls_of_other_machines_end_the_process(machine: str) -> None:
-    program = seccomp.program(7, processes=False)
-    read = seccomp.CALLS["read"][seccomp.ARCHITECTURES[machine][0]]
+    program = walls.filter_program(7, processes=False)
+    read = walls.CALLS["read"][walls.ARCHITECTURES[machine][0]]
     assert outcome(program, 0x40000003, read) == KILLED  # i386
     if machine == "x86_64":
         assert outcome(program, ARCHITECTURE[machine], 0x40000000 + read) == KILLED
 
 
 def test_arguments_decide(machine: str) -> None:
-    column, arch = seccomp.ARCHITECTURES[machine]
-    alone, forking = (seccomp.program(7, processes=processes) for processes in (False, True))
+    column, arch = walls.ARCHITECTURES[machine]
+    alone, forking = (walls.filter_program(7, processes=processes) for processes in (False, True))
 
     def said(program, call, *arguments: int) -> str:
         return outcome(program, arch, call[column], *arguments)
 
-    for call in (seccomp.KILL, seccomp.TGKILL):
+    for call in (walls.KILL, walls.TGKILL):
         assert said(alone, call, 7) == ALLOWED
         assert {said(program, call, pid) for program in (alone, forking) for pid in (0, 1, 8, -1, -7)} == {DENIED}
     thread, process, user_namespace = 0x003D0F00, 17, 0x10000000
-    assert [said(alone, seccomp.CLONE, flags) for flags in (thread, process)] == [ALLOWED, DENIED]
-    assert [said(forking, seccomp.CLONE, flags) for flags in (thread, process)] == [ALLOWED, ALLOWED]
+    assert [said(alone, walls.CLONE, flags) for flags in (thread, process)] == [ALLOWED, DENIED]
+    assert [said(forking, walls.CLONE, flags) for flags in (thread, process)] == [ALLOWED, ALLOWED]
     for program in (alone, forking):
-        assert said(program, seccomp.CLONE, thread | user_namespace) == DENIED
-    assert said(alone, seccomp.IOCTL, 0, 0x5401) == ALLOWED
-    assert said(alone, seccomp.IOCTL, 0, 0x5412) == DENIED  # TIOCSTI: typing into another terminal
-    allowed = {command for command in range(2000) if said(alone, seccomp.FCNTL, 0, command, 7) == ALLOWED}
+        assert said(program, walls.CLONE, thread | user_namespace) == DENIED
+    assert said(alone, walls.IOCTL, 0, 0x5401) == ALLOWED
+    assert said(alone, walls.IOCTL, 0, 0x5412) == DENIED  # TIOCSTI: typing into another terminal
+    allowed = {command for command in range(2000) if said(alone, walls.FCNTL, 0, command, 7) == ALLOWED}
     assert allowed == {*range(8), 1030}  # F_SETOWN is 8, F_SETSIG 10, F_SETOWN_EX 15, F_SETLEASE 1024, F_NOTIFY 1026
-    assert {said(alone, seccomp.FCNTL, 0, 2**32 - n) for n in range(1, 9)} == {DENIED}
-    assert said(alone, seccomp.PRLIMIT, 0, 1, 0) == ALLOWED
-    assert {said(alone, seccomp.PRLIMIT, 0, 1, pointer) for pointer in (1, 2**32, 2**63)} == {DENIED}
+    assert {said(alone, walls.FCNTL, 0, 2**32 - n) for n in range(1, 9)} == {DENIED}
+    assert said(alone, walls.PRLIMIT, 0, 1, 0) == ALLOWED
+    assert {said(alone, walls.PRLIMIT, 0, 1, pointer) for pointer in (1, 2**32, 2**63)} == {DENIED}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.sandbox import plain, same
-from pvg.sandbox.inside.values import NotPlainError
+from pvg.sandbox.inside.program import NotPlainError
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 VALUES = st.recursive(

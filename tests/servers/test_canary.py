@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pvg.config.servers import Serving
+from pvg.config.operation import Serving
 from pvg.servers import fleet as fleets
 from pvg.servers.control import ServerInfo
 from pvg.servers.fleet import Fleet

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import EMBEDDED, build_experiment
-from pvg.config.models import ModelSection
+from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model
 from pvg.models.heads import ScalarHead

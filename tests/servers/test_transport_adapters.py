@@ -12,9 +12,9 @@ import torch
 from control_server import ControlServer, with_servers
 from safetensors.torch import load_file
 
-from pvg.config.servers import Weights
+from pvg.config.operation import Weights
 from pvg.errors import ConfigurationError
-from pvg.models.low_rank import LowRankAdapter
+from pvg.models.language_model import LowRankAdapter
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import files

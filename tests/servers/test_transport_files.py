@@ -12,7 +12,7 @@ from control_server import ControlServer, with_servers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from pvg.config.servers import Weights
+from pvg.config.operation import Weights
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers import transports as delivering
 from pvg.servers.control import ControlClient, DeliveryTiming

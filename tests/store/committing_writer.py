@@ -22,8 +22,11 @@ import safetensors.torch  # noqa: F401 (loaded before the forks, or each of them
 import torch
 from store_samples import rollout
 
-from pvg.store import FileStateStore, JsonLines, RolloutShards, RunDirectory, ShardInfo, read_json_lines
 from pvg.store.checkpoints import prune, read_checkpoint, write_checkpoint
+from pvg.store.journal import JsonLines, read_json_lines
+from pvg.store.run_directory import RunDirectory
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore
 
 
 def verify(run: RunDirectory, state: Mapping[str, Any]) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from committing_writer import commit_for_ever
 
 from pvg.errors import PvgError
-from pvg.store import RunDirectory, lease
+from pvg.store import lease
+from pvg.store.run_directory import RunDirectory
 
 
 def main() -> None:

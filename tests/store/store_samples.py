@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pvg.records import Grade, Role, Rollout, SolverSolution, Timing, VersionSpan
-from pvg.store import RolloutShards, ShardInfo
+from pvg.store.shards import RolloutShards, ShardInfo
 
 
 def rollout(i: int, *, problem: str = "p0", source: str = "base", correct: bool = True, well_formed: bool = True):

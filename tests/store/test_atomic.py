@@ -15,7 +15,7 @@ from full_disk import files_up_to, tmpfs_on
 from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
-from pvg.store import FileStateStore, JsonLines, RolloutShards, atomic
+from pvg.store import atomic
 from pvg.store.atomic import (
     make_directory,
     remove_old_temporaries,
@@ -25,6 +25,9 @@ from pvg.store.atomic import (
     write_output,
 )
 from pvg.store.checkpoints import write_checkpoint
+from pvg.store.journal import JsonLines
+from pvg.store.shards import RolloutShards
+from pvg.store.state import FileStateStore
 
 
 def test_write_replaces_the_whole_file_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from store_samples import flip_byte, names_below
 
 from pvg.errors import StateError
-from pvg.store import DamagedFileError
+from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import META_FILE, TENSORS_FILE, prune, read_checkpoint, verify_checkpoint, write_checkpoint
 
 DTYPES = [

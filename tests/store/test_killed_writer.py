@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pvg.config.experiment import Experiment
-from pvg.store import RunDirectory
+from pvg.store.run_directory import RunDirectory
 
 WRITER = Path(__file__).with_name("committing_writer.py")
 KILLS = 16

@@ -21,10 +21,11 @@ from committing_writer import recover
 from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError
 from pvg.game.ledger import Ledger
-from pvg.store import FileStateStore, RunDirectory, lease
+from pvg.store import lease
 from pvg.store.checkpoints import write_checkpoint
 from pvg.store.lease import newest_lease, read_driver
-from pvg.store.state import State
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore, State
 
 DRIVER = Path(__file__).with_name("driver_on_a_host.py")
 

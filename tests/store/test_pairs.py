@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from store_samples import flip_byte, labelled, rollout, write_shards
 
 from pvg.errors import ConfigurationError
-from pvg.store import DamagedFileError, MissingPairsError, PairStream, PairView, is_held_out
+from pvg.store.atomic import DamagedFileError
+from pvg.store.pairs import MissingPairsError, PairStream, PairView, is_held_out
 
 ROWS = st.lists(
     st.tuples(st.sampled_from(["base", "round-000", "round-001"]), st.sampled_from("abcdef"), st.booleans()),

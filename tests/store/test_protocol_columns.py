@@ -11,8 +11,7 @@ import pytest
 from store_samples import rollout, translating
 
 from pvg.records import Rollout, Turn
-from pvg.store import RolloutShards
-from pvg.store.shards import SCHEMA
+from pvg.store.shards import SCHEMA, RolloutShards
 
 TALK = (Turn(0, True, "a"), Turn(1, False, "é?"), Turn(2, True, ""))
 

@@ -17,7 +17,8 @@ import pytest
 
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError, UsageError
-from pvg.store import FileStateStore, RunDirectory, runs_in
+from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.state import FileStateStore
 
 EXPERIMENT = Experiment(name="tiny", seed=3)
 

@@ -10,8 +10,9 @@ import pytest
 from store_samples import flip_byte, rollout, translating, write_shards
 
 from pvg.records import Checks, Grade, Rollout, Turn
-from pvg.store import DamagedFileError, RolloutShards
+from pvg.store.atomic import DamagedFileError
 from pvg.store.samples import SampleColumns
+from pvg.store.shards import RolloutShards
 
 TALK = (Turn(0, True, "a"), Turn(2, False, "?"), Turn(3, True, "b"))
 ONE_TURN = (Turn(0, True, "a"),)

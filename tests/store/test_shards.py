@@ -17,7 +17,8 @@ from store_samples import flip_byte, names_below, rollout, write_shards
 
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, Timing, VersionSpan
-from pvg.store import DamagedFileError, RolloutShards, ShardInfo
+from pvg.store.atomic import DamagedFileError
+from pvg.store.shards import RolloutShards, ShardInfo
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TOKENS = hnp.arrays(np.int32, st.integers(0, 6))

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from store_samples import flip_byte, names_below, rollout
 
-from pvg.store import DamagedFileError, PairStream, PairView, RolloutShards, ShardInfo
+from pvg.store.atomic import DamagedFileError
+from pvg.store.pairs import PairStream, PairView
+from pvg.store.shards import RolloutShards, ShardInfo
 
 ROWS = 6
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from store_samples import flip_byte, names_below, rollout
 
 from pvg.errors import StateError
-from pvg.store import DamagedFileError, FileStateStore, LoadedState, RolloutShards, ShardInfo
+from pvg.store.atomic import DamagedFileError
+from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.state import FileStateStore, LoadedState
 
 JSON = st.recursive(
     st.none()

@@ -11,8 +11,7 @@ import pytest
 from store_samples import rollout
 
 from pvg.records import Checks, Rollout
-from pvg.store import RolloutShards
-from pvg.store.shards import SCHEMA
+from pvg.store.shards import SCHEMA, RolloutShards
 
 
 def checked(i: int, checks: Checks | None, experts: bool = False) -> Rollout:

@@ -18,8 +18,8 @@ from store_samples import flip_byte, rollout
 
 from pvg.errors import StateError
 from pvg.records import RoutedExperts
-from pvg.store import DamagedFileError, RolloutShards
-from pvg.store.shards import EXPERTS, SCHEMA, routed_experts
+from pvg.store.atomic import DamagedFileError
+from pvg.store.shards import EXPERTS, SCHEMA, RolloutShards, routed_experts
 
 SHAPES = hnp.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=4)
 EXPERT_ROWS = st.none() | hnp.arrays(np.uint8, SHAPES) | hnp.arrays(np.uint16, SHAPES)

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pvg.store import FileStateStore, JsonLines, RunDirectory
-from pvg.study.cells import StudyFolder
+from pvg.store.journal import JsonLines
+from pvg.store.run_directory import RunDirectory
+from pvg.store.state import FileStateStore
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
+from pvg.study.playing import StudyFolder
 
 SMALL = """
 name = "small"

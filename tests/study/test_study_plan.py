@@ -192,7 +192,7 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigurationError, match=r"'attack' needs an evaluation"):
         small(text)
     assert small(text.replace("threads = 1", "threads = 1\nevaluate = true")).evaluate is not None
-    with pytest.raises(ConfigurationError, match=r"needs the part 'exploit' of an evaluation, which small.toml does"):
+    with pytest.raises(ConfigurationError, match=r"needs the part 'exploit' of an evaluation, which arm 'cgc'"):
         small(text.replace("threads = 1", 'threads = 1\nevaluate = ["tax"]'))
     with pytest.raises(ConfigurationError, match=r"no part 'expliot' of an evaluation .* Did you mean 'exploit'"):
         small(text.replace("threads = 1", 'threads = 1\nevaluate = ["expliot"]'))

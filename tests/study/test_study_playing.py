@@ -16,11 +16,22 @@ import pytest
 from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import StateError, UsageError
-from pvg.store import FileStateStore
-from pvg.study.cells import CellProgress, StudyFolder, progress_of, refuse_other_settings, steps_done, unevaluated
+from pvg.store.state import FileStateStore
 from pvg.study.measures import MeasuredValue
 from pvg.study.plan import Cell, StudyPlan
-from pvg.study.playing import Ended, Job, _environment, evaluate_command, play_cells
+from pvg.study.playing import (
+    CellProgress,
+    Ended,
+    Job,
+    StudyFolder,
+    _environment,
+    evaluate_command,
+    play_cells,
+    progress_of,
+    refuse_other_settings,
+    steps_done,
+    unevaluated,
+)
 from pvg.study.results import collect
 
 

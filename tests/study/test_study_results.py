@@ -10,13 +10,18 @@ import pytest
 from page_checks import check
 from study_samples import SMALL, evaluate, finish, folder_of, small
 
-from pvg.study.cells import note_failure
 from pvg.study.measures import EVALUATION, MeasuredValue
-from pvg.study.page import study_page
 from pvg.study.plan import StudyPlan
+from pvg.study.playing import note_failure
 from pvg.study.results import StudyResults, collect, csv_text, write_results
-from pvg.study.statistics import summarise
-from pvg.study.text import cautions, change_text, markdown_text, means_table, placed, plan_cautions, rounds_text
+from pvg.study.text import (
+    cautions,
+    change_text,
+    markdown_text,
+    plan_cautions,
+    result_sections,
+    study_page,
+)
 
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
 
@@ -231,13 +236,12 @@ def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_games_of_one_round_have_no_column_of_rounds(rounds: int) -> None:
+def test_games_of_one_round_have_no_table_of_rounds(rounds: int) -> None:
     plan = small()
     for cell in plan.cells:
         finish(cell, *[{"helpful_accuracy": 0.5}] * rounds)
-    table = means_table(results_of(plan))
-    assert any(column.title == "by round" for column in table.columns) == (rounds > 1)
-    assert {len(row) for row in table.rows} == {len(table.columns)}
+    found = [section.anchor for section in result_sections(results_of(plan))]
+    assert found == ["table", "rounds", "comparisons", "trends"] if rounds > 1 else ["table", "comparisons"]
 
 
 def test_figures_read_well() -> None:
@@ -245,7 +249,6 @@ def test_figures_read_well() -> None:
     share, _, seconds = results.measures
     assert change_text(share, 0.1234) == "+12.3 pp"
     assert change_text(seconds, -0.5) == "-500 ms"
-    assert rounds_text(share, [summarise([MeasuredValue(x)]) for x in (0.1, 0.25)]) == "10.0 → 25.0"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
     assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
@@ -255,39 +258,11 @@ def test_figures_read_well() -> None:
     assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (5, 7, 9, 10)]
 
 
-def test_tables_take_their_place_in_a_document_and_leave_the_rest() -> None:
-    assert placed("", "small", "tables\n") == placed("## small\n\nold", "small", "tables\n") == "tables\n"
-    document = "# Mine\n\n<!-- study small -->\nold\n<!-- end of study small -->\n\nWords.\n"
-    once = placed(document, "small", "tables\n")
-    assert once == "# Mine\n\n<!-- study small -->\n\ntables\n\n<!-- end of study small -->\n\nWords.\n"
-    assert placed(once, "small", "tables\n") == once
-    for foreign in (
-        "Words of mine.\n",
-        "## smaller\n",
-        document.replace("small", "other"),
-        document.replace("<!-- ", "<!--"),
-    ):
-        with pytest.raises(ValueError, match="not a table of the study, and has no marks"):
-            placed(foreign, "small", "tables\n")
-    nested = document.replace("old", "<!-- study other -->\n<!-- end of study other -->")
-    with pytest.raises(ValueError, match="other marks between"):
-        placed(nested, "small", "tables\n")
-    windows = document.replace("\n", "\r\n")
-    assert placed(windows, "small", "tables\n").endswith("<!-- end of study small -->\r\n\r\nWords.\r\n")
-    for wrong in (
-        document.replace("end of ", ""),
-        document + document,
-        "<!-- end of study small --><!-- study small -->",
-    ):
-        with pytest.raises(ValueError, match="must occur once each"):
-            placed(wrong, "small", "tables\n")
-
-
 def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
     plan = played(leave_out=1)
     note_failure(plan.cells[-1], folder_of(plan), "It <b>broke</b>.")
     page = check(study_page(results_of(plan)))
-    assert page.anchors() == {"table", "curves", "comparisons", "trends", "seeds", "arms", "games", "made"}
+    assert page.anchors() == {"table", "rounds", "curves", "comparisons", "trends", "seeds", "arms", "games", "made"}
     for said in (
         "+30.0 pp",
         "pvg study small.toml",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.study.measures import MeasuredValue, cap_of, capped
-from pvg.study.statistics import (
+from pvg.study.results import (
     compare,
     holm,
     interval,

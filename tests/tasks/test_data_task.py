@@ -21,16 +21,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
 from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
-from pvg.config.prompts import ChatPrompts
+from pvg.config.rollout import ChatPrompts
 from pvg.config.task import DataTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.prompt_checks import about_test_problems
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role, Wording
 from pvg.tasks import open_task
-from pvg.tasks.data import Data
-from pvg.tasks.graders import Choice, grader_of, value_of
-from pvg.tasks.wordings import WORDINGS
+from pvg.tasks.data import Choice, Data, grader_of, value_of
+from pvg.tasks.task import WORDINGS
 
 REGEX = {"pattern": "Color: ([a-z ]+)", "form": "End with a line 'Color: ' followed by the color."}
 

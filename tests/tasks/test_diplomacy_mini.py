@@ -16,17 +16,14 @@ from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
-from pvg.games.diplomacy.board import place
-from pvg.games.diplomacy.legal import orders_of as legal_orders
-from pvg.games.diplomacy.movement import adjudicate, occupant
-from pvg.games.diplomacy.orders import Order
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import mini_board
-from pvg.models.characters import diplomacy_tokenizer
+from pvg.games.diplomacy_board import Position, mini_board, place
+from pvg.games.diplomacy_movement import Order, adjudicate, occupant
+from pvg.games.diplomacy_phases import orders_of as legal_orders
+from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
-from pvg.tasks.diplomacy.mini import (
+from pvg.tasks.diplomacy_mini import (
     PROVINCES,
     DiplomacyMini,
     listed_problems,

@@ -1,4 +1,4 @@
-"""Invariant of pvg.tasks.wordings: the grader of each task reads the form that its prompts ask for.
+"""Invariant of pvg.tasks.task: the grader of each task reads the form that its prompts ask for.
 
 For each kind of task, and each kind of prompts that it allows: a correct solution in the documented form is graded
 correct, near misses are graded wrong, and prompts in words say the form.
@@ -25,8 +25,7 @@ from pvg.game.task_check import checks_of, graded_solutions
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import ORDERED_BY_HASH, UNSAFE_GRADERS, WORDING
-from pvg.tasks.task import Task, correct_solution
-from pvg.tasks.wordings import wording_of
+from pvg.tasks.task import Task, correct_solution, wording_of
 
 WORDS, ALL = ("chat", "text"), ("tag", "plain", "chat", "text")
 GSM8K = [{"question": f"Ann has {n} nuts and finds 3. How many?", "answer": f"Sum.\n#### {n + 3}"} for n in range(60)]

@@ -16,7 +16,7 @@ from pvg.config.load import build_experiment
 from pvg.config.task import OpenEnvTask
 from pvg.errors import ConfigurationError, ServerUnavailableError
 from pvg.tasks import open_task
-from pvg.tasks.openenv import OpenEnv
+from pvg.tasks.play import OpenEnv
 
 
 class Foreign:

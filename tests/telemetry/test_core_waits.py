@@ -50,13 +50,6 @@ def test_a_window_is_what_the_threads_ran_and_waited_since_the_one_before(tmp_pa
     assert waits.take() == CoreTime(pytest.approx(0.1), 0.0, 0.0)
 
 
-def test_threads_that_end_take_their_last_bit_with_them(tmp_path: Path) -> None:
-    kernel(tmp_path, t1=(10, 10), t2=(10, 10))
-    waits = CoreWaits(tmp_path)
-    (tmp_path / "t2" / "schedstat").unlink()
-    assert waits.take() == CoreTime(0.0, 0.0, 0.0)
-
-
 def test_nothing_is_said_where_the_kernel_counts_nothing(tmp_path: Path) -> None:
     assert CoreWaits(tmp_path / "proc").take() is None  # another system than Linux
     assert CoreWaits(tmp_path).take() is None

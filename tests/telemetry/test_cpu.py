@@ -34,11 +34,6 @@ def test_the_flags_of_all_cores_decide(tmp_path: Path, lines: tuple[str, ...], n
     assert native_bfloat16(machine(tmp_path, *lines)) is native
 
 
-def test_another_system_does_not_tell(tmp_path: Path) -> None:
-    assert native_bfloat16(tmp_path) is None
-    assert bfloat16_warnings(Experiment(training={"precision": "bfloat16"}), tmp_path) == []
-
-
 def test_settings_that_this_cpu_computes_slowly_are_named_with_the_command(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
     assert bfloat16_warnings(Experiment(), root) == []
@@ -93,11 +88,6 @@ def test_what_the_user_has_chosen_is_kept_and_warned_about(tmp_path: Path) -> No
     assert without_slow_bfloat16(Experiment(**HALF), everything, root) == (Experiment(**HALF), "")
 
 
-def test_a_machine_with_instructions_changes_nothing(tmp_path: Path) -> None:
-    root = machine(tmp_path, "flags\t\t: avx512_bf16")
-    assert without_slow_bfloat16(Experiment(**HALF), frozenset(), root) == (Experiment(**HALF), "")
-
-
 def test_the_sampler_computes_in_float32_also_above_a_base_in_bfloat16(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
     models = {"prover": {"dtype": "bfloat16"}}
@@ -128,9 +118,3 @@ def test_a_run_goes_on_as_it_began_on_any_machine() -> None:
     assert as_the_run_computes(given, given, frozenset()) == (given, "")
     chosen, _ = as_the_run_computes(given, began, {"verifier.precision"})
     assert chosen.verifier.precision == "bfloat16"  # the resume then names the difference
-
-
-def test_a_resumed_run_gets_no_advice_that_it_cannot_follow(tmp_path: Path) -> None:
-    root = machine(tmp_path, "flags\t\t: avx2")
-    (warning,) = bfloat16_warnings(Experiment(**HALF), root, resumed=True)
-    assert "-s " not in warning

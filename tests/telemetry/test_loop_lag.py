@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.waits import (
-    SHORTEST_LOOK_S,
     CalmCollector,
-    CoreTime,
-    Heartbeat,
     LagLimits,
     LagWindow,
     LoopLagMonitor,
@@ -84,66 +80,25 @@ async def _until(done: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_a_planted_stall_is_seen_in_a_real_loop(kind: str) -> None:
-    async def planted() -> tuple[LagWindow | None, LagWindow | None]:
-        async with LoopLagMonitor(50.0) as monitor:
-            await asyncio.sleep(0.1)
-            monitor.take()
-            time.sleep(0.4)  # noqa: ASYNC251 - the fault
-            await asyncio.sleep(0)
-            await asyncio.sleep(0.05)
-            stalled = monitor.take()
-        return stalled, monitor.take()
+    async def planted() -> LagWindow | None:
+        monitor = LoopLagMonitor(50.0)
+        monitor.start()
+        await asyncio.sleep(0.1)
+        monitor.take()
+        time.sleep(0.4)  # noqa: ASYNC251 - the fault
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        await monitor.stop()
+        return monitor.take()
 
     run, notice = runner(kind)  # type: ignore[arg-type]
     with run:
-        window, _ = run.run(planted())
+        window = run.run(planted())
     assert notice is None
     assert window is not None
     assert window.samples >= 19  # 0.4 s at 50 Hz, less the tick that was under way
     assert window.max_s >= 0.4 - 1 / 50
     assert window.p50_s <= window.p90_s <= window.p99_s <= window.max_s
-
-
-def test_the_heartbeat_looks_seldom_however_small_the_limits_are() -> None:
-    for limits, stall_s in ((LagLimits(), 1e-9), (LagLimits(max_s=1e-9), 600.0)):
-        assert Heartbeat(limits, stall_s, lambda blocked: None)._every_s == SHORTEST_LOOK_S
-
-
-def test_ticks_are_counted_and_taken_once() -> None:
-    async def twice() -> tuple[LagWindow | None, LagWindow | None]:
-        async with LoopLagMonitor(100.0) as monitor:
-            await asyncio.sleep(0.1)
-            first = monitor.take()
-            second = monitor.take()
-        return first, second
-
-    first, second = asyncio.run(twice())
-    assert first is not None
-    assert first.samples >= 9
-    assert first.min_s >= 0.0
-    assert second is None
-
-
-def test_nothing_runs_after_the_block_is_left_by_an_exception() -> None:
-    async def left() -> int:
-        with pytest.raises(RuntimeError, match="planted"):
-            async with LoopLagMonitor(100.0):
-                raise RuntimeError("planted")
-        return len(asyncio.all_tasks())
-
-    assert asyncio.run(left()) == 1
-
-
-def test_it_is_started_once_and_only_with_a_positive_rate() -> None:
-    async def twice() -> None:
-        async with LoopLagMonitor(10.0) as monitor:
-            monitor.start()
-
-    with pytest.raises(RuntimeError, match="already"):
-        asyncio.run(twice())
-    for hz in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="hz"):
-            LoopLagMonitor(hz)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=300))
@@ -153,23 +108,6 @@ def test_percentiles_are_nearest_rank(lags: list[float]) -> None:
     assert [window.p50_s, window.p90_s, window.p99_s] == expected
     assert (window.min_s, window.max_s, window.samples) == (min(lags), max(lags), len(lags))
     assert window.mean_s == pytest.approx(sum(lags) / len(lags))
-
-
-def test_a_warning_blames_the_program_only_where_its_threads_did_not_wait_for_cores() -> None:
-    window, section = LagWindow(50, 0.0, 0.1, 0.1, 0.2, 0.3, 42.0), LagLimits()
-
-    def message(cores: CoreTime | None) -> str:
-        (alert,) = (alert for alert in warnings(window, section, cores) if alert.name == "loop_lag_max")
-        return alert.message
-
-    for cores in (None, CoreTime(4.0, 0.5, 0.4)):
-        assert "Something computes on the event loop" in message(cores)
-        assert "shared" not in message(cores)
-    assert "Something computes" not in message(CoreTime(1.0, 3.0, 2.5))
-    assert "ran for 1 s and waited 3 s for a core" in message(CoreTime(1.0, 3.0, 2.5))
-    # The remedy, which a report shows below the message, says this.
-    assert "Stop other programs" not in message(CoreTime(1.0, 3.0, 2.5))
-    assert "stop other programs" in REMEDIES["loop_lag_max"]
 
 
 def test_warnings_name_the_thresholds_that_were_exceeded() -> None:
@@ -187,13 +125,6 @@ def test_warnings_name_the_thresholds_that_were_exceeded() -> None:
     assert "above 30 s" in alert.message
 
 
-def test_the_window_has_the_names_of_the_records() -> None:
-    assert set(LagWindow.of([1.0]).metrics()) == {
-        *(f"lag_{name}_s" for name in ("min", "mean", "p50", "p90", "p99", "max")),
-        "samples",
-    }
-
-
 def test_a_missing_uvloop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)
     run, notice = runner("uvloop")
@@ -201,13 +132,6 @@ def test_a_missing_uvloop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(run.get_loop()).__module__.startswith("asyncio")
     assert notice is not None
     assert "uvloop is not installed" in notice
-
-
-def test_uvloop_is_used_where_it_is_asked_for() -> None:
-    run, notice = runner("uvloop")
-    with run:
-        assert type(run.get_loop()).__module__.startswith("uvloop")
-    assert notice is None
 
 
 @pytest.fixture
@@ -255,13 +179,3 @@ def test_the_objects_of_torch_are_frozen_until_the_end() -> None:
     assert gc.get_freeze_count() > 100_000
     collector.close()
     assert gc.get_freeze_count() == 0
-
-
-def test_what_the_program_froze_before_stays_frozen_and_nothing_else_is() -> None:
-    gc.freeze()
-    frozen, kept = gc.get_freeze_count(), [[number] for number in range(1000)]
-    collector = CalmCollector()
-    assert gc.get_freeze_count() <= frozen
-    collector.close()
-    assert frozen // 2 < gc.get_freeze_count() <= frozen
-    assert len(kept) == 1000

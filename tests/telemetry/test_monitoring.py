@@ -184,16 +184,6 @@ def test_a_blocked_loop_is_announced_while_it_is_blocked(tmp_path: Path) -> None
     assert "(threading.py:" in alert.message
 
 
-def test_a_run_that_stands_still_with_a_blocked_loop_is_announced(tmp_path: Path) -> None:
-    announced = threading.Event()
-
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        monitoring._announce = lambda alert: announced.set()
-        assert announced.wait(LIMIT_S)
-
-    watch(tmp_path, body, stall_s=0.1)
-
-
 def test_alerts_reach_the_endpoint_and_the_command(tmp_path: Path) -> None:
     port, heard = free_port(), tmp_path / "heard"
     program = f"import sys; open({str(heard)!r}, 'a').write(sys.stdin.read() + chr(10)); print('not shown')"
@@ -303,33 +293,6 @@ def test_steps_reach_the_sinks_under_their_full_names(tmp_path: Path) -> None:
     assert [e.step for e in events.Scalars("round/verifier_auc")] == [44]
 
 
-def test_the_endpoint_is_there_for_as_long_as_the_run(tmp_path: Path) -> None:
-    port = free_port()
-
-    def scrape() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-            return str(answer.read().decode())
-
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        assert monitoring.endpoint_url == f"http://127.0.0.1:{port}/metrics"
-        monitoring.step(3, "train_prover", 1, {"helpful_accuracy": 0.75}, {}, {})
-        found = ""
-        while 'pvg_helpful_accuracy_ratio{phase="train_prover"} 0.75' not in found:  # or the test's time runs out
-            found = await asyncio.to_thread(scrape)
-
-    watch(tmp_path, body, metrics_port=port)
-    with pytest.raises(OSError, match="refused"):
-        scrape()
-
-
-def test_everything_ends_with_a_run_that_raises(tmp_path: Path) -> None:
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        raise ValueError("planted")
-
-    with pytest.raises(ValueError, match="planted"):
-        watch(tmp_path, body, sinks=("tensorboard",), metrics_port=free_port())
-
-
 def test_everything_ends_with_a_run_that_is_cancelled(tmp_path: Path) -> None:
     async def body(monitoring: Monitoring, told: Told) -> None:
         task = asyncio.current_task()
@@ -339,17 +302,6 @@ def test_everything_ends_with_a_run_that_is_cancelled(tmp_path: Path) -> None:
 
     with pytest.raises(asyncio.CancelledError):
         watch(tmp_path, body, sinks=("tensorboard",), metrics_port=free_port())
-
-
-def test_a_port_that_is_taken_stops_a_run_before_it_begins(tmp_path: Path) -> None:
-    async def never(monitoring: Monitoring, told: Told) -> None:
-        pytest.fail("the run began")
-
-    with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(MissingRequirementError, match="cannot listen"),
-    ):
-        watch(tmp_path, never, metrics_port=taken.getsockname()[1], sinks=("tensorboard",))
 
 
 def test_a_sink_that_cannot_be_opened_leaves_the_port_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,15 +323,6 @@ def test_a_full_disk_surfaces_at_the_next_step(tmp_path: Path) -> None:
         while True:
             monitoring.step(0, "mint", 1, {}, {}, {})
             await asyncio.sleep(0.01)
-
-    with pytest.raises(MissingRequirementError, match="No space left"):
-        watch(tmp_path, body)
-
-
-def test_a_full_disk_surfaces_at_the_end_when_no_step_follows(tmp_path: Path) -> None:
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        told.fault = MissingRequirementError("No space left for metrics.jsonl.")
-        await asyncio.sleep(0.1)
 
     with pytest.raises(MissingRequirementError, match="No space left"):
         watch(tmp_path, body)

@@ -75,16 +75,6 @@ def test_what_the_newest_point_of_its_kind_lacks_is_no_longer_shown(endpoint: Me
     assert scrape(endpoint)["pvg_device_cpu_ratio", ()] == 0.25
 
 
-def test_what_is_told_at_the_end_of_a_phase_stands_beside_its_last_step(endpoint: MetricsEndpoint) -> None:
-    write(endpoint, "train_verifier", {"train_verifier/loss": 0.4})
-    endpoint.write(MetricPoint(1000.0, 1, 0, "train_verifier", {"train_verifier/verifier_auc": 0.9}, whole=False))
-    found = scrape(endpoint)
-    assert found["pvg_loss", (("phase", "train_verifier"),)] == 0.4
-    assert any(name.startswith("pvg_verifier_auc") for name, _ in found)
-    write(endpoint, "train_verifier", {"train_verifier/loss": 0.3})
-    assert not any(name.startswith("pvg_verifier_auc") for name, _ in scrape(endpoint))
-
-
 def test_a_further_step_on_a_batch_keeps_the_figures_of_the_batch_and_has_its_own_times(
     endpoint: MetricsEndpoint,
 ) -> None:
@@ -105,11 +95,6 @@ def test_rounds_stay_side_by_side_and_no_value_is_nan(endpoint: MetricsEndpoint)
     found = scrape(endpoint)
     assert found["pvg_round_verifier_auc_ratio", (("round", "0"),)] == 0.9
     assert math.isnan(found["pvg_round_verifier_auc_ratio", (("round", "1"),)])
-
-
-def test_it_listens_on_the_loopback_alone(endpoint: MetricsEndpoint) -> None:
-    assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
-    assert endpoint._server.server_address[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ import pytest
 from full_disk import files_up_to
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pvg.errors import MissingRequirementError, UsageError
+from pvg.errors import MissingRequirementError
 from pvg.installation import install_extra
 from pvg.telemetry.sinks import (
-    SINKS,
     AlertPoint,
     ExamplesPoint,
     MetricPoint,
@@ -99,16 +98,6 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     assert events.Scalars("train_prover/ratio_max")[0].value == math.inf
 
 
-def test_a_resumed_run_goes_on_in_a_file_of_its_own(tmp_path: Path) -> None:
-    for step in (1, 2):
-        board = SinkBoard(open_sinks(["tensorboard"], opening(tmp_path)), pytest.fail)
-        board.write(point(step, loss=float(step)))
-        board.close()
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("train_prover/loss")] == [1, 2]
-
-
 def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A real fault: the operating system lets the process write no file above 20 kB."""
     told: list[str] = []
@@ -137,15 +126,6 @@ def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Path, mo
         open_sinks([name], opening(tmp_path))
     assert raised.value.remedy == install_extra(name)
     assert f"telemetry.sinks names {name}" in raised.value.message
-
-
-def test_what_was_opened_is_closed_when_another_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept()
-    monkeypatch.setitem(SINKS, "tensorboard", lambda opening: kept)
-    with pytest.raises(UsageError, match="'abacus'") as raised:
-        open_sinks(["tensorboard", "abacus"], opening(tmp_path))
-    assert raised.value.remedy == "Known: tensorboard, wandb, trackio."
-    assert kept.closed == 1
 
 
 @pytest.fixture
@@ -233,22 +213,6 @@ def test_points_arrive_in_order_at_every_sink_and_the_thread_ends() -> None:
         board.write(point(100))
 
 
-def test_a_sink_that_fails_gets_no_more_metrics_with_one_notice_and_the_others_continue() -> None:
-    notices: list[str] = []
-    failing, kept = Failing(), Kept()
-    board = SinkBoard({"wandb": failing, "tensorboard": kept}, notices.append)
-    for step in range(3):
-        board.write(point(step))
-    board.close()
-    assert [p.step for p in kept.points] == [0, 1, 2]
-    assert [p.step for p in failing.points] == [0]
-    assert (failing.closed, kept.closed) == (1, 1)
-    (notice,) = notices
-    assert (
-        "The metric sink wandb failed and gets no more metrics (OSError: [Errno 28] No space left on device)" in notice
-    )
-
-
 class Channels(Kept):
     """Accepts every kind of point but the one named `broken`."""
 
@@ -286,19 +250,6 @@ def test_a_failure_with_one_kind_of_point_leaves_the_other_kinds(broken: str) ->
     assert sink.closed == 1
     (notice,) = notices
     assert f"wandb failed and gets no more {broken} (ConnectionError: no answer)" in notice
-
-
-def test_a_sink_that_fails_only_when_it_is_closed_is_told() -> None:
-    class Late(Kept):
-        def close(self) -> None:
-            super().close()
-            raise ConnectionError("the upload broke off")
-
-    notices: list[str] = []
-    late, kept = Late(), Kept()
-    SinkBoard({"wandb": late, "tensorboard": kept}, notices.append).close()
-    assert (late.closed, kept.closed) == (1, 1)
-    assert ["wandb could not be closed" in notice and "the upload broke off" in notice for notice in notices] == [True]
 
 
 def test_a_slow_sink_costs_points_and_never_the_run() -> None:

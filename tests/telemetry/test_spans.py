@@ -59,31 +59,6 @@ def test_a_nested_span_is_charged_to_itself_alone(clock):
     assert tracer.take_spans() == []
 
 
-def test_steps_follow_each_other_without_a_gap(clock):
-    tracer = Tracer(clock=clock)
-    with tracer.drive():
-        clock.now += 3
-        assert tracer.close_step().wall_s == 3
-        clock.now += 2
-        with span("a"):
-            clock.now += 5
-        budget = tracer.close_step()
-    assert (budget.wall_s, budget.exposed) == (7, {"a": 5, UNACCOUNTED: 2})
-
-
-def test_an_exception_inside_a_span_still_charges_it(clock):
-    def fail():
-        with span("a"):
-            clock.now += 3
-            raise KeyError
-
-    tracer = Tracer(clock=clock)
-    with tracer.drive():
-        with pytest.raises(KeyError):
-            fail()
-        assert tracer.close_step().exposed == {"a": 3, UNACCOUNTED: 0}
-
-
 def test_the_seconds_of_the_trainer_count_while_it_still_works(clock, executor):
     tracer = Tracer(clock=clock)
     with tracer.drive():
@@ -117,17 +92,6 @@ def test_the_seconds_of_the_trainer_count_while_it_still_works(clock, executor):
         assert tracer.trained_s() == 11.5
 
 
-def test_a_span_without_a_tracer_records_nothing():
-    tracer = Tracer()
-    with span("lost"):
-        pass
-    with tracer.drive(), span("found"):
-        pass
-    with span("lost again"):
-        pass
-    assert [found.name for found in tracer.take_spans()] == ["found"]
-
-
 def test_misuse_is_refused(clock):
     tracer = Tracer(clock=clock)
     with tracer.drive():
@@ -138,30 +102,6 @@ def test_misuse_is_refused(clock):
 
 
 PLANS = st.recursive(st.just([]), lambda inner: st.lists(st.tuples(st.sampled_from("abc"), inner), max_size=4))
-
-
-@given(PLANS, st.lists(st.floats(0, 10), min_size=1, max_size=30))
-def test_the_parts_sum_to_the_wall_time_however_they_nest(plan, waits):
-    clock, pending = Clock(), list(waits)
-
-    def wait():
-        clock.now += pending.pop() if pending else 0.25
-
-    def play(spans):
-        for name, inner in spans:
-            wait()
-            with span(name):
-                wait()
-                play(inner)
-                wait()
-
-    tracer = Tracer(clock=clock)
-    with tracer.drive():
-        play(plan)
-        wait()
-        budget = tracer.close_step()
-    assert sum(budget.exposed.values()) == pytest.approx(budget.wall_s) == pytest.approx(clock.now - 100)
-    assert all(seconds > -1e-9 for seconds in budget.exposed.values())
 
 
 # --- threads that are waited for ------------------------------------------------------------------------------------
@@ -183,20 +123,6 @@ def test_a_thread_that_is_waited_for_works_on_the_waiters_track(clock, executor)
     budget, spans = asyncio.run(main())
     assert budget.exposed == budget.busy == {"step": 1, "optimizer": 2, UNACCOUNTED: 0}
     assert [(s.name, s.depth, s.track) for s in spans] == [("optimizer", 1, "driver"), ("step", 0, "driver")]
-
-
-def test_a_thread_without_the_context_is_not_seen(clock, executor):
-    def train():
-        with span("optimizer"):
-            clock.now += 2
-
-    async def main():
-        tracer = Tracer(clock=clock)
-        with tracer.drive(), span("step"):
-            await asyncio.get_running_loop().run_in_executor(executor, train)
-        return tracer.take_spans()
-
-    assert [s.name for s in asyncio.run(main())] == ["step"]
 
 
 def test_a_thread_that_outlives_the_span_it_was_started_in_held_nobody_up(clock, executor):
@@ -234,60 +160,7 @@ def test_a_thread_that_outlives_the_span_it_was_started_in_held_nobody_up(clock,
     }
 
 
-def test_a_thread_that_outlives_the_drive_itself_ends_in_order(clock, executor):
-    begun, go_on = threading.Event(), threading.Event()
-
-    def work():
-        with span("background"):
-            begun.set()
-            assert go_on.wait(10)
-            clock.now += 7
-        return "done"
-
-    async def main(close_before: bool):
-        begun.clear()
-        go_on.clear()
-        tracer = Tracer(clock=clock)
-        with tracer.drive():
-            future = submit_in(executor, work)
-            await asyncio.to_thread(begun.wait, 10)
-            clock.now += 1
-            if close_before:
-                first = tracer.close_step()
-        go_on.set()
-        done = await future
-        return first if close_before else None, done, tracer.close_step()
-
-    first, done, second = asyncio.run(main(True))
-    assert done == "done"
-    assert without_zeros(first.exposed) == {UNACCOUNTED: 1}
-    assert without_zeros(first.busy) == {UNACCOUNTED: 1, "background": 1}
-    assert without_zeros(second.busy) == {UNACCOUNTED: 7, "background": 7}
-    _, done, whole = asyncio.run(main(False))
-    assert done == "done"
-    assert without_zeros(whole.busy) == {UNACCOUNTED: 8, "background": 8}
-
-
 # --- tasks beside the driver -----------------------------------------------------------------------------------------
-
-
-def test_what_the_driver_waits_for_goes_to_the_task_that_works_for_it(clock):
-    async def grade():
-        with span("grade"):
-            clock.now += 3
-
-    async def main():
-        tracer = Tracer(clock=clock)
-        with tracer.drive():
-            with span("rollout"):
-                clock.now += 1
-                await asyncio.create_task(grade())
-                clock.now += 2
-            return tracer.close_step(), tracer.take_spans()
-
-    budget, spans = asyncio.run(main())
-    assert budget.exposed == budget.busy == {"rollout": 3, "grade": 3, UNACCOUNTED: 0}
-    assert [(s.name, s.depth, s.track) for s in spans] == [("grade", 0, "loop"), ("rollout", 0, "driver")]
 
 
 def test_work_of_a_task_beside_the_driver_is_busy_but_not_exposed(clock):
@@ -449,15 +322,6 @@ def test_device_time_is_read_when_the_device_is_there_and_never_waited_for(clock
         device.ready = True
         assert tracer.close_step().device_s == {"inner": 1.0, "forward": 3.0}
         assert [(s.name, s.device_s) for s in tracer.take_spans()] == [("inner", 1.0), ("forward", 3.0)]
-
-
-def test_without_a_device_nothing_is_marked(clock):
-    tracer = Tracer(clock=clock)
-    with tracer.drive():
-        with span("forward", device=True):
-            clock.now += 1
-        assert tracer.close_step().device_s == {}
-        assert tracer.take_spans()[0].device_s is None
 
 
 def test_cuda_marks_are_on_a_stream_of_the_clocks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from pvg.config.training import Training
-from pvg.training.penalties import KL_RANGE, PenaltyControl, adapted_kl
+from pvg.training.losses import KL_RANGE, PenaltyControl, adapted_kl
 
 
 def test_the_kl_controller_by_hand() -> None:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pvg.training.penalties import k2, k3, kl_penalty
+from pvg.training.losses import k2, k3, kl_penalty
 
 
 def test_values_by_hand():

@@ -108,7 +108,7 @@ def test_every_way_to_compute_log_probs_agrees_and_a_full_mask_changes_no_bit(sh
         ratio = (own + 2.0).mean().exp()
         held = ratio.clamp(1 - 3e-4, 1 + 4e-4)
         gain = torch.minimum(ratio * advantage, held * advantage)
-        # k3's value is left out: the gradient of the KL term is that of k2 (pvg.training.penalties).
+        # k3's value is left out: the gradient of the KL term is that of k2 (pvg.training.losses).
         expected = expected - gain / 3 + (0.1 * 0.5 * (own + 2.25) ** 2).mean() / 3
     expected.backward()
     wanted = torch.cat([weight.grad.flatten() for weight in module.parameters()])

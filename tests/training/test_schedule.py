@@ -3,7 +3,7 @@
 import pytest
 
 from pvg.errors import ConfigurationError
-from pvg.training.optimizer import learning_rate_factor
+from pvg.training.trainer import learning_rate_factor
 
 
 def factors(schedule, steps, *, warmup, total_steps):

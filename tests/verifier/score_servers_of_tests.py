@@ -13,12 +13,11 @@ from tiny_verifiers import digits_tokenizer, language_model, perturb, random_tex
 from torch.func import functional_call
 
 from pvg.config import experiment
-from pvg.config.servers import Serving
-from pvg.config.verifier import Verifier
+from pvg.config.operation import Serving
+from pvg.config.training import Verifier
 from pvg.models.heads import build_verifier
-from pvg.verifier.backend import ScoreCache
-from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
+from pvg.verifier.scorer import ScoreCache, VerifierScorer
 from pvg.verifier.vllm_backend import VerifierServing, VllmBackend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))  # where the tests' own server lives

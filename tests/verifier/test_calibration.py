@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tiny_verifiers import digits_tokenizer, perturb, random_texts, rollout, verifier
 
 from pvg.errors import TrainingDivergedError
-from pvg.models.ensembles import AGGREGATIONS, ScoreScales, VerifierEnsemble
+from pvg.models.heads import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.verifier.calibration import common_scales, disagreement, member_scores
+from pvg.verifier.data import VerifierTemplate
 from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
 
 FINGERPRINT = digits_tokenizer().fingerprint
 

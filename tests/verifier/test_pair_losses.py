@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_verifiers import verifier
 from torch import nn
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch

@@ -6,19 +6,17 @@ import pytest
 import torch
 from tiny_verifiers import digits_tokenizer, language_model, perturb, rollout
 
-from pvg.config.verifier import Verifier
+from pvg.config.training import Verifier
 from pvg.models.heads import build_verifier
 from pvg.models.packing import pad_right
 from pvg.store.pairs import PairStream, PairView
 from pvg.store.shards import RolloutShards
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.verifier import data
 from pvg.verifier.calibration import auc
-from pvg.verifier.data import PairSource
+from pvg.verifier.data import PairSource, VerifierTemplate
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
 
 SECTION = Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.verifier.losses import LOSSES
-from pvg.verifier.robust import SLOPES, environment_means, irm_v1, irm_weights, vrex, vrex_weights
+from pvg.verifier.losses import LOSSES, SLOPES, environment_means, irm_v1, irm_weights, vrex, vrex_weights
 
 
 def by_loop(scores_M2, environments_M, weights_M, loss):

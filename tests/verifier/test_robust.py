@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from pvg.config.verifier import Verifier
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import SurveysBatch, Trainer
+from pvg.config.training import Verifier
+from pvg.training.trainer import OptimizerSettings, SurveysBatch, Trainer
 from pvg.verifier.data import VerifierBatch
-from pvg.verifier.losses import PairObjective
-from pvg.verifier.robust import RobustObjective, objective_for
+from pvg.verifier.losses import PairObjective, RobustObjective, objective_for
 
 SCORES = [2.0, -1.0, 0.3, 0.1, -0.7, 1.1, 0.0, 3.0]
 PAIRS = [(0, 1), (2, 3), (0, 4), (5, 6), (7, 6), (2, 1), (7, 3)]

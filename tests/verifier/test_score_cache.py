@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.verifier.backend import ScoreCache, ScoreKey, digest_of
+from pvg.verifier.scorer import ScoreCache, ScoreKey, digest_of
 
 
 def key(number: int, version: str = "v1", template: str = "t") -> ScoreKey:

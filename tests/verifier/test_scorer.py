@@ -22,9 +22,8 @@ from benchmarks.loop_engine import CallingThreadExecutor
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
 from pvg.models.packing import pad_right
 from pvg.records import Role
-from pvg.verifier.backend import ScoreCache, TorchBackend
-from pvg.verifier.scorer import VerifierScorer
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
+from pvg.verifier.scorer import ScoreCache, TorchBackend, VerifierScorer
 
 HEADS = ["scalar", "implicit", "yes_token"]
 AT_ONCE = CallingThreadExecutor()  # so that what a call starts, it has started after some turns of the loop

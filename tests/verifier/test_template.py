@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_verifiers import beginning_tokenizer, digits_tokenizer, english_tokenizer
 
-from pvg.config.verifier import YES_NO_QUESTION
+from pvg.config.training import YES_NO_QUESTION
 from pvg.errors import ConfigurationError
-from pvg.verifier.template import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate
 
 DIGITS = digits_tokenizer()
 ENGLISH = english_tokenizer()

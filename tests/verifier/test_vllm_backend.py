@@ -10,9 +10,9 @@ import torch
 from score_servers_of_tests import Bench, servers, some
 
 from pvg.config import experiment
-from pvg.config.cautions import warnings_about
+from pvg.config.rules import warnings_about
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
-from pvg.verifier import score_servers
+from pvg.verifier import vllm_backend
 
 HEADS = ["scalar", "implicit"]
 pytestmark = pytest.mark.usefixtures("control_key")
@@ -267,7 +267,7 @@ def test_a_verifier_that_diverged_is_not_published(tmp_path, executor):
 
 @pytest.mark.parametrize("client", ["dedicated", "shared"])
 def test_connections_cover_the_concurrency(client, tmp_path, executor, monkeypatch):
-    monkeypatch.setattr(score_servers, "CONCURRENCY", 256)
+    monkeypatch.setattr(vllm_backend, "CONCURRENCY", 256)
 
     async def play():
         async with Bench(

@@ -13,7 +13,7 @@ from score_servers_of_tests import Bench, servers, some
 from tiny_verifiers import rollout
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, WeightsNotArrivedError
-from pvg.verifier import score_servers
+from pvg.verifier import vllm_backend
 from pvg.verifier.vllm_backend import VllmBackend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
@@ -360,5 +360,5 @@ def test_a_server_that_does_not_prove_its_weights_in_time_is_not_asked_again(tmp
             await bench.assert_right(bench.scorer(), some(8))
             assert time.perf_counter() - started < 3.0  # of six times the limit
 
-    monkeypatch.setattr(score_servers, "REPLY_S", 1.0)
+    monkeypatch.setattr(vllm_backend, "REPLY_S", 1.0)
     asyncio.run(play())

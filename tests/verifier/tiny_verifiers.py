@@ -9,8 +9,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Rules
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pvg.config.verifier import Verifier
-from pvg.models.characters import modchain_tokenizer
+from pvg.config.training import Verifier
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import ScalarHead, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer

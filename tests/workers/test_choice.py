@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pvg.config.cluster import AutoCluster, LocalCluster, NoCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment, read_override
+from pvg.config.operation import AutoCluster, LocalCluster, NoCluster, RayCluster
 from pvg.errors import ConfigurationError, UsageError
 from pvg.workers import choice
 from pvg.workers.choice import cluster_settings, with_workers

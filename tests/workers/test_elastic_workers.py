@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from test_worker_processes import DyingSupply, RecordedEvents, experiment, sampled
 
-from pvg.config.cluster import LocalCluster, processes_of
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster, processes_of
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.workers import pool as pool_module
 from pvg.workers import scaling

@@ -22,7 +22,7 @@ from test_trainer_ranks import SETTINGS, Training, addresses, batch, experiment,
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.errors import PvgError
 from pvg.models import open_model
-from pvg.training.optimizer import trainable_parameters
+from pvg.training.trainer import trainable_parameters
 from pvg.workers import rank_group as rank_group_module
 from pvg.workers import ray_supply
 from pvg.workers.rank_group import RankGroup
@@ -70,7 +70,7 @@ async def disturbed(found: Training, nodes: SimulatedNodes, monkeypatch: pytest.
 async def refused(group: RankGroup, source: Path) -> None:
     """An error in a rank names its node."""
     chosen = experiment(source)
-    fields = rank_fields(chosen)
+    fields = rank_fields(chosen.training, chosen.rollout, chosen.models.prover)
     fields["model"] = {**fields["model"], "source": str(source / "missing")}
     with open_model(chosen.models.prover, torch.device("cpu")) as learner:
         learner.require_gradients()

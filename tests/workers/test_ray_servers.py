@@ -17,10 +17,9 @@ import pytest
 from new_process import in_new_process
 
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
-from pvg.config.cluster import RayCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.servers import Weights
+from pvg.config.operation import RayCluster, Weights
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
 from pvg.planning.plan import workers_of
 from pvg.servers.command import Interpreter

@@ -26,18 +26,17 @@ from new_process import in_new_process
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pvg.config.cluster import LocalCluster, NoCluster, RayCluster
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.config.operation import LocalCluster, NoCluster, RayCluster
 from pvg.errors import ConfigurationError, PvgError, StateError, TrainingDivergedError, WorkerLostError
 from pvg.models import open_model
-from pvg.models.characters import modchain_tokenizer
+from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import trainable_parameters
-from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.trainer import OptimizerSettings, Trainer, trainable_parameters
 from pvg.workers import rank_group as rank_group_module
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg.workers.frames import Frame, receive, send
@@ -173,7 +172,11 @@ async def training(
         group.count, group.events = ranks, events
         parameters = trainable_parameters(learner.module)
         model = ModelInRanks(
-            group, rank_fields(chosen), SETTINGS, parameters, lambda: committed[-1] if committed else None
+            group,
+            rank_fields(chosen.training, chosen.rollout, chosen.models.prover),
+            SETTINGS,
+            parameters,
+            lambda: committed[-1] if committed else None,
         )
     with ThreadPoolExecutor(1) as executor:
         trainer = Trainer(
@@ -421,7 +424,7 @@ def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_
         await refused(group)
 
     async def refused(group: RankGroup) -> None:
-        fields = rank_fields(chosen)
+        fields = rank_fields(chosen.training, chosen.rollout, chosen.models.prover)
         fields["model"] = {**fields["model"], "source": str(model_folder / "missing")}
         with open_model(chosen.models.prover, torch.device("cpu")) as learner:
             learner.require_gradients()

@@ -47,15 +47,14 @@ from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
-from pvg.models.starts import open_learner
+from pvg.models.sources import open_learner
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.optimizer import OptimizerSettings
-from pvg.training.trainer import StepReport, Trainer
+from pvg.training.trainer import OptimizerSettings, StepReport, Trainer
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
@@ -100,7 +99,7 @@ class FixedSource:
     ) -> None:
         self._batch = batch
         self._players, self._learner, self._objective = players, learner, objective
-        self._recomputed = players.experiment.rollout.logprobs == "recomputed"
+        self._recomputed = players.rollout.logprobs == "recomputed"
 
     async def next_batch(self) -> PolicyBatch:
         batch, compute, objective = self._batch, self._players.compute, self._objective

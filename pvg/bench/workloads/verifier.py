@@ -33,7 +33,7 @@ from torch import Tensor
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.verifier import Verifier as VerifierSection
+from pvg.config.training import Verifier as VerifierSection
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer

@@ -1,4 +1,4 @@
-// Searches and filters the solutions that this page contains (pvg.reporting.rollouts_file). Everything that a model wrote
+// Searches and filters the solutions that this page contains (pvg.reporting.solutions). Everything that a model wrote
 // goes into the page as text. The address after # says what is shown, so links and the back button work.
 "use strict";
 (() => {

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.errors import ConfigurationError, PvgError, StateError, system_module
-from pvg.models.low_rank import LowRankAdapter
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ServerFault
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
@@ -45,6 +44,8 @@ from pvg.telemetry.spans import run_in
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from pvg.models.language_model import LowRankAdapter
 
 
 # Versions of weights as folders that servers read. A folder exists completely or not at all.

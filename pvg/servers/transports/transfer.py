@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pvg.config.servers import DeviceTransport, LoraTransport, Weights
+from pvg.config.operation import DeviceTransport, LoraTransport, Weights
 from pvg.errors import MissingRequirementError, PvgError, StateError
 from pvg.installation import install_extra
 from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming, ServerInfo, header_number

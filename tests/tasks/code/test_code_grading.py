@@ -12,10 +12,10 @@ from problems_of_tests import FOUND, OWN, SUBTLE, fenced, write_rows
 from pvg.config.task import CodeTask
 from pvg.errors import MissingRequirementError
 from pvg.records import Checks, Grade, Problem
-from pvg.sandbox import isolation
+from pvg.sandbox import sandbox as sandbox_module
 from pvg.tasks import open_task
 from pvg.tasks.code import Code
-from pvg.tasks.code.problem import CODE, code_of
+from pvg.tasks.code_problems import CODE, code_of
 
 STDIN = {
     "id": "double",
@@ -196,7 +196,7 @@ def test_many_are_graded_as_one(task: Code, problem: Problem) -> None:
 
 def test_the_machine_must_isolate_what_the_setting_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a kernel that gives nothing."""
-    poor = partial(isolation.open_first_warden, offered=frozenset())
+    poor = partial(sandbox_module.open_first_warden, offered=frozenset())
     monkeypatch.setattr("pvg.sandbox.sandbox.open_first_warden", lambda level, offered: poor(level))
     with pytest.raises(MissingRequirementError, match="cannot isolate programs"):
         open_task(CodeTask())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.tasks.code.problem import CodeProblem, CodeTest, case_of, fits, laid_out_alike, within
+from pvg.tasks.code_problems import CodeProblem, CodeTest, case_of, fits, laid_out_alike, within
 
 
 def problem(entry: str | None, *cases: str, check: str = "") -> CodeProblem:

@@ -11,8 +11,8 @@ import pytest
 from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Half, Problem
-from pvg.tasks.code.problem import code_of
-from pvg.tasks.code.templates import HIDDEN_TESTS, TEMPLATES, made_problems
+from pvg.tasks.code_problems import code_of
+from pvg.tasks.code_templates import HIDDEN_TESTS, TEMPLATES, made_problems
 from pvg.tasks.task import half_of
 
 SECTION = CodeTask()
@@ -64,7 +64,7 @@ def test_test_problems_stay_when_others_are_asked_for() -> None:
 
 
 def test_another_process_makes_the_same() -> None:
-    told = "import hashlib; from pvg.config.task import CodeTask; from pvg.tasks.code.templates import made_problems;"
+    told = "import hashlib; from pvg.config.task import CodeTask; from pvg.tasks.code_templates import made_problems;"
     told += "print(hashlib.sha256(repr(made_problems(CodeTask(), 'test')).encode()).hexdigest())"
     ran = [subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True) for _ in range(2)]
     assert ran[0].stdout == ran[1].stdout

@@ -12,9 +12,8 @@ from problems_of_tests import OWN, fenced, write_rows
 
 from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.tasks.code import Code
-from pvg.tasks.code.problem import code_of
-from pvg.tasks.code.task import CodeEntry, UnusableError, read_entries
+from pvg.tasks.code import Code, CodeEntry, UnusableError, read_entries
+from pvg.tasks.code_problems import code_of
 
 APPS_CALL: dict[str, Any] = {
     "problem_id": 7,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.tasks.code.grading import normalised, similarities, similarity
+from pvg.tasks.code_problems import normalised, similarities, similarity
 
 ONE = "def f(n):\n    return n + 1"
 

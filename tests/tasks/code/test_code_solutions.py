@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.tasks.code.problem import Certificate, extract_code, read_certificate, shown
+from pvg.tasks.code_problems import Certificate, extract_code, read_certificate, shown
 
 
 @pytest.mark.parametrize(

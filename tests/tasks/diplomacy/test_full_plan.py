@@ -16,14 +16,12 @@ from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyPlanTask
 from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
-from pvg.games.diplomacy.board import place
-from pvg.games.diplomacy.orders import parse
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy_board import Position, place, standard_board
+from pvg.games.diplomacy_movement import parse
 from pvg.records import Problem, Role
 from pvg.tasks import LocatesFlaws, open_task
-from pvg.tasks.diplomacy.contests import Contest
-from pvg.tasks.diplomacy.full_plan import DiplomacyPlan, plan_problem, plan_wording
+from pvg.tasks.diplomacy_claims import Contest
+from pvg.tasks.diplomacy_plan import DiplomacyPlan, plan_problem, plan_wording
 
 BOARD = standard_board()
 
@@ -175,7 +173,7 @@ def test_more_replies_than_the_limit_are_sampled_and_never_called_proven(monkeyp
     problem = problem_of(position, "England", "bel")
     text = "nth S bel\neng S bel\nbel 3>2"
     assert DiplomacyPlan(section()).grade(problem, text).note.startswith("false claim in step 3: refuted by ")
-    monkeypatch.setattr("pvg.tasks.diplomacy.full_plan.MOST_REPLIES", 40)
+    monkeypatch.setattr("pvg.tasks.diplomacy_plan.MOST_REPLIES", 40)
     note = DiplomacyPlan(section()).grade(problem, text).note
     assert "proven" not in note
     assert "sampled" in note

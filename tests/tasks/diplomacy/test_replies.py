@@ -8,13 +8,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
-from pvg.games.diplomacy.board import Board, place
-from pvg.games.diplomacy.legal import orders_of
-from pvg.games.diplomacy.orders import Order, parse
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import mini_board, standard_board
-from pvg.tasks.diplomacy.contests import Contest
-from pvg.tasks.diplomacy.plans import ClaimedPlan, judge, read_plan, reply_space
+from pvg.games.diplomacy_board import Board, Position, mini_board, place, standard_board
+from pvg.games.diplomacy_movement import Order, parse
+from pvg.games.diplomacy_phases import orders_of
+from pvg.tasks.diplomacy_claims import ClaimedPlan, Contest, judge, read_plan, reply_space
 
 MOST_REPLIES = 4000
 

@@ -19,7 +19,7 @@ from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Problem, Split
 from pvg.sandbox import plain
-from pvg.tasks.code.problem import CodeProblem, CodeTest, make_problem
+from pvg.tasks.code_problems import CodeProblem, CodeTest, make_problem
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,9 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pvg.errors import StateError
-from pvg.games.diplomacy.board import Board
-from pvg.games.diplomacy.legal import Legality, destinations
-from pvg.games.diplomacy.orders import Order, parse_orders, write
-from pvg.games.diplomacy.phases import accept, deciders, step
-from pvg.games.diplomacy.position import Position, Unit
-from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy_board import Board, Position, Unit, standard_board
+from pvg.games.diplomacy_movement import Order, parse_orders, write
+from pvg.games.diplomacy_phases import Legality, accept, deciders, destinations, step
 from pvg.games.game import Action, Script
 from pvg.records import Problem, Role, Split
 from pvg.seeds import seed_for

@@ -1,7 +1,7 @@
 """The code task: programming problems with hidden tests, solved in Python and graded by execution in a sandbox.
 
-Without `task.path`, pvg makes the problems (pvg.tasks.code.templates); with it, pvg reads them
-(pvg.tasks.code.task).
+Without `task.path`, pvg makes the problems (pvg.tasks.code_templates); with it, pvg reads them
+(pvg.tasks.code).
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox, plain
-from pvg.tasks.code.grading import grade_solutions, passed
-from pvg.tasks.code.problem import (
+from pvg.tasks.code_problems import (
     WORD,
     CodeProblem,
     CodeTest,
     check_program,
     code_of,
     extract_code,
+    grade_solutions,
     make_problem,
+    passed,
     shown,
 )
-from pvg.tasks.code.templates import made_problems
+from pvg.tasks.code_templates import made_problems
 
 # Reads programming problems from JSON lines: pvg's form, and the published forms of APPS and HumanEval.
 
@@ -330,7 +331,7 @@ class Code:
         return iter(self._read[split])
 
     def grade(self, problem: Problem, completion: str) -> Grade:
-        """See pvg.tasks.code.grading. It blocks while programs run, so do not call it on an event loop."""
+        """See pvg.tasks.code_problems. It blocks while programs run, so do not call it on an event loop."""
         return self.grade_many([(problem, completion)])[0]
 
     def grade_many(self, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
@@ -342,7 +343,7 @@ class Code:
         return shown(completion)
 
     def solution(self, completion: str) -> str:
-        """The program, for comparisons (pvg.tasks.code.grading)."""
+        """The program, for comparisons (pvg.tasks.code_problems)."""
         return extract_code(completion)
 
     def written(self, problem: Problem, correct: bool) -> str:

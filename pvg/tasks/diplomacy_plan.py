@@ -1,7 +1,7 @@
 """The plan game on the full map: orders for one power that put a unit into a province whatever the others order.
 
-The question shows the position (pvg.games.diplomacy.game) and names the power and the province. The solution has orders
-and claims (pvg.tasks.diplomacy.plans). It is correct if no reply refutes a claim. The reply that does is the flaw's
+The question shows the position (pvg.games.diplomacy) and names the power and the province. The solution has orders
+and claims (pvg.tasks.diplomacy_claims). It is correct if no reply refutes a claim. The reply that does is the flaw's
 certificate, and the first false claim its location.
 
 All replies that can matter are tried if there are at most MOST_REPLIES, and the note begins with `proven`. Otherwise
@@ -20,21 +20,20 @@ from functools import lru_cache
 import numpy as np
 
 from pvg.config.task import DiplomacyPlanTask
-from pvg.games.diplomacy.board import Board, place
-from pvg.games.diplomacy.game import prompt_text
-from pvg.games.diplomacy.legal import orders_of
-from pvg.games.diplomacy.orders import Order
-from pvg.games.diplomacy.phases import deciders, step
-from pvg.games.diplomacy.position import Position
-from pvg.games.diplomacy.standard import standard_board
+from pvg.games.diplomacy import prompt_text
+from pvg.games.diplomacy_board import Board, Position, place, standard_board
+from pvg.games.diplomacy_movement import Order
+from pvg.games.diplomacy_phases import deciders, orders_of, step
 from pvg.records import Grade, Problem, Role, Split, Wording
 from pvg.seeds import generator_for
-from pvg.tasks.diplomacy.contests import Contest, helped_by, own_strength
-from pvg.tasks.diplomacy.plans import (
+from pvg.tasks.diplomacy_claims import (
     Claim,
     ClaimedPlan,
+    Contest,
     Judgement,
+    helped_by,
     judge,
+    own_strength,
     pieces,
     read_claim,
     read_plan,

@@ -8,13 +8,119 @@ the rules ask for membership thousands of times per second.
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cache, cached_property
+from typing import Literal, NamedTuple
 
-from pvg.errors import UsageError
-from pvg.games.diplomacy.position import NOBODY, Position, Unit, packed
+from pvg.errors import StateError, UsageError
+
+# A position of the game as an immutable value of about 150 bytes.
+
+
+NOBODY = 255  # the owner of a free centre, and the missing province in `dislodged`
+
+_HEAD = struct.Struct(">2sHccBBBB")
+_FORMAT = b"D1"
+
+
+class Unit(NamedTuple):
+    """`place`: a province, or for a fleet on a province with two coasts that coast."""
+
+    power: int
+    fleet: bool
+    place: int
+
+
+class Dislodged(NamedTuple):
+    """A unit that must retreat. `barred`: the province of its attacker, or -1 if the attacker came by convoy."""
+
+    unit: Unit
+    barred: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Everything that the rules need to continue the game.
+
+    `season`: S, F or W (spring, fall, winter). `stage`: M, R or A (movement, retreats, adjustments: builds or
+    disbands). `units`: two bytes for each unit in ascending order of places: its place, and 2 * power + fleet.
+    `owners`: for each of the board's centres its power, or NOBODY. `dislodged`: three bytes for each unit that must
+    retreat, the first two as in `units`, then the barred province or NOBODY. `contested`: the provinces where units
+    bounced, to which nobody can retreat.
+    """
+
+    year: int
+    season: str
+    stage: str
+    units: bytes
+    owners: bytes
+    dislodged: bytes = b""
+    contested: bytes = b""
+
+    @property
+    def phase(self) -> str:
+        """Such as S1901M, F1901R or W1901A."""
+        return f"{self.season}{self.year}{self.stage}"
+
+    def unit_list(self) -> tuple[Unit, ...]:
+        return tuple(map(unit_of, self.units[::2], self.units[1::2]))
+
+    def dislodged_list(self) -> tuple[Dislodged, ...]:
+        return dislodged_units(self.dislodged)
+
+    def units_of(self, power: int) -> tuple[Unit, ...]:
+        return tuple(unit for unit in self.unit_list() if unit.power == power)
+
+    def centres_of(self, power: int) -> int:
+        """The number of centres that the power owns."""
+        return self.owners.count(power)
+
+    def dump(self) -> bytes:
+        parts = (self.units, self.owners, self.dislodged, self.contested)
+        phase = (self.year, self.season.encode(), self.stage.encode())
+        return _HEAD.pack(_FORMAT, *phase, *map(len, parts)) + b"".join(parts)
+
+    @classmethod
+    def load(cls, data: bytes) -> Position:
+        """The position of a dump. Raises StateError for other bytes."""
+        if len(data) < _HEAD.size:
+            raise _malformed()
+        mark, year, season, stage, *sizes = _HEAD.unpack_from(data)
+        if mark != _FORMAT or len(data) != _HEAD.size + sum(sizes) or sizes[0] % 2 or sizes[2] % 3:
+            raise _malformed()
+        if season not in (b"S", b"F", b"W") or stage not in (b"M", b"R", b"A"):
+            raise _malformed()
+        parts, at = [], _HEAD.size
+        for size in sizes:
+            parts.append(data[at : at + size])
+            at += size
+        return cls(year, season.decode(), stage.decode(), *parts)
+
+
+def dislodged_units(data: bytes) -> tuple[Dislodged, ...]:
+    """What `Position.dislodged` says."""
+    return tuple(
+        Dislodged(unit_of(data[at], data[at + 1]), -1 if data[at + 2] == NOBODY else data[at + 2])
+        for at in range(0, len(data), 3)
+    )
+
+
+def packed(units: list[tuple[int, int]]) -> bytes:
+    """`Position.units` from pairs of place and 2 * power + fleet."""
+    return bytes(number for pair in sorted(units) for number in pair)
+
+
+@cache
+def unit_of(place: int, code: int) -> Unit:
+    """The unit that two bytes of `Position.units` stand for."""
+    return Unit(code >> 1, bool(code & 1), place)
+
+
+def _malformed() -> StateError:
+    return StateError("These bytes are not a position of Diplomacy.", "Pass bytes that Position.dump returned.")
+
 
 Kind = Literal["land", "coast", "sea"]
 
@@ -304,3 +410,112 @@ def _power(board: Board, name: str) -> int:
     if (power := board.power(name)) is None:
         raise UsageError(f"The map has no power {name!r}.", f"Name one of {', '.join(board.powers)}.")
     return power
+
+
+# The standard map: 75 provinces, 34 supply centres, 7 powers, Europe in 1901.
+
+
+_SEAS = """
+adr Adriatic Sea;aeg Aegean Sea;bal Baltic Sea;bar Barents Sea;bla Black Sea;bot Gulf of Bothnia
+eas Eastern Mediterranean;eng English Channel;hel Helgoland Bight;ion Ionian Sea;iri Irish Sea;lyo Gulf of Lyon
+mao Mid-Atlantic Ocean;nao North Atlantic Ocean;nth North Sea;nwg Norwegian Sea;ska Skagerrak;tys Tyrrhenian Sea
+wes Western Mediterranean
+"""
+_INLAND = """
+boh Bohemia;bud Budapest;bur Burgundy;gal Galicia;mos Moscow;mun Munich;par Paris
+ruh Ruhr;ser Serbia;sil Silesia;tyr Tyrolia;ukr Ukraine;vie Vienna;war Warsaw
+"""
+_COASTAL = """
+alb Albania;ank Ankara;apu Apulia;arm Armenia;bel Belgium;ber Berlin;bre Brest
+bul Bulgaria;cly Clyde;con Constantinople;den Denmark;edi Edinburgh;fin Finland;gas Gascony
+gre Greece;hol Holland;kie Kiel;lon London;lvn Livonia;lvp Liverpool;mar Marseilles
+naf North Africa;nap Naples;nwy Norway;pic Picardy;pie Piedmont;por Portugal;pru Prussia
+rom Rome;rum Rumania;sev Sevastopol;smy Smyrna;spa Spain;stp St Petersburg;swe Sweden
+syr Syria;tri Trieste;tun Tunis;tus Tuscany;ven Venice;wal Wales;yor Yorkshire
+"""
+# Borders that an army crosses. Each is listed once, under one of its two provinces.
+_LAND = """
+cly edi lvp;edi lvp yor;lvp wal yor;lon wal yor;wal yor
+por spa;spa gas mar;gas bre bur mar par;bre par pic;par bur pic;pic bel bur;mar bur pie;bur bel mun ruh
+bel hol ruh;hol kie ruh;ruh kie mun;kie ber den mun;ber mun pru sil;mun boh sil tyr;pru lvn sil war
+den swe;swe fin nwy;nwy fin stp;fin stp;stp lvn mos;lvn mos war;mos sev ukr war
+war gal sil ukr;ukr gal rum sev;sev arm rum;sil boh gal;boh gal tyr vie;gal bud rum vie;vie bud tri tyr
+bud rum ser tri;tri alb ser tyr ven;tyr pie ven;ser alb bul gre rum;alb gre;gre bul;bul con rum
+con ank smy;ank arm smy;smy arm syr;arm syr;pie tus ven;ven apu rom tus;tus rom;rom apu nap;apu nap;naf tun
+"""
+# Borders that a fleet crosses: between seas, between a sea and a coast, and along the coasts.
+_WATER = """
+adr ion;aeg eas ion;bal bot;bar nwg;eas ion;eng iri mao nth;hel nth;ion tys;iri mao nao;lyo tys wes;mao nao wes
+nao nwg;nth nwg ska;tys wes
+adr alb apu tri ven;aeg bul/sc con gre smy;bal ber den kie lvn pru swe;bar nwy stp/nc;bla ank arm bul/ec con rum sev
+bot fin lvn stp/sc swe;eas smy syr;eng bel bre lon pic wal;hel den hol kie;ion alb apu gre nap tun;iri lvp wal
+lyo mar pie spa/sc tus;mao bre gas naf por spa/nc spa/sc;nao cly lvp;nth bel den edi hol lon nwy yor;nwg cly edi nwy
+ska den nwy swe;tys nap rom tun tus;wes naf spa/sc tun
+cly edi lvp;edi yor;yor lon;lon wal;wal lvp;bre gas pic;pic bel;bel hol;hol kie;kie ber den;ber pru;pru lvn
+den swe;swe fin nwy;fin stp/sc;lvn stp/sc;nwy stp/nc;gas spa/nc;por spa/nc spa/sc;mar pie spa/sc;pie tus;tus rom
+rom nap;nap apu;apu ven;ven tri;tri alb;alb gre;gre bul/sc;con ank bul/ec bul/sc smy;rum bul/ec sev;sev arm;arm ank
+smy syr;naf tun
+"""
+_HOMES = {
+    "Austria": ("bud", "tri", "vie"),
+    "England": ("edi", "lon", "lvp"),
+    "France": ("bre", "mar", "par"),
+    "Germany": ("ber", "kie", "mun"),
+    "Italy": ("nap", "rom", "ven"),
+    "Russia": ("mos", "sev", "stp", "war"),
+    "Turkey": ("ank", "con", "smy"),
+}
+_START = {
+    "Austria": ("A bud", "F tri", "A vie"),
+    "England": ("F edi", "F lon", "A lvp"),
+    "France": ("F bre", "A mar", "A par"),
+    "Germany": ("A ber", "F kie", "A mun"),
+    "Italy": ("F nap", "A rom", "A ven"),
+    "Russia": ("A mos", "F sev", "F stp/sc", "A war"),
+    "Turkey": ("F ank", "A con", "A smy"),
+}
+_NEUTRAL = ("bel", "bul", "den", "gre", "hol", "nwy", "por", "rum", "ser", "spa", "swe", "tun")
+
+
+@cache
+def standard_board() -> Board:
+    """The standard map with the position of spring 1901."""
+    return build_board(
+        "standard",
+        {**_provinces(_SEAS, "sea"), **_provinces(_INLAND, "land"), **_provinces(_COASTAL, "coast")},
+        land=pairs(_LAND),
+        water=pairs(_WATER),
+        powers=_HOMES,
+        start=_START,
+        neutral=_NEUTRAL,
+        to_win=18,
+    )
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    """The borders of a table whose entries begin with a place and go on with its neighbours."""
+    entries = (entry.split() for entry in table.replace("\n", ";").split(";") if entry)
+    return [(first, other) for first, *others in entries for other in others]
+
+
+def _provinces(table: str, kind: Kind) -> dict[str, tuple[str, Kind]]:
+    return {entry[:3]: (entry[4:], kind) for entry in table.replace("\n", ";").split(";") if entry}
+
+
+# A map of eight provinces with armies only, small enough that every reply of the other side can be tried.
+
+
+_BORDERS = ("ab", "bc", "ad", "bd", "bf", "cf", "de", "ef", "dg", "eg", "eh", "fh", "gh")
+
+
+@cache
+def mini_board() -> Board:
+    """Two powers, no supply centres. The start is one example; the task places its own units."""
+    return build_board(
+        "mini",
+        {name: (name.upper(), "land") for name in "abcdefgh"},
+        land=[(border[0], border[1]) for border in _BORDERS],
+        water=[],
+        powers={"White": (), "Black": ()},
+        start={"White": ("A d", "A e", "A g"), "Black": ("A b", "A f")},
+    )

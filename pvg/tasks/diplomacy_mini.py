@@ -1,4 +1,4 @@
-"""The plan game on the mini map (see pvg.tasks.diplomacy.mini for the map and the orders).
+"""The plan game on the mini map (see pvg.tasks.diplomacy_mini for the map and the orders).
 
     question  deg/bf>d?     own armies d, e, g; enemy armies b, f; target d
     solution  d.;e+d;g.     one order for each own army, in the order of the question
@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from pvg.config.task import DiplomacyMiniTask
 from pvg.errors import ConfigurationError
-from pvg.games.diplomacy.standard import mini_board
+from pvg.games.diplomacy_board import mini_board
 from pvg.records import Checks, Grade, Problem, Split
 
-# The movement of all plans against all replies on the mini map (pvg.games.diplomacy.standard), and orders as text.
+# The movement of all plans against all replies on the mini map (pvg.games.diplomacy_board), and orders as text.
 
 
 PROVINCES = "".join(mini_board().provinces)
@@ -202,7 +202,7 @@ def _any(arrays: Sequence[Bools]) -> Bools:
 
 
 OWN, ENEMY = 3, 2  # armies of a problem
-LISTED = "mini_problems.txt"  # the problems of `usable_problems`, which takes seconds to compute
+LISTED = "diplomacy_mini_problems.txt"  # the problems of `usable_problems`, which takes seconds to compute
 CERTIFICATE, QUESTION, ANSWERS = "!", "?", ("=-", "=+")
 
 
@@ -301,7 +301,7 @@ def plan_problem(name: str) -> Problem:
 
 def listed_problems() -> list[str]:
     """The names in the file LISTED, which `usable_problems` wrote."""
-    return files("pvg.tasks.diplomacy").joinpath(LISTED).read_text(encoding="ascii").split()
+    return files("pvg.tasks").joinpath(LISTED).read_text(encoding="ascii").split()
 
 
 def usable_problems(own: str, enemy: str) -> list[str]:

@@ -1,0 +1,72 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pvg_cli import completion
+from pvg_cli.boundary import first_prints
+
+NAME_HELP = "An experiment in ./experiments, an experiment that comes with pvg, or a TOML file."
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON document on stdout. All other text goes to stderr.", callback=first_prints
+    ),
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+ExperimentArgument = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help=NAME_HELP, autocompletion=completion.experiments)
+]
+ExperimentOrDefault = Annotated[
+    str | None,
+    typer.Argument(metavar="NAME|FILE", help=f"{NAME_HELP} Default: modchain.", autocompletion=completion.experiments),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        help="Change a setting: -s training.steps=30. Load settings from a TOML file: -s @FILE. Repeatable.",
+        autocompletion=completion.settings,
+    ),
+]
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="The name of a run, or the path of its folder.", autocompletion=completion.runs),
+]
+RunNameOption = Annotated[
+    str | None,
+    typer.Option(
+        "--name",
+        metavar="RUN",
+        help="The name of the run. Default: the experiment's name, with a number if that run exists.",
+    ),
+]
+RunsOption = Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="The folder that contains the runs.")]
+RoundOption = Annotated[
+    int, typer.Option("--round", metavar="N", help="A finished round, counted from 0. -1: the last.")
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="none|local|ray|HOST:PORT",
+        help="Where workers run. none: no workers. local: this machine. ray: a Ray cluster that pvg starts here. "
+        "HOST:PORT: a running Ray cluster.",
+    ),
+]
+MetricsPortOption = Annotated[
+    int | None,
+    typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT."),
+]
+
+
+def metrics_port_override(port: int | None) -> list[str]:
+    """`--metrics-port` as an override of a setting."""
+    return [] if port is None else [f"telemetry.metrics_port={port}"]
