@@ -1,7 +1,6 @@
-"""The display of `pvg serve`: the stages of the start with a clock, then the load of the server.
+"""The display of `pvg serve`: what the server does at its start with a clock, then its load.
 
-On a terminal both are drawn in place. Elsewhere each stage is a line, and so is a change of the server's work, at most
-every 30 seconds.
+On a terminal both are drawn in place. Elsewhere they are lines, at most one every 30 seconds.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pvg.errors import shortened
 from pvg.reporting.formats import compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import ServerLoad
 from pvg.servers.pool import ServerFault
-from pvg.servers.process import ALL_STAGES, READY, StartStage, VllmServer
+from pvg.servers.process import VllmServer
 from pvg_cli.output import LivePanel, PlainLines, Screen, is_live, stdout
 
 LOOK_S = 2.0  # between two reads of /metrics
 LINE_S = 30.0  # minimum time between two lines without a terminal
 WIDEST = 100
-SKIPPED = ("compiling", "capturing CUDA graphs")  # stages that only some servers have; shown when they start
 
 
 class ServeWatcher:
-    """Shows the stages of a server's start and its end; `watch` then follows the server until it ends."""
+    """Shows a server's start and its end; `watch` then follows the server until it ends."""
 
     def __init__(
         self, spec: ServerSpec, log: Path, commands: Mapping[str, str], console: Console, as_json: bool
@@ -40,7 +39,7 @@ class ServeWatcher:
         self.spec = spec
         self.is_ready = False
         self.began = time.monotonic()
-        self.stages: list[tuple[StartStage, float]] = []  # each with the second at which it began
+        self.doing = ""  # the newest line of the start
         self.figures: tuple[ServerLoad, ServerLoad] | None = None  # the second last reading, and the last one
         self.silent = ""  # why the last reading failed
         self._log = log
@@ -67,13 +66,12 @@ class ServeWatcher:
     def elapsed(self) -> float:
         return time.monotonic() - self.began
 
-    def progressed(self, stage: StartStage) -> None:
-        if self.stages and self.stages[-1][0].name == stage.name:
-            self.stages[-1] = (stage, self.stages[-1][1])
-            return
-        self.stages.append((stage, self.elapsed))
-        if stage.name != READY:
-            self._screen.line(stage.name + (f" ({stage.detail})" if stage.detail else ""))
+    def progressed(self, doing: str) -> None:
+        is_first, self.doing = not self.doing, doing
+        if is_first:
+            self._screen.line(doing)
+        else:
+            self._screen.tick(lambda: doing)
 
     def ready(self, server: VllmServer) -> None:
         self.is_ready = True
@@ -120,7 +118,8 @@ class ServeWatcher:
             return Text("\n  ● stopping", style="yellow")
         if self.is_ready:
             return Group(Text(), activity(self))
-        return Group(Text(), stages_table(self), Text(), clock_row(self, min(self._console.width, WIDEST)))
+        doing = Text(f"  {shortened(self.doing, WIDEST)}", style=QUIET)
+        return Group(Text(), doing, Text(), clock_row(self, min(self._console.width, WIDEST)))
 
 
 async def _look(server: VllmServer) -> ServerLoad | str:
@@ -156,28 +155,6 @@ def _short(path: Path) -> str:
     """The path relative to the current folder, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def stages_table(shown: ServeWatcher) -> Table:
-    """The finished stages with their times, the current stage, and the next ones."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, width=3)
-    table.add_column(no_wrap=True, min_width=30)
-    table.add_column(no_wrap=True, justify="right", min_width=6)
-    table.add_column(style=QUIET, overflow="ellipsis")
-    started = {stage.name: (stage, began) for stage, began in shown.stages}
-    order = [began for _, began in shown.stages] + [shown.elapsed]
-    for name in ALL_STAGES[:-1]:
-        if name in started:
-            stage, began = started[name]
-            place = [stage.name for stage, _ in shown.stages].index(name)
-            is_now = place == len(shown.stages) - 1
-            mark, style = ("●", "bold cyan") if is_now else ("✓", "green")
-            took = duration(order[place + 1] - began)
-            table.add_row(Text(f" {mark}", style=style), Text(name, style="bold" if is_now else ""), took, stage.detail)
-        elif name not in SKIPPED and shown.stages and ALL_STAGES.index(name) > shown.stages[-1][0].place:
-            table.add_row(Text(" ○", style=QUIET), Text(name, style=QUIET), "", "")
-    return table
 
 
 def clock_row(shown: ServeWatcher, width: int) -> Table:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from calling import ENTRY, pvg, pvg_process
 from in_terminal import in_terminal
-from rich.cells import cell_len
 from run_samples import begin, commit, played, state, tell
 
 from pvg.store.run_directory import RunDirectory, runs_in
@@ -105,30 +104,6 @@ def test_tags_are_removed_and_mistakes_are_named() -> None:
     assert pvg("runs", "tag", "first", "two words").code == 2
     pvg("runs", "tag", "first", "--remove", "good", "--remove", "best")
     assert not (RUNS / "first/tags.json").exists()
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_run_that_cannot_get_tags_is_named_by_its_folder(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(path: Path, data: object) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    played(RUNS)
-    monkeypatch.setattr("pvg.store.atomic.write_synced", refused)
-    called = pvg("runs", "tag", "first", "good")
-    assert called.code == 3
-    assert called.err.startswith(f"error: {RUNS / 'first'}: {os.strerror(number)}.\n")
-    assert "tags.json" not in called.err
-
-
-def test_a_long_list_fits_into_80_columns_without_cuts() -> None:
-    name = "an-experiment-with-a-long-name-and-a-number-" + "7" * 40
-    played(RUNS, name)
-    pvg("runs", "tag", name, "a-tag-of-some-length", "another-tag")
-    code, shown = in_terminal([*ENTRY, "runs"])
-    assert code == 0
-    assert max(cell_len(line) for line in shown.splitlines()) <= 80
-    assert "…" not in shown
-    assert "".join(re.findall(r"^[a-z7-]+", shown, flags=re.MULTILINE)).removeprefix("run") == name
 
 
 def test_damaged_runs_are_listed_and_can_be_removed() -> None:
@@ -295,48 +270,3 @@ def test_a_run_that_another_run_starts_from_is_kept_unless_forced() -> None:
     solver = {"protocol": {"kind": "decoupled", "solver": "runs/first"}, "reward": {"kind": "decoupled"}}
     begin(RUNS, "fourth", game=solver)
     assert "fourth, second, third start from the run 'first'" in pvg("runs", "remove", "first", "--yes").err
-
-
-@pytest.mark.parametrize("name", ["prover", "verifier", "warmup", "round-2"])
-def test_a_run_cannot_have_the_name_of_a_part_of_a_run(name: str) -> None:
-    called = pvg("train", "--name", name)
-    assert called.code == 2
-    assert f"'{name}' cannot be the name of a run, because run:RUN/{name} means a part of the run RUN." in called.err
-    assert f"--name my-{name}" in called.err
-
-
-@pytest.mark.parametrize(
-    "command", [("diagnose",), ("report",), ("watch",), ("runs", "show"), ("evaluate",), ("score",), ("runs", "remove")]
-)
-def test_a_command_without_its_run_names_the_newest_runs(command: tuple[str, ...]) -> None:
-    assert "There is no run in runs yet." in said(pvg(*command).err)
-    for number in range(7):
-        played(RUNS, f"run{number}")
-        for path in (RUNS / f"run{number}").iterdir():
-            os.utime(path, (1000 + number, 1000 + number))
-    called = pvg(*command)
-    assert called.code == 2
-    assert "The newest runs in runs: run6, run5, run4, run3, run2." in said(called.err)
-    played(Path("else where"), "other")
-    assert "The newest runs in else where: other." in said(pvg(*command, "--runs", "else where").err)
-    error = pvg(*command, "--json").document["error"]
-    assert "run6, run5" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("command", "choices"),
-    [
-        (("export", "x", "--out", "y", "--player"), "'prover', 'verifier'"),
-        (("serve", "x", "--player"), "'verifier'"),
-        (("rollout", "--role"), "'both', 'helpful', 'sneaky'"),
-    ],
-)
-def test_a_wrong_choice_is_one_plain_line(command: tuple[str, ...], choices: str) -> None:
-    line = f"Invalid value for '{command[-1]}': 'judge' is not one of {choices}."
-    assert line in said(pvg(*command, "judge").err)
-    assert pvg(*command, "judge", "--json").document["error"]["message"] == line
-
-
-def said(boxed: str) -> str:
-    """The text of a usage error without its frame."""
-    return " ".join(line.strip("│ ") for line in boxed.splitlines())
