@@ -1,6 +1,5 @@
-"""The display of `pvg serve`: the stages of the start, then the load of the server. A terminal has both in one line
-that is drawn in place. Elsewhere each stage is a line, and so is a change of the server's work, at most every 30
-seconds."""
+"""The display of `pvg serve`: what the server does at its start, then its load. A terminal has both in one line that is
+drawn in place. Elsewhere they are lines, at most one every 30 seconds."""
 
 from __future__ import annotations
 
@@ -14,12 +13,13 @@ from rich.console import Console, RenderableType
 from rich.spinner import Spinner
 from rich.text import Text
 
+from pvg.errors import shortened
 from pvg.reporting.formats import compact, duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import ServerLoad
 from pvg.servers.pool import ServerFault
-from pvg.servers.process import READY, StartStage, VllmServer
+from pvg.servers.process import VllmServer
 from pvg_cli.output import LivePanel, PlainLines, Screen, is_live, stdout
 
 LOOK_S = 2.0  # between two reads of /metrics
@@ -28,7 +28,7 @@ USES = {"generate": "for sampling", "pooling": "for scoring"}
 
 
 class ServeWatcher:
-    """Shows the stages of a server's start and its end; `watch` then follows the server until it ends."""
+    """Shows a server's start and its end; `watch` then follows the server until it ends."""
 
     def __init__(
         self, spec: ServerSpec, log: Path, commands: Mapping[str, str], console: Console, as_json: bool
@@ -36,7 +36,6 @@ class ServeWatcher:
         self.spec = spec
         self.is_ready = False
         self._began = time.monotonic()
-        self._stage, self._stage_began = "", self._began
         self._now = "starting"
         self._log = log
         self._commands = commands
@@ -66,16 +65,9 @@ class ServeWatcher:
     def elapsed(self) -> float:
         return time.monotonic() - self._began
 
-    def progressed(self, stage: StartStage) -> None:
-        self._now = stage.name + (f" ({stage.detail})" if stage.detail else "")
-        if stage.name == self._stage:
-            return
-        now = time.monotonic()
-        if self._stage and is_live(self._console):
-            self._screen.note(f"{self._stage}, {duration(now - self._stage_began)}", "✓", "green")
-        self._stage, self._stage_began = stage.name, now
-        if stage.name != READY:
-            self._screen.line(self._now)
+    def progressed(self, line: str) -> None:
+        self._now = shortened(line)
+        self._screen.tick(lambda: self._now)
 
     def ready(self, server: VllmServer) -> None:
         self.is_ready = True

@@ -167,7 +167,7 @@ def progress_of(summary: RunSummary) -> RunProgress | None:
     RATE_STEPS steps took on average."""
     if not summary.steps:
         return None
-    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time or 0.0, step.round, step.step))
+    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time, step.round, step.step))
     place = (newest.round, newest.phase)
     own = [step for step in summary.steps[-RATE_STEPS:] if (step.round, step.phase) == place]
     own.sort(key=lambda step: step.step)

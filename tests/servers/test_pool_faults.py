@@ -202,13 +202,6 @@ def test_a_stream_without_its_end_is_broken() -> None:
     assert found.what == "the stream ended early"
 
 
-@pytest.mark.parametrize(
-    ("status", "final"), [(400, True), (404, True), (408, False), (425, False), (429, False), (503, False)]
-)
-def test_a_server_that_is_busy_may_be_asked_again(status: int, final: bool) -> None:
-    assert RefusedRequest("http://a", status, "", "").final is final
-
-
 def test_events_come_whole_however_they_are_cut() -> None:
     pieces = b": a comment\n\n" + EVENT.replace(b"\n\n", b"\r\n\r\n") + b"event: x\n" + EVENT + b"data: [DONE]\n\n"
     assert answered_by(in_pieces(*[pieces[i : i + 1] for i in range(len(pieces))]), streamed) == 2

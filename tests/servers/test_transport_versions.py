@@ -62,20 +62,6 @@ def test_everything_is_synced_before_the_rename_and_stable_is_the_last_file(tmp_
     ]
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
-    folders = VersionFolders(tmp_path, "run", FIRST)
-
-    def fails(folder: Path) -> dict[str, int]:
-        fill(folder)
-        raise RuntimeError("in the middle")
-
-    before = names(tmp_path / "run")
-    with pytest.raises(RuntimeError):
-        folders.write(WeightLabel(FIRST, 1), fails)
-    assert names(tmp_path / "run") == before
-    folders.write(WeightLabel(FIRST, 1), fill)
-
-
 def test_retiring_keeps_the_newest_and_what_is_in_use(tmp_path: Path) -> None:
     folders = VersionFolders(tmp_path, "run", FIRST)
     for version in (1, 2, 3, 5, 8):
