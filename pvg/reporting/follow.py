@@ -248,11 +248,6 @@ def list_runs(root: Path, tags: list[str]) -> list[RunGlance]:
     return sorted(chosen, key=lambda run: (-run.last_activity, run.name))
 
 
-def newest_runs(root: Path, most: int) -> list[str]:
-    """The names of at most `most` runs in `root`, the one with the newest activity first. Reads no file of them."""
-    return sorted(runs_in(root), key=lambda name: (-_last_activity(RunDirectory(root / name)), name))[:most]
-
-
 def runs_table(runs: list[RunGlance], now: float) -> Table:
     """The table of `pvg runs`; `now` is the time in seconds since 1970."""
     columns = [
