@@ -64,6 +64,7 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
+from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
@@ -204,10 +205,9 @@ class LoopWorkload:
             self._ledger = Ledger(self._run, experiment, "bench", disk)
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
-            prompts = prompt_builder(experiment, players.base.tokenizer)
-            self._session = Session(
-                experiment, task, self._ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer()
-            )
+            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+            parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
+            self._session = session_of(experiment, task, self._ledger, *parts, Session)
             await players.ready()
             await self._record()
             if settings.batch == "loop":

@@ -29,6 +29,7 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
+from pvg.game.run import session_of
 from pvg.game.simultaneous import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
@@ -87,7 +88,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         players = session.players
         learner = stack.enter_context(open_learner(players, round_=0))
         learner.require_gradients()
-        workers = players.prover_workers(experiment, learner.module)
+        workers = players.prover_workers(experiment.training, experiment.rollout, learner.module)
         if workers is not None:
             stack.push_async_callback(workers.close)
             await workers.prepare()
@@ -135,8 +136,9 @@ async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, st
     players = Players(experiment, task, ledger.log)
     stack.push_async_callback(players.close)
     await players.ready()
-    prompts = prompt_builder(experiment, players.base.tokenizer)
-    return BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), tracer)
+    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+    parts = (players, prompts, SilentObserver(), asyncio.Event(), tracer)
+    return session_of(experiment, task, ledger, *parts, BenchSession)
 
 
 def main(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from calling import pvg, pvg_process
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
-from pvg.bench.compare import compare_reports
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
 from pvg_cli.compare import parse_share
@@ -107,46 +105,6 @@ def test_markdown_never_overwrites_a_report(reports: tuple[str, str]) -> None:
     assert read_report(Path("b.json"))
     assert pvg("compare", *reports, "--markdown", "none/such.md").code == 2
     assert pvg("compare", *reports, "--markdown", "--json").code == 2
-
-
-def test_markdown_that_does_not_fit_leaves_what_was_there(reports: tuple[str, str]) -> None:
-    Path("out.md").write_text("before")
-    called = pvg_process(
-        "compare",
-        *reports,
-        "--markdown",
-        "out.md",
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
-    )
-    assert called.code == 3
-    assert called.err.startswith("error: The file size limit") or "out.md" in called.err
-    assert "Give another file." in called.err
-    assert Path("out.md").read_text() == "before"
-
-
-def test_peak_memory_is_shown_without_a_verdict(tmp_path: Path) -> None:
-    paths = []
-    for name, most in (("a", 2.0**30), ("b", 3 * 2.0**30)):
-        peaks = {"rss_bytes": most, "worker_rss_bytes": most / 4, "workers_rss_bytes": most / 2}
-        report = made_report(variant({"wall_s": lower(BASE)}), peak_memory=peaks)
-        paths.append(saved(report, tmp_path / f"{name}.json"))
-    comparison = compare_reports(*map(read_report, map(Path, paths)), fail_above=0.05)
-    assert comparison.plain()["peak_memory"]["rss_bytes"] == (2.0**30, 3 * 2.0**30)
-    assert comparison.plain()["peak_memory"]["workers_rss_bytes"] == (2.0**29, 3 * 2.0**29)
-    assert comparison.failing == ()
-    result = pvg("compare", *map(str, paths), "--fail-above", "5%")
-    assert result.code == 0
-    words = " ".join(result.out.split())
-    assert "peak resident memory of the main process over the whole call: 1 GiB in A, 3 GiB in B" in words
-    assert "sum of the workers' peaks (an upper bound) over the whole call: 512 MiB in A, 1.5 GiB in B" in words
-
-
-def test_the_same_file_twice(reports: tuple[str, str]) -> None:
-    called = pvg("compare", reports[0], reports[0], "--fail-above", "0%")
-    assert called.code == 0
-    assert "A and B are the same report" in called.out
-    assert "0 worse" in called.out
-    assert "may still differ" not in called.out
 
 
 def test_a_sweep_names_its_variants_by_value() -> None:
