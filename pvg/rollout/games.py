@@ -24,7 +24,7 @@ from pvg.games.game import Action, GameRules, PlaysByScript, Script
 from pvg.records import Grade, Int32, Problem, Role, Rollout
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.episodes import GroupOrder, SampleCall, all_or_none, request_seed
+from pvg.rollout.episodes import GroupOrder, SampleCall, request_seed, results_of
 from pvg.seeds import seed_for
 
 S = TypeVar("S")
@@ -136,12 +136,9 @@ class _Hall(Generic[S]):
         # One engine after the other, so that none changes the batches of another.
         for dispatcher, asked in by_dispatcher.values():
             bound = self.bounds.setdefault(id(dispatcher), asyncio.Semaphore(dispatcher.concurrency))
-            tasks = [
-                asyncio.create_task(self.decide(table, seat, dispatcher, bound, len(asked))) for table, seat in asked
-            ]
-            await all_or_none([tasks])
-            for (table, seat), task in zip(asked, tasks, strict=True):
-                found[id(table), seat] = task.result()
+            decided = await results_of([self.decide(t, seat, dispatcher, bound, len(asked)) for t, seat in asked])
+            for (table, seat), decision in zip(asked, decided, strict=True):
+                found[id(table), seat] = decision
         for table in tables:
             self.advance(table, [found[id(table), seat] for seat in self.game.seats(table.states[-1])])
 
