@@ -27,16 +27,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     OTHER: (),
     UNACCOUNTED: (UNACCOUNTED,),
 }
-MEANING = {
-    "sampling": "writing and grading solutions",
-    "scoring": "scores of the verifier",
-    "training": "forward and backward passes, optimizer",
-    "bookkeeping": "weight updates, commits, evaluation",
-    "waiting": "waiting for other work",
-    OTHER: "other work",
-    UNACCOUNTED: "outside of all spans",
-}
-
 SHADES = 4  # per family; the fifth part has the first shade again
 
 _FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in parts}
@@ -73,29 +63,12 @@ def in_order(names: Iterable[str]) -> list[BudgetPart]:
     return found
 
 
-def by_family(budget: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by family, in order; only families with a part in the budget."""
-    totals: dict[str, float] = {}
-    for part in in_order(budget):
-        totals[part.family] = totals.get(part.family, 0.0) + budget[part.name]
-    return totals
-
-
 NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "sample_s", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block, which would merge with the line below
 ABSENT = "–"
-# A sparkline's full height spans at least this much, so that noise does not look like an event.
-LEAST_SPAN: dict[NumberStyle, float] = {
-    "share": 0.1,
-    "auc": 0.02,
-    "score": 0.5,
-    "rate": 0.0,
-    "number": 0.0,
-    "seconds": 0.0,
-    "sample_s": 0.0,
-    "bytes": 0.0,
-}
+# A sparkline's full height spans at least this much, so that noise does not look like an event. Others: 0.
+LEAST_SPAN: dict[NumberStyle, float] = {"share": 0.1, "auc": 0.02, "score": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +336,7 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
 
 def trend(name: str, values: Sequence[float], width: int) -> str:
     """The sparkline of metric `name`."""
-    return sparkline(values, width, LEAST_SPAN[metric_display(name).style])
+    return sparkline(values, width, LEAST_SPAN.get(metric_display(name).style, 0.0))
 
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:
