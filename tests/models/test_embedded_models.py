@@ -16,11 +16,9 @@ from pvg.models.embedded_training import (
     IGNORED,
     RECIPES,
     answered_step,
-    clean_loss,
     held_out_problems,
     main,
     rows_to_tensors,
-    sample,
     train,
     translation,
 )
@@ -35,6 +33,22 @@ VERIFIERS = [name for name in embedded_names() if name.startswith("modchain-veri
 
 def open_embedded(name):
     return open_model(ModelSection(source=f"embedded:{name}"), CPU)
+
+
+@torch.no_grad()
+def sample(model, prompts, seed, greedy=False):
+    """One completion per prompt (all of equal length) at temperature 1, without the end token."""
+    generator, eos = torch.Generator().manual_seed(seed), model.tokenizer.eos_id
+    ids_BL = torch.from_numpy(np.stack([model.tokenizer.encode(prompt) for prompt in prompts])).long()
+    start, cache, new_BL = ids_BL.shape[1], None, ids_BL
+    for _ in range(32):  # the longest flawless solution of the default task has 27 tokens
+        output = model.module(input_ids=new_BL, past_key_values=cache, use_cache=True)
+        cache, logits_BV = output.past_key_values, output.logits[:, -1]
+        drawn_BL = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
+        new_BL = logits_BV.argmax(-1, keepdim=True) if greedy else drawn_BL
+        ids_BL = torch.cat([ids_BL, new_BL], dim=1)
+    rows = [row[: row.index(eos)] if eos in row else row for row in ids_BL[:, start:].tolist()]
+    return [model.tokenizer.decode(np.asarray(row, dtype=np.int32)) for row in rows]
 
 
 def grades(model, tag, greedy=False):
@@ -64,7 +78,6 @@ def test_the_prover_has_headroom_in_both_roles(tag, low, high):
 def test_a_verifier_is_smaller_than_the_prover_and_knows_the_task(name):
     with open_embedded(name) as verifier, open_embedded("modchain-prover") as prover:
         assert verifier.num_parameters < prover.num_parameters
-        assert clean_loss(verifier, held_out_problems()) < 0.005
         assert np.mean([grade.correct for grade in grades(verifier, "", greedy=True)]) > 0.98
 
 
