@@ -13,8 +13,7 @@ lag of a tick is the time that any other work on the loop would have waited.
 
 No model computes anything: there is no sampling, no reference and no training, and scores are available at once.
 
-Four switches have a slow side, as research code often has it (benchmarks.loop_engine):
-- `workload.encoding = "json"` makes one JSON text of all records on the loop instead of an Arrow shard;
+Three switches have a slow side, as research code often has it (benchmarks.loop_engine):
 - `workload.commit = "loop"` writes the shard on the loop instead of in a thread;
 - `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on the loop;
 - `workload.grading = "loop"` decodes and grades on the loop.
@@ -46,7 +45,6 @@ from pydantic import Field
 
 from benchmarks.loop_engine import (
     CallingThreadExecutor,
-    JsonLedger,
     RecordedEngine,
     RecordedScores,
     RecordedScoringModel,
@@ -66,6 +64,7 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
+from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
@@ -82,8 +81,7 @@ from pvg.verifier.scorer import VerifierScorer
 
 MB = 1e6
 TIMED_ALONE = 16  # rollouts for `decode_ms` and `grade_ms`
-BYTES_PER_TOKEN = {"arrow": 16, "json": 40}  # written bytes, rounded up: an id, a log-prob, a few characters
-BYTES_PER_EXPERT = {"arrow": 1, "json": 6}
+BYTES_PER_TOKEN = 16  # written bytes, rounded up: an id, a log-prob, a few characters
 ID_AND_LOGPROB = 8  # bytes of a token
 THRESHOLD = 0.0
 
@@ -113,7 +111,6 @@ class LoopSettings(Section):
     tokens: Count = 16_384
     chunk: Count = 64
     seconds: Positive = 1.0
-    encoding: Literal["arrow", "json"] = "arrow"
     commit: Literal["thread", "loop"] = "thread"
     batch: Literal["thread", "loop"] = "thread"
     grading: Literal["thread", "loop"] = "thread"
@@ -193,8 +190,7 @@ class LoopWorkload:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
             settings, experiment = self._settings, self._experiment
-            experts = settings.expert_layers * settings.experts_per_token * BYTES_PER_EXPERT[settings.encoding]
-            bytes_per_token = BYTES_PER_TOKEN[settings.encoding] + experts
+            bytes_per_token = BYTES_PER_TOKEN + settings.expert_layers * settings.experts_per_token
             needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
             if (free := shutil.disk_usage(folder).free) < needed:
                 raise MissingRequirementError(
@@ -205,16 +201,13 @@ class LoopWorkload:
             players = Players(experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)
             self._run = RunDirectory.create(folder, "loop", experiment)
-            kind = JsonLedger if settings.encoding == "json" else Ledger
-            self._ledger = kind(
-                self._run, experiment, "bench", CallingThreadExecutor() if settings.commit == "loop" else None
-            )
+            disk = CallingThreadExecutor() if settings.commit == "loop" else None
+            self._ledger = Ledger(self._run, experiment, "bench", disk)
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
-            prompts = prompt_builder(experiment, players.base.tokenizer)
-            self._session = Session(
-                experiment, task, self._ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer()
-            )
+            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+            parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
+            self._session = session_of(experiment, task, self._ledger, *parts, Session)
             await players.ready()
             await self._record()
             if settings.batch == "loop":
@@ -293,7 +286,7 @@ class LoopWorkload:
             "rollouts_per_s": len(batch) / wall_s,
             "batch_s": batch_s,
             "write_s": write_s,
-            "bytes_written_mb": self._bytes_written() / MB,
+            "bytes_written_mb": int(self._ledger.state.shards[-1]["bytes"]) / MB,
             **self._memory(),
         }
 
@@ -322,12 +315,6 @@ class LoopWorkload:
         )
         objective = PolicyObjective(self._experiment.training, self._experiment.rollout, tokenizer.pad_id)
         return open_batches(session, scorer, FixedVerifier(THRESHOLD), objective, players.base)
-
-    def _bytes_written(self) -> int:
-        if isinstance(self._ledger, JsonLedger):
-            assert self._ledger.written is not None
-            return self._ledger.written.stat().st_size
-        return int(self._ledger.state.shards[-1]["bytes"])
 
     def derived(self) -> dict[str, float]:
         """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive

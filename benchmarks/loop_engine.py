@@ -9,24 +9,19 @@ in every sample.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.stand_in import StandInEngine
-from pvg.game.ledger import Checkpoint, Ledger
-from pvg.game.states import GameState
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
 from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.store.atomic import write_atomic
 from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput
 
 if TYPE_CHECKING:
@@ -180,7 +175,7 @@ def first_step(ids: Int32, tokenizer: Tokenizer) -> int:
     return max(1, len(ids) - 1)
 
 
-# --- the slow sides: records as JSON text, and work on the event loop -------------------------------------------------
+# --- the slow sides: work on the event loop ---------------------------------------------------------------------------
 # Research code often does this: it is correct, but it blocks all other work of the loop. pvg is the fast side.
 
 
@@ -194,48 +189,3 @@ class CallingThreadExecutor(Executor):
         except BaseException as error:  # noqa: BLE001 - the future passes it to the caller, as in any executor
             done.set_exception(error)
         return done
-
-
-class JsonLedger(Ledger):
-    """Writes rollouts as one JSON text on the loop instead of as a shard. `written`: the file of the newest commit."""
-
-    written: Path | None = None
-    _kept: Sequence[Rollout] = ()
-
-    def keep(self, rollouts: Sequence[Rollout]) -> None:
-        self._kept = (*self._kept, *rollouts)
-
-    async def commit(
-        self,
-        state: GameState,
-        checkpoint: Checkpoint | None = None,
-        *,
-        finished: Mapping[str, float | None] | None = None,
-    ) -> None:
-        if self._kept:
-            self.written = self.directory.path / f"rollouts-{state.step:05d}.json"
-            write_json(self.written, self._kept)
-            self._kept = ()
-        await super().commit(state, checkpoint, finished=finished)
-
-
-def write_json(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write all records as one JSON text, number by number: the naive encoding. As durable as a shard."""
-    records = [
-        {
-            **asdict(rollout),
-            "prompt_ids": rollout.prompt_ids.tolist(),
-            "completion_ids": rollout.completion_ids.tolist(),
-            "logprobs": rollout.logprobs.tolist(),
-            **_plain_experts(rollout.routed_experts),
-        }
-        for rollout in rollouts
-    ]
-    write_atomic(path, json.dumps(records).encode())
-
-
-def _plain_experts(experts: RoutedExperts | None) -> dict[str, Any]:
-    """Flat, because a list for each token and layer would be 16 million objects for the garbage collector."""
-    if experts is None:
-        return {"routed_experts": None}
-    return {"routed_experts": experts.reshape(-1).tolist(), "routed_shape": experts.shape}

@@ -45,7 +45,7 @@ from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_s
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.rollout import NoPrefetch
+from pvg.config.rollout import NoPrefetch, Rollouts
 from pvg.errors import ConfigurationError
 from pvg.game.orders import prover_orders
 from pvg.game.prover_phase import open_prover_phase
@@ -191,7 +191,7 @@ class PipelinedSteps:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
             self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_engine)
             self._session.observer = StepClock()
-            self._synchronous = replace(self._session, experiment=_synchronous(self._experiment))
+            self._synchronous = replace(self._session, rollout=_synchronous(self._experiment.rollout))
             players = self._session.players
             await players.ready()
             stack.enter_context(players.divided_workers())  # also for the synchronous steps: see "useful work"
@@ -311,13 +311,12 @@ def _seconds(spans: Iterable[Span]) -> float:
     return sum(found.end_s - found.start_s for found in spans)
 
 
-def _synchronous(experiment: Experiment) -> Experiment:
-    rollout = experiment.rollout.model_copy(update={"prefetch": NoPrefetch()})
-    return experiment.model_copy(update={"rollout": rollout})
+def _synchronous(rollout: Rollouts) -> Rollouts:
+    return rollout.model_copy(update={"prefetch": NoPrefetch()})
 
 
-def _open_engine(setting: EngineSetup) -> DelayedEngine:
-    return DelayedEngine(setting.experiment.rollout.concurrency)
+def _open_engine(setup: EngineSetup) -> DelayedEngine:
+    return DelayedEngine(setup.rollout.concurrency)
 
 
 def _mean_over_median(sigma: float) -> float:

@@ -176,7 +176,8 @@ class Stragglers:
         self._dispatcher = Dispatcher(self._engine, task, tokenizer, sampling, rollout.concurrency)
         render = prompt_renderer(TagPrompts(), tokenizer)
         self._orders = fixed_orders(experiment, task, render, self._rollouts, workload.seed)
-        self._partial = partial_sampling(experiment, self._dispatcher)
+        reward = experiment.game.reward.kind
+        self._partial = partial_sampling(rollout, experiment.training, reward, self._dispatcher)
 
     def _drawn(self, index: int) -> NDArray[np.int64]:
         """The lengths of all samples up to `index`, concatenated, each with a seed of (sample, batch).
@@ -244,7 +245,8 @@ class Stragglers:
             groups = await self._partial.sample(self._plan, number)
         else:
             orders, call = self._plan(number)
-            call = replace(call, deadline=training_deadline(self._experiment))
+            experiment = self._experiment
+            call = replace(call, deadline=training_deadline(experiment.rollout.deadline, experiment.training))
             groups = await self._dispatcher.sample(orders, call)
         return groups, time.perf_counter() - started
 

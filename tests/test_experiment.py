@@ -536,7 +536,11 @@ def test_arithmetic_by_hand(tmp_path: Path) -> None:
 def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
     growing = {"growing": True, "rounds": 3}
     experiment = build_experiment({"game": growing, "verifier": {"steps": 7}, "training": {"steps": 5}})
-    assert [experiment.mint_problems(round_) // experiment.game.mint_problems for round_ in range(3)] == [1, 2, 3]
+    assert [experiment.game.problems_of_mint(round_) // experiment.game.mint_problems for round_ in range(3)] == [
+        1,
+        2,
+        3,
+    ]
     assert [experiment.verifier_steps(round_) for round_ in range(3)] == [7, 14, 21]
     assert experiment.arithmetic().optimizer_steps == 7 + 14 + 21 + 3 * 5
     # The verifier's updates do not grow: 6 batches of 2 steps, so 3 updates of 4 steps in each round.

@@ -22,13 +22,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from arithmetic import RateMeter
 from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
 from pvg import spinning
 from pvg.bench.compare import gains, median
-from pvg.bench.report import BenchReport, Variant, read_environment, usable_cores, write_report
+from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
 from pvg.bench.runner import SampleTaken, VariantTrial, common_work, on_loop, run_trials
 from pvg.bench.workloads import BenchMetric
 from pvg.config.experiment import Experiment
@@ -204,12 +203,11 @@ def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[Be
         folder = Path(scratch)
         experiment, shared = prepare(row, folder)
         found = sides(row, folder, shared, peer)
-        meter = RateMeter(row.threads) if row.name == "grpo" else None
-        trials = [_trial(row, name, side, meter) for name, side in found.items()]
+        trials = [_trial(row, name, side) for name, side in found.items()]
         created = datetime.now(UTC).isoformat(timespec="seconds")
         on_loop("asyncio", run_trials(trials))
     results = [trial.result() for trial in trials]
-    variants = [variant if meter is None else with_share(variant, meter) for variant, _ in results]
+    variants = [variant for variant, _ in results]
     works = [work for _, work in results]
     failed = next((trial.error for trial in trials if trial.error is not None), None)
     if failed is None:
@@ -249,30 +247,14 @@ def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[Be
     return report, failed.exit_code if failed else 0
 
 
-def with_share(variant: Variant, meter: RateMeter) -> Variant:
-    """The variant with its step as a share of the arithmetic bound, if its side counts its arithmetic."""
-    gflop = variant.derived.get("gflop")
-    if gflop is None:
-        return variant
-    rate = meter.median
-    share = gflop / (median(variant.samples["step_s"].values) * rate)
-    derived = {**variant.derived, "matmul_gflops": rate, "arithmetic_share": share}
-    return variant.model_copy(update={"derived": derived})
-
-
-def _trial(row: PeerComparison, name: str, side: Side, meter: RateMeter | None) -> VariantTrial:
-    def taken(sample: SampleTaken) -> None:
-        _say(sample)
-        if meter is not None:  # both sides wait for their next order now
-            meter()
-
+def _trial(row: PeerComparison, name: str, side: Side) -> VariantTrial:
     return VariantTrial(
         lambda: side,
         warmup=row.warmup,
         repeats=row.repeats,
         label=f"trainer={name}",
         overrides={"trainer": name},
-        on_sample=taken,
+        on_sample=_say,
     )
 
 
@@ -300,11 +282,6 @@ def tell(report: BenchReport) -> None:
     for name, value in theirs.derived.items():
         if name in ours.derived:
             print(f"{name:>20}          TRL {number(value):>8}  pvg {number(ours.derived[name])}")
-    if (share := ours.derived.get("arithmetic_share")) is not None:
-        gflop, rate = number(ours.derived["gflop"]), number(ours.derived["matmul_gflops"])
-        print(
-            f"pvg's step is {100 * share:.0f} % arithmetic: it requires {gflop} GFLOP, and torch reaches {rate} GFLOP/s"
-        )
     ratio = gains(report)[1].whole
     if ratio is not None:
         headline = report.config["profile"]["headline"]

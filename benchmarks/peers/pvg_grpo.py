@@ -18,19 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from arithmetic import step_operations
 from protocol import Orders
 from work import read_work, reward
 
 from pvg.bench.runner import on_loop
 from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
-from pvg.bench.workloads.trainer import ModelSize
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
+from pvg.game.run import session_of
 from pvg.game.simultaneous import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
@@ -68,25 +67,17 @@ class Unscored:
 
 
 class TimedSource:
-    """A source that measures the time of its newest batch, the mean length of its completions, and the arithmetic that
-    a step on it requires, in 10^9 operations."""
+    """A source that measures the time of its newest batch and the mean length of its completions."""
 
-    def __init__(self, source: GameBatches, size: ModelSize, *, reference: bool) -> None:
-        self._source, self._size, self._reference = source, size, reference
+    def __init__(self, source: GameBatches) -> None:
+        self._source = source
         self.rollout_s = self.completion_tokens = 0.0
-        self._batch: PolicyBatch | None = None
-
-    @property
-    def gflop(self) -> float:
-        assert self._batch is not None
-        return step_operations(self._size, self._batch, reference=self._reference) / 1e9
 
     async def next_batch(self) -> PolicyBatch:
         began = time.perf_counter()
         batch = await self._source.next_batch()
         self.rollout_s = time.perf_counter() - began
         self.completion_tokens = statistics.fmean(batch.completion_lengths_N.tolist())
-        self._batch = batch
         return batch
 
 
@@ -97,17 +88,13 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         players = session.players
         learner = stack.enter_context(open_learner(players, round_=0))
         learner.require_gradients()
-        workers = players.prover_workers(experiment, learner.module)
+        workers = players.prover_workers(experiment.training, experiment.rollout, learner.module)
         if workers is not None:
             stack.push_async_callback(workers.close)
             await workers.prepare()
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
         scorer: Any = Unscored()
-        source = TimedSource(
-            open_batches(session, scorer, FixedVerifier(0.0), objective, learner, workers),
-            ModelSize.of(learner),
-            reference=objective.needs_reference,
-        )
+        source = TimedSource(open_batches(session, scorer, FixedVerifier(0.0), objective, learner, workers))
         trainer = Trainer(
             learner.module,
             objective,
@@ -138,7 +125,6 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
                         "rollout_s": source.rollout_s,
                         "train_s": step_s - source.rollout_s,
                         "completion_tokens": source.completion_tokens,
-                        "gflop": source.gflop,
                     }
                 )
 
@@ -150,8 +136,9 @@ async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, st
     players = Players(experiment, task, ledger.log)
     stack.push_async_callback(players.close)
     await players.ready()
-    prompts = prompt_builder(experiment, players.base.tokenizer)
-    return BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), tracer)
+    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+    parts = (players, prompts, SilentObserver(), asyncio.Event(), tracer)
+    return session_of(experiment, task, ledger, *parts, BenchSession)
 
 
 def main(folder: Path) -> None:

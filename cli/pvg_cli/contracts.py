@@ -11,9 +11,9 @@ from pvg_cli.options import DebugOption, JsonOption
 
 
 def _names(incomplete: str) -> list[str]:
-    from pvg_cli.documents import DOCUMENTS, FILES
+    from pvg_cli.documents import FILES, documents
 
-    return [name for name in FILES | DOCUMENTS if name.startswith(incomplete)]
+    return [name for name in FILES | documents() if name.startswith(incomplete)]
 
 
 @guarded

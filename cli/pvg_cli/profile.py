@@ -10,12 +10,11 @@ import typer
 from pvg.errors import UsageError, counted
 from pvg_cli import completion
 from pvg_cli.boundary import (
-    EXIT_STOPPED,
     announce_loading,
     emit,
-    emit_error,
     guarded,
     say,
+    stopped,
 )
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption
 
@@ -55,14 +54,7 @@ def profile(
             "--out", "-o", metavar="FOLDER", help="A new folder for the results. Default: profile-NAME-STAGE."
         ),
     ] = None,
-    py_spy: Annotated[
-        bool | None,
-        typer.Option(
-            "--py-spy/--no-py-spy",
-            help="Require py-spy, or skip it. Default: use it if it is installed.",
-            show_default=False,
-        ),
-    ] = None,
+    no_py_spy: Annotated[bool, typer.Option("--no-py-spy", help="Do not run py-spy, even if it is installed.")] = False,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -71,19 +63,16 @@ def profile(
     Prints the ten costliest operators of torch. Each profiler slows the work down, and the tables show by how much.
     """
     if run is not None:
-        if experiment or stage or overrides or py_spy is not None:
+        if experiment or stage or overrides or no_py_spy:
             raise UsageError(
                 "--run exports a finished timeline, so it takes no experiment, stage or settings.", "Leave them out."
             )
         made = _of_run(run, runs, out)
     else:
         try:
-            made = _of_stage(experiment, stage or DEFAULT_STAGE, overrides or [], steps, out, py_spy)
+            made = _of_stage(experiment, stage or DEFAULT_STAGE, overrides or [], steps, out, not no_py_spy)
         except KeyboardInterrupt:
-            say("Stopped. The folder contains the finished results.")
-            if as_json:
-                emit_error("Stopped", "Stopped before all profilers had run.", "", EXIT_STOPPED)
-            raise typer.Exit(EXIT_STOPPED) from None
+            raise stopped("Stopped. The folder contains the finished results.", document=as_json) from None
     if as_json:
         emit(made.plain())
     else:
@@ -99,7 +88,7 @@ def _of_run(run: str, runs: Path, out: Path | None) -> ProfileResult:
 
 
 def _of_stage(
-    experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool | None
+    experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool
 ) -> ProfileResult:
     announce_loading()
     from pvg.bench.profiling import profile_stage, stage_of, stage_settings
@@ -174,7 +163,6 @@ def _files_table(made: ProfileResult) -> Table:
     from pvg.reporting.table import Column, Table
 
     table = Table([Column(wrap=False), Column(style="quiet")], narrow=True)
-    table.add("README.txt", "Describes each file and how to open it.")
     for file in made.files:
         table.add(file.name, f"{file.what} {file.how}".strip())
     return table

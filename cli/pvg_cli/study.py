@@ -20,8 +20,8 @@ from pvg_cli.boundary import EXIT_STOPPED, emit, guarded, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption, SetOption
 
 if TYPE_CHECKING:
-    from pvg.study.cells import CellProgress, StudyFolder
     from pvg.study.plan import Cell, StudyPlan
+    from pvg.study.playing import CellProgress, StudyFolder
     from pvg.study.results import StudyResults
 
 
@@ -60,7 +60,7 @@ def study(  # noqa: PLR0917  (each is an option)
         typer.Option(
             "--markdown",
             metavar="FILE",
-            help="Write the tables as Markdown to FILE, or between the marks of the study in FILE.",
+            help="Write the tables as Markdown to FILE.",
         ),
     ] = None,
     csv: Annotated[
@@ -81,9 +81,8 @@ def study(  # noqa: PLR0917  (each is an option)
 
     Ctrl-C stops the games at commit points. The same command resumes the study, and keeps complete games.
     """
-    from pvg.study.cells import StudyFolder, progress_of, refuse_irregular_files, refuse_other_settings
-    from pvg.study.plan import load_study
-    from pvg.study.precision import with_precision
+    from pvg.study.plan import load_study, with_precision
+    from pvg.study.playing import StudyFolder, progress_of, refuse_other_settings
     from pvg.study.results import csv_text
     from pvg.study.text import markdown_text
 
@@ -98,7 +97,6 @@ def study(  # noqa: PLR0917  (each is an option)
     for note in (*given.notes, *notes):
         say(note)
     folder = StudyFolder(plan.folder)
-    refuse_irregular_files(folder, plan.cells)
     refuse_other_settings(plan.cells)
     now = {cell.name: progress_of(cell, folder, plan.evaluate) for cell in plan.cells}
     if dry_run:
@@ -109,14 +107,12 @@ def study(  # noqa: PLR0917  (each is an option)
     for option, path in (("--markdown", markdown), ("--csv", csv)):  # before hours of work
         if path is not None:
             _check_place(option, path)
-    if markdown is not None:
-        _placed(markdown, plan.name, "")
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
         results = _write(plan, folder, command)
     if markdown is not None:
-        _write_text(markdown, _placed(markdown, results.name, markdown_text(results)))
+        _write_text(markdown, markdown_text(results))
     if csv is not None:
         _write_text(csv, csv_text(results))
     _print_result(results, folder, command, as_json=as_json, finished=finished)
@@ -225,7 +221,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     from pvg.study.text import plan_cautions
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.output import stderr
-    from pvg_cli.study_display import StudyBoard, StudyWatcher
+    from pvg_cli.study_display import StudyWatcher
 
     experiments = [cell.experiment for cell in todo]
     found = [warning for each in experiments for warning in (*each.warnings(), *bfloat16_warnings(each))]
@@ -234,7 +230,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     for sentence in plan_cautions(plan):
         say(f"warning: {sentence}")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with StudyWatcher(StudyBoard(plan, now), stderr()) as watcher, counted_stops() as stop:
+    with StudyWatcher(plan, now, stderr()) as watcher, counted_stops() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
 
 
@@ -252,8 +248,8 @@ def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> st
 def _write(plan: StudyPlan, folder: StudyFolder, command: str) -> StudyResults:
     """Collect the results so far, and write them as JSON and as a page."""
     from pvg.reporting.table import write_page
-    from pvg.study.page import study_page
     from pvg.study.results import collect, write_results
+    from pvg.study.text import study_page
 
     results = collect(plan, command)
     write_results(folder.results, results)
@@ -277,18 +273,6 @@ def _check_place(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path} is a folder.", f"Give a file: {option} FILE")
     if not path.parent.is_dir():
         raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
-
-
-def _placed(path: Path, name: str, tables: str) -> str:
-    """The new content of the file. Raises UsageError if the file is a document without marks for the tables."""
-    from pvg.study.text import placed
-
-    try:
-        return placed(path.read_bytes().decode() if path.is_file() else "", name, tables)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}.", "Give another file.") from error
-    except ValueError as error:  # also raised for a file that is not text
-        raise UsageError(f"{path} was not changed: {error}.", "Correct the marks, or give another file.") from error
 
 
 def _print_result(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:

@@ -3,7 +3,7 @@
     made = profile_stage(stage_settings("rollout", "modchain", []), "rollout", Path("out"), steps=3)
     made.operators, made.files, made.missing
 
-README.txt in the folder explains each file and how to open it; profile.json has the figures.
+profile.json in the folder has the figures, and names each file and how to open it.
 
 The work is the benchmark profile with the stage's name, on the experiment to profile. Each profiler slows down what the
 others would measure, so each repeats the workload's sample in a pass of its own: pvg's spans alone (`spans_pass`, with
@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,14 +156,8 @@ async def torch_pass(
     on_gpu = _cuda()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     config = _ExperimentalConfig(profile_all_threads=True)
-    profiler = profile(activities=activities, experimental_config=config)
-    with without_usdt_lines():
-        profiler.start()
-    try:
+    with profile(activities=activities, experimental_config=config) as profiler:
         walls_s = await _timed(workload, lambda done, _: done < steps)
-    finally:
-        with without_usdt_lines():
-            profiler.stop()
     return SamplingPass("torch profiler", walls_s), _write_torch(profiler, trace, table, on_gpu)
 
 
@@ -174,24 +167,6 @@ def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple
     order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     table.write_text(averages.table(sort_by=order, row_limit=OPERATORS_SHOWN, max_name_column_width=60))
     return _operators(averages, on_gpu)
-
-
-@contextmanager
-def without_usdt_lines() -> Iterator[None]:
-    """Drop the lines with which torch's profiler reports its start and stop on stderr at any log level. Other output on
-    stderr passes through."""
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as caught:
-        os.dup2(caught.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            caught.seek(0)
-            os.write(stderr, b"".join(line for line in caught if not line.startswith(b"USDT:")))
-            os.close(stderr)
 
 
 def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyOperator, ...]:
@@ -317,7 +292,6 @@ def _text(log: IO[bytes]) -> str:
 # --- the folder with all results --------------------------------------------------------------------------------------
 
 PERFETTO = "Open https://ui.perfetto.dev and drop the file on it (it stays on your machine), or chrome://tracing."
-WIDTH = 100  # columns of README.txt
 
 OnPass = Callable[[str], None]
 
@@ -363,25 +337,18 @@ def profile_stage(
     folder: Path,
     *,
     steps: int,
-    py_spy: bool | None = None,
+    py_spy: bool = True,
     on_pass: OnPass = lambda found: None,
     workloads: WorkloadTable = WORKLOADS,
 ) -> ProfileResult:
     """Run the stage's work under each profiler and write everything into the new `folder`.
 
-    `py_spy`: True requires it (MissingRequirementError without it), False leaves it out, None uses it if available.
-    `on_pass` receives the name of each pass before it runs.
+    Without py-spy, or if `py_spy` is False, `missing` says so. `on_pass` receives the name of each pass before it runs.
     """
-    spy = _py_spy(py_spy)  # first, so that a missing tool is reported at once
     made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {counted(steps, 'step')}")
-    if isinstance(spy, PySpyError):
-        made.missing["py-spy"] = str(spy)
-        spy = None
-    elif spy is None:
-        made.missing["py-spy"] = "Left out because of --no-py-spy."
-    work = _passes(settings, stage, made, steps, spy, py_spy is True, on_pass, workloads)
+    work = _passes(settings, stage, made, steps, py_spy, on_pass, workloads)
     on_loop(settings.experiment.telemetry.event_loop, work)
-    _write_index(made)
+    _write_figures(made)
     return made
 
 
@@ -400,7 +367,7 @@ def profile_run(run: RunDirectory, folder: Path) -> ProfileResult:
     count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))
     what = f"The run's phases, steps, spans by thread, device samples, loop lag and alerts ({count:,} events)."
     made.files.append(ProfileFile(path.name, what, PERFETTO))
-    _write_index(made)
+    _write_figures(made)
     return made
 
 
@@ -410,17 +377,6 @@ def _span(record: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
     raise DamagedFileError(
         f"{run.spans} has a line that is not a span: {orjson.dumps(record).decode()[:80]}", "Remove it from the file."
     )
-
-
-def _py_spy(wanted: bool | None) -> Path | PySpyError | None:
-    if wanted is False:
-        return None
-    try:
-        return find_py_spy()
-    except PySpyError as error:
-        if wanted:
-            raise
-        return error
 
 
 def _new(folder: Path) -> Path:
@@ -441,8 +397,7 @@ async def _passes(
     stage: Stage,
     made: ProfileResult,
     steps: int,
-    spy: Path | None,
-    demanded: bool,
+    py_spy: bool,
     on_pass: OnPass,
     workloads: WorkloadTable,
 ) -> None:
@@ -467,43 +422,30 @@ async def _passes(
             ProfileFile(trace.name, "Every torch operator, in every thread.", PERFETTO),
             ProfileFile(table.name, "The same, summed by operator.", "Any text viewer; the table is wide."),
         ]
-        if spy is not None:
+        if py_spy:
             on_pass("py-spy")
-            await _sampled(workload, made, steps, spy, demanded)
+            await _sampled(workload, made, steps)
+        else:
+            made.missing["py-spy"] = "Left out because of --no-py-spy."
     finally:
         await workload.close()
 
 
-async def _sampled(workload: Any, made: ProfileResult, steps: int, spy: Path, demanded: bool) -> None:
+async def _sampled(workload: Any, made: ProfileResult, steps: int) -> None:
     path = made.folder / "py-spy.svg"
     try:
-        made.passes.append(await py_spy_pass(workload, steps, spy, path))
+        made.passes.append(await py_spy_pass(workload, steps, find_py_spy(), path))
     except PySpyError as error:
-        if demanded:
-            raise
         made.missing["py-spy"] = str(error)
         return
     what = "Flame graph of the Python stacks by thread: wide means expensive."
     made.files.append(ProfileFile(path.name, what, "Any browser; click to zoom, Ctrl-F to search."))
 
 
-def _write_index(made: ProfileResult) -> None:
+def _write_figures(made: ProfileResult) -> None:
     made.files.append(
         ProfileFile("profile.json", "The figures of this profile, as printed by `pvg profile --json`.", "")
     )
-    lines = [f"pvg profile: {made.title}", ""]
-    for file in made.files:
-        lines += [
-            file.name,
-            *textwrap.wrap(f"{file.what} {file.how}".strip(), WIDTH, initial_indent="    ", subsequent_indent="    "),
-        ]
-    lines += ["", *(f"Missing: {tool}. {why}" for tool, why in made.missing.items())]
-    if made.passes:
-        lines += [
-            "Each profiler slows down what it measures, so each had a separate pass. Seconds of the fastest step:"
-        ]
-        lines += [f"    {each.name:<22}{each.fastest_s:9.3f}" for each in made.passes]
-    (made.folder / "README.txt").write_text("\n".join(lines).rstrip() + "\n")
     (made.folder / "profile.json").write_bytes(orjson.dumps(made.plain(), option=orjson.OPT_INDENT_2))
 
 

@@ -113,24 +113,6 @@ def gpu_and_driver() -> tuple[str | None, str | None]:
 
 SCHEMA_VERSION = 1
 
-# JSON Schema has no validators, so this states in JSON Schema what Variant checks.
-FAILED_HAS_NO_METRICS: dict[str, Any] = {
-    "if": {"properties": {"status": {"const": "failed"}}},
-    "then": {
-        "properties": {
-            "reason": {"minLength": 1},
-            "samples": {"maxProperties": 0},
-            "budget": {"type": "null"},
-            "derived": {"maxProperties": 0},
-        },
-        "required": ["reason"],
-    },
-    "else": {
-        "properties": {"reason": {"maxLength": 0}, "samples": {"minProperties": 1}, "budget": {"type": "object"}},
-        "required": ["samples", "budget"],
-    },
-}
-
 
 class BenchRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -156,8 +138,6 @@ class TimeBudget(BenchRecord):
 
 class Variant(BenchRecord):
     """One measured variant. A failed one has a reason and no metrics."""
-
-    model_config = ConfigDict(json_schema_extra=FAILED_HAS_NO_METRICS)
 
     label: str  # "" if it is the only one, otherwise what differs, such as "rollout.engine.max_rows=64"
     overrides: dict[str, Any] = {}  # the settings in which it differs from `config`

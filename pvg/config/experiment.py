@@ -61,10 +61,6 @@ class Experiment(AllSections):
             return 0
         return prover_steps // self.training.minibatches // schedule.every * schedule.updates
 
-    def mint_problems(self, round_: int) -> int:
-        """Problems of a round's mint."""
-        return self.game.mint_problems * self.game.effort(round_)
-
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""
         training, rollout = self.training, self.rollout

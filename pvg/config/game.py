@@ -174,6 +174,10 @@ class Game(Section):
     schedule: Schedule = StackelbergSchedule()
     test: RoundTest = RoundTest()
 
+    def problems_of_mint(self, round_: int) -> int:
+        """Problems of a round's mint; rounds count from 0."""
+        return self.mint_problems * self.effort(round_)
+
     def effort(self, round_: int) -> int:
         """How many times game.mint_problems and verifier.steps a round has; rounds count from 0."""
         return round_ + 1 if self.growing else 1

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import ChallengeProtocol
+from pvg.config.game import ChallengeProtocol, Game
 from pvg.errors import StateError
 from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
@@ -209,6 +209,10 @@ class EvaluationContext:
         self.units = ResultFiles(self.folder / "units")
         self.manifests = ResultFiles(self.folder / "samples")
         self.shards = RolloutShards(self.folder)
+
+    @property
+    def game(self) -> Game:
+        return self.experiment.game
 
     @property
     def seed(self) -> int:

@@ -37,6 +37,7 @@ from pvg.evaluation.report import policy_experiment
 from pvg.game.ledger import Ledger
 from pvg.game.parts import TrainingStop
 from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
+from pvg.game.run import session_of
 from pvg.game.session import Session, finite
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
@@ -113,7 +114,7 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
         if elsewhere := ledger.record_machine(context.players.machine):
             context.observer.noticed(elsewhere)
         watcher = RenamingObserver(context.observer, phase=training.phase, unit=training.unit)
-        yield Session(
+        session = session_of(
             training.experiment,
             context.task,
             ledger,
@@ -122,7 +123,9 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
             watcher,
             context.stop,
             context.tracer,
+            Session,
         )
+        yield session
     finally:
         ledger.close()
 

@@ -134,7 +134,7 @@ class FinishedRound:
             opened.callback(verifier.close)
             return VerifierScorer(
                 verifier,
-                template_of(self.experiment, task, verifier),
+                template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
                 cache_entries=section.cache_entries,
                 token_budget=section.score_tokens,
@@ -154,4 +154,5 @@ class _Verifiers:
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
         from pvg.models.sources import open_verifier
 
-        return open_verifier(self._experiment, self._device, None, round_, member, like)
+        section, models, seed = self._experiment.verifier, self._experiment.models, self._experiment.seed
+        return open_verifier(section, models, seed, self._device, None, round_, member, like)

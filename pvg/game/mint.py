@@ -35,13 +35,13 @@ class ProblemChunk:
 
 def plan(session: Session) -> list[ProblemChunk]:
     """All chunks of this round's mint, oldest source first. Every process computes the same list."""
-    experiment, game, round_ = session.experiment, session.experiment.game, session.state.round
+    game, round_ = session.game, session.state.round
     shares = source_weights(game, sources_for_round(round_))
-    size = experiment.mint_problems(round_)
+    size = game.problems_of_mint(round_)
     counts = apportion(size, shares)
-    drawn = sum(experiment.mint_problems(earlier) for earlier in range(round_))
+    drawn = sum(game.problems_of_mint(earlier) for earlier in range(round_))
     problems = session.draw("verifier", drawn, size, "mint")
-    per_chunk = max(1, session.experiment.rollout.chunk // game.mint_samples)
+    per_chunk = max(1, session.rollout.chunk // game.mint_samples)
     chunks: list[ProblemChunk] = []
     start = 0
     for source, count in counts.items():
@@ -54,7 +54,7 @@ def plan(session: Session) -> list[ProblemChunk]:
 
 async def mint(session: Session) -> None:
     """Run the phase from the last committed chunk on, then enter TRAIN_VERIFIER."""
-    game, state = session.experiment.game, session.state
+    game, state = session.game, session.state
     chunks = plan(session)
     per_problem = game.mint_samples
     rollouts_done = sum(len(chunk.problems) for chunk in chunks[: state.step]) * per_problem

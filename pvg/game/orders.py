@@ -285,22 +285,21 @@ class ProverOrders:
 
 def prover_orders(session: Session, environment: Environment | None = None) -> ProverOrders:
     """The orders of prover training in the session's game."""
-    experiment = session.experiment
-    training, curriculum = experiment.training, experiment.training.curriculum
+    training, curriculum = session.training, session.training.curriculum
     return ProverOrders(
         session,
         training.groups,
-        experiment.rollout.group_size,
-        experiment.game.sneaky_share,
+        session.rollout.group_size,
+        session.game.sneaky_share,
         ShuffledProblems() if curriculum == "none" else Curriculum(curriculum),
-        training_deadline(experiment),
+        training_deadline(session.rollout.deadline, training),
         environment,
     )
 
 
 def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Generator) -> list[GroupOrder]:
     """One helpful and one sneaky group per problem, together `game.mint_samples` solutions."""
-    game = session.experiment.game
+    game = session.game
     orders = []
     for position, problem in enumerate(problems):
         roles = assign_roles(game.mint_samples, game.sneaky_share, rng)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,6 @@ import numpy as np
 
 from pvg.errors import ConfigurationError
 from pvg.game.batch_logprobs import BatchLogprobs
-from pvg.game.players import Players
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -28,13 +27,10 @@ from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules, GameRules
 from pvg.models.language_model import LanguageModel
 from pvg.records import Int32, Problem, Role, Rollout, source_of_round
-from pvg.rollout import EngineSetup, open_engine
-from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_start, play_games
 from pvg.seeds import generator_for, seed_for
 from pvg.tasks.play import Play
-from pvg.telemetry.events import SilentEvents
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of
 from pvg.training.credit import advantages, zero_signal_groups
@@ -218,10 +214,10 @@ def play_task(session: Session) -> Play:
 def encoder(session: Session) -> Callable[[str], Int32]:
     """A function from the text of a decision's prompt to its token ids, int32 [P], in the style of the experiment. It
     raises ConfigurationError for a prompt that is too long."""
-    game, base, experiment = play_task(session).game, session.players.base, session.experiment
+    game, base, rollout = play_task(session).game, session.players.base, session.rollout
     rules = [{"role": "system", "content": game.instructions}] if isinstance(game, ExplainsRules) else []
-    style = experiment.prompts.kind
-    limits = {"models.prover": base.max_length, "training.micro_batch_tokens": experiment.training.micro_batch_tokens}
+    style = session.prompts.style
+    limits = {"models.prover": base.max_length, "training.micro_batch_tokens": session.training.micro_batch_tokens}
     limit, key = min((limit, key) for key, limit in limits.items())
 
     def encode(prompt: str) -> Int32:
@@ -231,10 +227,10 @@ def encoder(session: Session) -> Callable[[str], Int32]:
             ids = base.tokenizer.opening("".join(f"{said}\n\n" for said in [*(r["content"] for r in rules), prompt]))
         else:
             ids = session.prompts.render(Problem("", prompt, ""), Role.HELPFUL)
-        if len(ids) + experiment.rollout.max_tokens > limit:
+        if len(ids) + rollout.max_tokens > limit:
             raise ConfigurationError(
                 f"A prompt of the game has {len(ids)} tokens, and a completion may have "
-                f"{experiment.rollout.max_tokens}, but {key} takes {limit}.",
+                f"{rollout.max_tokens}, but {key} takes {limit}.",
                 "Lower rollout.max_tokens, raise training.micro_batch_tokens, or choose a model with a longer context.",
             )
         return ids
@@ -242,26 +238,9 @@ def encoder(session: Session) -> Callable[[str], Int32]:
     return encode
 
 
-@asynccontextmanager
-async def base_policy(players: Players) -> AsyncIterator[Dispatcher]:
-    """The base prover as an opponent, on a torch engine of its own."""
-    setup = EngineSetup(players.experiment, players.base, players.executor, SilentEvents(), "base", list)
-    engine = open_engine(setup)
-    try:
-        yield Dispatcher(
-            engine,
-            players.task,
-            players.base.tokenizer,
-            players.dispatcher.sampling,
-            players.experiment.rollout.concurrency,
-        )
-    finally:
-        await engine.close()
-
-
 async def train_player(session: Session) -> None:
     """Run the phase from the last committed step on, then enter CHECKPOINT."""
-    info = session.begin("steps", session.experiment.training.steps, session.state.step)
+    info = session.begin("steps", session.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=True))
@@ -271,7 +250,7 @@ async def train_player(session: Session) -> None:
             with span("open_models"):
                 named = play_task(session).section.opponent
                 if named == "base":
-                    opponent = await stack.enter_async_context(base_policy(session.players))
+                    opponent = await stack.enter_async_context(session.players.base_policy())
                 elif named != "self":
                     opponent = named
             phase = open_phase(session, info, learner, partial(_open_batches, session, learner, opponent))
@@ -292,7 +271,7 @@ def _open_batches(
     objective: PolicyObjective,
     workers: ModelInWorkers[PolicyBatch] | None,
 ) -> PlayBatches:
-    recomputed = session.experiment.rollout.logprobs == "recomputed"
+    recomputed = session.rollout.logprobs == "recomputed"
     logprobs = BatchLogprobs(session.players, objective, learner, workers=workers, recomputed=recomputed)
     return PlayBatches(session, objective, logprobs, opponent)
 
@@ -365,7 +344,7 @@ class PlayBatches:
             rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
             groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
             roles_N = np.array([rollout.role.number for rollout in trained], dtype=np.int8)
-            loss = session.experiment.training.loss
+            loss = session.training.loss
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)
@@ -396,7 +375,7 @@ class PlayBatches:
     def _starts(self, number: int) -> _Starts:
         """The starts of batch `number`: cached states first, openings for the rest."""
         session, section, round_ = self.session, self.section, self.session.state.round
-        training, size = session.experiment.training, session.experiment.rollout.group_size
+        training, size = session.training, session.rollout.group_size
         generator = generator_for(session.seed, round_, "play-starts", number)
         version = session.players.engine.version
         cached = self.cache.draw(round(section.cache_share * training.groups), version, generator)

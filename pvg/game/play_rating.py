@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pvg.config.task import PlayReference
 from pvg.game.mint import load_source
-from pvg.game.play_phase import base_policy, encoder, play_task, points
+from pvg.game.play_phase import encoder, play_task, points
 from pvg.game.session import Session, finite
 from pvg.records import BASE_SOURCE, Rollout, source_of_round
 from pvg.rollout.episodes import SampleCall
@@ -45,7 +45,7 @@ async def rate(session: Session) -> None:
     metrics: dict[str, float] = {}
     version = session.state.version
     async with AsyncExitStack() as stack:
-        base = await stack.enter_async_context(base_policy(session.players)) if "base" in section.references else None
+        base = await stack.enter_async_context(session.players.base_policy()) if "base" in section.references else None
         with span("evaluate"):
             for source in sources:
                 version += 1
@@ -61,7 +61,7 @@ async def rate(session: Session) -> None:
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
     rounds = (*session.state.rounds, finite(metrics))
-    following = session.state.after_round(session.experiment.game.rounds, self_play=True)
+    following = session.state.after_round(session.game.rounds, self_play=True)
     await session.leave_phase(replace(following, version=version, rounds=rounds))
 
 
@@ -72,7 +72,7 @@ def _references(session: Session, source: str) -> list[PlayReference]:
 
 async def _matches(session: Session, source: str, reference: str, opponent: Opponent) -> dict[str, float]:
     """The results against one reference. Every source, round and reference gets the same starts."""
-    test, game = session.experiment.game.test, play_task(session).game
+    test, game = session.game.test, play_task(session).game
     pool = session.test_problems()
     chosen = draw_cyclic(len(pool), 0, min(test.problems, len(pool)), seed_for(session.seed, "evaluation"))
     starts = [game_start(game, pool[index]) for index in chosen]

@@ -7,9 +7,10 @@ never compete for the same cores. Two other threads have no pool: one scores rol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -17,8 +18,10 @@ from torch import nn
 
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
-from pvg.game.roles import prompt_renderer
+from pvg.game.roles import PromptSection, prompt_renderer
 from pvg.game.statistics import sync_metrics
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
@@ -71,8 +74,9 @@ class Players:
         supply: Supply | None = None,
         rank_supply: Supply | None = None,
     ) -> None:
-        self.experiment = experiment
-        self.task = task
+        self._experiment = experiment
+        self.seed, self.adapters = experiment.seed, experiment.training.adapters
+        self.task, self.rollout = task, experiment.rollout
         self.device = pick_device(experiment.models.device)
         allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
         self.servers: RayServers | None = None
@@ -94,7 +98,7 @@ class Players:
         if isinstance(self.executor, ComputeExecutor):
             self.executor.settle(width_of(self.base.module))
         self.threads: int = finished(self.executor.submit(torch.get_num_threads))
-        rollout, events = experiment.rollout, events or SilentEvents()
+        rollout, events = self.rollout, events or SilentEvents()
         self.verifier_serving: VerifierServing | None = None
         try:
             refuse_without_head(self.base.module)
@@ -108,13 +112,15 @@ class Players:
 
                 self.engine: Engine = WorkerEngine(self.workers)
             else:
-                setup = EngineSetup(experiment, self.base, self.executor, events, run, self._canary_prompts)
+                servers = partial(self._engine_on_servers, events, run)
+                replayed = experiment.training.router_replay
+                setup = EngineSetup(rollout, self.base, self.executor, events, replayed, servers)
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
             self._close_base()
             self._end_supplies()
             raise
-        self.publisher = Publisher([self.engine], events=events)
+        self.publisher = Publisher(self.engine, events=events)
         self._collector: CalmCollector | None = None
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
@@ -132,10 +138,10 @@ class Players:
 
     def _worker_pool(self, events: Events | None) -> WorkerPool | None:
         """The workers that sample, score and train; None if this process does."""
-        cluster = self.experiment.cluster
+        cluster = self._experiment.cluster
         if not isinstance(cluster, LocalCluster | RayCluster) or not has_workers(cluster):
             return None
-        if self.experiment.server_cluster is not None:
+        if self._experiment.server_cluster is not None:
             return None
         if self.device.type != "cpu":
             device = f"models.device = 'auto' is {self.device.type} here"
@@ -147,17 +153,22 @@ class Players:
         from pvg.workers.pool import WorkerPool
         from pvg.workers.scoring import ScoringSlots
 
-        self._supply = self._supply or open_supply(self.experiment)
+        self._supply = self._supply or open_supply(self._experiment)
         assert self._supply is not None
         shards = shards_of(cluster) or usable_cores()
         processes = processes_of(cluster, shards)
-        workers = WorkerPool(self.experiment, shards, self._supply, events, cluster.trainers, processes)
+        workers = WorkerPool(self._experiment, shards, self._supply, events, cluster.trainers, processes)
         self._slots = ScoringSlots(workers)
         return workers
 
+    def _engine_on_servers(self, events: Events, run: str) -> Engine:
+        from pvg.rollout.vllm_engine import open_vllm_engine
+
+        return open_vllm_engine(self._experiment, self.base, self.executor, events, run, self._canary_prompts)
+
     def _rank_group(self, events: Events | None, supply: Supply | None) -> RankGroup | None:
         """The processes that divide the prover's training state; they start before the first step."""
-        count = ranks_of(self.experiment.cluster)
+        count = ranks_of(self._experiment.cluster)
         if count is None:
             return None
         from pvg.workers.choice import open_rank_supply
@@ -170,14 +181,14 @@ class Players:
                 "Set models.device to cpu.",
             )
         # Ray waits until it has enough GPUs. Each process of torchrun has one.
-        elsewhere = supply is not None or self.experiment.cluster.kind == "ray"
+        elsewhere = supply is not None or self._experiment.cluster.kind == "ray"
         if self.device.type == "cuda" and not elsewhere and count > torch.cuda.device_count():
             raise MissingRequirementError(
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
         client = getattr(self.servers or self._supply, "client", None)  # Ray's, where Ray starts the others
-        supply = supply or open_rank_supply(self.experiment, self.device.type, client)
+        supply = supply or open_rank_supply(self._experiment, self.device.type, client)
         return RankGroup(count, self.device.type, events, supply)
 
     def _end_supplies(self) -> None:
@@ -192,7 +203,7 @@ class Players:
         scores from servers, or if the compute threads occupy every core. Also None for a verifier on the base prover's
         weights: they share modules, and two threads cannot change the attention of these at the same time."""
         ahead = (
-            self.experiment.rollout.prefetch.kind != "none" and self.verifier_serving is None and self.workers is None
+            self._experiment.rollout.prefetch.kind != "none" and self.verifier_serving is None and self.workers is None
         )
         if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
             return None
@@ -201,7 +212,7 @@ class Players:
     @property
     def machine(self) -> str:
         """What the last bits of results depend on."""
-        cluster, workers = self.experiment.cluster, ""
+        cluster, workers = self._experiment.cluster, ""
         if self.workers is not None:
             workers = f", {counted(self.workers.count, 'worker')}"
         if isinstance(cluster, LocalCluster | RayCluster) and cluster.trainers is not None:
@@ -248,19 +259,30 @@ class Players:
     ) -> dict[str, float]:
         """Send a policy to the engine: the whole model's tensors, and its adapter if it has one. Returns metrics."""
         in_flight = self.engine.requests_in_flight
-        (timing,) = await self.publisher.publish(tensors, version, adapter)
+        timing = await self.publisher.publish(tensors, version, adapter)
         return sync_metrics(timing, in_flight)
+
+    @asynccontextmanager
+    async def base_policy(self) -> AsyncIterator[Dispatcher]:
+        """The base prover, which samples on a torch engine of its own."""
+        rollout, sampling = self._experiment.rollout, self.dispatcher.sampling
+        engine = open_engine(EngineSetup(rollout, self.base, self.executor, SilentEvents()))
+        try:
+            yield Dispatcher(engine, self.task, self.base.tokenizer, sampling, rollout.concurrency)
+        finally:
+            await engine.close()
 
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
         the random part of these weights. `like`: another member, with which it shares frozen tensors. Raises what
         `attach_adapters` and `build_verifier` raise."""
-        return open_verifier(self.experiment, self.device, self.base, round_, member, like)
+        section, models = self._experiment.verifier, self._experiment.models
+        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like)
 
     @property
     def verifier_is_on_base(self) -> bool:
         """Whether the verifier is adapters on the base prover's own weights."""
-        return verifier_is_on_base(self.experiment)
+        return verifier_is_on_base(self._experiment.verifier, self._experiment.models)
 
     @property
     def samples_elsewhere(self) -> bool:
@@ -280,18 +302,25 @@ class Players:
 
         return [ScoringCopies(self._slots, verifier)]
 
-    def prover_workers(self, experiment: Experiment, learner: nn.Module) -> ModelInWorkers[PolicyBatch] | None:
-        """Computes the gradients of `learner` in the workers; None without workers, or if ranks train it. `experiment`:
-        whose loss it is. The caller closes it."""
+    def prover_workers(
+        self, training: Training, rollout: Rollouts, learner: nn.Module
+    ) -> ModelInWorkers[PolicyBatch] | None:
+        """Computes the gradients of `learner` in the workers; None without workers, or if ranks train it. The sections
+        say its loss. The caller closes it."""
         if self.workers is None or self._ranks is not None:
             return None
         from pvg.workers.training import ModelInWorkers, policy_fields, policy_shards
 
-        fields, parameters = policy_fields(experiment), trainable_parameters(learner)
+        fields, parameters = policy_fields(training, rollout), trainable_parameters(learner)
         return ModelInWorkers(self.workers, fields, parameters, policy_shards)
 
     def prover_ranks(
-        self, experiment: Experiment, learner: nn.Module, optimizer: OptimizerSettings, committed: Committed
+        self,
+        training: Training,
+        rollout: Rollouts,
+        learner: nn.Module,
+        optimizer: OptimizerSettings,
+        committed: Committed,
     ) -> ModelInRanks | None:
         """Trains `learner` in the ranks, and moves its weights to shared memory; None without ranks. See
         `ModelInRanks`. The caller closes it."""
@@ -299,8 +328,8 @@ class Players:
             return None
         from pvg.workers.ranks import ModelInRanks, rank_fields
 
-        parameters = trainable_parameters(learner.cpu())
-        return ModelInRanks(self._ranks, rank_fields(experiment), optimizer, parameters, committed)
+        fields = rank_fields(training, rollout, self._experiment.models.prover)
+        return ModelInRanks(self._ranks, fields, optimizer, trainable_parameters(learner.cpu()), committed)
 
     def verifier_workers(self, verifier: VerifierModel, environments: int) -> ModelInWorkers[VerifierBatch] | None:
         """As `prover_workers`, for a verifier in training; `environments`: the number of possible sources of pairs."""
@@ -308,16 +337,16 @@ class Players:
             return None
         from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
 
-        fields, parameters = pair_fields(self.experiment, environments), trainable_parameters(verifier)
+        fields, parameters = pair_fields(self._experiment.plain(), environments), trainable_parameters(verifier)
         return ModelInWorkers(self.workers, fields, parameters, pair_shards)
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
-        return template_of(self.experiment, self.task, verifier)
+        return template_of(self._experiment.prompts, self.task, verifier)
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
         """A scorer with an empty cache; the caller still owns the verifier. `beside_trainer`: score in the thread
         `scoring`, if there is one. The caller must not change the verifier's weights while it scores."""
-        section, template = self.experiment.verifier, self.template(verifier)
+        section, template = self._experiment.verifier, self.template(verifier)
         backend: ScoreBackend | None = None
         if self.verifier_serving is not None:
             from pvg.verifier.vllm_backend import VllmBackend
@@ -345,8 +374,8 @@ class Players:
 
     def _canary_prompts(self) -> list[Int32]:
         """Prompts for the first problems of the prover's half, as in training."""
-        render = prompt_renderer(self.experiment.prompts, self.base.tokenizer)
-        problems = problems_of_half(self.task, "prover")[: self.experiment.weights.canary_prompts]
+        render = prompt_renderer(self._experiment.prompts, self.base.tokenizer)
+        problems = problems_of_half(self.task, "prover")[: self._experiment.weights.canary_prompts]
         return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 
     def _close_collector(self) -> None:
@@ -377,13 +406,13 @@ class Players:
             self.executor.shutdown(wait=True)
 
 
-def template_of(experiment: Experiment, task: Task, verifier: ScoringModel) -> VerifierTemplate:
+def template_of(prompts: PromptSection, task: Task, verifier: ScoringModel) -> VerifierTemplate:
     """What `verifier` reads of a solution of `task`."""
-    return verifier_template(experiment, task, verifier.tokenizer, verifier.reads)
+    return verifier_template(prompts, task, verifier.tokenizer, verifier.reads)
 
 
-def verifier_template(experiment: Experiment, task: Task, tokenizer: Tokenizer, reads: Head) -> VerifierTemplate:
+def verifier_template(prompts: PromptSection, task: Task, tokenizer: Tokenizer, reads: Head) -> VerifierTemplate:
     """What a verifier with this tokenizer reads of a solution of `task`. `reads`: the built-in head whose input it
     takes."""
     shown = task.shown if isinstance(task, ConcealsText) else None
-    return VerifierTemplate(tokenizer, experiment.prompts.kind, reads, shown)
+    return VerifierTemplate(tokenizer, prompts.kind, reads, shown)

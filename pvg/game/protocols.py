@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from pvg.config.experiment import Experiment
-from pvg.config.game import ChallengeProtocol, DecoupledProtocol
+from pvg.config.game import ChallengeProtocol, DecoupledProtocol, Game
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.players import Players
+from pvg.game.roles import PromptBuilder
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
@@ -73,7 +73,7 @@ PROVERS = re.compile(r"round-\d{3}-prover")
 async def solve(session: Session) -> None:
     """Run the phase from the last committed chunk on, then enter MINT."""
     problems = [problem for split in ("train", "test") for problem in session.task.problems(split)]
-    size = session.experiment.rollout.chunk
+    size = session.rollout.chunk
     chunks = [problems[first : first + size] for first in range(0, len(problems), size)]
     done = session.state.step * size
     info = session.begin("rollouts", len(problems), min(done, len(problems)))
@@ -138,7 +138,7 @@ def solver_weights(session: Session) -> Mapping[str, Tensor]:
 
     Raises ConfigurationError if the directory has no finished prover, or one of another model.
     """
-    protocol, base = session.experiment.game.protocol, session.players.base.weights()
+    protocol, base = session.game.protocol, session.players.base.weights()
     assert isinstance(protocol, DecoupledProtocol), "only the decoupled game has a solver"
     solver = protocol.solver
     if solver == BASE_SOURCE:
@@ -183,7 +183,10 @@ class ChallengeContext(Protocol):
     """The parts of a game that a challenge needs: a `Session` has them, and so does a run under evaluation."""
 
     @property
-    def experiment(self) -> Experiment: ...
+    def game(self) -> Game: ...
+
+    @property
+    def prompts(self) -> PromptBuilder: ...
 
     @property
     def players(self) -> Players: ...
@@ -198,11 +201,11 @@ class ChallengeContext(Protocol):
 def environment_of(session: ChallengeContext, scorer: Scorer | None) -> ChallengeEnvironment | None:
     """The session's challenge environment; None if the protocol has one turn. `scorer`: of the round's verifier; None
     if there is no verifier yet."""
-    experiment, protocol = session.experiment, session.experiment.game.protocol
+    protocol = session.game.protocol
     if not isinstance(protocol, ChallengeProtocol):
         return None
     asked = scorer if protocol.step == "weakest" else None
-    tokenizer, style = session.players.base.tokenizer, experiment.prompts.kind
+    tokenizer, style = session.players.base.tokenizer, session.prompts.style
     return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
 
 

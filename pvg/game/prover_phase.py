@@ -106,11 +106,11 @@ class RunWithPlayers(Protocol):
 
 async def train_prover(session: Session) -> None:
     """Run the phase from the last committed step on, then enter CHECKPOINT."""
-    info = session.begin("steps", session.experiment.training.steps, session.state.step)
+    info = session.begin("steps", session.training.steps, session.state.step)
     started = time.perf_counter()
     with span("open_models"):
         verifier, threshold = await open_round_verifier(session, session.state.round)
-        from_previous = session.experiment.game.start == "previous"
+        from_previous = session.game.start == "previous"
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=from_previous))
     try:
         with session.players.divided_workers():
@@ -158,13 +158,12 @@ def open_phase(
 ) -> TrainingPhase:
     """The training of `learner` on batches for its objective, from the last commit on. `helpers`: processes to prepare
     besides those that train."""
-    experiment, players = session.experiment, session.players
-    training = experiment.training
-    objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
+    training, players = session.training, session.players
+    objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id)
     learner.require_gradients()
     optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
-    workers = players.prover_workers(experiment, learner.module)
-    ranks = players.prover_ranks(experiment, learner.module, optimizer, session.ledger.read_checkpoint)
+    workers = players.prover_workers(training, session.rollout, learner.module)
+    ranks = players.prover_ranks(training, session.rollout, learner.module, optimizer, session.ledger.read_checkpoint)
     batches = open_batches(objective, workers)
     minibatches = MinibatchSource(batches, training.minibatches)
     trainer: Trainer[PolicyBatch] = Trainer(
@@ -185,8 +184,8 @@ def open_phase(
         batches,
         minibatches,
         trainer,
-        StopRule(experiment.game.stop) if stop_rule is None else stop_rule,
-        Alerts(two_roles=0 < experiment.game.sneaky_share < 1),
+        StopRule(session.game.stop) if stop_rule is None else stop_rule,
+        Alerts(two_roles=0 < session.game.sneaky_share < 1),
         [*helpers, *(helper for helper in (workers, ranks) if helper is not None)],
     )
 
@@ -200,8 +199,7 @@ def open_batches(
     workers: ModelInWorkers[PolicyBatch] | None = None,
 ) -> GameBatches:
     """The batches of the session's game for `learner`. `workers`: compute its log-probs, if given."""
-    experiment, players = session.experiment, session.players
-    rollout, training, game = experiment.rollout, experiment.training, experiment.game
+    players, rollout, training = session.players, session.rollout, session.training
     orders = prover_orders(session, environment_of(session, scorer))
     logprobs = BatchLogprobs(
         players,
@@ -220,7 +218,9 @@ def open_batches(
         Refill(orders, training.dynamic_sampling),
         scorer,
         verifier,
-        partial(pay, game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer),
+        partial(
+            pay, session.game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer
+        ),
         credit_of(training.loss, objective.credit),
         logprobs,
         BatchClock(players.engine, scorer),
@@ -228,15 +228,15 @@ def open_batches(
 
 
 def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -> GroupSource:
-    experiment, players = session.experiment, session.players
-    ahead = experiment.rollout.prefetch
+    players, rollout = session.players, session.rollout
+    ahead = rollout.prefetch
     if isinstance(ahead, SamplingAhead):
         beside = players.scoring is not None or players.workers is not None
         scored: WhenScored = "background" if beside else "batch"
-        if experiment.verifier.engine != "torch":
+        if session.verifier.engine != "torch":
             scored = "arrival"
-        return Prefetcher(orders, scorer, ahead, concurrency=experiment.rollout.concurrency, scored=scored)
-    carried = partial_sampling(experiment, players.dispatcher)
+        return Prefetcher(orders, scorer, ahead, concurrency=rollout.concurrency, scored=scored)
+    carried = partial_sampling(rollout, session.training, session.game.reward.kind, players.dispatcher)
     return FreshGroups(orders) if carried is None else CarriedGroups(orders, carried)
 
 
@@ -247,7 +247,7 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
     if not from_previous or round_ == 0:
         return open_learner(session.players, round_)
     name = prover_weights_name(round_ - 1)
-    if session.experiment.training.adapters.kind == "none":
+    if session.training.adapters.kind == "none":
         tensors, _ = read(name)
         learner = open_learner(session.players, round_)
         learner.load_weights(tensors)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pvg.config.experiment import Experiment
+from pvg.config.game import Protocol
 from pvg.config.rollout import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
 from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
@@ -164,6 +164,7 @@ class PromptBuilder:
     solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
 
     render: Render
+    style: str = "tag"  # prompts.kind
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
 
@@ -179,8 +180,7 @@ class PromptBuilder:
         return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
 
 
-def prompt_builder(experiment: Experiment, tokenizer: Tokenizer) -> PromptBuilder:
-    """The experiment's prompts, without any solver's solutions."""
-    prompts = experiment.prompts
-    translate = translation_renderer(prompts, tokenizer) if experiment.game.protocol.kind == "decoupled" else None
-    return PromptBuilder(prompt_renderer(prompts, tokenizer), translate)
+def prompt_builder(prompts: PromptSection, protocol: Protocol, tokenizer: Tokenizer) -> PromptBuilder:
+    """The prompts of a game, without any solver's solutions."""
+    translate = translation_renderer(prompts, tokenizer) if protocol.kind == "decoupled" else None
+    return PromptBuilder(prompt_renderer(prompts, tokenizer), prompts.kind, translate)

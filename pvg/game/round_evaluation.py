@@ -30,7 +30,7 @@ EXAMPLES = 8  # of each kind, in a round's table of examples
 
 async def checkpoint(session: Session) -> None:
     """Evaluate the round, then enter MINT of the next round, or COMPLETE after the last."""
-    section, round_ = session.experiment.game.test, session.state.round
+    section, round_ = session.game.test, session.state.round
     started = time.perf_counter()
     own = source_of_round(round_)
     sources = [BASE_SOURCE, own] if round_ == 0 else [own]
@@ -62,13 +62,13 @@ async def checkpoint(session: Session) -> None:
         session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))  # `own` was sampled last
     # One commit for the metrics and the transition: with two, a kill in between would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
-    following = session.state.after_round(session.experiment.game.rounds, self_play=False)
+    following = session.state.after_round(session.game.rounds, self_play=False)
     await session.leave_phase(replace(following, version=version, rounds=rounds))
 
 
 async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list[Rollout]:
     """`game.test.samples` solutions per problem and role; every source and round gets the same test problems."""
-    section, round_, size = session.experiment.game.test, session.state.round, session.experiment.game.test.samples
+    section, round_, size = session.game.test, session.state.round, session.game.test.samples
     pool = session.test_problems()
     chosen = draw_cyclic(len(pool), 0, min(section.problems, len(pool)), seed_for(session.seed, "evaluation"))
     orders = [

@@ -17,12 +17,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import psutil
 import torch
 
 from pvg.config.experiment import Experiment
+from pvg.config.training import DemonstrationWarmup
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import resolve
 from pvg.game.ledger import Ledger
@@ -32,13 +33,13 @@ from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check
 from pvg.game.protocols import environment_of, read_solutions, solve
 from pvg.game.prover_phase import train_prover
 from pvg.game.rewards import REWARDS
-from pvg.game.roles import prompt_builder
+from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
 from pvg.game.verifier_phase import train_verifier
-from pvg.game.warm_start import alone, check_demonstrations, first_phase, is_cold, warm_up, warmed
+from pvg.game.warm_start import alone, check_demonstrations, is_cold, warm_up, warmed
 from pvg.models.shared_prompts import check_packing
 from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
@@ -48,7 +49,7 @@ from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
-from pvg.tasks.task import HasNote
+from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Events, Observer, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
@@ -61,6 +62,8 @@ from pvg.version import code_version
 
 if TYPE_CHECKING:
     from pvg.workers.pool import Supply
+
+SessionT = TypeVar("SessionT", bound=Session)
 
 PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
     Phase.SOLVE: solve,
@@ -99,7 +102,7 @@ async def play(
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
-    cold = is_cold(experiment, run)
+    cold = is_cold(experiment.warmup, run)
     if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
@@ -112,9 +115,9 @@ async def play(
         ledger = session.ledger
         _refuse_begun(session, resume)
         if not cold:
-            _tell_first(session)
+            _tell_first(experiment, session)
         try:
-            await _play_phases(session)
+            await _play_phases(experiment, session)
         except InterruptedByUser:
             observer.noticed("All work up to this point is committed.")
         status: Literal["complete", "interrupted"] = (
@@ -129,11 +132,11 @@ async def play(
         )
 
 
-def _tell_first(session: Session) -> None:
+def _tell_first(experiment: Experiment, session: Session) -> None:
     """Called once per `play`. A warm start uses a separate session. The command line has shown the warnings already."""
-    for warning in session.experiment.warnings():
+    for warning in experiment.warnings():
         session.ledger.log.event("run", event="warning", text=warning)
-    for notice in about_test_problems(session.experiment, session.task, session.test_problems()):
+    for notice in about_test_problems(experiment, session.task, session.test_problems()):
         session.observer.noticed(notice)
 
 
@@ -147,16 +150,17 @@ async def _warm_up(
     experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, *, resume: bool
 ) -> bool:
     """The warm start, with separate players. Returns False if the user asked to stop."""
+    assert isinstance(experiment.warmup, DemonstrationWarmup)
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
         _refuse_begun(session, resume)
-        _tell_first(session)
+        _tell_first(experiment, session)
         finished = True
         try:
             if session.state.phase is Phase.INIT:
-                check_demonstrations(session)
-            await _enter_game(session, Phase.WARMUP)
-            await warm_up(session)
+                check_demonstrations(session, experiment.warmup)
+            await _enter_game(experiment, session, Phase.WARMUP)
+            await warm_up(session, experiment.warmup, _first_phase(experiment))
         except InterruptedByUser:
             observer.noticed("All work up to this point is committed.")
             finished = False
@@ -164,11 +168,11 @@ async def _warm_up(
         return finished
 
 
-async def _enter_game(session: Session, first: Phase) -> None:
+async def _enter_game(experiment: Experiment, session: Session, first: Phase) -> None:
     if session.state.phase is Phase.INIT:
         with span("open_models"):
-            await session.players.compute(lambda: check_players_can_train(session))
-            if session.experiment.task.kind != "play":
+            await session.players.compute(lambda: check_players_can_train(experiment, session))
+            if experiment.task.kind != "play":
                 _note_shared_questions(session)
         await session.commit_state(session.state.enter(first))
 
@@ -183,9 +187,16 @@ def _note_shared_questions(session: Session) -> None:
         )
 
 
-async def _play_phases(session: Session) -> None:
-    ledger, self_play = session.ledger, session.experiment.task.kind == "play"
-    await _enter_game(session, first_phase(session.experiment))
+def _first_phase(experiment: Experiment) -> Phase:
+    """The phase in which the game itself begins."""
+    if experiment.task.kind == "play":
+        return Phase.TRAIN_PROVER
+    return Phase.SOLVE if experiment.game.protocol.kind == "decoupled" else Phase.MINT
+
+
+async def _play_phases(experiment: Experiment, session: Session) -> None:
+    ledger, self_play = session.ledger, experiment.task.kind == "play"
+    await _enter_game(experiment, session, _first_phase(experiment))
     phases = PHASES
     if self_play:  # it has no verifier
         from pvg.game.play_phase import train_player
@@ -222,7 +233,8 @@ async def open_session(
         for notice in ledger.notices:
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
-        playing = warmed(experiment, run, ledger.state) if playing is None else playing
+        if playing is None:
+            playing = experiment if experiment.warmup.kind == "none" else warmed(experiment, run, ledger.state)
         players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
@@ -235,8 +247,8 @@ async def open_session(
         same = playing.cluster == experiment.cluster
         if same and (elsewhere := ledger.record_machine(players.machine)):
             observer.noticed(elsewhere)
-        prompts = prompt_builder(playing, players.base.tokenizer)
-        session = Session(playing, task, ledger, players, prompts, observer, stop, tracer)
+        prompts = prompt_builder(playing.prompts, playing.game.protocol, players.base.tokenizer)
+        session = session_of(playing, task, ledger, players, prompts, observer, stop, tracer, Session)
         if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.WARMUP, Phase.SOLVE):
             prompts.solutions = await read_solutions(session)
         check_prompts_fit(experiment, prompts, session.halves(), session.test_problems(), players.base.max_length)
@@ -250,6 +262,23 @@ async def open_session(
     if url := session.monitoring.endpoint_url:
         observer.noticed(f"Metrics for Prometheus: {url}")
     return session
+
+
+def session_of(
+    experiment: Experiment,
+    task: Task,
+    ledger: Ledger,
+    players: Players,
+    prompts: PromptBuilder,
+    observer: Observer,
+    stop: asyncio.Event,
+    tracer: Tracer,
+    kind: Callable[..., SessionT],
+) -> SessionT:
+    """The session of `experiment`, from whose sections it takes what the phases of a game read. `kind`: its class."""
+    sections = experiment.game, experiment.training, experiment.rollout, experiment.verifier
+    place = experiment.seed, experiment.store.commit_every
+    return kind(*place, *sections, task, ledger, players, prompts, observer, stop, tracer)
 
 
 def _note_gpu(device: torch.device, observer: Observer) -> None:
@@ -285,18 +314,18 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
     )
 
 
-def check_players_can_train(session: Session) -> None:
+def check_players_can_train(experiment: Experiment, session: Session) -> None:
     """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase.
     It tests whether the files of the user's losses and reward run, whether the verifier takes its head, its template
     and the longest solution, whether both models can express a correct solution, and whether the prover can be
     sampled in batches and supports shared prompts, gradient checkpointing and its adapters (without peft:
     MissingRequirementError)."""
-    players, experiment = session.players, session.experiment
+    players = session.players
     PolicyObjective(experiment.training, experiment.rollout, players.base.tokenizer.pad_id)
     if experiment.task.kind != "play":
         pair_loss(experiment.verifier.loss)
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
-        _check_verifier(session)
+        _check_verifier(experiment, session)
     if experiment.rollout.engine.kind == "torch":
         check_decoding(players.base.module, players.base.device)
     if experiment.training.shared_prompts:
@@ -307,14 +336,14 @@ def check_players_can_train(session: Session) -> None:
                 checkpoint_layers(learner.module)
 
 
-def _check_verifier(session: Session) -> None:
+def _check_verifier(experiment: Experiment, session: Session) -> None:
     players = session.players
     verifier = players.open_verifier()
     try:
         problems = session.problems("verifier") + session.problems("prover")
-        check_verifier_input_fits(session.experiment, players.template(verifier), problems, verifier.max_length)
+        check_verifier_input_fits(experiment, players.template(verifier), problems, verifier.max_length)
         tokenizers = players.base.tokenizer, verifier.tokenizer
-        writable_solution(session.experiment, session.task, problems, *tokenizers)
+        writable_solution(experiment, session.task, problems, *tokenizers)
     finally:
         verifier.close()
 
@@ -364,8 +393,8 @@ async def sample_only(
 
 
 async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) -> dict[str, float]:
-    size = session.experiment.rollout.group_size
-    per_chunk = max(1, session.experiment.rollout.chunk // (size * len(roles)))
+    size = session.rollout.group_size
+    per_chunk = max(1, session.rollout.chunk // (size * len(roles)))
     info = session.begin("rollouts", len(pool) * len(roles) * size)
     chunks: list[SampleColumns] = []
     done = 0

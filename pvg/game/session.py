@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pvg.config.experiment import Experiment
+from pvg.config.game import Game
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training, Verifier
 from pvg.errors import counted
 from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
@@ -38,7 +40,14 @@ class InterruptedByUser(Exception):
 
 @dataclass
 class Session:
-    experiment: Experiment
+    """`game` to `verifier`: sections of the experiment. The other sections have become the objects below."""
+
+    seed: int
+    commit_every: int  # optimizer steps
+    game: Game
+    training: Training
+    rollout: Rollouts
+    verifier: Verifier
     task: Task
     ledger: Ledger
     players: Players
@@ -55,10 +64,6 @@ class Session:
     @property
     def state(self) -> GameState:
         return self.ledger.state
-
-    @property
-    def seed(self) -> int:
-        return self.experiment.seed
 
     def problems(self, half: Half) -> list[Problem]:
         """The training problems of one half; the two halves are disjoint (invariant 4)."""
@@ -87,7 +92,7 @@ class Session:
     def begin(self, unit: str, total: int, done: int = 0) -> PhaseInfo:
         """Begin a phase of `total` units, `done` of them in an earlier process, and notify the observer and the log."""
         state = self.state
-        info = PhaseInfo(state.round, self.experiment.game.rounds, state.phase.value, unit, total, done)
+        info = PhaseInfo(state.round, self.game.rounds, state.phase.value, unit, total, done)
         self.observer.phase_started(info)
         self.ledger.log.event("phase", event="start", round=state.round, phase=state.phase.value, step=state.step)
         return info
@@ -205,7 +210,7 @@ class Session:
         """Whether to commit after this step: by the schedule, or because the user asked to stop."""
         # Counts from the last commit, because a commit waits for the end of a sampled batch.
         waited = step - self.state.step
-        return self.stop.is_set() or waited >= self.experiment.store.commit_every or step >= total
+        return self.stop.is_set() or waited >= self.commit_every or step >= total
 
     async def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
         """Commit the state with `changes`, then raise InterruptedByUser if the user asked to stop."""

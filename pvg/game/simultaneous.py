@@ -30,7 +30,14 @@ from pvg.game.orders import mint_orders
 from pvg.game.protocols import environment_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.game.verifier_phase import calibration, calibration_view, minted_roles, pair_stream, scores_of_rows
+from pvg.game.verifier_phase import (
+    calibration,
+    calibration_view,
+    minted_roles,
+    pair_stream,
+    scores_of_rows,
+    steps_of_member,
+)
 from pvg.models.heads import VerifierModel
 from pvg.records import Role, Rollout, source_of_round
 from pvg.rollout.episodes import SampleCall
@@ -81,7 +88,7 @@ async def open_verifier_in_round(
     session: Session, verifier: ScoringModel, threshold: float
 ) -> FixedVerifier | VerifierUpdates:
     """The round's verifier by `game.schedule`, with the rollouts of committed updates."""
-    schedule = session.experiment.game.schedule
+    schedule = session.game.schedule
     if not isinstance(schedule, SimultaneousSchedule):
         return FixedVerifier(threshold)
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
@@ -137,7 +144,7 @@ class VerifierUpdates:
         self._excluded: Mapping[str, str] = {}
         self._told_excluded = False
         self._pairs = _NewestPairs()
-        section, players = session.experiment.verifier, session.players
+        section, players = session.verifier, session.players
         sources = len(sources_for_round(session.state.round)) + 1
         self._workers = players.verifier_workers(verifier, sources)
         self._trainer: Trainer[VerifierBatch] = Trainer(
@@ -209,7 +216,7 @@ class VerifierUpdates:
     def _open_source(self) -> PairSource:
         """Pairs of the mint and the window, without the held-out problems. Runs in the compute thread."""
         session, round_ = self._session, self._session.state.round
-        section, game = session.experiment.verifier, session.experiment.game
+        section, game = session.verifier, session.game
         window = [rollout for number in sorted(self._fresh) for rollout in self._fresh[number]]
         view = PairView(
             session.ledger.rollout_shards,
@@ -229,7 +236,7 @@ class VerifierUpdates:
             section,
             executor=session.players.executor,
             # Continues the warmup of a penalty.
-            start_step=session.experiment.verifier_steps(round_) + self._done * self._schedule.updates,
+            start_step=steps_of_member(session) + self._done * self._schedule.updates,
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )
 
@@ -241,7 +248,7 @@ class VerifierUpdates:
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
         """Calibrate on held-out problems, with solutions of the mint and of the window."""
-        section = self._session.experiment.verifier
+        section = self._session.verifier
         window = [r for number in sorted(self._fresh) for r in self._fresh[number]]
         held_out = [r for r in window if is_held_out(r.problem_id, section.held_out)]
         with span("score"):

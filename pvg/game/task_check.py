@@ -192,7 +192,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         halves[half_of(problem.id)].append(problem)
     template = None
     if models is not None:
-        prompts = prompt_builder(experiment, models.prover.tokenizer)
+        prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
         check_prompts_fit(experiment, prompts, halves, test, models.prover.max_length)
         if experiment.task.kind != "play":
             template = verifier_template_of(experiment, task, models.verifier)
@@ -240,7 +240,10 @@ def shown_prompt(
     """The role's prompt; in the decoupled game, its prompt for the translation of `solution`."""
     prompts = experiment.prompts
     if models is not None:
-        builder, tokenizer = prompt_builder(experiment, models.prover.tokenizer), models.prover.tokenizer
+        builder, tokenizer = (
+            prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer),
+            models.prover.tokenizer,
+        )
         translate = builder.translate
         ids = builder.render(problem, role) if translate is None else translate(problem, role, solution)
         return ShownInput(tokenizer.shown(ids), len(ids))
@@ -290,7 +293,7 @@ def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessMo
     head = experiment.verifier.head
     if isinstance(head, AnswerHead):
         answer_tokens(model.tokenizer, model.name)
-    return verifier_template(experiment, task, model.tokenizer, _reads(head.kind))
+    return verifier_template(experiment.prompts, task, model.tokenizer, _reads(head.kind))
 
 
 def _reads(head: str) -> Head:

@@ -56,8 +56,8 @@ WARMUP = 10
 
 async def train_verifier(session: Session) -> None:
     """Run the phase from the last committed step on, then enter TRAIN_PROVER."""
-    section, state = session.experiment.verifier, session.state
-    info = session.begin("steps", session.experiment.verifier_phase_steps(state.round), state.step)
+    section, state = session.verifier, session.state
+    info = session.begin("steps", phase_steps(session), state.step)
     started = time.perf_counter()
     if section.ensemble.kind == "none":
         verifier: VerifierModel | VerifierEnsemble = await _trained(session, info, member=0)
@@ -85,7 +85,12 @@ async def train_verifier(session: Session) -> None:
 
 def steps_of_member(session: Session) -> int:
     """Optimizer steps of this round's verifier, or of each member of its ensemble."""
-    return session.experiment.verifier_steps(session.state.round)
+    return session.verifier.steps * session.game.effort(session.state.round)
+
+
+def phase_steps(session: Session) -> int:
+    """Optimizer steps of the phase."""
+    return session.verifier.ensemble.size * steps_of_member(session)
 
 
 def finished_members(session: Session) -> list[str]:
@@ -96,7 +101,7 @@ def finished_members(session: Session) -> list[str]:
 async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemble:
     """Train the members one after the other; returns an ensemble without scales, which the caller closes. Commits each
     finished member, so that a resumed phase continues with the interrupted one."""
-    section, players, round_ = session.experiment.verifier, session.players, session.state.round
+    section, players, round_ = session.verifier, session.players, session.state.round
     for member in range(len(finished_members(session)), section.ensemble.size):
         verifier = await _trained(session, info, member)
         try:
@@ -145,7 +150,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
 
 def _open_pairs(session: Session, member: int = 0) -> PairStream:
     """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member."""
-    game, round_, section = session.experiment.game, session.state.round, session.experiment.verifier
+    game, round_, section = session.game, session.state.round, session.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
     shards = session.ledger.shards(round_, Phase.MINT.value)
@@ -201,6 +206,7 @@ def optimizer_settings(section: Verifier, steps: int) -> OptimizerSettings:
 
 def verifier_trainer(
     players: Players,
+    section: Verifier,
     verifier: VerifierModel,
     stream: PairStream,
     *,
@@ -211,7 +217,6 @@ def verifier_trainer(
 ) -> Trainer[VerifierBatch]:
     """A trainer of `verifier` on the solutions of `stream`, by `sources` provers: `steps` steps, from step
     `start_step` on."""
-    section = players.experiment.verifier
     source = PairSource(
         stream,
         players.template(verifier),
@@ -243,6 +248,7 @@ def _open_trainer(
 ) -> Trainer[VerifierBatch]:
     trainer = verifier_trainer(
         session.players,
+        session.verifier,
         verifier,
         stream,
         sources=len(sources_for_round(session.state.round)),
@@ -256,7 +262,7 @@ def _open_trainer(
 
 
 async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo, member: int) -> None:
-    section, started = session.experiment.verifier, time.perf_counter()
+    section, started = session.verifier, time.perf_counter()
     report = await trainer.step()
     if report is None:
         raise StateError("The pair stream ended before the verifier's steps were done.")
@@ -295,7 +301,7 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
 def calibration_view(session: Session) -> tuple[PairView, str]:
     """The minted solutions of the held-out problems, and "". If all of these are correct, or all incorrect: all minted
     solutions, and the reason. Runs in the compute thread."""
-    section, round_ = session.experiment.verifier, session.state.round
+    section, round_ = session.verifier, session.state.round
     shards, infos = session.ledger.rollout_shards, session.ledger.shards(round_, Phase.MINT.value)
     held_out = PairView(shards, infos, keep=lambda problem_id: is_held_out(problem_id, section.held_out))
     correct, count = int(held_out.correct_R.sum()), len(held_out.correct_R)
@@ -348,14 +354,14 @@ async def _held_out(session: Session) -> PairView:
     small mint does not end the run."""
     view, reason = await session.players.compute(lambda: calibration_view(session))
     if reason:
-        session.alert([Alert("calibration", reason)], session.experiment.verifier_phase_steps(session.state.round))
+        session.alert([Alert("calibration", reason)], phase_steps(session))
     return view
 
 
 async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairView) -> tuple[Float32, dict[str, float]]:
     """Bring the members to one scale. Returns the ensemble's scores of the held-out solutions, float32 [N], and
     metrics."""
-    section, players, correct_N = session.experiment.verifier, session.players, held_out.correct_R
+    section, players, correct_N = session.verifier, session.players, held_out.correct_R
     members_KN = await scores_of_rows(
         players,
         held_out,

@@ -29,7 +29,7 @@ from pvg.config.base import RunId
 from pvg.config.experiment import Experiment
 from pvg.config.operation import NoCluster
 from pvg.config.rollout import TorchSampling
-from pvg.config.training import DemonstrationWarmup, Training
+from pvg.config.training import DemonstrationWarmup, Training, Warmup
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
@@ -252,16 +252,9 @@ MEASURED = 256
 RISING = 10
 
 
-def first_phase(experiment: Experiment) -> Phase:
-    """The phase in which the game itself begins."""
-    if experiment.task.kind == "play":
-        return Phase.TRAIN_PROVER
-    return Phase.SOLVE if experiment.game.protocol.kind == "decoupled" else Phase.MINT
-
-
-def is_cold(experiment: Experiment, run: RunDirectory) -> bool:
+def is_cold(section: Warmup, run: RunDirectory) -> bool:
     """Whether the run has a warm start and has not finished it."""
-    if experiment.warmup.kind == "none":
+    if section.kind == "none":
         return False
     state = run.load_state().state
     return state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
@@ -284,10 +277,9 @@ def warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Exper
     return with_source(experiment, "prover", find_player(RunId(str(run.path.absolute()), "warmup", "prover")).source)
 
 
-async def warm_up(session: Session) -> None:
-    """Run the phase from the last committed step on, then enter the first phase of the game."""
-    section, players, state = session.experiment.warmup, session.players, session.state
-    assert isinstance(section, DemonstrationWarmup)
+async def warm_up(session: Session, section: DemonstrationWarmup, following: Phase) -> None:
+    """Run the phase from the last committed step on, then enter the `following` one."""
+    players, state = session.players, session.state
     info = session.begin("steps", section.steps, state.step)
     started = time.perf_counter()
     with span("open_models"):
@@ -313,16 +305,14 @@ async def warm_up(session: Session) -> None:
             meta = {"steps": section.steps, "demonstrations": demonstrations.digest}
             await session.ledger.save_weights(WARMED_PROVER, tensors, meta, files)
         session.finish_phase(info, metrics, time.perf_counter() - started)
-        entered = session.state.enter(first_phase(session.experiment))
+        entered = session.state.enter(following)
         await session.leave_phase(replace(entered, weights=(*entered.weights, WARMED_PROVER)))
     finally:
         learner.close()
 
 
-def check_demonstrations(session: Session) -> None:
+def check_demonstrations(session: Session, section: DemonstrationWarmup) -> None:
     """Raises what is wrong with the file of the warm start, before the run has a commit."""
-    section = session.experiment.warmup
-    assert isinstance(section, DemonstrationWarmup)
     batches_of(session, read_demonstrations(section))
 
 
@@ -352,7 +342,7 @@ class _Learning:
         train: PolicyBatch,
         held_out: PolicyBatch,
     ) -> None:
-        training, self._session, self._learner = session.experiment.training, session, learner
+        training, self._session, self._learner = session.training, session, learner
         self._objective = SupervisedObjective(training, learner.tokenizer.pad_id)
         self._measured = {"loss": _first(train), "held_out_loss": _first(held_out)}
         learner.require_gradients()
@@ -412,6 +402,6 @@ def _first(batch: PolicyBatch) -> PolicyBatch:
 
 def _batch(session: Session, rows: Sequence[Demonstration]) -> PolicyBatch:
     """The prompts of the game with the given solutions, which end with the end token."""
-    longest = session.experiment.rollout.max_tokens
+    longest = session.rollout.max_tokens
     prompts, solutions = tokens_of(rows, session.task, session.prompts, session.players.base, longest)
     return demonstration_batch(prompts, solutions, [row.role for row in rows])

@@ -28,7 +28,7 @@ from transformers import (
 from pvg import hub
 from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
-from pvg.config.training import ModelSection, Verifier
+from pvg.config.training import Adapters, Models, ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
@@ -44,7 +44,6 @@ from pvg.store.run_players import SavedPlayer, find_player
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.config.experiment import Experiment
     from pvg.config.training import ModelSection
     from pvg.models.language_model import LanguageModel
 
@@ -336,40 +335,38 @@ SOURCES: dict[str, Callable[[str, torch.dtype], Opened]] = {"embedded": _from_em
 
 
 class BaseProver(Protocol):
-    """The base prover of an experiment: the players of a run (pvg.game.players.Players)."""
+    """The base prover of a game, and the adapters that train it: the players of a run (pvg.game.players.Players)."""
 
-    @property
-    def experiment(self) -> Experiment: ...
-
-    @property
-    def base(self) -> LanguageModel: ...
+    seed: int
+    adapters: Adapters
+    base: LanguageModel
 
 
 def open_learner(players: BaseProver, round_: int) -> LanguageModel:
     """The prover at the start of a round's training: a copy of the base, or adapters on the base's own weights. The
     caller closes it. Raises what `attach_adapters` raises."""
-    experiment, training = players.experiment, players.experiment.training
-    adapters = training.adapters
+    adapters = players.adapters
     if adapters.kind == "none":
         return players.base.copy()
-    seed = seed_for(experiment.seed, round_, "adapters")
-    return attach_adapters(players.base, adapters.rank, adapters.alpha, seed)
+    return attach_adapters(players.base, adapters.rank, adapters.alpha, seed_for(players.seed, round_, "adapters"))
 
 
 def open_verifier(
-    experiment: Experiment,
+    section: Verifier,
+    models: Models,
+    seed: int,
     device: torch.device,
     base: LanguageModel | None,
     round_: int = 0,
     member: int = 0,
     like: VerifierModel | None = None,
 ) -> VerifierModel:
-    """See `pvg.game.players.Players.open_verifier`. Without `base`, a verifier that adapts it opens its own copy."""
-    section, models, place = experiment.verifier, experiment.models, (round_, "verifier-start", member)
-    seed = seed_for(experiment.seed, *place)
+    """See `pvg.game.players.Players.open_verifier`. `seed`: the run's. Without `base`, a verifier that adapts it opens
+    its own copy."""
+    head_seed, seed = seed_for(seed, "verifier-head"), seed_for(seed, round_, "verifier-start", member)
     if section.adapters.kind == "none":
         model = open_source(models.verifier, device)
-    elif base is not None and verifier_is_on_base(experiment):
+    elif base is not None and verifier_is_on_base(section, models):
         model = _with_adapters(section, base, seed)
     else:
         with open_source(models.verifier, device) if like is None else like.start_model() as start:
@@ -377,7 +374,7 @@ def open_verifier(
     # A user's head must draw the same numbers whenever this run opens one, because a version covers only trained
     # tensors.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed_for(experiment.seed, "verifier-head"))
+        torch.manual_seed(head_seed)
         verifier = build_verifier(section, model)
     if like is not None:
         verifier.share_with(like)
@@ -386,9 +383,9 @@ def open_verifier(
     return verifier
 
 
-def verifier_is_on_base(experiment: Experiment) -> bool:
+def verifier_is_on_base(section: Verifier, models: Models) -> bool:
     """Whether the verifier is adapters on the base prover's own weights."""
-    return experiment.verifier.adapters.kind != "none" and experiment.models.verifier == experiment.models.prover
+    return section.adapters.kind != "none" and models.verifier == models.prover
 
 
 def _with_adapters(section: Verifier, start: LanguageModel, seed: int) -> LanguageModel:

@@ -174,7 +174,7 @@ def _sections(data: RunData) -> list[PageSection]:
         throughput_section(summary),
         machine_section(summary),
         settings_section(data.experiment),
-        _onwards(summary),
+        _onwards(data),
     ]
 
 
@@ -233,18 +233,19 @@ def _alerts(summary: RunSummary) -> PageSection:
     return PageSection("alerts", "Alerts", [markup.alerts(found)], lead)
 
 
-def _onwards(summary: RunSummary) -> PageSection:
+def _onwards(data: RunData) -> PageSection:
     """Commands to type next."""
-    name = RunDirectory(summary.path).argument
+    name = RunDirectory(data.summary.path).argument
+    resumable = data.summary.status in ("unfinished", "empty") and data.state not in ("running", "silent")
     commands = [
-        (f"pvg train --resume {name}", "continue the run"),
+        *([(f"pvg train --resume {name}", "continue the run")] if resumable else []),
         (f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more"),
         (f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder"),
         (f"pvg watch {name}", "follow the run and browse its solutions, live"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
     ]
-    lead = f"The folder of the run is {summary.path}."
+    lead = f"The folder of the run is {data.summary.path}."
     return PageSection("onwards", "Next steps", [elements.commands(commands)], lead)
 
 

@@ -1,7 +1,7 @@
-"""Example solutions of a run, chosen from its committed shards: what the players wrote, with score and grade.
+"""Solutions of a run from its committed shards: examples, scores by kind, and the page with all stored solutions.
 
-Examples come from the newest round with scored solutions: the sneaky flaws with the highest scores, and correct helpful
-solutions with scores near the median, which are typical. Without scores (`pvg rollout`), any solutions of each kind.
+Examples come from the newest round with scored solutions: the sneaky flaws with the highest scores, each with a helpful
+solution of the same problem.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import gzip
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -132,13 +132,20 @@ class SolutionPair:
     sneaky: Example | None
 
 
+def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
+    """The solutions of `solution_pairs`, one after the other."""
+    pairs = solution_pairs(run, each)
+    return [side for pair in pairs for side in (pair.sneaky, pair.helpful) if side is not None]
+
+
 def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
     """At most `each` problems of the newest round with scores: the flaws with the highest scores, each with a helpful
-    solution of the same problem. If no sneaky solution is wrong: helpful solutions alone.
+    solution of the same problem. If no flaw has one: also helpful solutions with scores near the median. Without
+    scores (`pvg rollout`), any solutions. Empty when nothing is committed.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
-    rollouts = next(scored_rollouts(run), [])
+    rollouts = _newest_rollouts(run)
     helpful: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.role is Role.HELPFUL:
@@ -148,12 +155,24 @@ def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
     pairs = []
     for flaw in _distinct(flaws, each):
         partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
-        partner = example_of(partners[0], "helpful") if partners else None
-        pairs.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, example_of(flaw, "sneaky")))
-    if pairs:
+        partner = example_of(partners[0], "a solution of the same problem") if partners else None
+        shown = example_of(flaw, "a flaw" if flaw.score is None else "a flaw with a high score")
+        pairs.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, shown))
+    if any(pair.helpful for pair in pairs):
         return pairs
-    alone = _distinct(_around_median([r for r in rollouts if r.role is Role.HELPFUL], _score), each)
-    return [SolutionPair(r.round, r.question, r.reference, example_of(r, "helpful"), None) for r in alone]
+    solutions = [r for r in rollouts if r.role is Role.HELPFUL]
+    ranked = sorted([r for r in solutions if r.grade.correct] or solutions, key=_score)
+    middle = _score(ranked[len(ranked) // 2]) if ranked else 0.0
+    alone = _distinct(sorted(ranked, key=lambda r: abs(_score(r) - middle)), each)
+    return pairs + [SolutionPair(r.round, r.question, r.reference, example_of(r, "a solution"), None) for r in alone]
+
+
+def _newest_rollouts(run: RunDirectory) -> list[Rollout]:
+    scored = next(scored_rollouts(run), None)
+    if scored is not None:
+        return scored
+    shards = RolloutShards(run.path)
+    return next(filter(None, (shards.read(info) for info in _newest_first(committed_shards(run)))), [])
 
 
 def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
@@ -171,20 +190,6 @@ def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
                 newest = max((rollout.source for rollout in rollouts), key=_age)
                 yield [rollout for rollout in rollouts if rollout.source == newest]
                 break
-
-
-def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
-    """At most `each` sneaky flaws with high scores and `each` typical helpful solutions, of the newest prover that was
-    scored.
-
-    Empty when nothing is committed. Raises DamagedFileError when a committed shard is damaged.
-    """
-    scored = next(scored_rollouts(run), None)
-    if scored is not None:
-        return _choose(scored, each)
-    shards = RolloutShards(run.path)
-    unscored = (_choose(shards.read(info), each) for info in _newest_first(committed_shards(run)))
-    return next(filter(None, unscored), [])
 
 
 def committed_shards(run: RunDirectory) -> list[ShardInfo]:
@@ -215,30 +220,8 @@ def _age(source: str) -> tuple[bool, str]:
     return source != "base", source
 
 
-def _choose(rollouts: Sequence[Rollout], each: int) -> list[Example]:
-    flaws = [r for r in rollouts if r.is_flaw]
-    solutions = [r for r in rollouts if r.role is Role.HELPFUL and r.grade.correct]
-    by_score = _distinct(sorted(flaws, key=_score, reverse=True), each)
-    typical = _distinct(_around_median(solutions, _score), each)
-    missed = [] if solutions else _distinct([r for r in rollouts if r.role is Role.HELPFUL], 1)
-    scored = any(r.score is not None for r in rollouts)
-    return [
-        *(example_of(r, "the flaw with the highest score" if scored else "a flaw") for r in by_score[:1]),
-        *(example_of(r, "another flaw with a high score" if scored else "another flaw") for r in by_score[1:]),
-        *(example_of(r, "a typical correct solution" if scored else "a correct solution") for r in typical),
-        *(example_of(r, "a wrong solution; none is correct") for r in missed),
-    ]
-
-
 def _score(rollout: Rollout) -> float:
     return rollout.score if rollout.score is not None else 0.0
-
-
-def _around_median(rollouts: Sequence[Rollout], key: Callable[[Rollout], float]) -> list[Rollout]:
-    """Sorted by distance of their rank from the middle one."""
-    ranked = sorted(rollouts, key=key)
-    middle = len(ranked) // 2
-    return [ranked[place] for place in sorted(range(len(ranked)), key=lambda place: (abs(place - middle), place))]
 
 
 def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
@@ -337,8 +320,7 @@ def verdict_word(score: float | None, threshold: float | None) -> str:
     return "accepted" if score >= threshold else "refused"
 
 
-# The page that contains the stored solutions of a run: a browser searches and filters them without a server.
-
+# --- the page with all stored solutions: a browser searches and filters them without a server ----------------------
 
 MOST_CHARACTERS = 60_000_000  # 25,000 solutions of 2,000 characters; a browser unpacks them in about a second
 LONGEST_STORED = 100_000  # characters of one text

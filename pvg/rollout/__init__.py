@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pvg.config.rollout import Rollouts, TorchSampling
-from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
 
 if TYPE_CHECKING:
-    from pvg.config.experiment import Experiment
     from pvg.models.language_model import LanguageModel
     from pvg.telemetry.events import Events
 
@@ -35,39 +33,39 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them. `run` names
-    the folder of published weights. `prompts` returns the canary's prompts."""
+    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them.
+    `routed_experts`: return the experts of each token. `on_servers`: opens the engine of vLLM servers."""
 
-    experiment: Experiment
+    rollout: Rollouts
     base: LanguageModel
     executor: Executor
     events: Events
-    run: str
-    prompts: Callable[[], list[Int32]]
+    routed_experts: bool = False
+    on_servers: Callable[[], Engine] | None = None
 
 
-def open_engine(setting: EngineSetup) -> Engine:
+def open_engine(setup: EngineSetup) -> Engine:
     """The engine that `rollout.engine` names. It sends no request yet: see `Engine.ready`."""
-    return ENGINES[setting.experiment.rollout.engine.kind](setting)
+    return ENGINES[setup.rollout.engine.kind](setup)
 
 
-def _open_torch(setting: EngineSetup) -> Engine:
+def _open_torch(setup: EngineSetup) -> Engine:
     import torch
 
     from pvg.rollout.torch_engine import TorchEngine
 
-    section = setting.experiment.rollout
+    section = setup.rollout
     engine = section.engine
     assert isinstance(engine, TorchSampling)
     return TorchEngine(
-        setting.base.copy(None if section.dtype == "model" else getattr(torch, section.dtype)),
+        setup.base.copy(None if section.dtype == "model" else getattr(torch, section.dtype)),
         max_rows=engine.max_rows,
         max_in_flight=section.concurrency,
-        executor=setting.executor,
-        events=setting.events,
+        executor=setup.executor,
+        events=setup.events,
         lean=engine.decoding == "lean",
-        continuous=_is_continuous(section, engine, on_cpu=setting.base.device.type == "cpu"),
-        routed_experts=setting.experiment.training.router_replay,
+        continuous=_is_continuous(section, engine, on_cpu=setup.base.device.type == "cpu"),
+        routed_experts=setup.routed_experts,
     )
 
 
@@ -79,13 +77,10 @@ def _is_continuous(section: Rollouts, engine: TorchSampling, *, on_cpu: bool) ->
     return not on_cpu or section.deadline.kind != "none" or section.prefetch.kind != "none"
 
 
-def _open_vllm(setting: EngineSetup) -> Engine:
-    from pvg.rollout.vllm_engine import open_vllm_engine
-
-    return open_vllm_engine(
-        setting.experiment, setting.base, setting.executor, setting.events, setting.run, setting.prompts
-    )
+def _open_on_servers(setup: EngineSetup) -> Engine:
+    assert setup.on_servers is not None, "this process has no servers"
+    return setup.on_servers()
 
 
 # Kinds of the table `rollout.engine`.
-ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_vllm}
+ENGINES: dict[str, Callable[[EngineSetup], Engine]] = {"torch": _open_torch, "vllm": _open_on_servers}

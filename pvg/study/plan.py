@@ -43,6 +43,13 @@ from pvg.inputs import read_input
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
+from pvg.telemetry.cpu import (
+    as_the_run_computes,
+    bfloat16_settings,
+    float32_settings,
+    in_float32,
+    without_slow_bfloat16,
+)
 from pvg.telemetry.waits import usable_cores
 
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a complete run
@@ -103,25 +110,16 @@ def refuse_unmeasured(
 def _refuse_empty(
     measure: StudyMeasure, requested: Sequence[str], name: str, experiment: Experiment, path: str
 ) -> None:
-    if lacking := next((part for part in measure.parts if part not in requested), None):
-        there = lacking in default_parts(experiment)
+    """Raises ConfigurationError if the evaluation of the arm `name` would leave the measure empty."""
+    needed = [f"the part {part!r} of an evaluation" for part in measure.parts if part not in requested]
+    if measure.attack and measure.attack not in attack_kinds(experiment):
+        needed.append(f"an attack of the kind {measure.attack!r} (evaluate.attacks) whose reward the game can give")
+    if experiment.evaluate.samples < measure.samples:
+        needed.append(f"evaluate.samples = {measure.samples} or more")
+    if needed:
         raise ConfigurationError(
-            f"The measure {measure.name!r} needs the part {lacking!r} of an evaluation, which "
-            + (f"{path} does not request." if there else f"the game of arm {name!r} of {path} does not have."),
-            f"Add {lacking!r} to the parts, or leave the measure out." if there else "Leave the measure out.",
-        )
-    section, kinds = experiment.evaluate, attack_kinds(experiment)
-    if measure.attack and measure.attack not in kinds:
-        raise ConfigurationError(
-            f"The measure {measure.name!r} needs an attack of the kind {measure.attack!r}, but evaluate.attacks of "
-            f"arm {name!r} of {path} has {', '.join(kinds) or 'none'} (of those whose reward its game can give).",
-            "Add it there, or leave the measure out.",
-        )
-    if section.samples < measure.samples:
-        raise ConfigurationError(
-            f"The measure {measure.name!r} needs evaluate.samples = {measure.samples} or more, but arm {name!r} of "
-            f"{path} has {section.samples}.",
-            "Raise it, or leave the measure out.",
+            f"The measure {measure.name!r} needs {needed[0]}, which arm {name!r} of {path} does not have.",
+            "Add it if the game has it, or leave the measure out.",
         )
 
 
@@ -374,14 +372,9 @@ def _refuse_unplayed(evaluate: StudyEvaluation, arms: Sequence[Arm], path: str) 
 
 
 def _threads_so_far(plan: StudyPlan) -> int:
-    """The setting of the existing cells, 0 without cells: a study keeps the setting of its first cells."""
-    for cell in plan.cells:
-        if cell.run.experiment_file.is_file():
-            try:
-                return cell.run.experiment().models.threads
-            except PvgError:  # damaged: playing or reading the cell reports it
-                continue
-    return 0
+    """The setting of the existing games, 0 without games: a study keeps the setting of its first games."""
+    games = (_first_game(plan, arm) for arm in plan.arms)
+    return next((game.models.threads for game in games if game is not None), 0)
 
 
 def read_study(path: Path) -> StudyFile:
@@ -490,3 +483,54 @@ def _explained(error: ValidationError, path: Path) -> ConfigurationError:
     model: type[Section] = TABLES.get(place[0], StudyFile) if len(place) > 1 else StudyFile
     known = [info.alias or name for name, info in model.model_fields.items()]
     return validation_mistake(first, ".".join(place), known, str(path))
+
+
+# --- precision: float32 on a CPU without instructions for bfloat16 ----------------------------------------------------
+
+
+def with_precision(plan: StudyPlan, *, playing: bool = True) -> tuple[StudyPlan, list[str]]:
+    """The plan with the precision that its games have or get on this machine, and one line for each change. What the
+    study's file or --set sets is kept.
+
+    A study decides once about each setting: an arm with a game keeps the precision of this game, also on another
+    machine, and an arm without one follows the games of the others. `playing`: whether games may follow; if not, arms
+    without a game stay as they are. Raises ConfigurationError for two arms that differ only by bfloat16, which one of
+    them has lost.
+    """
+    begun = {arm.name: game for arm in plan.arms if (game := _first_game(plan, arm)) is not None}
+    lost, kept = set[str](), set[str]()  # settings with bfloat16 in an experiment's file, by the games that exist
+    for arm in (arm for arm in plan.arms if arm.name in begun):
+        lost.update(float32_settings(arm.experiment, begun[arm.name], arm.chosen))
+        kept.update(set(bfloat16_settings(arm.experiment)) - arm.chosen)
+
+    def changed(experiment: Experiment, arm: Arm) -> tuple[Experiment, str]:
+        if arm.name in begun:
+            return as_the_run_computes(experiment, begun[arm.name], arm.chosen)
+        if not playing:
+            return experiment, ""
+        follows = [key for key in bfloat16_settings(experiment) if key in lost - arm.chosen]
+        found, by_the_cpu = without_slow_bfloat16(in_float32(experiment, follows), kept | arm.chosen)
+        by_the_games = f"The study began with float32 for {', '.join(follows)}, so later games have it too."
+        return found, by_the_games if follows else by_the_cpu
+
+    arms: list[Arm] = []
+    notes: dict[str, None] = {}
+    for arm in plan.arms:
+        experiment, note = changed(arm.experiment, arm)
+        evaluated = arm.evaluated and changed(arm.evaluated, arm)[0]
+        arms.append(replace(arm, experiment=experiment, evaluated=evaluated))
+        notes[note] = None
+    if playing:
+        _refuse_doubles(arms, f"{plan.file}, in float32 instead of bfloat16,")
+    return replace(plan, arms=tuple(arms)), [note for note in notes if note]
+
+
+def _first_game(plan: StudyPlan, arm: Arm) -> Experiment | None:
+    """The settings of the arm's first game that exists and can be read."""
+    for run in (plan.cell(arm, seed).run for seed in plan.seeds):
+        try:
+            if run.experiment_file.is_file():
+                return run.experiment()
+        except PvgError:  # damaged: playing or reading the cell reports it
+            continue
+    return None

@@ -1,22 +1,35 @@
-"""A study's results as short text and Markdown: figures, and sentences about their limits.
+"""A study's results for people: figures as text, sentences about their limits, and the tables.
 
-The terminal, Markdown and the page share them.
-
-    markdown_text(results)                     # the tables
-    placed(document, results.name, tables)     # a document with the tables between its marks, otherwise unchanged
+result_sections(results)                   # the same tables for the terminal, for Markdown and for the page
+markdown_text(results)
+study_page(results)
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from markupsafe import Markup
+
 from pvg.errors import counted
-from pvg.reporting.formats import ABSENT, NumberStyle, value_text
-from pvg.reporting.table import Column, Table, TableCell, escaped
+from pvg.reporting.charts import ChartLine, ReferenceLine, dot_strips, line_chart, round_axis
+from pvg.reporting.formats import ABSENT, NumberStyle, duration, value_text
+from pvg.reporting.several_page import COLOURS, DASHES
+from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, escaped, page
 from pvg.study.plan import StudyPlan
-from pvg.study.results import CellRecord, MeasureRecord, StudyResults
-from pvg.study.statistics import LEAST_FOR_INTERVAL, PairedComparison, SeedSummary, Trend, shortfall
+from pvg.study.results import (
+    LEAST_FOR_INTERVAL,
+    CellRecord,
+    MeasureRecord,
+    MeasureResult,
+    PairedComparison,
+    SeedSummary,
+    StudyResults,
+    Trend,
+    shortfall,
+)
 
 if TYPE_CHECKING:
     from pvg.reporting.table import LegendKey
@@ -75,16 +88,6 @@ def _from_to(low: str, high: str) -> str:
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
     return f"{low} to {high}"
-
-
-def rounds_text(measure: MeasureRecord, rounds: Sequence[SeedSummary]) -> str:
-    """The mean or median of every round, as many as fit."""
-    if len(rounds) < 2:
-        return ""
-    cells = [middle_text(measure, summary).replace(" %", "").replace("median ", "") for summary in rounds]
-    if len(cells) > 6:
-        cells = [*cells[:2], "…", *cells[-2:]]
-    return " → ".join(cells)
 
 
 def interval_text(measure: MeasureRecord, low: float | None, high: float | None) -> str:
@@ -203,59 +206,54 @@ def plan_cautions(plan: StudyPlan) -> list[str]:
     return [found for effect, count in tests.items() if (found := shortfall(len(plan.seeds), count, effect))]
 
 
-# --- Markdown ---------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------------------------
 
 
-def marks(name: str) -> tuple[str, str]:
-    """The marks before and after the part of a document that the tables of study `name` replace."""
-    return f"<!-- study {name} -->", f"<!-- end of study {name} -->"
-
-
-def placed(document: str, name: str, tables: str) -> str:
-    """`document` with `tables` between the marks of study `name`. A document that is empty, or has only tables of this
-    study, is replaced completely.
-
-    Raises ValueError for any other document without the marks, with only one of them, or with repeated or nested marks.
-    """
-    begin, end = marks(name)
-    count = (document.count(begin), document.count(end))
-    if count == (0, 0) and (not document.strip() or document.startswith(f"## {name}\n")):
-        return tables
-    if count == (0, 0):
-        raise ValueError(f"it is not a table of the study, and has no marks {begin} and {end}")
-    if count != (1, 1) or document.index(begin) > document.index(end):
-        raise ValueError(f"the marks {begin} and {end} must occur once each, in this order")
-    before, rest = document.split(begin)
-    older, after = rest.split(end)
-    if "<!-- " in older:
-        raise ValueError(f"there are other marks between {begin} and {end}")
-    return f"{before}{begin}\n\n{tables}\n{end}{after}"
+def result_sections(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> list[PageSection]:
+    """The tables that have rows, each with what it shows. `keys`: the arms' swatches on a page."""
+    tables = [
+        (
+            "table",
+            "Measures after the last round",
+            means_table(results, keys),
+            "The mean over seeds (the median if values are censored), its 95 % interval (Student's t), and the range.",
+        ),
+        (
+            "rounds",
+            "After each round",
+            rounds_table(results),
+            "The mean (the median if values are censored), and the range over seeds.",
+        ),
+        (
+            "comparisons",
+            f"Against {results.reference}, paired by seed",
+            comparisons_table(results, keys),
+            f"Each arm minus {results.reference}. p: exact permutation test, the share of all exchanges within seeds "
+            f"with a difference at least as large. {HOLM}",
+        ),
+        (
+            "trends",
+            "Over the rounds",
+            trends_table(results, keys),
+            "The last round minus the first. Kendall's tau: 1 if every round is above those before it, -1 if every "
+            f"round is below; the mean over seeds. p: test of no trend, with seeds as units. {HOLM}",
+        ),
+    ]
+    return [PageSection(anchor, title, [table], lead) for anchor, title, table, lead in tables if table]
 
 
 def markdown_text(results: StudyResults) -> str:
-    """Means, comparisons, trends, cautions, and the games that they are from."""
-    parts = [f"## {results.name}"]
-    if results.about:
-        parts.append(escaped(results.about))
-    parts += ["### Measures after the last round", means_table(results).to_markdown()]
-    if rounds := rounds_table(results):
-        parts += [
-            "### After each round",
-            "The mean (the median if values are censored), and the range over seeds.",
-            rounds.to_markdown(),
-        ]
-    if results.comparisons:
-        heading = f"### Against {results.reference}, paired by seed"
-        parts += [heading, HOLM, comparisons_table(results).to_markdown()]
-    if trends := trends_table(results):
-        parts += ["### Over the rounds", HOLM, trends.to_markdown()]
+    """The tables, cautions, and the games that they are from."""
+    parts = [f"## {results.name}", *([escaped(results.about)] if results.about else [])]
+    for found in result_sections(results):
+        table = cast(Table, found.body[0])
+        parts += [f"### {found.title}", found.lead, table.to_markdown()]
     if warnings := cautions(results):
         parts.append("\n".join(f"- {escaped(sentence)}" for sentence in warnings))
     played = sorted({cell.code_version for cell in results.cells if cell.status == "complete"})
     parts.append(
         f"`{results.command}`, seeds {', '.join(map(str, results.seeds))}, played by pvg "
-        f"{', '.join(played) or results.pvg}, {results.cpu}, "
-        f"{threads_each(results.threads)}, {results.created}."
+        f"{', '.join(played) or results.pvg}, {results.cpu}, {threads_each(results.threads)}, {results.created}."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -265,22 +263,16 @@ def _arm_column(results: StudyResults) -> Column:
     return Column("arm", wrap=any(len(arm.name) > LONG_NAME for arm in results.arms))
 
 
-def means_table(results: StudyResults) -> Table:
-    """The values after the last round. The terminal also shows the means by round. The page shows these as curves, and
-    Markdown in a separate table."""
-    by_round = Column("by round", style="quiet", on="terminal")
+def means_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
+    """The values after the last round."""
     numbers = (Column("n", "right", wrap=False), Column("mean", "right", "strong"), Column("95 % interval", "right"))
-    several = any(len(results.result(a.name, m.name).rounds) > 1 for a in results.arms for m in results.measures)
-    columns = [MEASURE, _arm_column(results), *numbers, Column("range", "right", wrap=several)]
-    table = Table([*columns, by_round] if several else columns, narrow=True)
+    table = Table([MEASURE, _arm_column(results), *numbers, Column("range", "right")], narrow=True)
     for measure in results.measures:
         for arm in results.arms:
-            result = results.result(arm.name, measure.name)
-            found, seeds = result.summary, len(results.seeds)
+            found, seeds = results.result(arm.name, measure.name).summary, len(results.seeds)
             count = TableCell(f"{found.n} of {seeds}", "" if found.n == seeds else "worse")
             texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
-            rounds = [rounds_text(measure, result.rounds)] if several else []
-            table.add(measure.label, arm.name, count, *texts, *rounds)
+            table.add(measure.label, TableCell(arm.name, key=(keys or {}).get(arm.name)), count, *texts)
     return table
 
 
@@ -308,10 +300,10 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
         Column("95 % interval", "right"),
         Column("seeds", "right"),
         Column("p", "right", wrap=False),
-        Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
+        Column("Holm's p", "right", short="Holm", wrap=False),
         Column(f"Holm's p of all {results.family}", "right", on="pages"),
     )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
         measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
@@ -321,16 +313,15 @@ def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | Non
 
 def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
     """The last round minus the first. `keys`: the arms' swatches on a page."""
-    hint = "Kendall's tau: 1 where every round is above those before it, -1 where every one is below"
     columns = (
         Column("last - first", "right", short="change", wrap=False),
         Column("95 % interval", "right"),
         Column("seeds", "right"),
-        Column("tau", "right", wrap=False, hint=hint),
+        Column("tau", "right", wrap=False),
         Column("p", "right", wrap=False),
-        Column("Holm's p", "right", short="Holm", wrap=False, hint=HOLM),
+        Column("Holm's p", "right", short="Holm", wrap=False),
     )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True, caption=HOLM)
+    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
     for measure in results.measures:
         for arm in results.arms:
             found = results.result(arm.name, measure.name).trend
@@ -338,3 +329,162 @@ def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = N
                 name = TableCell(arm.name, key=(keys or {}).get(arm.name))
                 table.add(measure.label, name, *trend_cells(measure, found))
     return table
+
+
+# The page of a study: results, curves over rounds, comparisons, trends, seeds, games, and how to reproduce it.
+
+
+STATUS = {"complete": "good", "played": "warn", "unfinished": "warn", "new": "warn", "damaged": "bad", "failed": "bad"}
+
+
+def study_page(results: StudyResults) -> str:
+    keys = _keys(results)
+    status = "complete" if results.complete == len(results.cells) else "failed" if results.failed else "unfinished"
+    header = [
+        elements.title(results.name, results.about, status, STATUS[status]),
+        _facts(results),
+        elements.notes(cautions(results)),
+    ]
+    sections = [
+        *result_sections(results, keys),
+        _curves(results, keys),
+        _seeds(results, keys),
+        _arms(results, keys),
+        _games(results),
+        _made_by(results),
+    ]
+    return page(f"{results.name}: pvg study", header, sections)
+
+
+def _keys(results: StudyResults) -> dict[str, LegendKey]:
+    """The colour and dash of every arm on this page."""
+    return {
+        arm.name: LegendKey(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
+        for place, arm in enumerate(results.arms)
+    }
+
+
+def _facts(results: StudyResults) -> Markup:
+    return elements.facts(
+        [
+            ("arms", str(len(results.arms))),
+            ("seeds", str(len(results.seeds))),
+            ("games complete", f"{results.complete} of {len(results.cells)}"),
+            ("compared with", results.reference),
+            ("time of all games", duration(sum(cell.seconds or 0.0 for cell in results.cells))),
+            ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {threads_each(results.threads)}"),
+            ("pvg", results.pvg),
+        ]
+    )
+
+
+# --- charts ------------------------------------------------------------------------------------------------------
+
+
+def _curves(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
+    charts = [_curve(measure, results, keys) for measure in results.measures if measure.by_round]
+    if not any(charts):
+        return PageSection("curves", "Curves", [])
+    body = [chart.legend(list(keys.values())), elements.grid(charts)]
+    lead = (
+        "The mean over seeds after each round; the band is its 95 % interval, or with fewer than three seeds the range."
+    )
+    return PageSection("curves", "Curves", body, lead)
+
+
+def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, LegendKey]) -> Markup:
+    found = [results.result(arm.name, measure.name) for arm in results.arms]
+    last = max((len(result.rounds) for result in found), default=0) - 1
+    if last < 1:
+        return Markup()
+    across = round_axis(range(last + 1), margin=0.15)
+    limit = _limit(found)
+    lines = [_line(result, keys[result.arm], limit) for result in found]
+    title = measure.label[0].upper() + measure.label[1:]
+    if limit is None:
+        return line_chart(title, lines, across, cast(NumberStyle, measure.style))
+    note = "Rounds with values that were not found show the median. A median that was not found is drawn at the limit."
+    references = [ReferenceLine(limit, "limit")]
+    return line_chart(title, lines, across, cast(NumberStyle, measure.style), references=references, note=note)
+
+
+def _limit(results: Sequence[MeasureResult]) -> float | None:
+    """The largest limit of a censored value; None if no value is censored."""
+    values = [value for result in results for series in result.series.values() for value in series]
+    return max((value.number for value in values if value is not None and value.censored), default=None)
+
+
+def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:
+    """A round with censored values shows its median, without a band; at the limit if the median is censored too."""
+    points, spread = [], []
+    for place, found in enumerate(result.rounds):
+        middle = (limit if found.median is None else found.median) if found.censored else found.mean
+        if middle is not None:
+            points.append((float(place), middle))
+        low, high = (found.low, found.high) if found.low is not None else (found.minimum, found.maximum)
+        if low is not None and high is not None and not found.censored:
+            spread.append((float(place), low, high))
+    return ChartLine(key.label, [points], key.style, key.dash, dots=True, spread=spread)
+
+
+def _seeds(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
+    """Every seed as a dot."""
+    charts = []
+    for measure in results.measures:
+        rows, hidden = [], 0
+        for arm in results.arms:
+            values = results.result(arm.name, measure.name).values.values()
+            hidden += sum(value.censored for value in values)
+            if known := [value.number for value in values if not value.censored]:
+                rows.append((arm.name, known, keys[arm.name].style))
+        if rows:
+            note = f"{hidden} values were not found within their limit and are not shown." if hidden else ""
+            charts.append(
+                dot_strips(measure.label, rows, cast(NumberStyle, measure.style), unit="a dot per seed", note=note)
+            )
+    return PageSection("seeds", "Seeds", charts, "One dot per seed, after its last round. The mark is the median.")
+
+
+# --- what made it ------------------------------------------------------------------------------------------------
+
+
+def _arms(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
+    titles = ("arm", "experiment", "optimizer steps", "settings")
+    table = Table([Column(title) for title in titles], look="settings")
+    for arm in results.arms:
+        settings = ", ".join(f"{key} = {value}" for key, value in arm.settings.items())
+        last = TableCell(settings, "code") if settings else TableCell(ABSENT)
+        table.add(TableCell(arm.name, key=keys[arm.name]), arm.experiment, f"{arm.steps:,}", last)
+    return PageSection("arms", "Arms", [table])
+
+
+def _games(results: StudyResults) -> PageSection:
+    table = Table([Column(title) for title in ("game", "", "time in phases", "run")], look="runs")
+    for cell in results.cells:
+        status = "failed" if cell.reason else cell.status
+        table.add(
+            cell_text(cell),
+            TableCell(status, f"badge {STATUS[status]}"),
+            duration(cell.seconds),
+            TableCell(cell.run, "code"),
+        )
+    failed = elements.notes([(cell_text(cell), cell.reason) for cell in results.failed])
+    return PageSection("games", "Games", [failed, elements.details("All games", [table])])
+
+
+def _made_by(results: StudyResults) -> PageSection:
+    versions = sorted({cell.code_version for cell in results.cells if cell.code_version})
+    machines = sorted({cell.machine for cell in results.cells if cell.machine})
+    done: Sequence[CellRecord] = [cell for cell in results.cells if cell.status == "complete"]
+    lines = [(results.command, "play missing games and write this page")]
+    if done:
+        lines.append((f"pvg report {shlex.quote(done[0].run)}", "the report of a single game"))
+    body = [
+        elements.commands(lines),
+        elements.facts([("games played by", ", ".join(versions)), ("on", "; ".join(machines)), ("file", results.file)]),
+        elements.note(f"Settings changed on the command line: {', '.join(results.overrides)}")
+        if results.overrides
+        else None,
+        elements.toml(results.toml),
+    ]
+    return PageSection("made", "How to reproduce it", body)

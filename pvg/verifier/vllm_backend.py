@@ -513,8 +513,8 @@ class VerifierServing:
         """Publish to all servers that are up; the fleet updates the others when they return."""
         self._held = None
         self._version += 1
-        publisher = Publisher([_Receiver(self.verifiers, model)], events=self._events, of="verifier")
-        (self.last_sync,) = await publisher.publish(version.tensors, self._version)
+        publisher = Publisher(_Receiver(self.verifiers, model), events=self._events, of="verifier")
+        self.last_sync = await publisher.publish(version.tensors, self._version)
 
 
 class VllmBackend:

@@ -166,8 +166,9 @@ class Worker:
         self.experiment = _experiment(frame.fields["experiment"])
         self.base = open_model(self.experiment.models.prover, DEVICE)
         rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
-        experiment = self.experiment.model_copy(update={"rollout": rollout})
-        self._engine = open_engine(EngineSetup(experiment, self.base, self._executor, self, "worker", list))
+        self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
+        replayed = self.experiment.training.router_replay
+        self._engine = open_engine(EngineSetup(rollout, self.base, self._executor, self, replayed))
         self._opened = True
         return Frame("done")
 
@@ -187,7 +188,7 @@ class Worker:
                 self._models[slot] = self._open_policy(fields)
             case "pairs":
                 experiment = _experiment(fields["experiment"])
-                verifier = open_verifier(experiment, DEVICE, self.base)
+                verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
                 objective = objective_for(
                     experiment.verifier, verifier.tokenizer.pad_id, environments=fields["environments"]
                 )
@@ -209,7 +210,8 @@ class Worker:
         members: list[VerifierModel] = []
         for _ in range(fields["members"]):
             like = members[0] if members else None
-            members.append(open_verifier(self.experiment, DEVICE, self.base, like=like))
+            section, models = self.experiment.verifier, self.experiment.models
+            members.append(open_verifier(section, models, self.experiment.seed, DEVICE, self.base, like=like))
         if fields["aggregation"] is None:
             return members[0]
         return VerifierEnsemble(members, fields["aggregation"], ScoreScales.none(len(members)))

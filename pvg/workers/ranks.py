@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pvg.config.experiment import Experiment
+from pvg.config.rollout import Rollouts
+from pvg.config.training import ModelSection, Training
 from pvg.errors import StateError, WorkerLostError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
@@ -38,10 +39,9 @@ T = TypeVar("T")
 Committed = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]] | None]
 
 
-def rank_fields(experiment: Experiment) -> dict[str, Any]:
-    """How a rank opens the prover and the loss of `experiment`."""
-    sections = {name: plain(getattr(experiment, name)) for name in ("training", "rollout")}
-    return {**sections, "model": plain(experiment.models.prover)}
+def rank_fields(training: Training, rollout: Rollouts, model: ModelSection) -> dict[str, Any]:
+    """How a rank opens the prover and its loss."""
+    return {"training": plain(training), "rollout": plain(rollout), "model": plain(model)}
 
 
 @dataclass(eq=False)

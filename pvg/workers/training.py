@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pvg.config.base import Section
-from pvg.config.experiment import Experiment
+from pvg.config.rollout import Rollouts
+from pvg.config.training import Training
 from pvg.models.packing import distinct_rows
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
@@ -36,15 +37,15 @@ T = TypeVar("T")
 Int64 = NDArray[np.int64]
 
 
-def policy_fields(experiment: Experiment) -> dict[str, Any]:
-    """How a worker opens the prover and the loss of `experiment`. An attacker's experiment may be one that no game can
-    have, so only these two sections are sent."""
-    return {"what": "policy", **{name: plain(getattr(experiment, name)) for name in ("training", "rollout")}}
+def policy_fields(training: Training, rollout: Rollouts) -> dict[str, Any]:
+    """How a worker opens the prover and its loss."""
+    return {"what": "policy", "training": plain(training), "rollout": plain(rollout)}
 
 
-def pair_fields(experiment: Experiment, environments: int) -> dict[str, Any]:
-    """How a worker opens the verifier and its loss; `environments`: see `objective_for`."""
-    return {"what": "pairs", "experiment": experiment.plain(), "environments": environments}
+def pair_fields(experiment: Mapping[str, Any], environments: int) -> dict[str, Any]:
+    """How a worker opens the verifier of an experiment (`Experiment.plain`) and its loss; `environments`: see
+    `objective_for`."""
+    return {"what": "pairs", "experiment": experiment, "environments": environments}
 
 
 def plain(section: Section) -> dict[str, Any]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from calling import ENTRY, pvg, pvg_process
 from in_terminal import in_terminal
-from rich.cells import cell_len
 from run_samples import begin, commit, played, state, tell
 
 from pvg.store.run_directory import RunDirectory, runs_in
@@ -46,20 +42,6 @@ def test_without_runs_it_says_how_to_start_one() -> None:
     assert (called.code, called.out) == (0, "")
     assert "Start one with: pvg train" in called.err
     assert pvg("runs", "--json").document["runs"] == []
-
-
-def test_a_folder_of_runs_that_is_not_there_is_a_mistake() -> None:
-    Path("file").touch()
-    for name, says in (
-        ("gone", "There is no folder gone."),
-        ("file", "file is not a folder, so it cannot contain runs."),
-    ):
-        called = pvg("runs", "list", "--runs", name)
-        assert (called.code, called.out) == (2, "")
-        assert f"error: {says}\n" in called.err
-        assert "--runs FOLDER" in called.err
-    Path("empty").mkdir()
-    assert pvg("runs", "list", "--runs", "empty").code == 0
 
 
 @pytest.mark.parametrize("reaped", [True, False])
@@ -107,30 +89,6 @@ def test_tags_are_removed_and_mistakes_are_named() -> None:
     assert not (RUNS / "first/tags.json").exists()
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_run_that_cannot_get_tags_is_named_by_its_folder(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(path: Path, data: object) -> None:
-        raise OSError(number, os.strerror(number), str(path))
-
-    played(RUNS)
-    monkeypatch.setattr("pvg.store.atomic.write_synced", refused)
-    called = pvg("runs", "tag", "first", "good")
-    assert called.code == 3
-    assert called.err.startswith(f"error: {RUNS / 'first'}: {os.strerror(number)}.\n")
-    assert "tags.json" not in called.err
-
-
-def test_a_long_list_fits_into_80_columns_without_cuts() -> None:
-    name = "an-experiment-with-a-long-name-and-a-number-" + "7" * 40
-    played(RUNS, name)
-    pvg("runs", "tag", name, "a-tag-of-some-length", "another-tag")
-    code, shown = in_terminal([*ENTRY, "runs"])
-    assert code == 0
-    assert max(cell_len(line) for line in shown.splitlines()) <= 80
-    assert "…" not in shown
-    assert "".join(re.findall(r"^[a-z7-]+", shown, flags=re.MULTILINE)).removeprefix("run") == name
-
-
 def test_damaged_runs_are_listed_and_can_be_removed() -> None:
     played(RUNS)
     (RUNS / "first/experiment.toml").write_text("[broken")
@@ -141,29 +99,6 @@ def test_damaged_runs_are_listed_and_can_be_removed() -> None:
     assert len(pvg("runs", "show", "first", "--json").document["notes"]) == 2
     assert pvg("runs", "remove", "first", "--yes").code == 0
     assert list(RUNS.iterdir()) == []
-
-
-def test_a_run_of_another_user_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may read everything, so the test refuses to open the files itself."""
-    played(RUNS)
-    begin(RUNS, "second")
-    opened = io.open
-
-    def refusing(file: Any, *arguments: Any, **options: Any) -> Any:
-        if str(file) in ("runs/first/metrics.jsonl", "runs/first/tags.json", "runs/first/state.json"):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
-        return opened(file, *arguments, **options)
-
-    monkeypatch.setattr("io.open", refusing)
-    monkeypatch.setattr("builtins.open", refusing)
-    called = pvg("runs")
-    assert called.code == 0, called.err
-    assert re.search(r"^first .* damaged ", called.out, re.MULTILINE)
-    assert re.search(r"^second ", called.out, re.MULTILINE)
-    assert "runs/first/tags.json: Permission denied" in called.err
-    for command in (("runs", "tag", "first", "good"), ("report", "first")):
-        refused = pvg(*command)
-        assert (refused.code, refused.err.count("Permission denied")) == (3, 1), refused.err
 
 
 @pytest.mark.parametrize("file", ["state.json", "tags.json"])
@@ -180,18 +115,6 @@ def test_a_damaged_run_has_the_same_state_in_all_views(file: str) -> None:
     assert pvg("report", "first", "--json").document["damaged"] is True
     assert re.search(r"^first  experiment .* damaged$", pvg("report", "first", "whole").out, re.MULTILINE)
     assert 'badge bad">damaged<' in Path("report.html").read_text()
-
-
-def test_a_run_with_a_damaged_experiment_file_gets_no_commands_that_would_fail() -> None:
-    run = begin(RUNS)
-    commit(run, state("complete", rounds=[{}]))
-    assert "pvg report first" in pvg("runs", "show", "first").out
-    run.experiment_file.write_text("")
-    shown = pvg("runs", "show", "first")
-    assert re.search(r"^rounds +1 of \? finished", shown.out, re.MULTILINE)
-    assert "experiment.toml is damaged" in shown.err
-    assert "pvg report" not in shown.out
-    assert re.search(r"^first .* 1/\? ", pvg("runs").out, re.MULTILINE)
 
 
 def test_show_names_the_state_the_sizes_and_the_next_command() -> None:
@@ -295,48 +218,3 @@ def test_a_run_that_another_run_starts_from_is_kept_unless_forced() -> None:
     solver = {"protocol": {"kind": "decoupled", "solver": "runs/first"}, "reward": {"kind": "decoupled"}}
     begin(RUNS, "fourth", game=solver)
     assert "fourth, second, third start from the run 'first'" in pvg("runs", "remove", "first", "--yes").err
-
-
-@pytest.mark.parametrize("name", ["prover", "verifier", "warmup", "round-2"])
-def test_a_run_cannot_have_the_name_of_a_part_of_a_run(name: str) -> None:
-    called = pvg("train", "--name", name)
-    assert called.code == 2
-    assert f"'{name}' cannot be the name of a run, because run:RUN/{name} means a part of the run RUN." in called.err
-    assert f"--name my-{name}" in called.err
-
-
-@pytest.mark.parametrize(
-    "command", [("diagnose",), ("report",), ("watch",), ("runs", "show"), ("evaluate",), ("score",), ("runs", "remove")]
-)
-def test_a_command_without_its_run_names_the_newest_runs(command: tuple[str, ...]) -> None:
-    assert "There is no run in runs yet." in said(pvg(*command).err)
-    for number in range(7):
-        played(RUNS, f"run{number}")
-        for path in (RUNS / f"run{number}").iterdir():
-            os.utime(path, (1000 + number, 1000 + number))
-    called = pvg(*command)
-    assert called.code == 2
-    assert "The newest runs in runs: run6, run5, run4, run3, run2." in said(called.err)
-    played(Path("else where"), "other")
-    assert "The newest runs in else where: other." in said(pvg(*command, "--runs", "else where").err)
-    error = pvg(*command, "--json").document["error"]
-    assert "run6, run5" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("command", "choices"),
-    [
-        (("export", "x", "--out", "y", "--player"), "'prover', 'verifier'"),
-        (("serve", "x", "--player"), "'verifier'"),
-        (("rollout", "--role"), "'both', 'helpful', 'sneaky'"),
-    ],
-)
-def test_a_wrong_choice_is_one_plain_line(command: tuple[str, ...], choices: str) -> None:
-    line = f"Invalid value for '{command[-1]}': 'judge' is not one of {choices}."
-    assert line in said(pvg(*command, "judge").err)
-    assert pvg(*command, "judge", "--json").document["error"]["message"] == line
-
-
-def said(boxed: str) -> str:
-    """The text of a usage error without its frame."""
-    return " ".join(line.strip("│ ") for line in boxed.splitlines())

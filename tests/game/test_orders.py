@@ -21,7 +21,9 @@ POOL = [Problem(f"p{number}", "1+1?", "2") for number in range(50)]
 def prover_orders(settings: dict[str, Any]) -> ProverOrders:
     experiment = changed({"training.groups": 8, **settings})
     session = SimpleNamespace(
-        experiment=experiment,
+        game=experiment.game,
+        training=experiment.training,
+        rollout=experiment.rollout,
         seed=3,
         state=SimpleNamespace(round=0),
         problems=lambda half: POOL,

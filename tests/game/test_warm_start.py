@@ -222,14 +222,6 @@ def test_an_evaluation_measures_against_the_warmed_prover(warm: pvg.Run, monkeyp
     assert opened == [find_player(parse_run_id("run:warm/warmup")).source]
 
 
-def test_a_baseline_with_another_warmed_prover_is_refused(warm: pvg.Run) -> None:
-    """Its policies would be measured by their distance from a prover that is not their base."""
-    alone = {"game.reward": "correctness", "game.sneaky_share": 0.0, "training.steps": 1}
-    other = pvg.play("warm.toml", {**alone, "warmup.steps": 88}, name="other-base")
-    with pytest.raises(UsageError, match=r"their warm starts .* end with different provers"):
-        pvg.evaluate(warm, parts=["tax"], baseline=other, settings={"evaluate.problems": 8, "evaluate.samples": 2})
-
-
 def test_adapters_are_merged_into_the_base(folder: Path, warm: pvg.Run) -> None:
     """Adapters cannot teach random weights, so this warm start continues the other one."""
     settings = {

@@ -15,6 +15,7 @@ from served_games import Served, serving
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import find_experiment, load_experiment
+from pvg.config.rollout import TagPrompts
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.records import Int32, Role, VersionSpan
@@ -71,7 +72,7 @@ def run(setting: Experiment, play: Callable[[Players, Kept], Awaitable[None]], k
 
 
 def prompts(players: Players, count: int) -> list[Int32]:
-    render = prompt_renderer(players.experiment.prompts, players.base.tokenizer)
+    render = prompt_renderer(TagPrompts(), players.base.tokenizer)
     problems = problems_of_half(players.task, "prover")[:count]
     return [render(problem, tuple(Role)[number % 2]) for number, problem in enumerate(problems)]
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pvg.config.experiment import Experiment
 from pvg.config.rollout import Rollouts
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
@@ -118,5 +117,5 @@ def teacher_forced(module: torch.nn.Module, prompt: np.ndarray, completion: np.n
 
 
 def setting(section: Rollouts, model: LanguageModel, executor: ThreadPoolExecutor) -> EngineSetup:
-    """What `open_engine` takes, of an experiment with this `[rollout]` section."""
-    return EngineSetup(Experiment(rollout=section), model, executor, SilentEvents(), "test", list)
+    """What `open_engine` takes, with this `[rollout]` section."""
+    return EngineSetup(section, model, executor, SilentEvents())

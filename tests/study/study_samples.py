@@ -11,9 +11,9 @@ from typing import Any
 from pvg.store.journal import JsonLines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
-from pvg.study.cells import StudyFolder
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
+from pvg.study.playing import StudyFolder
 
 SMALL = """
 name = "small"

@@ -172,7 +172,11 @@ async def training(
         group.count, group.events = ranks, events
         parameters = trainable_parameters(learner.module)
         model = ModelInRanks(
-            group, rank_fields(chosen), SETTINGS, parameters, lambda: committed[-1] if committed else None
+            group,
+            rank_fields(chosen.training, chosen.rollout, chosen.models.prover),
+            SETTINGS,
+            parameters,
+            lambda: committed[-1] if committed else None,
         )
     with ThreadPoolExecutor(1) as executor:
         trainer = Trainer(
@@ -420,7 +424,7 @@ def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_
         await refused(group)
 
     async def refused(group: RankGroup) -> None:
-        fields = rank_fields(chosen)
+        fields = rank_fields(chosen.training, chosen.rollout, chosen.models.prover)
         fields["model"] = {**fields["model"], "source": str(model_folder / "missing")}
         with open_model(chosen.models.prover, torch.device("cpu")) as learner:
             learner.require_gradients()

@@ -107,15 +107,14 @@ async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool]
             assert players.workers is not None
             watch(players.workers)
         with players.divided_workers():
-            return await step_of(players)
+            return await step_of(players, chosen)
     finally:
         await players.close()
 
 
-async def step_of(players: Players) -> dict:
+async def step_of(players: Players, chosen: Experiment) -> dict:
     """One step of players that are ready."""
-    chosen = players.experiment
-    asked = prompt_builder(chosen, players.base.tokenizer)
+    asked = prompt_builder(chosen.prompts, chosen.game.protocol, players.base.tokenizer)
     problems = list(players.task.problems("train"))[:8]
     orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
     groups = await players.dispatcher.sample(
@@ -129,7 +128,7 @@ async def step_of(players: Players) -> dict:
     learner = players.base.copy()
     learner.require_gradients()
     objective = PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id)
-    in_workers = players.prover_workers(chosen, learner.module)
+    in_workers = players.prover_workers(chosen.training, chosen.rollout, learner.module)
     batch = policy_batch(rollouts)
     if in_workers is None:
         reference = objective.recompute(players.base.module, batch)

@@ -33,6 +33,7 @@ from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
 from pvg.game.round import TrainingPhase
+from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
@@ -246,7 +247,8 @@ def open_bench_session(
     stack.callback(ledger.close)
     players = Players(experiment, task, ledger.log, executor, opener=opener)
     stack.push_async_callback(players.close)
-    prompts = prompt_builder(experiment, players.base.tokenizer)
-    session = BenchSession(experiment, task, ledger, players, prompts, SilentObserver(), asyncio.Event(), Tracer())
+    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+    parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
+    session = session_of(experiment, task, ledger, *parts, BenchSession)
     check_prompts_fit(experiment, session.prompts, session.halves(), session.test_problems(), players.base.max_length)
     return session

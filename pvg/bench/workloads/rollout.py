@@ -191,7 +191,7 @@ class GenerateEngine(TorchEngine):
 
 def open_generate_engine(players: Players) -> GenerateEngine:
     """In addition to the players' engine, with a separate copy of the weights; the caller closes it."""
-    rollout = players.experiment.rollout
+    rollout = players.rollout
     dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
     return GenerateEngine(
         players.base.copy(dtype),
@@ -369,7 +369,7 @@ class _Uneven:
 
 def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:
     """The players' dispatcher with `engine`. `fixed_length`: no completion ends before rollout.max_tokens."""
-    rollout, tokenizer = players.experiment.rollout, players.base.tokenizer
+    rollout, tokenizer = players.rollout, players.base.tokenizer
     stops = () if fixed_length else tokenizer.end_ids
     sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
     return Dispatcher(engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)

@@ -99,7 +99,7 @@ class FixedSource:
     ) -> None:
         self._batch = batch
         self._players, self._learner, self._objective = players, learner, objective
-        self._recomputed = players.experiment.rollout.logprobs == "recomputed"
+        self._recomputed = players.rollout.logprobs == "recomputed"
 
     async def next_batch(self) -> PolicyBatch:
         batch, compute, objective = self._batch, self._players.compute, self._objective
