@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.errors import ConfigurationError, TrainingDivergedError
+from pvg.errors import TrainingDivergedError
 from pvg.training.credit import CREDIT, advantages, zero_signal_groups
 
 HELPFUL, SNEAKY = 1, 0
