@@ -9,8 +9,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
+from pvg.telemetry.catalogue import LABELS, METRICS
 from pvg.telemetry.spans import UNACCOUNTED
 
 # The parts of a time budget: their order and their families, on the terminal and on pages.
@@ -107,72 +109,14 @@ class MetricDisplay:
     higher_is_better: bool | None = None
 
 
-METRIC_DISPLAYS: dict[str, MetricDisplay] = {
-    "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
-    "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
-    "fooled_rate": MetricDisplay("fooled rate", "share"),
-    "fooled_rate_at_90": MetricDisplay("fooled at 90% accepted", "share", False),
-    "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
-    "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
-    "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
-    "verifier_auc": MetricDisplay("verifier AUC", "auc", True),
-    "verifier_auc_previous": MetricDisplay("AUC on previous", "auc", True),
-    "verifier_auc_base": MetricDisplay("AUC on base", "auc", True),
-    "pair_accuracy": MetricDisplay("pair accuracy", "share", True),
-    "score_gap": MetricDisplay("score gap", "score", True),
-    "score_helpful_correct": MetricDisplay("score helpful correct", "score"),
-    "score_helpful_incorrect": MetricDisplay("score helpful wrong", "score"),
-    "score_sneaky_correct": MetricDisplay("score sneaky correct", "score"),
-    "score_sneaky_incorrect": MetricDisplay("score sneaky wrong", "score"),
-    "score_mean": MetricDisplay("mean score", "score"),
-    "threshold": MetricDisplay("acceptance threshold", "score"),
-    "reward_mean": MetricDisplay("mean reward", "score"),
-    "legal": MetricDisplay("legal decisions", "share", True),
-    "points_random": MetricDisplay("points against random", "share", True),
-    "points_greedy": MetricDisplay("points against greedy", "share", True),
-    "points_base": MetricDisplay("points against base", "share", True),
-    "gain_random": MetricDisplay("gain against random", "score", True),
-    "gain_greedy": MetricDisplay("gain against greedy", "score", True),
-    "gain_base": MetricDisplay("gain against base", "score", True),
-    "malformed": MetricDisplay("malformed", "share", False),
-    "tests_passed": MetricDisplay("tests passed", "share", True),
-    "sneaky_visible_rate": MetricDisplay("sneaky passing visible tests", "share", True),
-    "certified_rate": MetricDisplay("certified flaws", "share"),
-    "similarity": MetricDisplay("sneaky similarity", "share", False),
-    "truncated": MetricDisplay("truncated", "share", False),
-    "zero_signal": MetricDisplay("zero-signal groups", "share", False),
-    "clipped": MetricDisplay("clipped tokens", "share"),
-    "cache_hit_rate": MetricDisplay("score cache hits", "share"),
-    "cache_hits": MetricDisplay("score cache hits", "rate"),
-    "cache_misses": MetricDisplay("score cache misses", "rate"),
-    "cache_evictions": MetricDisplay("score cache evictions", "rate"),
-    "tokens_per_s": MetricDisplay("tokens/s", "rate", True),
-    "prompt_tokens_per_s": MetricDisplay("prompt tokens/s", "rate", True),
-    "latency_p50_s": MetricDisplay("latency p50", "seconds", False),
-    "latency_p90_s": MetricDisplay("latency p90", "seconds", False),
-    "latency_p99_s": MetricDisplay("latency p99", "seconds", False),
-    "engine_batch": MetricDisplay("rows per decoding step", "number"),
-    "prefix_share": MetricDisplay("shared prompt tokens", "share", True),
-    "padding": MetricDisplay("padding", "share", False),
-    "trainer_idle": MetricDisplay("trainer idle", "share", False),
-    "pairs_per_s": MetricDisplay("pairs/s", "rate", True),
-    "kl": MetricDisplay("KL to start", "number"),
-    "grad_norm": MetricDisplay("gradient norm", "number"),
-    "ratio_max": MetricDisplay("largest ratio", "number"),
-    "ratio_min": MetricDisplay("smallest ratio", "number"),
-    "staleness_max": MetricDisplay("largest staleness", "number"),
-    "dropped_stale": MetricDisplay("stale rollouts dropped", "number", False),
-    "loss": MetricDisplay("loss", "number"),
-    "loss_before": MetricDisplay("loss before", "number"),
-    "loss_after": MetricDisplay("loss after", "number"),
-    "held_out_loss_before": MetricDisplay("held-out loss before", "number"),
-    "held_out_loss_after": MetricDisplay("held-out loss after", "number"),
-    "staleness": MetricDisplay("staleness", "number"),
-    "pairs_available": MetricDisplay("pairs to draw from", "rate"),
-    # Not in a run's metrics file: computed by reports.
-    "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
-    "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
-    "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
+# Unit of the catalogue -> style; another unit is a number.
+STYLES: dict[str, NumberStyle] = {
+    "share": "share",
+    "score": "score",
+    "reward": "score",
+    "s": "seconds",
+    "bytes": "bytes",
+    **dict.fromkeys(("tokens/s", "pairs/s", "pairs", "count"), "rate"),
 }
 
 # The phase whose values form the curve of a metric. Mint samples come from another prover and checkpoint samples from
@@ -205,9 +149,16 @@ PHASE_LABELS = {
 }
 
 
+@cache
 def metric_display(name: str) -> MetricDisplay:
-    """How metric `name` is shown. An unknown metric keeps its own name."""
-    return METRIC_DISPLAYS.get(name) or MetricDisplay(name.replace("_", " "), "number")
+    """How metric `name` is shown, from its label, unit and better direction in the catalogue. An unknown metric keeps
+    its own name; if it ends in _s, it is a time."""
+    label = LABELS.get(name) or name.replace("_", " ")
+    entry = next((entry for entry in METRICS.values() if entry.short == name), None)
+    if entry is None:
+        return MetricDisplay(label, "seconds", False) if name.endswith("_s") else MetricDisplay(label, "number")
+    style = "auc" if "verifier_auc" in name else STYLES.get(entry.unit, "number")
+    return MetricDisplay(label, style, {"higher": True, "lower": False}.get(entry.better))
 
 
 def phase_label(phase: str) -> str:
