@@ -45,7 +45,7 @@ def sentences(path: Path) -> Iterator[str]:
 
 
 def test_the_glossary_has_every_abbreviation_that_the_display_and_the_reports_show() -> None:
-    texts = [metric.meaning for metric in METRICS.values()] + [*LABELS.values()]
+    texts = [metric.meaning for metric in METRICS.values()] + list(LABELS.values())
     texts += [text for name in SHOWN_BY for text in sentences(ROOT / "pvg" / "reporting" / name)]
     shown = {word for text in texts for word in ABBREVIATION.findall(text)}
     assert {"AUC", "KL", "ROC"} <= shown

@@ -59,7 +59,7 @@ class Experiment(AllSections):
         schedule = self.game.schedule
         if self.task.kind == "play" or not isinstance(schedule, SimultaneousSchedule):
             return 0
-        return prover_steps // self.training.minibatches // schedule.every * schedule.updates
+        return prover_steps // self.training.minibatches // schedule.every * schedule.every
 
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""

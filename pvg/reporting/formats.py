@@ -29,16 +29,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     OTHER: (),
     UNACCOUNTED: (UNACCOUNTED,),
 }
-MEANING = {
-    "sampling": "writing and grading solutions",
-    "scoring": "scores of the verifier",
-    "training": "forward and backward passes, optimizer",
-    "bookkeeping": "weight updates, commits, evaluation",
-    "waiting": "waiting for other work",
-    OTHER: "other work",
-    UNACCOUNTED: "outside of all spans",
-}
-
 SHADES = 4  # per family; the fifth part has the first shade again
 
 _FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in parts}
@@ -75,29 +65,12 @@ def in_order(names: Iterable[str]) -> list[BudgetPart]:
     return found
 
 
-def by_family(budget: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by family, in order; only families with a part in the budget."""
-    totals: dict[str, float] = {}
-    for part in in_order(budget):
-        totals[part.family] = totals.get(part.family, 0.0) + budget[part.name]
-    return totals
-
-
 NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "sample_s", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block, which would merge with the line below
 ABSENT = "–"
-# A sparkline's full height spans at least this much, so that noise does not look like an event.
-LEAST_SPAN: dict[NumberStyle, float] = {
-    "share": 0.1,
-    "auc": 0.02,
-    "score": 0.5,
-    "rate": 0.0,
-    "number": 0.0,
-    "seconds": 0.0,
-    "sample_s": 0.0,
-    "bytes": 0.0,
-}
+# A sparkline's full height spans at least this much, so that noise does not look like an event. Others: 0.
+LEAST_SPAN: dict[NumberStyle, float] = {"share": 0.1, "auc": 0.02, "score": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +82,23 @@ class MetricDisplay:
     higher_is_better: bool | None = None
 
 
-# Unit of the catalogue -> style; another unit is a number.
-STYLES: dict[str, NumberStyle] = {
+# Unit of the catalogue -> style; of all other units: a plain number.
+UNIT_STYLES: dict[str, NumberStyle] = {
     "share": "share",
     "score": "score",
     "reward": "score",
     "s": "seconds",
     "bytes": "bytes",
-    **dict.fromkeys(("tokens/s", "pairs/s", "pairs", "count"), "rate"),
+    "tokens/s": "rate",
+    "pairs/s": "rate",
+    "count": "rate",
+    "pairs": "rate",
+}
+# Not in a run's metrics file: computed by reports.
+COMPUTED = {
+    "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
+    "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
+    "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
 }
 
 # The phase whose values form the curve of a metric. Mint samples come from another prover and checkpoint samples from
@@ -151,13 +133,12 @@ PHASE_LABELS = {
 
 @cache
 def metric_display(name: str) -> MetricDisplay:
-    """How metric `name` is shown, from its label, unit and better direction in the catalogue. An unknown metric keeps
-    its own name; if it ends in _s, it is a time."""
+    """How metric `name` is shown, by the catalogue of metrics. An unknown metric keeps its own name."""
     label = LABELS.get(name) or name.replace("_", " ")
-    entry = next((entry for entry in METRICS.values() if entry.short == name), None)
+    entry = next((metric for metric in METRICS.values() if metric.short == name), None)
     if entry is None:
-        return MetricDisplay(label, "seconds", False) if name.endswith("_s") else MetricDisplay(label, "number")
-    style = "auc" if "verifier_auc" in name else STYLES.get(entry.unit, "number")
+        return COMPUTED.get(name) or MetricDisplay(label, "number")
+    style: NumberStyle = "auc" if "_auc" in name else UNIT_STYLES.get(entry.unit, "number")
     return MetricDisplay(label, style, {"higher": True, "lower": False}.get(entry.better))
 
 
@@ -314,7 +295,7 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
 
 def trend(name: str, values: Sequence[float], width: int) -> str:
     """The sparkline of metric `name`."""
-    return sparkline(values, width, LEAST_SPAN[metric_display(name).style])
+    return sparkline(values, width, LEAST_SPAN.get(metric_display(name).style, 0.0))
 
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:
