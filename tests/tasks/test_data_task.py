@@ -430,7 +430,7 @@ def test_the_note_counts_the_problems(tmp_path: Path) -> None:
     held_out, kept = len(list(task.problems("test"))), len(list(task.problems("train")))
     assert held_out + kept == 40
     assert task.note == f"{file} has no test file, so pvg tests with about a tenth of its problems: {held_out} of 40."
-    few = about_test_problems(Experiment(task=data), task, list(task.problems("test")))
+    few = about_test_problems(Experiment().game.test.problems, data, task, list(task.problems("test")))
     assert len(few) == 1
     assert f"A round tests with {counted(held_out, 'problem')}, not with game.test.problems = 128." in few[0]
     assert few[0].endswith("add test problems.")
@@ -439,9 +439,9 @@ def test_the_note_counts_the_problems(tmp_path: Path) -> None:
 def test_nothing_is_said_about_enough_test_problems() -> None:
     experiment = Experiment()
     task = open_task(experiment.task)
-    assert about_test_problems(experiment, task, list(task.problems("test"))) == []
+    assert about_test_problems(experiment.game.test.problems, experiment.task, task, list(task.problems("test"))) == []
     small = Experiment(task={"kind": "modchain", "test_problems": 5})
     task = open_task(small.task)
-    (line,) = about_test_problems(small, task, list(task.problems("test")))
+    (line,) = about_test_problems(small.game.test.problems, small.task, task, list(task.problems("test")))
     assert line.startswith("A round tests with 5 problems, not with game.test.problems = 128. ")
     assert line.endswith("raise task.test_problems.")
