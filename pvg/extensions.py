@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from pvg.errors import ConfigurationError, PvgError
 from pvg.inputs import expanded, read_input
@@ -95,16 +95,6 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
                 f"{key} = {name!r}: {path} does not define {attribute!r}.",
                 f"It defines: {', '.join(sorted(defined)) or 'nothing'}.",
             )
-
-
-def references(experiment: BaseModel) -> Iterator[tuple[str, str]]:
-    """(dotted key, reference) of every setting that names user code."""
-    for section, names in EXTENSIBLE.items():
-        for name in names:
-            value = getattr(getattr(experiment, section), name, None)  # only one kind of task has `source`
-            value = getattr(value, "kind", value)
-            if isinstance(value, str) and is_reference(value):
-                yield f"{section}.{name}", value
 
 
 def digests(named: Iterable[tuple[str, str]]) -> dict[str, str]:

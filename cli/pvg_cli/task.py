@@ -136,7 +136,8 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         found = preview(experiment, task, models)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
         if experiment.task.kind != "play" and experiment.warmup.kind == "none":
-            writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers)
+            own = experiment.task.kind == "data"
+            writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers, own_data=own)
         wanted = experiment.game.test.problems
         for notice in about_test_problems(wanted, experiment.task, task, list(task.problems("test"))):
             say(notice)

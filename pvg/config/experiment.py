@@ -23,7 +23,7 @@ from pvg.config.base import ByKind, without_folder
 from pvg.config.game import ChallengeProtocol, SimultaneousSchedule
 from pvg.config.rules import TWO_ROLE_REWARDS, conflicts, warnings_about
 from pvg.config.sections import AllSections
-from pvg.extensions import references
+from pvg.extensions import EXTENSIBLE, is_reference
 
 # Sections that do not change results, so a resumed run may have other values.
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate", "cluster"})
@@ -85,7 +85,14 @@ class Experiment(AllSections):
 
     def own_code(self) -> list[tuple[str, str]]:
         """(setting, reference) of every setting that names user code (pvg.extensions)."""
-        return list(references(self))
+        found = []
+        for section, names in EXTENSIBLE.items():
+            for name in names:
+                value = getattr(getattr(self, section), name, None)  # only one kind of task has `source`
+                value = getattr(value, "kind", value)
+                if isinstance(value, str) and is_reference(value):
+                    found.append((f"{section}.{name}", value))
+        return found
 
     def completion_room(self) -> int:
         """The most tokens of a completion, including what the environment writes."""

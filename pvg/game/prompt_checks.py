@@ -76,10 +76,16 @@ def check_verifier_input_fits(
 
 
 def writable_solution(
-    sources: Mapping[str, str], task: Task, problems: Sequence[Problem], prover: Tokenizer, verifier: Tokenizer
+    sources: Mapping[str, str],
+    task: Task,
+    problems: Sequence[Problem],
+    prover: Tokenizer,
+    verifier: Tokenizer,
+    *,
+    own_data: bool = False,
 ) -> str:
     """A correct solution that the prover can write and the verifier can read. "" if the form of answers is not known.
-    `sources`: see `Experiment.sources`.
+    `sources`: see `Experiment.sources`. `own_data`: of the task data, whose grader can be chosen.
 
     Raises ConfigurationError if there is none for the first problems. Every solution of a game would then be wrong.
     (Not for a game with a warm start, whose demonstrations can teach another form.)
@@ -100,7 +106,7 @@ def writable_solution(
         return ""
     player, lacking = _lacking(models, first)[0]
     source = sources[f"models.{player}.source"]
-    other = "a grader" if "task.path" in sources else "a form of answers"
+    other = "a grader" if own_data else "a form of answers"
     example = " (-s task.grader=number, or regex with task.pattern and task.form)" if other == "a grader" else ""
     verb = "write" if player == "prover" else "read"
     raise ConfigurationError(

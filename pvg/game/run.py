@@ -348,7 +348,8 @@ def _check_verifier(experiment: Experiment, session: Session) -> None:
         check_verifier_input_fits(experiment.token_limits(), players.template(verifier), problems, verifier.max_length)
         tokenizers = players.base.tokenizer, verifier.tokenizer
         if experiment.warmup.kind == "none":
-            writable_solution(experiment.sources(), session.task, problems, *tokenizers)
+            own = experiment.task.kind == "data"
+            writable_solution(experiment.sources(), session.task, problems, *tokenizers, own_data=own)
     finally:
         verifier.close()
 

@@ -537,7 +537,13 @@ def _can_be_written(experiment: Experiment, found: CheckedProblems, models: Play
         text = (
             ""
             if teaches or experiment.task.kind == "play"
-            else writable_solution(experiment.sources(), found.task, found.train, *tokenizers)
+            else writable_solution(
+                experiment.sources(),
+                found.task,
+                found.train,
+                *tokenizers,
+                own_data=experiment.task.kind == "data",
+            )
         )
     except ConfigurationError as error:
         return TaskCheck(name, False, f"{error.message} {error.remedy}")
