@@ -301,7 +301,7 @@ class LoopWorkload:
         """A fresh source for each sample: the same batch with an empty score cache."""
         session, players = self._session, self._session.players
         tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
-        judge = RecordedScoringModel(tokenizer, context)
+        judge: Any = RecordedScoringModel(tokenizer, context)
         scorer = VerifierScorer(
             judge,
             players.template(judge),

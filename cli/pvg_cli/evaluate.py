@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pvg.errors import StoppedAtStart
-from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, guarded, say
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, guarded, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, SetOption
 
 if TYPE_CHECKING:
@@ -58,12 +57,7 @@ def evaluate(
     from pvg.evaluation.runner import EvaluationRequest
 
     outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers), as_json)
-    again = ["pvg", "evaluate", target]
-    for option, value in (("--parts", parts), ("--rounds", rounds)):
-        again += [option, value] if value is not None else []
-    again += [word for override in overrides or () for word in ("-s", override)]
-    again += ["--runs", str(runs)] if runs != Path("runs") else []
-    _print_result(outcome, run, shlex.join(again), as_json)
+    _print_result(outcome, run, command_line(), as_json)
 
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:

@@ -120,7 +120,7 @@ class Players:
             self._close_base()
             self._end_supplies()
             raise
-        self.publisher = Publisher([self.engine], events=events)
+        self.publisher = Publisher(self.engine, events=events)
         self._collector: CalmCollector | None = None
         sampling = Sampling(
             max_tokens=rollout.max_tokens,
@@ -259,7 +259,7 @@ class Players:
     ) -> dict[str, float]:
         """Send a policy to the engine: the whole model's tensors, and its adapter if it has one. Returns metrics."""
         in_flight = self.engine.requests_in_flight
-        (timing,) = await self.publisher.publish(tensors, version, adapter)
+        timing = await self.publisher.publish(tensors, version, adapter)
         return sync_metrics(timing, in_flight)
 
     @asynccontextmanager

@@ -167,7 +167,7 @@ def progress_of(summary: RunSummary) -> RunProgress | None:
     RATE_STEPS steps took on average."""
     if not summary.steps:
         return None
-    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time or 0.0, step.round, step.step))
+    newest = max(summary.steps[-RATE_STEPS:], key=lambda step: (step.time, step.round, step.step))
     place = (newest.round, newest.phase)
     own = [step for step in summary.steps[-RATE_STEPS:] if (step.round, step.phase) == place]
     own.sort(key=lambda step: step.step)
@@ -246,11 +246,6 @@ def list_runs(root: Path, tags: list[str]) -> list[RunGlance]:
     found = [glance_at(RunDirectory(root / name)) for name in runs_in(root)]
     chosen = [run for run in found if set(tags) <= set(run.tags)]
     return sorted(chosen, key=lambda run: (-run.last_activity, run.name))
-
-
-def newest_runs(root: Path, most: int) -> list[str]:
-    """The names of at most `most` runs in `root`, the one with the newest activity first. Reads no file of them."""
-    return sorted(runs_in(root), key=lambda name: (-_last_activity(RunDirectory(root / name)), name))[:most]
 
 
 def runs_table(runs: list[RunGlance], now: float) -> Table:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -49,14 +49,14 @@ class StepRecord:
     """One step of a phase: its finite metrics, and its seconds by part. `time` is in seconds since 1970.
 
     `budget` is exposed time and sums to the step's wall time. `busy` also counts overlapped work, `device_s` is time
-    measured on a GPU; both are empty for runs of older versions of pvg.
+    measured on a GPU (empty without one).
     """
 
     round: int
     phase: str
     step: int
     of: int | None
-    time: float | None
+    time: float
     metrics: dict[str, float]
     budget: dict[str, float]
     busy: dict[str, float] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class ProcessSummary:
     """A process that played the run and ended normally: all of its time by part."""
 
     status: str
-    seconds: float | None
+    seconds: float
     budget: dict[str, float]
 
 
@@ -125,12 +125,12 @@ class ProcessSummary:
 class RunSummary:
     """A run read from its files: metrics by finished round, phases in order, steps, and their time.
 
-    `budget` is seconds by part over all steps, largest first and `unaccounted` last. `busy` also counts overlapped work
-    (empty if the run did not record it). `notes` are remarks on incomplete or damaged files, `warnings` are
-    about settings that are probably not intended. `machine` and `code_version` are those of the last commit, `began` is
-    the time of the first record. `peak_memory` is the maximum over the processes of the run, in bytes, up to the last
-    commit. `cores`: of the newest process: its compute threads, and the usable cores and all cores of its machine.
-    `damaged`: files of its state are damaged (`state_and_tags`).
+    `budget` is seconds by part over all steps, largest first and `unaccounted` last. `busy` also counts overlapped
+    work. `notes` are remarks on incomplete or damaged files, `warnings` are about settings that are probably not
+    intended. `machine` and `code_version` are those of the last commit, `began` is the time of the first record.
+    `peak_memory` is the maximum over the processes of the run, in bytes, up to the last commit. `cores`: of the newest
+    process: its compute threads, and the usable cores and all cores of its machine. `damaged`: files of its state are
+    damaged (`state_and_tags`).
     """
 
     name: str
@@ -208,10 +208,37 @@ def read_run(run: RunDirectory) -> RunSummary:
         run.verify_journal(state, run.metrics)
     except DamagedFileError as error:
         notes.append(str(error))
-    records = RunRecords()
-    for record in _records(run, notes):
-        records.add(record)
-    return records.summary(run, experiment, state, notes, damaged=damaged)
+    found, status = _records(run, notes), status_of(state)
+    steps = _steps(found["step"])
+    ended = {(record["round"], record["phase"]): record for record in found["phase"]}
+    committed = dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ())))
+    return RunSummary(
+        name=run.name,
+        path=run.path,
+        experiment=experiment.name,
+        config_hash=experiment.hash(),
+        status=status,
+        phase=state.get("phase", SAMPLING_PHASE),
+        rounds_planned=experiment.game.rounds,
+        rounds=committed | {record["round"]: _finite(record["metrics"]) for record in found["round"]},
+        phases=_phases(ended, steps),
+        steps=steps,
+        alerts=list(dict.fromkeys(_alert(record) for record in found["alert"])),
+        budget=total_budget(step.budget for step in steps),
+        notes=notes,
+        # Most are about a game, and samples of `pvg rollout` are none.
+        warnings=[] if status == "samples" else [f"{warning}." for warning in experiment.warnings()],
+        busy=total_budget(step.busy for step in steps),
+        **{kind: _readings(found[kind]) for kind in SAMPLERS},
+        scaling=[ScalingRecord(record["time"], record["workers"], record["why"]) for record in found["scaling"]],
+        processes=[ProcessSummary(r["status"], r["seconds"], total_budget([r["budget"]])) for r in found["run"]],
+        machine=str(state.get("machine", "")),
+        code_version=str(state.get("code_version", "")),
+        peak_memory=_finite(state.get("peak_memory", {})),
+        cores=_finite(found["start"][-1]["cores"]) if found["start"] else {},
+        began=min((record["time"] for kind in found.values() for record in kind if "time" in record), default=None),
+        damaged=damaged,
+    )
 
 
 def status_of(state: Mapping[str, Any]) -> Status:
@@ -274,147 +301,71 @@ def state_and_tags(run: RunDirectory, notes: list[str]) -> tuple[dict[str, Any],
     return state, tags
 
 
-def _records(run: RunDirectory, notes: list[str]) -> Iterable[dict[str, Any]]:
-    """The lines of metrics.jsonl as far as they can be read."""
+# The fields that a record of each kind has.
+NUMBER = int | float
+FIELDS: dict[str, dict[str, Any]] = {
+    "step": {"round": int, "phase": str, "step": int, "time": NUMBER, "metrics": dict, "budget": dict},
+    "phase": {"round": int, "phase": str, "metrics": dict},
+    "round": {"round": int, "metrics": dict},
+    "alert": {"round": int, "phase": str, "name": str, "message": str},
+    "device": {"time": NUMBER, "metrics": dict},
+    "loop": {"time": NUMBER, "metrics": dict},
+    "workers": {"time": NUMBER, "metrics": dict},
+    "scaling": {"time": NUMBER, "workers": int, "why": str},
+    "start": {"cores": dict},
+    "run": {"status": str, "seconds": NUMBER, "budget": dict},
+}
+
+
+def _records(run: RunDirectory, notes: list[str]) -> defaultdict[str, list[dict[str, Any]]]:
+    """The lines of metrics.jsonl by kind, as far as they can be read. Adds remarks on other lines to `notes`."""
+    found, foreign = defaultdict[str, list[dict[str, Any]]](list), 0
     if not run.metrics.is_file():
         notes.append(f"{run.metrics.name} is not there yet.")
-        return
+        return found
     reader = read_json_lines(run.metrics)
     try:
-        yield from reader
+        for record in reader:
+            kind = record.get("kind")
+            fields = FIELDS.get(kind, {}) if isinstance(kind, str) else {"kind": str}
+            if all(isinstance(record.get(name), expected) for name, expected in fields.items()):
+                found[str(kind)].append(record)
+            else:
+                foreign += 1
     except PvgError as error:
         notes.append(f"{error.message} What follows it is not shown.")
     if reader.torn:
         notes.append(f"The last line of {run.metrics.name} is incomplete and was left out.")
+    if foreign:
+        notes.append(f"{foreign} of the lines of {run.metrics.name} are not records of pvg and were left out.")
+    return found
 
 
-# The fields that a record of each kind must have.
-FIELDS: dict[str, dict[str, type]] = {
-    "step": {"round": int, "phase": str, "step": int, "metrics": dict},
-    "phase": {"round": int, "phase": str, "metrics": dict},
-    "round": {"round": int, "metrics": dict},
-    "alert": {"round": int, "phase": str, "name": str, "message": str},
-    "device": {"metrics": dict},
-    "loop": {"metrics": dict},
-    "workers": {"metrics": dict},
-    "scaling": {"workers": int, "why": str},
-    "start": {"cores": dict},
-}
-
-
-def _is_known(record: dict[str, Any]) -> bool:
-    kind = record.get("kind")
-    if not isinstance(kind, str):
-        return False
-    return all(isinstance(record.get(name), expected) for name, expected in FIELDS.get(kind, {}).items())
-
-
-class RunRecords:
-    """The records of metrics.jsonl, sorted by kind while they are added. If a step was recorded twice, the last record
-    counts, at the place of the first.
-    """
-
-    def __init__(self) -> None:
-        self._steps: OrderedDict[tuple[int, str, int], StepRecord] = OrderedDict()
-        self._ended: dict[tuple[int, str], dict[str, Any]] = {}
-        self._rounds: dict[int, dict[str, float]] = {}
-        self._alerts: OrderedDict[AlertRecord, None] = OrderedDict()
-        self._readings: dict[str, list[SamplerReading]] = {kind: [] for kind in SAMPLERS}
-        self._scaling: list[ScalingRecord] = []
-        self._processes: list[ProcessSummary] = []
-        self._cores: dict[str, float] = {}
-        self._began: float | None = None
-        self._foreign = 0
-
-    def add(self, record: dict[str, Any]) -> None:
-        """Lines that are not records of pvg are counted for a remark and left out."""
-        if not _is_known(record):
-            self._foreign += 1
-            return
-        kind, moment = record["kind"], _moment(record)
-        if self._began is None:
-            self._began = moment
-        if kind == "step":
-            self._steps[record["round"], record["phase"], record["step"]] = _step(record)
-        elif kind == "phase":
-            self._ended[record["round"], record["phase"]] = record
-        elif kind == "round":
-            self._rounds[record["round"]] = _finite(record["metrics"])
-        elif kind == "alert":
-            names = ("round", "phase", "step", "name", "message")
-            self._alerts[AlertRecord(*(record.get(name) for name in names))] = None  # type: ignore[arg-type]
-        elif kind == "start":
-            self._cores = _finite(record["cores"])
-        elif kind == "run":
-            self._processes.append(_process(record))
-        elif moment is not None and kind in SAMPLERS:
-            self._readings[kind].append(SamplerReading(moment, _finite(record["metrics"])))
-        elif moment is not None and kind == "scaling":
-            self._scaling.append(ScalingRecord(moment, record["workers"], record["why"]))
-
-    def summary(
-        self,
-        run: RunDirectory,
-        experiment: Experiment,
-        state: Mapping[str, Any],
-        notes: Sequence[str],
-        *,
-        damaged: bool = False,
-    ) -> RunSummary:
-        """The summary of the records so far. `state`: the last commit (empty: none). `damaged`: as for RunSummary."""
-        notes = list(notes)
-        if self._foreign:
-            of = run.metrics.name
-            notes.append(f"{self._foreign} of the lines of {of} are not records of pvg and were left out.")
-        steps, status = list(self._steps.values()), status_of(state)
-        return RunSummary(
-            name=run.name,
-            path=run.path,
-            experiment=experiment.name,
-            config_hash=experiment.hash(),
-            status=status,
-            phase=state.get("phase", SAMPLING_PHASE),
-            rounds_planned=experiment.game.rounds,
-            rounds={**dict(enumerate(_finite(metrics) for metrics in state.get("rounds", ()))), **self._rounds},
-            phases=_phases(self._ended, steps),
-            steps=steps,
-            alerts=list(self._alerts),
-            budget=total_budget(step.budget for step in steps),
-            notes=notes,
-            # Most are about a game, and samples of `pvg rollout` are none.
-            warnings=[] if status == "samples" else [f"{warning}." for warning in experiment.warnings()],
-            # A step without busy time had no overlap.
-            busy=total_budget(s.busy or s.budget for s in steps) if any(s.busy for s in steps) else {},
-            # In order of time, because the machine's clock may have been set back.
-            **{kind: sorted(found, key=lambda reading: reading.time) for kind, found in self._readings.items()},
-            scaling=list(self._scaling),
-            processes=list(self._processes),
-            machine=str(state.get("machine", "")),
-            code_version=str(state.get("code_version", "")),
-            peak_memory=_finite(state.get("peak_memory", {})),
-            cores=self._cores,
-            began=self._began,
-            damaged=damaged,
+def _steps(records: Iterable[Mapping[str, Any]]) -> list[StepRecord]:
+    """If a step was recorded twice, the last record counts, at the place of the first."""
+    newest = {(record["round"], record["phase"], record["step"]): record for record in records}
+    return [
+        StepRecord(
+            *place,
+            of=record.get("of"),
+            time=record["time"],
+            metrics=_finite(record["metrics"]),
+            budget=_finite(record["budget"]),
+            busy=_finite(record.get("busy", {})),
+            device_s=_finite(record.get("device_s", {})),
         )
+        for place, record in newest.items()
+    ]
 
 
-def _moment(record: Mapping[str, Any]) -> float | None:
-    moment = record.get("time")
-    return float(moment) if isinstance(moment, (int, float)) else None
+def _alert(record: Mapping[str, Any]) -> AlertRecord:
+    return AlertRecord(record["round"], record["phase"], record.get("step"), record["name"], record["message"])
 
 
-def _step(record: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(
-        round=record["round"],
-        phase=record["phase"],
-        step=record["step"],
-        of=record.get("of"),
-        time=record.get("time"),
-        metrics=_finite(record["metrics"]),
-        budget=_seconds(record, "budget"),
-        busy=_seconds(record, "busy"),
-        device_s=_seconds(record, "device_s"),
-    )
+def _readings(records: Iterable[Mapping[str, Any]]) -> list[SamplerReading]:
+    """In order of time, because the machine's clock may have been set back."""
+    readings = (SamplerReading(record["time"], _finite(record["metrics"])) for record in records)
+    return sorted(readings, key=lambda reading: reading.time)
 
 
 def _phases(ended: Mapping[tuple[int, str], dict[str, Any]], steps: list[StepRecord]) -> list[PhaseSummary]:
@@ -432,24 +383,10 @@ def _phases(ended: Mapping[tuple[int, str], dict[str, Any]], steps: list[StepRec
         # time after the last step. The longer of the two is closer.
         seconds = max(worked.get(key, 0.0), (end or {}).get("seconds") or 0.0) or None
         metrics = _finite(end["metrics"]) if end else {}
-        outside = _seconds(end, "budget") if end else {}
+        outside = _finite(end.get("budget", {})) if end else {}
         summaries.append(PhaseSummary(*key, end is not None, seconds, counts.get(key, 0), metrics, outside))
     order = {key: place for place, key in enumerate(counts)}
     return sorted(summaries, key=lambda phase: (phase.round, order.get((phase.round, phase.phase), len(order))))
-
-
-def _process(record: Mapping[str, Any]) -> ProcessSummary:
-    seconds = record.get("seconds")
-    return ProcessSummary(
-        status=str(record.get("status", "")),
-        seconds=float(seconds) if isinstance(seconds, (int, float)) else None,
-        budget=total_budget([_seconds(record, "budget")]),
-    )
-
-
-def _seconds(record: Mapping[str, Any], name: str) -> dict[str, float]:
-    values = record.get(name)
-    return _finite(values) if isinstance(values, dict) else {}
 
 
 def reading_ranges(readings: Sequence[SamplerReading]) -> dict[str, dict[str, float]]:

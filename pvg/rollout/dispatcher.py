@@ -31,6 +31,7 @@ from pvg.rollout.episodes import (
     gatherings_of,
     play_episodes,
     request_seed,
+    run_gatherings,
     training_deadline,
 )
 from pvg.tasks.answers import same_answer
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     pass
 
 
-__all__ = ["Dispatcher", "GroupOrder", "SampleCall", "all_or_none", "request_seed"]
+__all__ = ["Dispatcher", "GroupOrder", "SampleCall", "request_seed"]
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
@@ -100,15 +101,10 @@ class Dispatcher:
             return await play_episodes(self, orders, call, call.environment, bound)
 
         async def one(gathering: GroupSampling[Rollout], index: int) -> Rollout:
-            async with AsyncExitStack() as place:
-                await place.enter_async_context(bound)
-                if gathering.watch is not None:
-                    gathering.watch.begin()
-                # Reporting token counts may make the engine stream, so ask for it only if they are used.
-                tell = None if gathering.watch is None else partial(gathering.sampled_tokens.__setitem__, index)
-                leave = partial(gathering.sampled, place)
-                rollout = await self.rollout(gathering.order, index, call, leave=leave, tell=tell)
-            gathering.finishes.append(time.perf_counter())
+            order = gathering.order
+            rollout = await gathering.admitted(
+                index, bound, lambda leave, tell: self.rollout(order, index, call, leave=leave, tell=tell)
+            )
             if call.on_group is not None:
                 whole = arrived.setdefault(gathering.order.group, {})
                 whole[index] = rollout
@@ -118,14 +114,7 @@ class Dispatcher:
 
         arrived: dict[int, dict[int, Rollout]] = {}
         gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, call.deadline)
-        try:
-            await all_or_none(
-                gathering.start([one(gathering, index) for index in range(gathering.order.size)])
-                for gathering in gatherings
-            )
-        finally:
-            for gathering in gatherings:
-                gathering.stop()
+        await run_gatherings(gatherings, ([one(g, index) for index in range(g.order.size)] for g in gatherings))
         groups: list[Group] = []
         for gathering in gatherings:
             groups.append(_group(gathering))
@@ -398,13 +387,16 @@ class PartialSampling:
             unit.finishes.append(time.perf_counter())
             cut.ended(unit)
 
+        def start(unit: _Unit, group: asyncio.TaskGroup) -> int:
+            left = [index for index in unit.indices if index not in unit.finished]
+            for index in left:
+                group.create_task(one(unit, index))
+            return len(left)
+
         for unit in units:
             unit.finishes.clear()
         try:
-            await all_or_none(
-                [asyncio.create_task(one(unit, index)) for index in unit.indices if index not in unit.finished]
-                for unit in units
-            )
+            await all_or_none(partial(start, unit) for unit in units)
         finally:
             cut.stop()
         cut.check()

@@ -21,9 +21,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -191,12 +192,30 @@ class GroupSampling(Generic[T]):
     finishes: list[float] = field(default_factory=list)
     sampled_tokens: dict[int, int] = field(default_factory=dict)
 
-    def start(self, work: Sequence[Coroutine[None, None, T]]) -> list[asyncio.Task[T]]:
-        self.tasks = [asyncio.create_task(coroutine) for coroutine in work]
+    def start(self, work: Iterable[Coroutine[None, None, T]], group: asyncio.TaskGroup) -> int:
+        """Start the tasks. Returns their number."""
+        self.tasks = [group.create_task(coroutine) for coroutine in work]
         if self.watch is not None:
             for task in self.tasks:
                 self.watch.add(task)
-        return self.tasks
+        return len(self.tasks)
+
+    async def admitted(
+        self,
+        index: int,
+        bound: AbstractAsyncContextManager[None],
+        work: Callable[[Callable[[], Awaitable[None]], Callable[[int], None] | None], Awaitable[T]],
+    ) -> T:
+        """The result of `work(leave, tell)`, with a place in the engine. `leave` frees the place; `tell` takes the
+        number of tokens so far. It may make the engine stream, so it is None if there is no deadline."""
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(bound)
+            if self.watch is not None:
+                self.watch.begin()
+            tell = None if self.watch is None else partial(self.sampled_tokens.__setitem__, index)
+            found = await work(partial(self.sampled, place), tell)
+        self.finishes.append(time.perf_counter())
+        return found
 
     async def sampled(self, place: AsyncExitStack) -> None:
         """Called by a task when its completion is sampled: frees its `place` in the engine."""
@@ -234,49 +253,42 @@ def gatherings_of(orders: Sequence[GroupOrder], deadline: Deadline | None) -> li
     return [GroupSampling(order, watch) for order in orders]
 
 
-async def all_or_none(parts: Iterable[Sequence[asyncio.Task[Any]]]) -> None:
-    """Wait for all tasks. Taking a part starts its tasks; many parts are spread over several turns of the event loop.
-    On the first failure or on cancellation, all other tasks are cancelled and awaited.
-
-    Each task reports its own end. A loop over 32,000 tasks at the end would block the event loop.
-    """
-    waiting: set[asyncio.Task[Any]] = set()
-    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    all_started = False
-
-    def ended(task: asyncio.Task[Any]) -> None:
-        waiting.discard(task)
-        # Reading the exception also marks it as retrieved, so asyncio does not log it.
-        error = None if task.cancelled() else task.exception()
-        if over.done():
-            return
-        if error is not None:
-            over.set_exception(error)
-        elif all_started and not waiting:
-            over.set_result(None)
-
+async def run_gatherings(
+    gatherings: Sequence[GroupSampling[T]], works: Iterable[Iterable[Coroutine[None, None, T]]]
+) -> None:
+    """Run the tasks of all groups, of which `works` yields those of the next one. Stops their clocks at the end."""
     try:
-        started = 0
-        for part in parts:
-            for task in part:
-                waiting.add(task)
-                task.add_done_callback(ended)
-            started += len(part)
-            if started >= STARTED_AT_A_TIME:
-                started = 0
-                await asyncio.sleep(0)
-                if over.done():
-                    break
-        all_started = True
-        if waiting or over.done():
-            await over
+        await all_or_none(partial(gathering.start, work) for gathering, work in zip(gatherings, works, strict=True))
     finally:
-        if not over.cancel() and not over.cancelled():
-            over.exception()  # else asyncio logs the failure of a call that its caller cancelled
-        if left := list(waiting):
-            for task in left:
-                task.cancel()
-            await asyncio.wait(left)
+        for gathering in gatherings:
+            gathering.stop()
+
+
+async def all_or_none(starts: Iterable[Callable[[asyncio.TaskGroup], int]]) -> None:
+    """Wait for all tasks that `starts` start in the group. Each returns their number; many are spread over several
+    turns of the event loop. On the first failure or on cancellation, all other tasks are cancelled and awaited."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            started = 0
+            for start in starts:
+                started += start(group)
+                if started >= STARTED_AT_A_TIME:
+                    started = 0
+                    await asyncio.sleep(0)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+async def results_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all coroutines. On the first failure, the others are cancelled and awaited."""
+    tasks: list[asyncio.Task[T]] = []
+
+    def start(group: asyncio.TaskGroup) -> int:
+        tasks.extend(map(group.create_task, work))
+        return len(tasks)
+
+    await all_or_none([start])
+    return [task.result() for task in tasks]
 
 
 # `Grader`: turns completions into text and grades, off the event loop.
@@ -534,21 +546,17 @@ async def play_episodes(
                 if observation.max_tokens:
                     waiting.add(episode)
         turn += 1
-    grading = [
-        [asyncio.create_task(_finished(sampler, episode, call, environment)) for episode in group.episodes]
-        for group in groups
-    ]
-    await all_or_none(grading)
+    finished = iter(await results_of([_finished(sampler, e, call, environment) for g in groups for e in g.episodes]))
     return [
         Group(
             group.order.problem,
             group.order.role,
-            tuple(task.result() for task in tasks),
+            tuple(itertools.islice(finished, len(group.episodes))),
             group.spread_s,
             cancelled=group.cancelled,
             lost_tokens=group.lost_tokens,
         )
-        for group, tasks in zip(groups, grading, strict=True)
+        for group in groups
     ]
 
 
@@ -563,30 +571,26 @@ async def _take_turn(
     """Sample turn number `turn` of all `waiting` episodes. Removes those that the deadline cut from `groups`."""
 
     async def one(gathering: GroupSampling[Completion], place: int, episode: _Episode) -> Completion:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(bound)
-            if gathering.watch is not None:
-                gathering.watch.begin()
-            tell = None if gathering.watch is None else partial(gathering.sampled_tokens.__setitem__, place)
+        async def sample(leave: Callable[[], Awaitable[None]], tell: Callable[[int], None] | None) -> Completion:
             seed = request_seed(call.seed, episode.order.group, episode.index, turn)
             completion = await sampler.engine.generate(episode.request(sampler, seed, tell))
-            await gathering.sampled(stack)
-        gathering.finishes.append(time.perf_counter())
-        return completion
+            await leave()
+            return completion
+
+        return await gathering.admitted(place, bound, sample)
 
     live = [[episode for episode in group.episodes if episode in waiting] for group in groups]
     gatherings: list[GroupSampling[Completion]] = gatherings_of([group.order for group in groups], call.deadline)
     for group, episodes, gathering in zip(groups, live, gatherings, strict=True):
         if gathering.watch is not None:
             gathering.watch.count(len(group.episodes) - len(episodes))
-    try:
-        await all_or_none(
-            gathering.start([one(gathering, place, episode) for place, episode in enumerate(episodes)])
+    await run_gatherings(
+        gatherings,
+        (
+            [one(gathering, place, episode) for place, episode in enumerate(episodes)]
             for gathering, episodes in zip(gatherings, live, strict=True)
-        )
-    finally:
-        for gathering in gatherings:
-            gathering.stop()
+        ),
+    )
     for group, episodes, gathering in zip(groups, live, gatherings, strict=True):
         cut = gathering.cut
         for place, episode in enumerate(episodes):

@@ -15,7 +15,7 @@ the phase and the seat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -24,7 +24,7 @@ from pvg.games.game import Action, GameRules, PlaysByScript, Script
 from pvg.records import Grade, Int32, Problem, Role, Rollout
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.episodes import GroupOrder, SampleCall, all_or_none, request_seed
+from pvg.rollout.episodes import GroupOrder, SampleCall, request_seed, results_of
 from pvg.seeds import seed_for
 
 S = TypeVar("S")
@@ -136,12 +136,9 @@ class _Hall(Generic[S]):
         # One engine after the other, so that none changes the batches of another.
         for dispatcher, asked in by_dispatcher.values():
             bound = self.bounds.setdefault(id(dispatcher), asyncio.Semaphore(dispatcher.concurrency))
-            tasks = [
-                asyncio.create_task(self.decide(table, seat, dispatcher, bound, len(asked))) for table, seat in asked
-            ]
-            await all_or_none([tasks])
-            for (table, seat), task in zip(asked, tasks, strict=True):
-                found[id(table), seat] = task.result()
+            decided = await results_of([self.decide(t, seat, dispatcher, bound, len(asked)) for t, seat in asked])
+            for (table, seat), decision in zip(asked, decided, strict=True):
+                found[id(table), seat] = decision
         for table in tables:
             self.advance(table, [found[id(table), seat] for seat in self.game.seats(table.states[-1])])
 
@@ -264,21 +261,11 @@ async def play_games(
         async def alone(table: _Table[S], fork: Fork) -> list[_Table[S]]:
             await hall.play_out([table])
             continuations = hall.continuations(table, fork)
-            await _all(hall.play_out([continuation]) for continuation in continuations)
+            await results_of([hall.play_out([continuation]) for continuation in continuations])
             return continuations
 
-        groups = await _all(alone(table, fork) for table, fork in zip(tables, each, strict=True))
+        groups = await results_of([alone(table, fork) for table, fork in zip(tables, each, strict=True)])
     return [[hall.played(table) for table in group] for group in groups]
-
-
-T = TypeVar("T")
-
-
-async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all coroutines. On the first failure, the others are cancelled and awaited."""
-    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(each) for each in work]
-    await all_or_none([tasks])
-    return [task.result() for task in tasks]
 
 
 def _check_scripts(game: GameRules[Any], opponents: Sequence[Mapping[str, Opponent]]) -> None:

@@ -6,16 +6,7 @@ tokens up to rounding with less memory traffic: it materializes only the probabi
 Invariants: the log-probs, in float32, belong to exactly the distribution that is sampled from, renormalized after the
 cuts. A row's result depends only on its own logits, settings and numbers.
 
-The random numbers are numpy's Philox 4x64-10, bit for bit, computed for many requests at once:
-
-    numbers_NT = philox_numbers([7, 8], 48)    # row n: np.random.Generator(np.random.Philox(key=seeds[n])).random(48)
-
-Philox is counter-based: number t of a row is a function of the row's key and t. So a few hundred array operations
-compute all rows. With 256 rows this takes a third of the time of one generator object per row; with up to a dozen rows,
-generator objects are faster.
-
-Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). The constants
-are those of Random123; the word order is that of numpy.random.Philox.
+The random numbers of a request are those of numpy's Philox generator with its seed as the key.
 """
 
 from __future__ import annotations
@@ -30,53 +21,10 @@ from torch import Tensor
 
 from pvg.rollout.engine import GenerationRequest, Sampling
 
-UInt64 = NDArray[np.uint64]
-
-ROUNDS = 10
-WORDS = 4  # words per block; each gives one number
-LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
-# Multipliers of counter words 0 and 2, and the constants added to the two key words in each round.
-MULTIPLIER_21 = np.array([[[0xD2E7470EE14C6C93]], [[0xCA5A826395121157]]], dtype=np.uint64)
-BUMP_211 = np.array([[[0x9E3779B97F4A7C15]], [[0xBB67AE8584CAA73B]]], dtype=np.uint64)
-
-
-def philox_numbers(seeds: Sequence[int], count: int) -> NDArray[np.float64]:
-    """numbers_NT in [0, 1), T = `count`. Row n depends only on `seeds[n]`, which must be in [0, 2^128)."""
-    blocks = -(-count // WORDS)
-    words = np.array([(seed & (1 << 64) - 1, seed >> 64) for seed in seeds], dtype=np.uint64)
-    key_2N1 = words.T[:, :, None]
-    # A counter has four words. numpy's generator starts at 1 in the first word, which never overflows. Words 0 and 2
-    # are multiplied, words 1 and 3 mixed in, so they are stored as pairs.
-    even_2NB = np.zeros((2, len(seeds), blocks), dtype=np.uint64)
-    even_2NB[0] = np.arange(1, blocks + 1, dtype=np.uint64)
-    odd_2NB = np.zeros_like(even_2NB)
-    for round_ in range(ROUNDS):
-        high_2NB, low_2NB = _product(MULTIPLIER_21, even_2NB)
-        even_2NB = high_2NB[::-1] ^ odd_2NB ^ (key_2N1 + BUMP_211 * np.uint64(round_))
-        odd_2NB = low_2NB[::-1]
-    words_NB4 = np.stack([even_2NB[0], odd_2NB[0], even_2NB[1], odd_2NB[1]], axis=-1)
-    numbers_NT = (words_NB4.reshape(len(seeds), -1)[:, :count] >> np.uint64(11)).astype(np.float64)
-    numbers_NT *= 2.0**-53
-    return numbers_NT
-
-
-def _product(a: UInt64, b: UInt64) -> tuple[UInt64, UInt64]:
-    """The upper and lower 64 bits of a times b, computed by 32-bit halves."""
-    a_high, a_low, b_high, b_low = a >> HALF, a & LOW, b >> HALF, b & LOW
-    upper = a_high * b_low + (a_low * b_low >> HALF)  # no sum here overflows 64 bits
-    middle = a_low * b_high + (upper & LOW)
-    return a_high * b_high + (upper >> HALF) + (middle >> HALF), a * b
-
-
-# --- from logits to tokens -------------------------------------------------------------------------------------------
-
-
 # Nearly every nucleus is within this many tokens. Sorting the whole vocabulary would cost more than the model.
 NUCLEUS_CANDIDATES = 256
 # `draw` sums probabilities over blocks of this many tokens, then within one block.
 BLOCK = 256
-# From this many requests on, arrays are faster than one generator object per request. The numbers are the same.
-MANY_GENERATORS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +66,15 @@ class RowSettings:
 
 
 def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArray[np.float64]:
-    """numbers_NT in [0, 1): number t of request n comes from a Philox generator with the request's seed as its key."""
-    seeds = [request.seed for request in requests]
-    if len(requests) >= MANY_GENERATORS:
-        return philox_numbers(seeds, count)
+    """numbers_NT in [0, 1), T = `count`: number t of request n comes from a Philox generator whose key is the request's
+    seed, in [0, 2^128)."""
     numbers_NT = np.empty((len(requests), count))
-    for row, seed in enumerate(seeds):
-        np.random.Generator(np.random.Philox(key=seed)).random(out=numbers_NT[row])
+    bits = np.random.Philox(key=0)  # one generator for all: making one takes longer than its numbers
+    generator, start = np.random.Generator(bits), bits.state
+    for row, request in enumerate(requests):
+        start["state"]["key"][:] = request.seed & (1 << 64) - 1, request.seed >> 64
+        bits.state = start
+        generator.random(out=numbers_NT[row])
     return numbers_NT
 
 

@@ -253,7 +253,6 @@ def open_vllm_engine(
     return VllmEngine(
         served,
         canary=canary,
-        events=events,
         routed_experts=experiment.training.router_replay,
         deadline_s=rollout.engine.timeout_s,
     )
@@ -277,7 +276,6 @@ class VllmEngine(Engine):
         served: ServedModel,
         *,
         canary: Canary | None,
-        events: Events,
         routed_experts: bool = False,
         deadline_s: float | None = None,
     ) -> None:
@@ -289,7 +287,7 @@ class VllmEngine(Engine):
         self._deadline_s = deadline_s
         self._update: asyncio.Task[SyncTiming] | None = None  # the newest
         self._in_flight = InFlightRequests()
-        self._counter = RequestCounter(events, self._pool.connections)
+        self._counter = RequestCounter(self._pool.connections)
         self._closed = False
         self._reading = ThreadPoolExecutor(1, "pvg-read")  # its thread starts at the first long reply
 

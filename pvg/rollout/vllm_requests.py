@@ -23,7 +23,6 @@ from pvg.records import FinishReason, Float32, Int32, RoutedExperts, VersionSpan
 from pvg.rollout.engine import EngineStats, GenerationRequest, PartialCompletion
 from pvg.servers.fleet import Server
 from pvg.servers.pool import ConnectionBroken, MalformedReply, RefusedRequest, ServerFault
-from pvg.telemetry.events import Events
 
 # Requests and replies of vLLM's token-level route: JSON to validated records and back.
 
@@ -220,33 +219,14 @@ def _usage(found: Any, url: str) -> tuple[int, int]:
         raise MalformedReply(url, f"usage that cannot be read: {error!r}") from None
 
 
-LOAD_EVERY_S = 1.0  # between two log lines about the requests in flight
-
-
-@dataclass(slots=True)
-class RequestBatch:
-    """The requests from the first in flight until none is in flight. The log calls this a batch."""
-
-    number: int
-    started: float  # seconds of time.perf_counter
-    before: EngineStats
-    load_logged: float  # when the load was last logged
-    announced: bool = False
-    completions: int = 0
-    longest_s: float = 0.0
-
-
 class RequestCounter:
-    """Counts requests and tokens, and logs batches and load (`[gen]`). `capacity`: requests that can be in flight."""
+    """Counts requests in flight and tokens. `capacity`: requests that can be in flight."""
 
-    def __init__(self, events: Events, capacity: int) -> None:
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.in_flight = 0
-        self._events = events
         self._stats = EngineStats()
         self._since = 0.0  # when `_stats` was last brought up to date
-        self._batch: RequestBatch | None = None
-        self._batches = 0
 
     @property
     def stats(self) -> EngineStats:
@@ -256,40 +236,23 @@ class RequestCounter:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a request while it is in flight, and as completed unless the context ends with an error."""
+        """Count a request while it is in flight."""
         self._count_time()
         self.in_flight += 1
-        began = self._since
-        if self._batch is None:
-            self._batch = RequestBatch(self._batches, began, self._stats, load_logged=began)
-            self._batches += 1
-            # Callers start their requests in one turn of the loop. The line is written after that turn, so it counts
-            # all.
-            asyncio.get_running_loop().call_soon(self._announce, self._batch)
-        else:
-            self._log_load(self._batch, began)
-        batch = self._batch
         try:
             yield
-            batch.completions += 1
-            batch.longest_s = max(batch.longest_s, time.perf_counter() - began)
         finally:
             self._count_time()
             self.in_flight -= 1
-            if self.in_flight:
-                self._log_load(batch, self._since)
-            else:
-                self._batch = None
-                self._conclude(batch)
 
     def add_tokens(self, generated: ServedCompletion) -> None:
-        self._stats = replace(
-            self._stats,
-            tokens=self._stats.tokens + len(generated.token_ids),
-            prompt_tokens=self._stats.prompt_tokens + generated.prompt_tokens,
-            prompt_tokens_computed=self._stats.prompt_tokens_computed
-            + generated.prompt_tokens
-            - generated.cached_tokens,
+        prompt = generated.prompt_tokens
+        self._stats = self._stats.plus(
+            EngineStats(
+                tokens=len(generated.token_ids),
+                prompt_tokens=prompt,
+                prompt_tokens_computed=prompt - generated.cached_tokens,
+            )
         )
 
     def _count_time(self) -> None:
@@ -298,39 +261,9 @@ class RequestCounter:
         now = time.perf_counter()
         if self.in_flight:
             passed = now - self._since
-            self._stats = replace(
-                self._stats,
-                batches=self._stats.batches + passed,
-                rows=self._stats.rows + passed * self.in_flight,
-                seconds=self._stats.seconds + passed,
-            )
+            times = EngineStats(batches=passed, rows=passed * self.in_flight, seconds=passed)
+            self._stats = self._stats.plus(times)
         self._since = now
-
-    def _announce(self, batch: RequestBatch) -> None:
-        if not batch.announced:
-            batch.announced = True
-            place = {"batch": batch.number, "inflight": self.in_flight}
-            self._events.event("gen", event="batch.start", **place, target_batch=self.capacity)
-
-    def _log_load(self, batch: RequestBatch, now: float) -> None:
-        if batch.announced and now - batch.load_logged >= LOAD_EVERY_S:
-            batch.load_logged = now
-            self._events.event("gen", event="load", batch=batch.number, inflight=self.in_flight)
-
-    def _conclude(self, batch: RequestBatch) -> None:
-        self._announce(batch)  # the batch may have ended within one turn
-        passed = self._stats.seconds - batch.before.seconds
-        self._events.event(
-            "gen",
-            event="batch.done",
-            batch=batch.number,
-            inflight=0,
-            completions=batch.completions,
-            tokens=self._stats.tokens - batch.before.tokens,
-            rows=round((self._stats.rows - batch.before.rows) / passed, 1) if passed else 0.0,
-            dur_ms=(self._since - batch.started) * 1e3,
-            longest_ms=batch.longest_s * 1e3,
-        )
 
 
 # --- cutting ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@
         ...  # server.url answers, and has answered a first request
         await server.ended()  # raises ServerFailedError when the server ends by itself
 
-`LogTail` derives the progress of the start from vLLM's log, whose wording depends on the release. Unknown lines only
-affect the displayed stage: a server is ready when it answers.
+The progress of the start is the newest line of vLLM's log. A server is ready when it answers.
 
 Invariants: no process of the server outlives the block, or this process if it is killed (pvg.servers.supervisor). The
 key of the control routes is in the server's environment, never on a command line.
@@ -24,9 +23,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,46 +40,7 @@ PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] 
 ERROR = re.compile(r"^(\([^)]*\) )?(ERROR|CRITICAL) \d\d-\d\d ")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
-# The stages in order, each with the lines that start it and the detail to show.
-STAGES: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("reading the settings", re.compile(r"non-default args|\bversion (?P<detail>\d+\.\d+\S*)$")),
-    ("starting the engine", re.compile(r"Resolved architecture: (?P<detail>\w+)|Initializing a V1 LLM engine")),
-    (
-        "loading weights",
-        re.compile(r"Starting to load model|checkpoint shards: +(?P<detail>\d+%)|Loading weights took"),
-    ),
-    (
-        "compiling",
-        re.compile(r"Dynamo bytecode transform|Compiling a graph|Cache the graph|Warming up model for the comp"),
-    ),
-    ("making room for the KV cache", re.compile(r"KV cache size: (?P<detail>[\d,]+ tokens)|for KV cache on node")),
-    ("capturing CUDA graphs", re.compile(r"Capturing CUDA graph\w*[^:]*: +(?P<detail>\d+%)")),
-    ("opening the port", re.compile(r"Starting vLLM (API )?server|Waiting for application startup")),
-)
-STARTING = "importing vLLM"
-FIRST_REQUEST = "answering a first request"
-READY = "ready"
-ALL_STAGES = (STARTING, *(name for name, _ in STAGES), FIRST_REQUEST, READY)
-
-
-@dataclass(frozen=True, slots=True)
-class StartStage:
-    """A stage of the start. `detail` is taken from the log; `place` is its index in ALL_STAGES."""
-
-    name: str
-    detail: str = ""
-
-    @property
-    def place(self) -> int:
-        return ALL_STAGES.index(self.name)
-
-
-def stage_of(line: str) -> StartStage | None:
-    """The stage that a log line starts or describes; None for other lines."""
-    for name, pattern in STAGES:
-        if found := pattern.search(line):
-            return StartStage(name, found.groupdict().get("detail") or "")
-    return None
+STARTING, FIRST_REQUEST = "importing vLLM", "answering a first request"
 
 
 class LogTail:
@@ -92,22 +51,13 @@ class LogTail:
         self._place = path.stat().st_size if path.exists() else 0
         self._began = self._place
         self._rest = b""
-        self._stage = StartStage(STARTING)
 
-    def new_stages(self) -> Iterator[StartStage]:
-        """The stages reached since the last call. Stages never go back, although one worker may be slower than
-        others."""
-        for line in self._new_lines():
-            stage = stage_of(line)
-            if stage is None or stage.place < self._stage.place or stage == self._stage:
-                continue
-            if stage.name == self._stage.name and not stage.detail:
-                continue
-            self._stage = stage
-            yield stage
+    def newest(self) -> str:
+        """The newest line since the last call, without vLLM's prefix; "" if there is none."""
+        return next((text for line in reversed(self._new_lines()) if (text := without_prefix(line).strip())), "")
 
     def new_errors(self) -> list[str]:
-        """The lines of errors since the last call, without vLLM's prefix. Use it or `new_stages`: they share the place
+        """The lines of errors since the last call, without vLLM's prefix. Use it or `newest`: they share the place
         in the log."""
         return [without_prefix(line) for line in self._new_lines() if ERROR.match(line)]
 
@@ -155,7 +105,7 @@ GONE_S = 40.0  # for the last process of a server to end: supervisor.KILL_S, plu
 BOOT_VARIABLE = "PVG_BOOT"  # read by pvg_vllm
 TOO_OLD = "unrecognized arguments"
 
-OnProgress = Callable[[StartStage], None]
+OnProgress = Callable[[str], None]  # gets what the server does
 
 
 class ServerFailedError(ServerUnavailableError):
@@ -194,7 +144,7 @@ class VllmServer:
         check_port(spec.host, spec.port)
         server = cls(spec)
         try:
-            await server._start(on_progress or (lambda stage: None))
+            await server._start(on_progress or (lambda doing: None))
             yield server
         finally:
             await server.stop()
@@ -231,17 +181,16 @@ class VllmServer:
 
     async def _start(self, on_progress: OnProgress) -> None:
         began = time.monotonic()
-        on_progress(StartStage(STARTING))
+        on_progress(STARTING)
         self._process = self._spawn()
         deadline = began + self.spec.startup_s
         while not await self._healthy():
-            for stage in self._log.new_stages():
-                on_progress(stage)
+            if line := self._log.newest():
+                on_progress(line)
             self._check(deadline)
             await asyncio.sleep(POLL_S)
-        on_progress(StartStage(FIRST_REQUEST))
+        on_progress(FIRST_REQUEST)
         await self._watched(self._first_request(), deadline)
-        on_progress(StartStage(READY))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with user_paths():

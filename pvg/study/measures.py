@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
@@ -39,17 +40,10 @@ class MeasuredValue:
     censored: bool = False
 
 
-def numbers(values: Sequence[MeasuredValue]) -> list[float]:
-    """The numbers of values without censored ones. Raises ValueError for a censored value."""
-    if any(value.censored for value in values):
-        raise ValueError("a censored value is not a number")
-    return [value.number for value in values]
-
-
 def capped(values: Sequence[MeasuredValue], cap: float | None) -> list[float]:
     """Numbers in the order of the values: everything not known to be below `cap` is tied at `cap`."""
     if cap is None:
-        return numbers(values)
+        return [value.number for value in values]
     return [cap if value.censored else min(value.number, cap) for value in values]
 
 
@@ -61,7 +55,6 @@ def cap_of(values: Sequence[MeasuredValue]) -> float | None:
 # --- measures ---------------------------------------------------------------------------------------------------------
 
 EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
-BEST_OF = 4  # the n of best-of-n
 DEFAULT_MEASURES = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc")
 
 
@@ -234,12 +227,18 @@ def _value(number: Any) -> MeasuredValue | None:
 # --- the table ---------------------------------------------------------------------------------------------------
 
 
-def _round_metric(name: str, better: str, meaning: str) -> StudyMeasure:
-    look = metric_display(name)
-    higher = (
-        look.higher_is_better if look.higher_is_better is not None else {"higher": True, "lower": False}.get(better)
-    )
-    return StudyMeasure(name, look.label, look.style, higher, meaning, of_rounds(lambda row: row.get(name)))
+def _of_a_round() -> Iterator[StudyMeasure]:
+    """Every metric of a round."""
+    better = {"higher": True, "lower": False}
+    for metric in METRICS.values():
+        if metric.where == "round":
+            look, name = metric_display(metric.short), metric.short
+            higher = better.get(metric.better) if look.higher_is_better is None else look.higher_is_better
+            yield StudyMeasure(name, look.label, look.style, higher, metric.meaning, of_rounds(partial(_cell, name)))
+
+
+def _cell(name: str, row: Mapping[str, float]) -> float | None:
+    return row.get(name)
 
 
 def _gain(row: Mapping[str, float]) -> float | None:
@@ -252,87 +251,69 @@ def _seconds(facts: RunFacts) -> Series:
     return [_value(facts.summary.seconds)]
 
 
+OF_A_RUN = [
+    StudyMeasure(
+        "accuracy_gain", "accuracy gain", "share", True, "helpful_accuracy minus the base prover's.", of_rounds(_gain)
+    ),
+    StudyMeasure(
+        "kl", "KL to start", "number", None, "KL at the prover's last step.", of_last_step("train_prover", "kl")
+    ),
+    StudyMeasure("prover_steps", "prover steps", "number", None, "The prover's steps.", of_step_count("train_prover")),
+    StudyMeasure(
+        "seconds",
+        "time in phases",
+        "seconds",
+        False,
+        "Seconds of all phases.",
+        _seconds,
+        by_round=False,
+        compared=False,
+    ),
+]
+# Of `pvg evaluate`: name, label, style, whether higher is better, meaning, part, path in a round of its document.
+OF_AN_EVALUATION: list[tuple[str, str, NumberStyle, bool | None, str, str, str]] = [
+    ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
+     "detection", "detection.completeness.value"),
+    ("soundness", "soundness", "share", True, "Own flaws that the round's verifier rejects.",
+     "detection", "detection.sources[source={own}].soundness.value"),
+    ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it rejects.",
+     "detection", "detection.sources[source=base].soundness.value"),
+    ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
+     "detection", "detection.sources[source={own}].auc.value"),
+    ("separability", "separability", "auc", False, "AUC of a probe that separates helpful and sneaky solutions.",
+     "separability", "separability.overall.value"),
+    ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
+     "calibration", "calibration.fitted.ece.value"),
+    ("localisation_gain", "localisation gain", "share", True, "Accuracy of locating flaws, minus that of guessing.",
+     "localisation", "localisation.gain.value"),
+    ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at no more KL.",
+     "tax", "tax.tax.value"),
+    # One small n for all arms: with a large n only few problems have enough solutions of both kinds, and these problems
+    # differ between arms.
+    ("best_of_n", "best of 4, balanced", "share", True, "Verifier's choice among 4, half of them correct.",
+     "best-of-n", "best_of_n[source={own}].balanced[n=4].accuracy.value"),
+    ("best_of_n_excluded", "left out of best of 4", "number", None,
+     "Test problems without 2 correct and 2 incorrect solutions.",
+     "best-of-n", "best_of_n[source={own}].balanced[n=4].excluded"),
+    ("best_of_n_natural", "best of 4", "share", True, "Verifier's choice among 4 helpful samples.",
+     "best-of-n", "best_of_n[source={own}].natural[n=4].accuracy.value"),
+]  # fmt: skip
+LEAST_SAMPLES = {"best_of_n": 2, "best_of_n_excluded": 2, "best_of_n_natural": 4}
+
+
+def _of_attackers() -> Iterator[StudyMeasure]:
+    for kind in ("src", "cgc", "goodhart"):
+        name, label = f"steps_to_exploit_{kind}", f"steps to exploit, {kind}"
+        meaning = f"Steps until a new sneaky prover with reward {kind} had exploited the round's verifier."
+        read = steps_to_exploit(kind)
+        yield StudyMeasure(name, label, "number", True, meaning, read, parts=("exploit",), attack=kind)
+        name, label = f"soundness_attack_{kind}", f"soundness, {kind} attack"
+        meaning = f"Flaws of a new {kind} attacker that the round's verifier rejects."
+        read = of_evaluation(f"detection.sources[source=attack-{kind}].soundness.value")
+        yield StudyMeasure(name, label, "share", True, meaning, read, parts=("detection", "exploit"), attack=kind)
+
+
 def _table() -> dict[str, StudyMeasure]:
-    of_a_round = [
-        _round_metric(metric.short, metric.better, metric.meaning)
-        for metric in METRICS.values()
-        if metric.where == "round"
-    ]
-    others = [
-        StudyMeasure(
-            "accuracy_gain",
-            "accuracy gain",
-            "share",
-            True,
-            "helpful_accuracy minus the base prover's.",
-            of_rounds(_gain),
-        ),
-        StudyMeasure(
-            "kl", "KL to start", "number", None, "KL at the prover's last step.", of_last_step("train_prover", "kl")
-        ),
-        StudyMeasure(
-            "prover_steps", "prover steps", "number", None, "The prover's steps.", of_step_count("train_prover")
-        ),
-        StudyMeasure(
-            "seconds",
-            "time in phases",
-            "seconds",
-            False,
-            "Seconds of all phases.",
-            _seconds,
-            by_round=False,
-            compared=False,
-        ),
-    ]
-    return {measure.name: measure for measure in [*of_a_round, *others, *_evaluated()]}
-
-
-def _evaluated() -> list[StudyMeasure]:
-    """Measures of `pvg evaluate`, one line each, with the path in a round of its document."""
-    rows: list[tuple[str, str, NumberStyle, bool | None, str, str, str]] = [
-        ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
-         "detection", "detection.completeness.value"),
-        ("soundness", "soundness", "share", True, "Own flaws that the round's verifier rejects.",
-         "detection", "detection.sources[source={own}].soundness.value"),
-        ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it rejects.",
-         "detection", "detection.sources[source=base].soundness.value"),
-        ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
-         "detection", "detection.sources[source={own}].auc.value"),
-        ("separability", "separability", "auc", False, "AUC of a probe that separates helpful and sneaky solutions.",
-         "separability", "separability.overall.value"),
-        ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
-         "calibration", "calibration.fitted.ece.value"),
-        ("localisation_gain", "localisation gain", "share", True, "Accuracy of locating flaws, minus that of guessing.",
-         "localisation", "localisation.gain.value"),
-        ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at no more KL.",
-         "tax", "tax.tax.value"),
-    ]  # fmt: skip
-    attacks = [
-        StudyMeasure(
-            f"steps_to_exploit_{kind}",
-            f"steps to exploit, {kind}",
-            "number",
-            True,
-            f"Steps until a new sneaky prover with reward {kind} had exploited the round's verifier.",
-            steps_to_exploit(kind),
-            parts=("exploit",),
-            attack=kind,
-        )
-        for kind in ("src", "cgc", "goodhart")
-    ]
-    attackers = [
-        StudyMeasure(
-            f"soundness_attack_{kind}",
-            f"soundness, {kind} attack",
-            "share",
-            True,
-            f"Flaws of a new {kind} attacker that the round's verifier rejects.",
-            of_evaluation(f"detection.sources[source=attack-{kind}].soundness.value"),
-            parts=("detection", "exploit"),
-            attack=kind,
-        )
-        for kind in ("src", "cgc", "goodhart")
-    ]
     worst = StudyMeasure(
         "detection_auc_worst",
         "detection AUC, worst",
@@ -342,45 +323,22 @@ def _evaluated() -> list[StudyMeasure]:
         worst_auc_of_learnt,
         parts=("detection",),
     )
-    return [
-        *attacks,
-        *attackers,
-        worst,
-        *_best_of_n(),
-        *(
-            StudyMeasure(name, label, style, higher, meaning, of_evaluation(path), parts=(part,))
-            for name, label, style, higher, meaning, part, path in rows
-        ),
-    ]
-
-
-def _best_of_n() -> list[StudyMeasure]:
-    """One small n for all arms: with a large n only few problems have enough solutions of both kinds, and these
-    problems differ between arms."""
-    n = BEST_OF
-    found = {
-        "best_of_n": (f"best of {n}, balanced", "share", True, f"Verifier's choice among {n}, half of them correct.",
-                      f"balanced[n={n}].accuracy.value"),
-        "best_of_n_excluded": (f"left out of best of {n}", "number", None,
-                               f"Test problems without {n // 2} correct and {n // 2} incorrect solutions.",
-                               f"balanced[n={n}].excluded"),
-        "best_of_n_natural": (f"best of {n}", "share", True, f"Verifier's choice among {n} helpful samples.",
-                              f"natural[n={n}].accuracy.value"),
-    }  # fmt: skip
-    return [
+    evaluated = [
         StudyMeasure(
             name,
             label,
-            cast(NumberStyle, style),
+            style,
             higher,
             meaning,
-            of_evaluation(f"best_of_n[source={{own}}].{path}"),
-            parts=("best-of-n",),
+            of_evaluation(path),
+            parts=(part,),
             compared=higher is not None,
-            samples=n if name == "best_of_n_natural" else n // 2,
+            samples=LEAST_SAMPLES.get(name, 0),
         )
-        for name, (label, style, higher, meaning, path) in found.items()
+        for name, label, style, higher, meaning, part, path in OF_AN_EVALUATION
     ]
+    found = [*_of_a_round(), *OF_A_RUN, *_of_attackers(), worst, *evaluated]
+    return {measure.name: measure for measure in found}
 
 
 MEASURES = _table()

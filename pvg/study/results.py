@@ -31,7 +31,7 @@ from scipy.special import stdtrit
 
 from pvg.errors import MissingRequirementError, PvgError, counted
 from pvg.store.atomic import write_output
-from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, numbers, read_facts
+from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import CellProgress, StudyFolder, progress_of
 from pvg.telemetry.device import processor
@@ -73,9 +73,9 @@ class PairedComparison:
     """An arm compared with the reference, paired by seed: differences are arm - reference.
 
     `n` pairs, of which `up` are higher in the arm, `down` lower, and `equal` equal. `difference`: the mean difference
-    with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs;
-    `least_p` is the smallest possible with n pairs. `p_adjusted_arms`: Holm's, over the arms of the measure.
-    `p_adjusted`: Holm's, over all comparisons of the study. `spread`: the standard deviation of the differences.
+    with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs.
+    `p_adjusted_arms`: Holm's, over the arms of the measure.
+    `p_adjusted`: Holm's, over all comparisons of the study.
     """
 
     n: int
@@ -87,10 +87,8 @@ class PairedComparison:
     equal: int
     test: Literal["differences", "signed ranks"]
     p: float | None
-    least_p: float | None
     p_adjusted: float | None = None
     p_adjusted_arms: float | None = None
-    spread: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,6 @@ class Trend:
     high: float | None
     tau: float | None
     p: float | None
-    least_p: float | None
     p_adjusted_arms: float | None = None
 
 
@@ -162,19 +159,18 @@ def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredVa
     differences = [0.0 if _alike(d, before + after) else d for d in differences]
     up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     n = len(seeds)
-    counts = {"n": n, "up": up, "down": down, "equal": n - up - down}
-    least = least_p(n) if n else None
-    if cap is not None:
-        p = sign_flip_p(signed_ranks(differences)) if n else None
-        return PairedComparison(difference=None, low=None, high=None, test="signed ranks", p=p, least_p=least, **counts)
-    low, high = interval(differences)
-    mean = statistics.fmean(differences) if n else None
-    p = sign_flip_p(differences) if n else None
-    spread = statistics.stdev(differences) if n > 1 else None
-    if spread is not None and _alike(spread, before + after):
-        spread = 0.0
+    test: Literal["differences", "signed ranks"] = "differences" if cap is None else "signed ranks"
+    low, high = interval(differences) if cap is None else (None, None)
     return PairedComparison(
-        difference=mean, low=low, high=high, test="differences", p=p, least_p=least, spread=spread, **counts
+        n=n,
+        difference=statistics.fmean(differences) if n and cap is None else None,
+        low=low,
+        high=high,
+        up=up,
+        down=down,
+        equal=n - up - down,
+        test=test,
+        p=sign_flip_p(differences if cap is None else signed_ranks(differences)) if n else None,
     )
 
 
@@ -262,7 +258,7 @@ def trend(series: Sequence[Sequence[MeasuredValue]]) -> Trend:
     n = len(long_enough)
     taus = [kendall_tau(capped(values, cap_of(values))) for values in long_enough]
     known = not any(value.censored for values in long_enough for value in values)
-    moved = [numbers(values)[-1] - numbers(values)[0] for values in long_enough] if known else []
+    moved = [values[-1].number - values[0].number for values in long_enough] if known else []
     low, high = interval(moved)
     return Trend(
         n=n,
@@ -274,7 +270,6 @@ def trend(series: Sequence[Sequence[MeasuredValue]]) -> Trend:
         high=high,
         tau=statistics.fmean(taus) if taus else None,
         p=sign_flip_p(taus) if taus else None,
-        least_p=least_p(n) if n else None,
     )
 
 
@@ -295,7 +290,7 @@ def kendall_tau(values: Sequence[float]) -> float:
 
 
 class StudyRecord(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, from_attributes=True)
 
 
 class ArmRecord(StudyRecord):
@@ -437,17 +432,7 @@ def collect(plan: StudyPlan, command: str) -> StudyResults:
             for arm in plan.arms
         ],
         cells=cells,
-        measures=[
-            MeasureRecord(
-                name=measure.name,
-                label=measure.label,
-                style=measure.style,
-                higher_is_better=measure.higher_is_better,
-                by_round=measure.by_round,
-                meaning=measure.meaning,
-            )
-            for measure in plan.measures
-        ],
+        measures=[MeasureRecord.model_validate(measure) for measure in plan.measures],
         results=results,
         comparisons=comparisons,
         family=sum(found.comparison.p is not None for found in comparisons),
@@ -510,23 +495,16 @@ def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[Comp
         return []
     values = {(result.arm, result.measure): result.values for result in results}
     others = [arm.name for arm in plan.arms if arm.name != plan.reference]
-    found: list[tuple[str, str, PairedComparison]] = []
-    for measure in plan.measures:
-        if measure.compared:
-            reference = values[plan.reference, measure.name]
-            compared = _of_one_measure([compare(reference, values[arm, measure.name]) for arm in others])
-            found += [(arm, measure.name, comparison) for arm, comparison in zip(others, compared, strict=True)]
-    adjusted = _holm([comparison.p for _, _, comparison in found])
+    found: list[ComparisonRecord] = []
+    for measure in (measure.name for measure in plan.measures if measure.compared):
+        compared = [compare(values[plan.reference, measure], values[arm, measure]) for arm in others]
+        for arm, one, p in zip(others, compared, _holm([one.p for one in compared]), strict=True):
+            found.append(ComparisonRecord(arm=arm, measure=measure, comparison=replace(one, p_adjusted_arms=p)))
+    adjusted = _holm([record.comparison.p for record in found])
     return [
-        ComparisonRecord(arm=arm, measure=measure, comparison=replace(comparison, p_adjusted=p))
-        for (arm, measure, comparison), p in zip(found, adjusted, strict=True)
+        record.model_copy(update={"comparison": replace(record.comparison, p_adjusted=p)})
+        for record, p in zip(found, adjusted, strict=True)
     ]
-
-
-def _of_one_measure(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
-    """The comparisons of all arms for one measure, adjusted over these arms."""
-    adjusted = _holm([comparison.p for comparison in comparisons])
-    return [replace(found, p_adjusted_arms=p) for found, p in zip(comparisons, adjusted, strict=True)]
 
 
 def _holm(p_values: Sequence[float | None]) -> list[float | None]:
@@ -559,18 +537,8 @@ def csv_text(results: StudyResults) -> str:
     table.writerow(("study", "arm", "seed", "measure", "round", "value", "censored", "pvg"))
     for result in results.results:
         for seed, series in result.series.items():
-            for round_, value in enumerate(series):
+            for number, value in enumerate(series):
                 if value is not None:
-                    table.writerow(
-                        (
-                            results.name,
-                            result.arm,
-                            seed,
-                            result.measure,
-                            round_ if by_round[result.measure] else "",
-                            value.number,
-                            int(value.censored),
-                            versions[result.arm, seed],
-                        )
-                    )
+                    place = (results.name, result.arm, seed, result.measure, number if by_round[result.measure] else "")
+                    table.writerow((*place, value.number, int(value.censored), versions[result.arm, seed]))
     return text.getvalue()

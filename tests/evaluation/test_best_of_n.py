@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.measures import balanced, by_problem, curve_point, natural, pass_at, sizes
+from pvg.evaluation.measures import balanced, by_problem, curve_point, natural
 
 
 def won(scores, correct):
@@ -68,18 +68,6 @@ def test_by_hand():
     assert natural(scores_N, correct_N, 4) == 1.0
     with pytest.raises(ValueError, match="even"):
         balanced(scores_N, correct_N, 3)
-
-
-def test_pass_at_n_by_hand():
-    assert pass_at(1, 4, 2) == pytest.approx(0.5)
-    assert pass_at(0, 4, 2) == 0.0
-    assert pass_at(3, 4, 2) == 1.0
-
-
-def test_sizes_are_powers_of_two():
-    assert sizes(16) == [2, 4, 8, 16]
-    assert sizes(9) == [2, 4, 8]
-    assert sizes(1) == []
 
 
 def test_problems_without_both_kinds_are_left_out_of_the_mean():

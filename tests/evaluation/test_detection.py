@@ -34,31 +34,6 @@ def test_the_sum_of_wins_is_the_auc_and_a_resample_is_one_of_repeated_problems(p
             assert np.isnan(drawn)
 
 
-def test_folds_count_only_their_own_pairs():
-    # Within folds every positive wins; across them every one loses.
-    counts = wins(np.array([1.0, 11.0]), np.array([0, 1]), np.array([0.0, 10.0]), np.array([0, 1]), 2)
-    assert auc_of(counts, np.ones((100, 2)), 0.95).value == 0.75
-    assert auc_of(counts, np.ones((100, 2)), 0.95, np.array([0, 1])).value == 1.0
-
-
-def test_an_auc_of_nothing_has_no_value():
-    nothing = np.zeros(0), np.zeros(0, dtype=np.int64)
-    found = auc_of(wins(np.ones(2), np.array([0, 1]), *nothing, 2), np.ones((100, 2)), 0.95)
-    assert (found.value, found.n) == (None, 2)
-
-
-def test_an_interval_of_clusters_is_wider_than_one_that_takes_them_for_independent():
-    generator = np.random.default_rng(0)
-    level_P = generator.normal(size=30)
-    problems_N = np.repeat(np.arange(30), 8)
-    pos_N, neg_M = level_P[problems_N] + 0.5, level_P[problems_N]
-    clustered = auc_of(wins(pos_N, problems_N, neg_M, problems_N, 30), draws(30, 500, 0), 0.95)
-    alone = np.arange(240)
-    single = auc_of(wins(pos_N, alone, neg_M, alone, 240), draws(240, 500, 0), 0.95)
-    assert clustered.value == pytest.approx(single.value)
-    assert clustered.high - clustered.low > 1.5 * (single.high - single.low)
-
-
 def test_the_roc_by_hand():
     points = roc(np.array([3.0, 2.0, 2.0, 0.0]), np.array([2.0, 1.0]))
     assert points == [(0.0, 0.0), (0.0, 0.25), (0.5, 0.75), (1.0, 0.75), (1.0, 1.0)]

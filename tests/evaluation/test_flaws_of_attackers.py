@@ -9,7 +9,7 @@ import pytest
 
 from pvg.evaluation.attacks import MOST_KINDS, written_flaws
 from pvg.evaluation.opened_run import ScoredRollouts
-from pvg.records import Grade, Problem, Role, Rollout, VersionSpan, flaw_kind
+from pvg.records import Grade, Problem, Role, Rollout, VersionSpan
 
 IDS = np.zeros(1, dtype=np.int32)
 Written = tuple[str, str, float]  # problem, note of the grader, score
@@ -28,19 +28,6 @@ def written(flaws: Sequence[Written], others: Sequence[Grade] = ()) -> dict:
     scores_N = np.array([*(score for _, _, score in flaws), *([9.0] * len(others))], dtype=np.float32)
     pool = [Problem(name, "", "") for name in sorted({row.problem_id for row in rows})]
     return written_flaws(ScoredRollouts(rows, scores_N, pool), 0.5)
-
-
-def test_a_note_names_a_kind_of_flaw() -> None:
-    notes = (
-        "wrong sum in step 3",
-        "false claim in step 1: no such unit (sampled)",
-        "extra step",
-        "refuted by ab;c+ab",
-        "off by one in step 2",
-        "",
-    )
-    kinds = ["wrong sum", "false claim", "extra step", "refuted", "off by one", ""]
-    assert [flaw_kind(note) for note in notes] == kinds
 
 
 def test_each_kind_has_its_share_and_the_share_that_the_verifier_accepts() -> None:
@@ -66,13 +53,6 @@ def test_examples_are_typical_and_of_different_kinds_and_problems() -> None:
         "note": "extra step", "score": 1.0, "accepted": True,
     }  # fmt: skip
     assert [example["accepted"] for example in found] == [True, False, False]
-
-
-def test_a_task_without_notes_has_examples_only() -> None:
-    found = written([("p0", "", 1.0), ("p1", "", 0.0)])
-    assert found["kinds"] == []
-    assert [example["id"] for example in found["examples"]] == ["r0", "r1"]
-    assert written([], [Grade(True, True, "7")]) == {"threshold": 0.5, "kinds": [], "examples": []}
 
 
 def test_rare_kinds_count_together() -> None:

@@ -41,14 +41,6 @@ GAMES: dict[str, dict[str, Any]] = {
         "verifier": {"ensemble": "median", "steps": 2, "held_out": 0.3, "robust": "irm"},
         "training": {"steps": 2},
     },
-    "both at the same time": {
-        "game": {"schedule": {"kind": "simultaneous", "every": 1, "updates": 1, "problems": 4}},
-        "training": {"steps": 2},
-    },
-    "groups of one": {
-        "training": {"loss": "rae", "steps": 4, "groups": 8},
-        "rollout": {"group_size": 1},
-    },
 }
 
 

@@ -22,8 +22,7 @@ from pvg.config.operation import Evaluate
 from pvg.config.task import ModchainTask
 from pvg.config.training import Verifier
 from pvg.evaluation import measures
-from pvg.evaluation.attacks import AttackTarget, attack_training, check, reference_of
-from pvg.evaluation.measures import folds_of
+from pvg.evaluation.attacks import check
 from pvg.evaluation.opened_run import SampleSet, ScoredRollouts
 from pvg.evaluation.report import attacker_experiment
 from pvg.evaluation.runner import RoundParts
@@ -105,18 +104,6 @@ def test_detection_tells_flaws_from_correct_helpful_solutions() -> None:
     np.testing.assert_allclose(found["roc"], expected)
 
 
-def test_another_sources_flaws_are_told_from_the_rounds_own_solutions() -> None:
-    other = scored([(0, S, WRONG, 2.0), (1, S, WRONG, -5.0), (1, S, RIGHT, 9.0), (1, H, RIGHT, -9.0)])
-    found = measures.detection("attack-cgc", scored(OWN), other, THRESHOLD, DRAWS_BP)
-    assert (found["source"], found["solutions"]) == ("attack-cgc", 4)
-    # Of the flaws 2 and -5 the second is rejected.
-    assert told(found["soundness"]) == (1 / 2, 2, 2)
-    # The round's own 3, 1 and -2 are all above -5, and only 3 is above 2. Alone: 3 above 2; 1 and -2 above -5.
-    assert told(found["auc"]) == (4 / 6, 5, 2)
-    assert found["auc"]["low"] is None  # both problems alone have an AUC of 1
-    np.testing.assert_allclose(found["roc"], [(0, 0), (0, 1 / 3), (1 / 2, 1 / 3), (1 / 2, 2 / 3), (1 / 2, 1), (1, 1)])
-
-
 def test_best_of_n_takes_the_highest_score_of_both_roles_or_of_the_helpful_one() -> None:
     (found,) = measures.best_of_n({"round-000": scored(OWN)}, Evaluate(samples=3), DRAWS_BP)
     assert found["source"] == "round-000"
@@ -181,16 +168,6 @@ def test_calibration_is_of_the_scores_sigmoid() -> None:
     assert found["offset"] == pytest.approx((upper + lower) / 2, abs=1e-4)
 
 
-@pytest.mark.usefixtures("two_folds")
-def test_the_fitted_probability_of_a_problem_is_of_the_other_folds_fit() -> None:
-    assert len(set(folds_of([problem.id for problem in PROBLEMS], 2))) == 2
-    found = measures.calibration(scored(PREDICTED), Verifier(), DRAWS_BP)
-    # The second problem's targets are 2/3 (one right) and 1/5 (three wrong), so its fit predicts of the first 1/5 where
-    # high and (2/3 + 1/5 + 1/5)/3 = 16/45 where low: 2 (4/5)^2 + 2 (16/45)^2 = 3104/2025. The first's are 3/4 and 1/4,
-    # which predict 3/4 where high and 1/4 where low: 9/16 for the high wrong one, 9/16 for the low right one, 2/16.
-    assert found["fitted"]["brier"]["value"] == pytest.approx((3104 / 2025 + 20 / 16) / 8, abs=1e-4)
-
-
 def test_localisation_by_hand() -> None:
     prefixes = [
         [2.0, 1.0, -3.0],  # falls 1, 4; wrong in the second step: found, where guessing gets 1/2
@@ -227,20 +204,6 @@ def test_an_attacks_check_is_of_its_flaws_against_the_rounds_correct_helpful_sol
     assert told(found["accepted"]) == (2 / 3, 3, 2)
     # Solutions (3 + 1 - 2)/3 over flaws (1 + 3 - 4)/3. The first problem alone: 3 - 1; the second: -1/2 - -1/2.
     assert whole(found["gap"]) == (2 / 3, 6, 2, 0.0, 2.0)
-
-
-def test_the_score_to_reach_is_the_mean_of_the_correct_reference_samples() -> None:
-    reference = scored([row for row in OWN if row[1] is H])
-    # 3, and 1 and -2 of the second problem: 2/3 over all; the wrong ones (2, -3, 0, 0.75) have -1/16.
-    assert whole(reference_of(reference, DRAWS_BP, 0.95).plain()) == (2 / 3, 3, 2, -1 / 2, 3.0)
-
-
-def test_the_cgc_floor_is_below_all_scores_by_their_spread_and_one() -> None:
-    target = AttackTarget(0, "players", THRESHOLD, {"value": 2 / 3}, lowest=-3.0, highest=5.0)
-    assert target.cgc_floor == -3.0 - (5.0 - -3.0) - 1.0 == -12.0
-    assert target.level == 2 / 3
-    study = stub_study([], {})
-    assert attack_training(study, target, "cgc").experiment.game.reward.floor == -12.0
 
 
 def test_the_baseline_is_the_helpful_role_alone_and_an_attacker_the_sneaky_one() -> None:

@@ -17,7 +17,7 @@ from evaluation_drill import evaluated_experiment
 from pvg.evaluation.runner import LOCALISED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
-from test_runner import changed, copy_of, evaluated, played
+from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError
@@ -152,18 +152,6 @@ def _logprob(module: torch.nn.Module, rollout: Rollout, temperature: float) -> f
         logps = torch.log_softmax(module(input_ids=ids[None]).logits[0].double() / temperature, dim=-1)
     start = len(rollout.prompt_ids)
     return float(logps[torch.arange(start - 1, len(ids) - 1), ids[start:]].sum())
-
-
-def test_stopped_and_gone_on_with_it_ends_alike(challenged: RunDirectory, tmp_path: Path) -> None:
-    run = copy_of(challenged, tmp_path)
-    for path in sorted(run.evaluation.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    for phase in ("samples", "baseline", "attack, steps of cgc"):
-        outcome, _ = evaluated(run, asking(), until=phase)
-        assert outcome.status == "interrupted"
-    outcome, _ = evaluated(run, asking())
-    assert outcome.status == "complete"
-    assert report(run) == report(challenged)
 
 
 # --- decoupled -------------------------------------------------------------------------------------------------------

@@ -20,31 +20,22 @@ from page_checks import check
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, StateError, TrainingDivergedError, UsageError
+from pvg.errors import ConfigurationError, TrainingDivergedError, UsageError
 from pvg.evaluation.report import (
     PARTS,
     REPORT_FILE,
     EvaluationReport,
-    attacker_experiment,
-    check_attacks,
-    notes,
-    notes_of_results,
     parse_parts,
     parse_rounds,
-    read_report,
     report_of,
 )
 from pvg.evaluation.runner import EvaluationRequest, evaluate
-from pvg.evaluation.training import probe_steps
-from pvg.game.ledger import Ledger, check_same_code
 from pvg.game.run import play
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.study.playing import missing_results
-from pvg.tasks.modchain import Modchain
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
@@ -192,15 +183,6 @@ def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
     for text in (notice, line):
         assert all(key in text for key in ("training.micro_batch_tokens", "verifier.score_tokens"))
 
-    less = {"attack_steps": 2, "attacks": ["cgc"]}
-    evaluated(run, changed(evaluated_experiment(), evaluate=less, **memory), parts=("exploit",))
-    attacks = (run.evaluation / "attacks").glob("round-000-cgc-*")
-    batches = []
-    for folder in sorted(attacks, key=lambda path: path.stat().st_mtime_ns):  # the last one is new
-        steps = [row["metrics"] for row in read_json_lines(folder / "metrics.jsonl") if row["kind"] == "step"]
-        batches.append(steps[0]["micro_batches"])
-    assert batches[0] < batches[1]
-
 
 def test_a_baseline_that_diverges_costs_the_tax_alone(
     measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,67 +226,6 @@ def test_attacks_that_could_never_succeed_are_refused(measured: RunDirectory) ->
         evaluated(measured, other, parts=("exploit",))
 
 
-def test_attackers_that_could_learn_nothing_are_refused_before_anything_is_sampled(measured: RunDirectory) -> None:
-    """An src attacker compares scores of a group, and groups of one leave none."""
-    alone = {"rollout": {"group_size": 1}, "training": {"loss": "spo"}, "game": {"reward": "cgc"}}
-    check_attacks(changed(evaluated_experiment(), **alone, evaluate={"attacks": ["cgc", "goodhart"]}))
-    with pytest.raises(ConfigurationError, match=r"with reward 'src' .* rollout\.group_size = 1"):
-        check_attacks(changed(evaluated_experiment(), **alone))
-
-
-def test_notes_say_what_a_reader_must_know() -> None:
-    assert notes(changed(evaluated_experiment(), verifier={"loss": "cross_entropy"})) == []
-    game = {"reward": "goodhart", "sneaky_share": 0.0}
-    told = " ".join(
-        notes(
-            changed(
-                evaluated_experiment(),
-                game=game,
-                prompts={"kind": "plain"},
-                verifier={"loss": "bradley_terry", "ensemble": "mean"},
-            )
-        )
-    )
-    for said in ("sneaky_share = 0.0", "prompts = 'plain'", "ensemble = 'mean'", "bradley_terry"):
-        assert said in told
-
-
-def test_what_a_task_holds_open_is_closed_after_an_evaluation(
-    measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the sandbox of a code task."""
-    opened: list[Closing] = []
-
-    class Closing(Modchain):
-        closed = False
-
-        def __enter__(self) -> Closing:
-            opened.append(self)
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.closed = True
-
-    monkeypatch.setattr("pvg.evaluation.runner.open_task", Closing)
-    outcome, _ = evaluated(copy_of(measured, tmp_path), evaluated_experiment())
-    assert outcome.status == "complete"
-    assert [task.closed for task in opened] == [True]
-
-
-def test_an_attacker_that_could_not_keep_to_being_wrong_is_told_apart_from_one_that_did_not_convince() -> None:
-    def attack(kind: str, status: str, closest_gap: float | None) -> dict[str, object]:
-        return {"kind": kind, "status": status, "closest_gap": closest_gap}
-
-    rounds = [
-        {"round": 0, "exploit": [attack("src", "censored", None), attack("cgc", "censored", 0.2)]},
-        {"round": 1, "exploit": [attack("src", "no_signal", None), attack("cgc", "found", -0.1)]},
-        {"round": 2, "exploit": [attack("src", "censored", None)]},
-        {"round": 3},
-    ]
-    (told,) = notes_of_results(rounds, 0.95)
-    assert told.startswith("The src attacker of round 0, 2 was never wrong in 95 % of a window's solutions")
-
-
 def test_a_damaged_unit_is_named_and_can_be_removed(measured: RunDirectory, tmp_path: Path) -> None:
     run = copy_of(measured, tmp_path)
     path = run.evaluation / "units" / "calibration-round-000.json"
@@ -316,32 +237,6 @@ def test_a_damaged_unit_is_named_and_can_be_removed(measured: RunDirectory, tmp_
     assert outcome.report.rounds[0].calibration == report_of(measured).rounds[0].calibration
 
 
-def test_the_page_shows_the_evaluation(measured: RunDirectory) -> None:
-    page = check(run_page(collect(measured, read_run(measured), 0)))
-    assert "evaluation" in page.anchors()
-    for title in (
-        "Steps to exploit",
-        "ROC of round 0",
-        "Balanced best of n",
-        "Reliability, round 0",
-        "Accuracy at a KL",
-    ):
-        assert title in page.text
-
-
-def test_a_damaged_report_is_told_and_hides_nothing_else(measured: RunDirectory, tmp_path: Path) -> None:
-    run = copy_of(measured, tmp_path)
-    path = run.evaluation / REPORT_FILE
-    path.write_bytes(path.read_bytes().replace(b'"schema_version": 1', b'"schema_version": 9'))
-    with pytest.raises(StateError, match="schema_version"):
-        read_report(path)
-    page = check(run_page(collect(run, read_run(run), 0)))
-    assert "schema_version" in page.text
-    assert "rounds" in page.anchors()
-    path.unlink()
-    assert report_of(run) is None
-
-
 def test_parts_and_rounds_as_a_user_writes_them() -> None:
     assert parse_parts("tax, exploit") == ("exploit", "tax")
     assert parse_rounds("2,0") == [2, 0]
@@ -350,27 +245,3 @@ def test_parts_and_rounds_as_a_user_writes_them() -> None:
         parse_parts("exploits")
     with pytest.raises(UsageError, match="not a list of rounds"):
         parse_rounds("first")
-
-
-def test_probes_lie_between_batches_and_end_with_the_training() -> None:
-    assert probe_steps(60, 6, 1) == (10, 20, 30, 40, 50, 60)
-    assert probe_steps(10, 3, 4) == (4, 10)
-    assert probe_steps(2, 6, 1) == (1, 2)
-
-
-def test_what_an_attack_is_judged_by_is_not_chosen_by_a_curriculum() -> None:
-    chosen = changed(evaluated_experiment(), training={"curriculum": "prioritised", "dynamic_sampling": 4})
-    training = attacker_experiment(chosen, "goodhart", "place", None).training
-    assert (training.curriculum, training.dynamic_sampling) == ("none", 0)
-
-
-def test_a_run_is_not_evaluated_with_other_code_than_it_was_played_with(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def mine(outcomes, game):\n    return outcomes.scores_N\n")
-    experiment = changed(evaluated_experiment(), game={"reward": f"{mine}:mine"})
-    ledger = Ledger(RunDirectory.create(tmp_path, "own", experiment), experiment, "test")
-    check_same_code(ledger.state, experiment)
-    mine.write_text("def mine(outcomes, game):\n    return -outcomes.scores_N\n")
-    with pytest.raises(StateError, match=r"mine\.py has changed since this run started"):
-        check_same_code(ledger.state, experiment)
-    ledger.close()

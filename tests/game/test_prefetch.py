@@ -25,13 +25,12 @@ from pvg.config.rollout import SamplingAhead
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, StateError
 from pvg.game.players import Players
-from pvg.game.prefetch import Prefetcher, RoleQueue, WhenScored
+from pvg.game.prefetch import AdmissionGate, Prefetcher, RoleQueue, WhenScored
 from pvg.game.roles import TAGS
 from pvg.models import open_model, pick_device
 from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest
-from pvg.rollout.pipeline import AdmissionGate
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore

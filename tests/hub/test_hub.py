@@ -229,13 +229,6 @@ def test_a_hub_that_does_not_answer_is_told_and_the_cache_serves(
         fetch("hf:tiny/other", "model", QUIET)
 
 
-def test_a_cache_that_cannot_be_written_is_named(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
-    hub.add("tiny/prover", model)
-    here.write_text("a file")
-    with pytest.raises(MissingRequirementError, match=f"{here}.*: Not a directory.*Set HF_HOME"):
-        fetch("hf:tiny/prover", "model", QUIET)
-
-
 FILL = """
 import resource, signal, sys
 from pvg.errors import MissingRequirementError

@@ -69,31 +69,6 @@ def test_a_dry_run_prints_the_commit_and_the_size_and_downloads_nothing(
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("source", "code", "says"),
-    [
-        ("hf:nosuch/model", 2, "There is no model 'nosuch/model' at http"),
-        ("hf:tiny/prover@v9", 2, "has no revision 'v9'"),
-        ("hf:tiny prover", 2, "is not an id of the Hugging Face hub"),
-        ("hf:tiny/pickled", 2, "a pickle, which pvg never opens"),
-        ("hf:tiny/gated", 3, "is gated"),
-    ],
-)
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_source_that_cannot_be_used_ends_the_command(
-    hub: Hub, here: Path, model: dict[str, bytes], source: str, code: int, says: str, dry_run: bool
-) -> None:
-    hub.add("tiny/prover", model)
-    hub.add("tiny/gated", model, gated=True)
-    hub.add("tiny/pickled", {"config.json": b"{}", "pytorch_model.bin": b"x"})
-    called = pvg("train", *(["--dry-run"] if dry_run else []), "-s", f"models.verifier.source={source}")
-    assert called.code == code
-    assert called.err.startswith("error: ")
-    assert says in called.err
-    assert (called.out, called.err.count("\n")) == ("", 2 if code == 3 or "not an id" not in says else 1)
-    assert not Path("runs").exists()
-
-
 def test_validate_checks_the_form_and_asks_no_hub(hub: Hub, here: Path) -> None:
     assert pvg("config", "validate", *PROVER).code == 0
     called = pvg("config", "validate", "-s", "models.prover.source=hf:a/b/c")

@@ -52,8 +52,6 @@ def test_a_round_with_weights_updated_at_every_step(folder: Path, server: Served
     assert max(moved) > 1e-3  # the weights did change, so the canary had something to see
     ids = ids_of(folder, "whole")
     assert len(ids) == len(set(ids)) == ROLLOUTS
-    batches = [line for line in events(folder, "whole", "gen") if line["event"] == "batch.done"]
-    assert sum(int(line["completions"]) for line in batches) == ROLLOUTS
     diagnosis = diagnose(RunDirectory(folder / "runs" / "whole"))
     assert diagnosis.timings_s["weights_wall_s"].n == len(steps(folder, "whole"))
     # There are too few of most things in so short a game.

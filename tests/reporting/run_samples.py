@@ -65,7 +65,7 @@ def tell(run: RunDirectory, *records: dict[str, Any]) -> None:
 
 def step(phase: str, number: int, *, round_: int = 0, **metrics: float | None) -> dict[str, Any]:
     place = {"kind": "step", "round": round_, "phase": phase, "step": number, "of": 60, "time": 1000.0 + number}
-    return {**place, "metrics": metrics, "budget": STEP_BUDGET}
+    return {**place, "metrics": metrics, "budget": STEP_BUDGET, "busy": STEP_BUDGET}
 
 
 def played(root: Path, name: str = "first") -> RunDirectory:

@@ -69,29 +69,12 @@ def pages_of(root: Path) -> dict[str, str]:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [390, 500])
-def test_no_page_scrolls_sideways_on_a_phone(tmp_path: Path, browser: Browser, width: int) -> None:
+def test_no_page_scrolls_sideways_on_a_phone(tmp_path: Path, browser: Browser) -> None:
     for name, text in pages_of(tmp_path).items():
         path = tmp_path / f"{name.replace(' ', '-')}.html"
         path.write_text(text)
         for place in ("", "#problem=p") if name == "rollouts" else ("",):
-            browser.open(path.as_uri() + place, width=width)
+            browser.open(path.as_uri() + place, width=390)
             browser.run("new Promise(done => setTimeout(done, 300))")
             assert browser.run(BEYOND) == [], name
             assert browser.run(SIDEWAYS) <= 0, name
-
-
-@needs_browser
-def test_line_breaks_of_a_solution_are_lines_of_the_list_up_to_a_limit(tmp_path: Path, browser: Browser) -> None:
-    run = begin(tmp_path)
-    text = "\n".join(f"line {n}" for n in range(40))
-    commit(run, state("complete"), {"mint-00000": [rollout("a", Role.HELPFUL, correct=True, score=None, text=text)]})
-    path = tmp_path / "list.html"
-    summary = read_run(run)
-    path.write_text(rollouts_file(stored_rollouts(run, summary), run, summary, "report.html"))
-    browser.open(path.as_uri())
-    browser.run("new Promise(done => setTimeout(done, 300))")
-    line = "parseFloat(getComputedStyle(document.querySelector('.hit-text')).lineHeight)"
-    height = "document.querySelector('.hit-text').getBoundingClientRect().height"
-    assert browser.run(f"Math.round({height} / {line})") == 6
-    assert browser.run("document.querySelector('.hit-text').textContent").startswith("line 0\nline 1\n")

@@ -120,36 +120,6 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
     with_engine(use, model=model, lean=lean, max_rows=5)
 
 
-def test_what_is_continued_keeps_the_experts_it_was_sampled_with() -> None:
-    # Prompts of one token among them: then nothing but what the request begins with is prefilled.
-    wanted = requests(prompts(16), LONG)
-
-    def sampled(asked: Sequence[GenerationRequest]) -> list[Completion]:
-        model = tiny_model(module=tiny_experts())
-        return generate(asked, model=model, routed_experts=True)
-
-    def experts_of(completion: Completion) -> np.ndarray:
-        assert completion.routed_experts is not None
-        return completion.routed_experts
-
-    whole = sampled(wanted)
-    ends = [len(completion.token_ids) // 2 for completion in whole]
-    assert sum(end > 0 for end in ends) > 8
-    for marked in (False, True):
-        again = []
-        for request, completion, end in zip(wanted, whole, ends, strict=True):
-            known = experts_of(completion)[: len(request.prompt_ids) + end - 1]
-            begun = replace(begun_of(completion, end), routed_experts=np.full_like(known, 9) if marked else known)
-            again.append(replace(request, resumed_from=begun) if end else request)
-        found = sampled(again)
-        same(found, whole)
-        for request, completion, other, end in zip(wanted, found, whole, ends, strict=True):
-            expected = experts_of(other).copy()
-            if marked and end:
-                expected[: len(request.prompt_ids) + end - 1] = 9  # never those that the model chooses now
-            np.testing.assert_array_equal(experts_of(completion), expected)
-
-
 def test_a_cut_hands_back_the_experts_too() -> None:
     model = tiny_model(module=tiny_experts())
     (request,) = requests(prompts(1, shortest=3), Sampling(12, ()))

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policies import tiny_model
 from virtual_time import run_in_virtual_time
 
-from pvg.errors import StateError
 from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
@@ -142,36 +140,6 @@ def test_a_deadline_that_nobody_misses_changes_nothing() -> None:
     assert play(plain, [3, 3], None) == play(watched, [3, 3], Deadline(100, least=1))
     assert plain.asked == watched.asked
     assert watched.cancelled == []
-
-
-def test_a_rollout_that_fails_in_a_group_that_waits_surfaces() -> None:
-    engine = TimedEngine(takes([1, 6, 90], [1, 90, 90]), {(0, 1): StateError("this one fails")})
-
-    async def work() -> None:
-        with pytest.raises(StateError, match="this one fails"):
-            await sampling(engine, [3, 3], Deadline(2.5, least=3))
-        assert engine.now == 0
-        assert len(asyncio.all_tasks()) == 1
-
-    run_in_virtual_time(work())
-    assert sorted(engine.cancelled) == [(0, 2), (1, 1), (1, 2)]
-
-
-def test_a_caller_that_leaves_cancels_everything_and_no_timer_fires_later() -> None:
-    engine = TimedEngine(takes([1, 90], [90, 90]))
-
-    async def work() -> None:
-        task = asyncio.create_task(sampling(engine, [2, 2], Deadline(5, least=2)))
-        await asyncio.sleep(2.5)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert engine.now == 0
-        assert len(asyncio.all_tasks()) == 1
-        await asyncio.sleep(100)
-
-    run_in_virtual_time(work())
-    assert len(engine.cancelled) == 3
 
 
 SECONDS = st.integers(1, 400).map(lambda tenths: tenths / 8)

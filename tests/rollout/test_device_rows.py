@@ -15,7 +15,6 @@ import pytest
 import torch
 from test_lean_decoding import KINDS, grouped, varied
 from tiny_policies import SIZES, generate, prompts, requests, tiny_llama, tiny_model, with_engine
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pvg.errors import MissingRequirementError, TrainingDivergedError
@@ -122,28 +121,6 @@ def test_a_cut_row_continues_with_the_tokens_that_it_had(monkeypatch: pytest.Mon
     found = with_engine(use, max_rows=4)
     np.testing.assert_array_equal(found.token_ids, whole.token_ids)
     np.testing.assert_allclose(found.logprobs, whole.logprobs, atol=1e-5)
-
-
-def test_the_computed_rows_follow_the_running_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the last rows are those that run on."""
-    seen: list[tuple[int, int]] = []
-    step = LeanDecoder.step
-
-    def watched(self: LeanDecoder, token_R: Tensor, position_R: Tensor, cache: LeanCache, columns: int) -> Tensor:
-        seen.append((len(token_R), columns))
-        return step(self, token_R, position_R, cache, columns)
-
-    wanted = [
-        GenerationRequest(f"r{i}", prompt, Sampling(80 if i >= 60 else 4, ()), 100 + i)
-        for i, prompt in enumerate(prompts(64))
-    ]
-    expected = generate(wanted)
-    monkeypatch.setattr(torch_engine, "LeanRows", DeviceRows)
-    monkeypatch.setattr(LeanDecoder, "step", watched)
-    monkeypatch.setattr(LeanDecoder, "_compare", lambda *_: None)
-    assert_same(generate(wanted), expected)
-    rows = [rows for rows, _ in seen]
-    assert rows == [64] * TURN_STEPS + [8] * (80 - TURN_STEPS)
 
 
 def test_a_model_that_diverged_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,19 +239,3 @@ def test_a_refused_graph_is_an_event_and_decoding_continues(monkeypatch: pytest.
         assert_same(asyncio.run(play()), expected)
     refused = [event for event in events if event.get("event") == "graphs.refused"]
     assert refused == [{"tag": "gen", "event": "graphs.refused", "reason": "operation not permitted"}]  # once
-
-
-def test_the_cache_has_no_rows_that_can_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_engine, "LeanRows", DeviceRows)
-
-    async def play() -> int:
-        with ThreadPoolExecutor(1) as executor:
-            engine = TorchEngine(tiny_model(), max_rows=64, max_in_flight=10, executor=executor)
-            await asyncio.gather(*map(engine.generate, varied(10)))
-            rows = engine._rows
-            await engine.close()
-            assert isinstance(rows, DeviceRows)
-            assert rows._cache is not None
-            return rows._cache.rows
-
-    assert asyncio.run(play()) == 10

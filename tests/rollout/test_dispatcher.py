@@ -144,30 +144,6 @@ def test_a_failed_request_cancels_the_others_before_it_surfaces() -> None:
     asyncio.run(run())
 
 
-def test_a_cancelled_caller_leaves_nothing_running() -> None:
-    engine = ScriptedEngine(fail_at=999)  # waits for ever
-
-    async def run() -> None:
-        task = asyncio.create_task(sample(dispatcher_of(engine, concurrency=7), orders()))
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert engine.now == 7
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (engine.now, engine.cancelled) == (0, 7)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(run())
-
-
-def test_a_grader_that_fails_surfaces_too() -> None:
-    problem = Problem("p", "q", "a", {"refuse": "7="})
-    order = GroupOrder(problem, Role.HELPFUL, TOKENIZER.encode("H1?"), 0, 3)
-    with pytest.raises(ValueError, match="a grader's defect"):
-        asyncio.run(sample(dispatcher_of(ScriptedEngine()), [order]))
-
-
 def test_concurrency_must_fit_the_engine() -> None:
     dispatcher_of(ScriptedEngine(max_in_flight=7), concurrency=7)
     with pytest.raises(ConfigurationError, match="concurrency is 8, but the engine takes 7"):

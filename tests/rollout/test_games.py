@@ -6,12 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-import pytest
-
 from pvg.config.task import ModchainTask
 from pvg.config.training import ModelSection
-from pvg.errors import ConfigurationError
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.models import open_model, pick_device
 from pvg.records import Int32
@@ -101,15 +97,6 @@ def test_a_fork_shares_its_warmup_and_differs_after_it() -> None:
     assert any(len({game.states[2] for game in group}) > 1 for group in groups)
 
 
-def test_a_warmup_that_ends_the_game_leaves_one_decision() -> None:
-    """Four offers at most: after a warmup of nine phases, the fork is at the last state with a decision."""
-    for group in played(Fork(warmup=9, samples=2)):
-        for game in group:
-            assert GAME.seats(game.states[game.fork])
-            assert [decision.number for decision in game.decisions] == list(range(len(game.states) - 1))
-            assert len(game.states) > game.fork + 1
-
-
 def test_a_fork_waits_for_the_decision_of_its_seat() -> None:
     """The seats of the negotiation decide in turn, and the start says who begins."""
     for seat in ("buyer", "seller"):
@@ -152,27 +139,3 @@ def test_scripts_play_the_seats_that_they_are_given() -> None:
             assert (decision.rollout is None) == (decision.seat == "buyer")
             if decision.seat == "buyer":
                 assert decision.action.text == GAME.scripted("greedy", decision.state, "buyer", 0)
-
-
-def test_a_game_without_scripts_refuses_them() -> None:
-    async def play() -> None:
-        await play_games(
-            None,  # type: ignore[arg-type]
-            STARTS,
-            NoScripts(),
-            CALL,
-            encode=lambda _: np.zeros(1, dtype=np.int32),
-            opponents=[{"buyer": "random"}] * len(STARTS),
-        )
-
-    with pytest.raises(ConfigurationError, match="has no scripts"):
-        asyncio.run(play())
-
-
-class NoScripts:
-    """The negotiation without `scripted`."""
-
-    def __getattr__(self, name: str) -> object:
-        if name == "scripted":
-            raise AttributeError(name)
-        return getattr(GAME, name)

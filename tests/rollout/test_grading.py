@@ -15,9 +15,8 @@ from tiny_policies import tiny_model, with_engine
 from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import TRIP_TOKENS, Deadline, Grader
+from pvg.rollout.episodes import Deadline, Grader
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.telemetry.spans import Tracer, span
 
 TOKENIZER = tiny_model().tokenizer
 EOS = TOKENIZER.eos_id
@@ -82,21 +81,6 @@ def test_the_loop_goes_on_while_a_completion_is_graded(thread: ThreadPoolExecuto
         assert (await grading)[0] == "1"
 
     asyncio.run(play())
-
-
-def test_many_short_ones_travel_together_and_long_ones_alone(thread: ThreadPoolExecutor) -> None:
-    """Counted by the spans of the trips: one for each."""
-
-    async def play(tokens: int, count: int) -> int:
-        tracer, grader = Tracer(), Grader(LengthTask(), TOKENIZER, thread)
-        one = completion("1", stopped=False, repeats=tokens)
-        with tracer.drive(), span("rollout"):
-            found = await asyncio.gather(*(grader.grade(PROBLEM, one) for _ in range(count)))
-        assert [len(text) for text, _ in found] == [tokens] * count
-        return sum(row.name == "grade" for row in tracer.take_spans())
-
-    assert asyncio.run(play(10, 300)) == 2  # the first alone, and all that came while it was away
-    assert asyncio.run(play(TRIP_TOKENS + 1, 3)) == 3
 
 
 def test_what_a_task_raises_is_told_and_the_next_is_graded(thread: ThreadPoolExecutor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_policies import SIZES, generate, prompts, requests, setting, teacher_forced, tiny_llama, tiny_model
+from tiny_policies import SIZES, generate, prompts, requests, teacher_forced, tiny_llama, tiny_model
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -26,8 +26,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pvg.config.rollout import Rollouts
-from pvg.rollout import open_engine
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import CommonPrefix, KernelAttention, LeanDecoder, NotLeanError, SparseAttention
 from pvg.rollout.torch_engine import TorchEngine
@@ -164,14 +162,6 @@ def test_bfloat16_follows_its_module() -> None:
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0.1)
 
 
-@pytest.mark.parametrize("switches", [{"continuous": False}, {"max_rows": 5}, {"max_rows": 1}])
-def test_the_switches_change_no_completion(switches: dict[str, int]) -> None:
-    fast = generate(varied())
-    for one, other in zip(fast, generate(varied(), **switches), strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-
-
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 def test_both_ways_of_attention_agree(heads: int, kv_heads: int) -> None:
     rows, columns, width = 6, 11, 8
@@ -259,27 +249,3 @@ def test_weights_are_held_once_and_loads_reach_the_decoder() -> None:
     assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
     model.load_weights(tiny_model(seed=5).weights())
     decoder._compare(model.module)  # raises if a stale copy of any weight were used
-
-
-@pytest.mark.parametrize(
-    ("more", "joins"),
-    [
-        ({}, False),
-        ({"deadline": {"kind": "cut"}}, True),
-        ({"deadline": {"kind": "continue"}}, True),
-        ({"prefetch": {"kind": "fresh"}}, True),
-    ],
-)
-def test_on_a_cpu_rows_join_only_where_rollouts_are_needed_early(more: dict[str, Any], joins: bool) -> None:
-    async def run(executor: ThreadPoolExecutor) -> bool:
-        section = Rollouts(engine={"max_rows": 4}, concurrency=8, **more)
-        engine = open_engine(setting(section, tiny_model(), executor))
-        assert isinstance(engine, TorchEngine)
-        await asyncio.gather(*map(engine.generate, requests(prompts(6), Sampling(4, ()))))
-        assert engine._rows is not None
-        found = engine._rows.joins
-        await engine.close()
-        return found
-
-    with ThreadPoolExecutor(1) as executor:
-        assert asyncio.run(run(executor)) == joins

@@ -15,8 +15,6 @@ from transformers import (
     BartForCausalLM,
     BertGenerationConfig,
     BertGenerationDecoder,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedModel,
 )
 
@@ -51,24 +49,6 @@ def decoded(
     return results, shapes[:-steps], shapes[-steps:]
 
 
-def assert_each_as_alone(
-    wanted: Sequence[GenerationRequest], together: Sequence[DecodedRow], module: PreTrainedModel
-) -> None:
-    """Alone, a row shares no prompt and never waits for another one."""
-    for request, found in zip(wanted, together, strict=True):
-        (expected,), _, _ = decoded([request], module)
-        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
-        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
-        assert found.finish_reason == expected.finish_reason
-
-
-def test_rows_together_get_the_completions_that_they_get_alone() -> None:
-    wanted, module = grouped_requests(), tiny_llama()
-    found, _, _ = decoded(wanted, module)
-    assert len({len(result.token_ids) for result in found}) > 5  # rows leave at many steps
-    assert_each_as_alone(wanted, found, module)
-
-
 def test_finished_rows_leave_and_a_shared_prompt_is_computed_once() -> None:
     wanted = grouped_requests()
     _, prefills, steps = decoded(wanted)
@@ -77,20 +57,6 @@ def test_finished_rows_leave_and_a_shared_prompt_is_computed_once() -> None:
     assert sum(rows for rows, _ in prefills) == len(
         {request.prompt_ids.tobytes() for request in wanted if len(request.prompt_ids) > 1}
     )
-
-
-def test_a_finished_row_that_stays_does_not_run_out_of_the_context() -> None:
-    # GPT-2 looks its positions up in a table of 32: the long prompt ends at its edge while the short ones go on. One
-    # row of 16 is too few to leave.
-    config = GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2)
-    torch.manual_seed(0)
-    module = GPT2LMHeadModel(config)
-    long, *short = prompts(1, 30, 30) + prompts(15, 2, 4)
-    wanted = [GenerationRequest("long", long, Sampling(2, ()), 1)]
-    wanted += [GenerationRequest(f"{i}", prompt, Sampling(28, ()), 2 + i) for i, prompt in enumerate(short)]
-    together, _, steps = decoded(wanted, module)
-    assert steps[-1] == (16, 1)
-    assert_each_as_alone(wanted, together, module)
 
 
 def test_the_prompt_tokens_told_are_those_computed() -> None:

@@ -18,7 +18,7 @@ from benchmarks.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, PartialSampling, SampleCall
-from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Engine, Sampling
 from pvg.rollout.episodes import Deadline
 from pvg.servers.publishing import WeightUpdate
 
@@ -130,40 +130,6 @@ def test_a_group_that_grows_too_old_is_used_with_what_is_finished_or_given_up() 
     assert names(second) == [["b0/00001/00", "b0/00001/01"], [], ["b1/00003/00", "b1/00003/01", "b1/00003/02"]]
     assert [(group.cancelled, group.lost_tokens) for group in second] == [(1, 6), (3, 3 + 6 + 6), (0, 0)]
     assert game.partial.carried == 0
-
-
-def test_the_next_orders_follow_the_last_ones_through_the_batches() -> None:
-    game = Game([1, 1, 1, 5, 1, 1, 1, 1, 1, 1], groups=2, size=2, seconds=2.5)
-    found = batches(game, 3)
-    ordered = sorted({(r.group, r.problem_id) for groups in found for group in groups for r in group.rollouts})
-    assert ordered == [(0, "p0-0"), (1, "p0-1"), (2, "p1-0"), (3, "p1-1")]
-    resumed = Game([1], groups=2, size=2, seconds=2.5)
-    assert resumed.partial.load_state({"ordered": 3, "carried": 2}) == 2
-    (groups,) = batches(resumed, 1)
-    assert [(group.rollouts[0].group, group.problem.id) for group in groups] == [(3, "p1-1"), (4, "p2-0")]
-    assert resumed.partial.state() == {"ordered": 5, "carried": 0}
-
-
-def test_a_rollout_that_fails_surfaces_and_leaves_nothing_running() -> None:
-    game = Game([1, 1, 9, 9], groups=2, size=2, seconds=2.5)
-    generate = game.engine.generate
-
-    async def failing(request: GenerationRequest) -> Completion:
-        if request.id.startswith("b1"):
-            await asyncio.sleep(1)
-            raise StateError("this one fails")
-        return await generate(request)
-
-    async def work() -> None:
-        game.engine.generate = failing  # type: ignore[method-assign]
-        await game.next()
-        with pytest.raises(StateError, match="this one fails"):
-            await game.next()
-        assert len(asyncio.all_tasks()) == 1
-        assert game.engine._running == {}
-        await asyncio.sleep(100)  # no timer fires later
-
-    run_in_virtual_time(work())
 
 
 def test_an_engine_that_cannot_cut_is_refused_before_anything_is_asked_of_it() -> None:

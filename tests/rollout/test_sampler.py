@@ -11,7 +11,7 @@ from tiny_policies import naive_kept
 
 from pvg.rollout import sampler
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.sampler import RowSettings, distribution, draw, philox_numbers, sample, uniform_numbers
+from pvg.rollout.sampler import RowSettings, distribution, draw, sample, uniform_numbers
 
 CPU = torch.device("cpu")
 
@@ -111,7 +111,6 @@ def test_a_request_has_its_own_numbers_whatever_their_count() -> None:
 def test_the_numbers_of_many_requests_are_those_of_numpys_generator(seeds: list[int], count: int) -> None:
     requests = [GenerationRequest("r", np.ones(1, np.int32), Sampling(count, ()), seed) for seed in seeds]
     expected = np.stack([np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds])
-    np.testing.assert_array_equal(philox_numbers(seeds, count), expected)
     np.testing.assert_array_equal(uniform_numbers(requests, count), expected)
 
 

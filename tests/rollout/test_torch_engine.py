@@ -9,16 +9,12 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
-from tiny_policies import generate, prompts, requests, setting, tiny_llama, tiny_model, with_engine
+from tiny_policies import generate, prompts, requests, tiny_llama, tiny_model, with_engine
 
-from pvg.config.rollout import Rollouts
 from pvg.errors import ConfigurationError, StateError
-from pvg.models.language_model import LanguageModel
 from pvg.records import VersionSpan
-from pvg.rollout import open_engine
 from pvg.rollout.engine import Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
@@ -82,31 +78,6 @@ def test_the_event_loop_runs_while_a_batch_is_decoded() -> None:
         await running
 
     with_engine(use, lean=False, model=model)
-
-
-def test_a_cancelled_caller_leaves_its_batch_and_the_others_do_not_notice() -> None:
-    wanted = requests(prompts(6), Sampling(10, ()))
-    undisturbed = generate(wanted)
-    model = tiny_model()
-    gate = Gate(model.module)
-
-    async def use(engine: TorchEngine) -> None:
-        tasks = [asyncio.create_task(engine.generate(request)) for request in wanted]
-        await gate.reached()
-        tasks[2].cancel()
-        await asyncio.wait([tasks[2]])
-        await turns()
-        gate.open()
-        others = [task for task in tasks if task is not tasks[2]]
-        completions = await asyncio.gather(*others)
-        assert tasks[2].cancelled()
-        for completion, expected in zip(completions, [c for c in undisturbed if c.request_id != "r2"], strict=True):
-            np.testing.assert_array_equal(completion.token_ids, expected.token_ids)
-        assert engine.stats.tokens == 50
-
-    with_engine(use, lean=False, model=model)
-    assert gate.rows[:3] == [6, 6, 6]
-    assert set(gate.rows[4:]) == {5}
 
 
 def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> None:
@@ -182,25 +153,6 @@ def test_new_weights_change_what_is_sampled_and_the_version() -> None:
     with_engine(use)
 
 
-def test_new_weights_wait_for_the_running_batch_and_precede_the_waiting_ones() -> None:
-    model = tiny_model()
-    gate = Gate(model.module)
-
-    async def use(engine: TorchEngine) -> None:
-        wanted = requests(prompts(8), Sampling(10, ()))
-        running = asyncio.gather(*map(engine.generate, wanted))  # two batches of 4
-        await gate.reached()
-        loading = asyncio.create_task(engine.load_weights(WeightUpdate(1, tiny_model(seed=5).weights())))
-        await turns()
-        assert engine.version == 0
-        gate.open()
-        completions = await running
-        assert [completion.spans[0].version for completion in completions] == [0] * 4 + [1] * 4
-        assert (await loading).queue_ms > 0
-
-    with_engine(use, lean=False, model=model, max_rows=4)
-
-
 def test_weights_that_do_not_fit_or_go_back_are_refused_and_the_old_ones_stay() -> None:
     wanted = requests(prompts(3), Sampling(8, ()))
     expected = generate(wanted)
@@ -248,14 +200,3 @@ def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused() -> 
     module.config.layer_types = ["linear_attention", "full_attention"]
     with ThreadPoolExecutor(1) as executor, pytest.raises(ConfigurationError, match="linear_attention"):
         TorchEngine(tiny_model(module=module), max_rows=1, max_in_flight=1, executor=executor)
-
-
-def test_an_experiment_names_its_engine() -> None:
-    async def run(model: LanguageModel, executor: ThreadPoolExecutor) -> None:
-        engine = open_engine(setting(Rollouts(engine={"max_rows": 3}, concurrency=5), model, executor))
-        assert isinstance(engine, TorchEngine)
-        assert engine.max_in_flight == 5
-        await engine.close()
-
-    with ThreadPoolExecutor(1) as executor:
-        asyncio.run(run(tiny_model(), executor))

@@ -96,25 +96,6 @@ def test_tokens_of_two_versions_are_told_apart_when_they_are_cut(tmp_path: Path)
     run(use, tmp_path, token_ms=60.0)
 
 
-def test_what_has_no_token_yet_has_nothing_to_hand_back(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        asked = request(1, 75, stops=False)
-        tasks = [asyncio.create_task(d.engine.generate(asked))]
-        begun = PartialCompletion(np.array([5, 6], np.int32), np.zeros(2, np.float32), (VersionSpan(0, 0),))
-        tasks.append(asyncio.create_task(d.engine.generate(replace(request(2, 75, stops=False), resumed_from=begun))))
-        await asyncio.sleep(0)
-        d.engine.cut(["r1", "r2"])  # before the servers have heard of them: they are told again
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(found[0], CutShort)
-        assert isinstance(found[1], CutShort)
-        assert found[0].partial is None or len(found[0].partial.token_ids) < 75
-        assert found[1].partial is not None
-        assert found[1].partial.token_ids[:2].tolist() == [5, 6]
-
-    run(use, tmp_path, token_ms=20.0)
-
-
 def test_a_server_that_answers_no_abort_does_not_delay_the_others(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)

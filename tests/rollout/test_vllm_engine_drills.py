@@ -4,14 +4,13 @@ are known, or reported as failed. Real sockets, real processes; the servers are 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from vllm_drills import Drill, Fault, check, engine_over, process_drill, request, run, tensors, until
 
-from pvg.errors import ConfigurationError, RolloutFailedError, ServerUnavailableError, StateError
+from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.records import VersionSpan
 from pvg.servers import fleet
 from pvg.servers.publishing import WeightUpdate
@@ -52,23 +51,6 @@ def test_a_reply_that_fails_is_asked_for_again_and_delivered_once(fault: Fault, 
         await until(lambda: d.running() == 0)
 
     run(use, tmp_path)
-
-
-def test_a_rollout_that_every_server_fails_is_reported_with_the_last_failure(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.break_generation(default=Fault("error"))
-        with pytest.raises(
-            RolloutFailedError, match=r"Rollout r1 failed 3 times\. .*HTTP 500: EngineCore died"
-        ) as caught:
-            await d.ask(request(1))
-        assert any(proxy.url in str(caught.value) for proxy in d.proxies)
-        assert {retry["server"] for retry in d.events.named("retry")} == {proxy.url for proxy in d.proxies}
-        for proxy in d.proxies:
-            proxy.default = Fault()
-        await d.ask(request(2))
-
-    run(use, tmp_path, retries=2)
 
 
 def test_a_request_that_servers_refuse_is_not_asked_again(tmp_path: Path) -> None:
@@ -125,22 +107,6 @@ def test_requests_without_an_answer_are_told_once_and_go_elsewhere_after_a_resta
         await asyncio.gather(*asked)
 
     run(use, tmp_path)
-
-
-def test_a_server_that_answers_requests_but_no_probe_is_slow_and_stays(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        d.proxies[0].only = "/pvg/info"
-        d.proxies[0].plan(Fault("hang"), Fault("hang"))
-        d.proxies[0].reset_all()
-        probes = d.servers[0].calls["/pvg/info"]
-        for number in itertools.count(0, 4):
-            await d.ask_all([request(number + i) for i in range(4)])
-            if d.servers[0].calls["/pvg/info"] > probes:  # the third probe, after two without an answer
-                break
-        assert d.events.named("server.away") == []
-
-    run(use, tmp_path, probe_timeout_s=0.5)
 
 
 def test_a_killed_server_that_comes_back_with_old_weights_is_caught_up_before_it_is_used(tmp_path: Path) -> None:
@@ -273,17 +239,6 @@ def test_abandoned_requests_leave_nothing_running(streamed: bool, tmp_path: Path
         await d.ask(request(100))
 
     run(use, tmp_path, token_ms=20.0)
-
-
-def test_a_deadline_ends_the_request_on_its_server_and_names_it(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        with pytest.raises(RolloutFailedError, match=r"r1 was not finished within rollout\.engine\.timeout_s = 0\.3"):
-            await d.engine.generate(request(1, 75, stops=False))
-        await until(lambda: d.running() == 0)
-        await d.ask(request(2, 1))
-
-    run(use, tmp_path, token_ms=50.0, deadline_s=0.3)
 
 
 def test_closing_ends_the_requests_in_flight_as_an_engine_that_is_closed(tmp_path: Path) -> None:

@@ -98,21 +98,6 @@ def test_without_any_server_requests_wait_for_one_that_is_added(tmp_path: Path) 
     run(use, tmp_path, servers=1, unavailable_s=0.3)
 
 
-def test_a_removal_whose_caller_is_cancelled_is_carried_out(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        tasks = [asyncio.create_task(d.ask(request(i, 40, stops=False))) for i in range(4)]
-        await until(lambda: d.running() == 4)
-        removing = asyncio.create_task(d.engine.served.remove(d.proxies[0].url))
-        await asyncio.sleep(0.02)
-        removing.cancel()
-        await asyncio.wait([removing])
-        assert [server.url for server in d.engine.served.fleet.servers] == [d.proxies[1].url]
-        await asyncio.gather(*tasks)
-
-    run(use, tmp_path, token_ms=20.0)
-
-
 def test_requests_wait_for_a_server_that_is_being_started(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await d.publish(0)
@@ -126,16 +111,3 @@ def test_requests_wait_for_a_server_that_is_being_started(tmp_path: Path) -> Non
         await asked
 
     run(use, tmp_path, servers=1, unavailable_s=0.2)
-
-
-def test_a_fleet_that_is_given_up_ends_the_requests_that_wait(tmp_path: Path) -> None:
-    async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.engine.served.remove(d.proxies[0].url)
-        asked = asyncio.create_task(d.ask(request(1)))
-        await asyncio.sleep(0.05)
-        d.engine.served.fleet.fail(ServerUnavailableError("No vLLM server runs on node n1: no room."))
-        with pytest.raises(ServerUnavailableError, match="node n1"):
-            await asked
-
-    run(use, tmp_path, servers=1)

@@ -219,9 +219,7 @@ def engine_over(
         session=session,
         transport=open_transport(weights, "drill", None, "float32", session),
     )
-    return VllmEngine(
-        served, canary=canary_ or canary(), events=events, routed_experts=wants_experts, deadline_s=deadline_s
-    )
+    return VllmEngine(served, canary=canary_ or canary(), routed_experts=wants_experts, deadline_s=deadline_s)
 
 
 def run(use: Callable[[Drill], Awaitable[None]], root: Path, **options: Any) -> None:

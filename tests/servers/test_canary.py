@@ -17,7 +17,7 @@ from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32
-from pvg.rollout.vllm_engine import NEW_TOKENS, Canary, greedy_sequences, reference_logprobs
+from pvg.rollout.vllm_engine import Canary, reference_logprobs
 
 SEQUENCES = [np.array([3, 4, 5, 6], dtype=np.int32), np.array([7, 8], dtype=np.int32)]
 SERVER = "http://server"
@@ -78,17 +78,6 @@ def test_the_reference_rounds_the_weights_as_the_servers_do() -> None:
     )
 
 
-def test_sequences_go_on_greedily_as_far_as_there_is_room() -> None:
-    long = np.arange(2, 18, dtype=np.int32)  # of 32 positions
-    short, cut = greedy_sequences(model(), [np.array([3, 4], dtype=np.int32), np.concatenate([long, long[:10]])])
-    assert len(short) == 2 + NEW_TOKENS
-    assert len(cut) == 31
-    ids = torch.from_numpy(short.astype(np.int64))
-    with torch.no_grad():
-        choices = model().module(input_ids=ids[None]).logits[0].argmax(-1)
-    assert choices[1:-1].tolist() == short[2:].tolist()
-
-
 def test_the_gap_is_the_largest_and_beyond_the_tolerance_the_error_names_server_and_version() -> None:
     canary_, executor = canary([[-1.0, -2.0, -3.0, -4.0]])
     with executor:
@@ -115,15 +104,6 @@ def test_a_server_that_missed_a_step_smaller_than_the_tolerance_is_found_out() -
     stale = [np.array(old, dtype=np.float32) + noise]
     with pytest.raises(WeightsNotArrivedError, match=r"has version 1 of the weights, or one near it, instead of 2"):
         canary_.check(SERVER, expected, stale)
-
-
-def test_where_nothing_moved_the_canary_cannot_tell_and_does_not_complain() -> None:
-    values = [-1.0, -2.0, -3.0, -4.0]
-    canary_, executor = canary([values, values])
-    with executor:
-        asyncio.run(canary_.expect({}, 1))
-        expected = asyncio.run(canary_.expect({}, 2))
-    assert canary_.check(SERVER, expected, [np.array(values, dtype=np.float32)]) == 0.0
 
 
 def test_weights_that_give_no_number_are_not_blamed_on_a_server() -> None:

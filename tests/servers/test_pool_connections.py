@@ -10,9 +10,7 @@ import pytest
 from fake_vllm import FakeOptions, FakeVllm
 from patience import until
 
-from pvg.config.operation import Serving
-from pvg.servers import pool as pool_module
-from pvg.servers.pool import ConnectionBroken, HttpPool, pause_before_retry
+from pvg.servers.pool import HttpPool
 
 GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0
@@ -118,54 +116,9 @@ def test_a_stream_that_is_left_early_ends_its_request_on_the_server() -> None:
     drive(use)
 
 
-@pytest.mark.parametrize("way", [ask, read])
-def test_a_cancelled_caller_ends_its_request_on_the_server(way: Any) -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        asked = asyncio.create_task(way(pool, server, "r", 1000))
-        await until(lambda: server.running == 1)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await until(lambda: server.running == 0)
-        assert dict(server.aborted) == {"r": 1}
-
-    drive(use)
-
-
-def test_requests_in_flight_when_the_pool_closes_are_broken() -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        asked = [asyncio.create_task(way(pool, server, "r", 1000)) for way in (ask, read)]
-        await until(lambda: server.running == 2)
-        await pool.close()
-        assert [type(outcome) for outcome in await asyncio.gather(*asked, return_exceptions=True)] == [
-            ConnectionBroken,
-            ConnectionBroken,
-        ]
-
-    drive(use)
-
-
 def test_the_key_goes_with_every_request() -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
         server.options.key = "secret"
         assert (await pool.request("GET", server.url + "/pvg/info", timeout_s=PATIENCE_S)).status == 200
 
     drive(use, key="secret")
-
-
-def test_pauses_before_retries_double_up_to_a_limit_and_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(pool_module.asyncio, "sleep", sleep)
-    for attempt in (1, 2, 3, 10, 1000):
-        asyncio.run(pause_before_retry(attempt, jitter=0.5))
-    assert slept == pytest.approx([0.1, 0.2, 0.4, 5.0, 5.0])
-    asyncio.run(pause_before_retry(1, jitter=0.0))
-    assert slept[-1] == pytest.approx(0.05)
-    slept.clear()
-    for attempt in range(1, Serving.retries + 1):
-        asyncio.run(pause_before_retry(attempt, jitter=0.5))
-    assert Serving().probe_timeout_s < sum(slept) < Serving().unavailable_s  # the health checks find a bad server first

@@ -336,13 +336,6 @@ def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytes
     assert "version=1 rpc_ms=" in lines[2]
 
 
-def test_the_same_label_again_is_done_at_once(server: Server) -> None:
-    server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
-    server.engine.calls.clear()
-    status, found, _ = server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
-    assert (status, found["load_ms"], server.engine.calls) == (200, 0.0, [])
-
-
 def test_an_update_that_is_repeated_resumes_an_engine_that_stayed_paused(server: Server) -> None:
     server.engine.resume_faults = [TimeoutError("RPC call to resume timed out")]
     body = {"name": "v1", "label": "5-a/1"}
@@ -370,13 +363,6 @@ def test_a_load_that_fails_in_one_worker_breaks_the_label_until_one_succeeds(ser
     assert server.engine.label == "1-a/1"
 
 
-def test_an_engine_that_raises_is_resumed_under_a_broken_label(server: Server) -> None:
-    server.engine.faults = [RuntimeError("a worker died")]
-    with pytest.raises(RuntimeError, match="a worker died"):
-        server.post("/pvg/weights", {"name": "v1", "label": "1-a/1"})
-    assert server.engine.calls[-2:] == ["label broken:1-a/1", "resume"]
-
-
 def test_adapters_are_loaded_once_and_unloaded(server: Server) -> None:
     body = {"name": "a1", "label": "5-a/1"}
     assert server.post("/pvg/adapters", body)[0] == 200
@@ -390,9 +376,3 @@ def test_adapters_are_loaded_once_and_unloaded(server: Server) -> None:
         assert server.post("/pvg/adapters/unload", {"label": "5-a/1"})[:2] == (200, {"label": "5-a/1"})
     assert not server.models.lora_requests
     assert not server.engine.calls, "nothing was paused"
-
-
-def test_a_server_without_adapters_says_so(server: Server) -> None:
-    server.engine.vllm_config.lora_config = None
-    assert server.code("/pvg/adapters", {"name": "a1", "label": "5-a/1"}) == (422, "no_adapters")
-    assert server.ask("GET", "/pvg/info")[1]["max_lora_rank"] == 0

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import orjson
@@ -112,19 +111,3 @@ def test_a_server_that_dies_later_is_exit_3_and_no_second_document(tmp_path: Pat
     assert done.returncode == 3
     assert orjson.loads(done.stdout)["log"] == str(log)
     assert "error: The server ended (killed by SIGKILL" in done.stderr
-
-
-def test_without_json_what_to_type_next_is_on_stdout(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        command(tmp_path, "serve"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            deadline = time.monotonic() + LIMIT_S
-            while not (line := process.stdout.readline()).startswith("  pvg train"):
-                assert line, "it ended"
-                assert time.monotonic() < deadline
-            assert "-s rollout.engine=vllm" in line
-        finally:
-            process.terminate()
-            process.wait(LIMIT_S)

@@ -5,35 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from pvg.servers.control import ServerLoad, parse_server_load
-from pvg.servers.process import LAST_LINES, LogTail, StartStage
+from pvg.servers.process import LAST_LINES, LogTail
 
 HEAD = "(EngineCore pid=1360) INFO 11-21 14:08:34 [core.py:133] "
 
 
-def test_stages_come_in_order_and_never_again(tmp_path: Path) -> None:
+def test_the_newest_line_is_told_once_and_without_its_head(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_text(f"{HEAD}CPU KV cache size: 1 tokens of the server before\n")
+    path.write_text(f"{HEAD}of the server before\n")
     log = LogTail(path)
+    assert log.newest() == ""
     with path.open("a") as file:
-        file.write(f"{HEAD}non-default args: {{}}\n{HEAD}Resolved architecture: LlamaForCausalLM\n")
-        file.write(f"{HEAD}Enforce eager set, disabling torch.compile, CUDAGraphs\n")
-        file.write("Loading safetensors checkpoint shards:   0% Completed | 0/2\rLoading safetensors checkpoint")
+        file.write(f"{HEAD}Resolved architecture: LlamaForCausalLM\n\x1b[36m(APIServer pid=1)\x1b[0m loading 0%\rloa")
         file.flush()
-        assert list(log.new_stages()) == [
-            StartStage("reading the settings"),
-            StartStage("starting the engine", "LlamaForCausalLM"),
-            StartStage("loading weights", "0%"),
-        ]
-        file.write(f" shards:  50% Completed | 1/2\n{HEAD}Loading weights took 0.01 seconds\n")
-        file.write(f"{HEAD}CPU KV cache size: 699,008 tokens, Maximum concurrency\n{HEAD}Starting to load model x\n")
-        file.write("\x1b[36m(APIServer pid=1)\x1b[0m INFO 11-21 14:08:49 [entry.py:140] Starting vLLM server on x\n")
+        assert log.newest() == "loading 0%"
+        file.write("ding 50%\n\n")
         file.flush()
-        assert list(log.new_stages()) == [
-            StartStage("loading weights", "50%"),
-            StartStage("making room for the KV cache", "699,008 tokens"),
-            StartStage("opening the port"),
-        ]
-    assert list(log.new_stages()) == []
+        assert log.newest() == "loading 50%"
+    assert log.newest() == ""
 
 
 def test_the_last_lines_are_those_of_the_process_that_failed_first(tmp_path: Path) -> None:
@@ -48,13 +37,6 @@ def test_the_last_lines_are_those_of_the_process_that_failed_first(tmp_path: Pat
     lines = log.last_lines()
     assert len(lines) == LAST_LINES
     assert lines[-1].endswith("RuntimeError: no kernel")
-
-
-def test_a_log_without_an_error_ends_where_it_ends(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    log = LogTail(path)
-    path.write_text("".join(f"line {number}\n\n" for number in range(50)))
-    assert log.last_lines() == [f"line {number}" for number in range(50 - LAST_LINES, 50)]
 
 
 def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:

@@ -70,14 +70,7 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
         ],
         "best_of_n": [
             {"source": "base", "balanced": [{"n": 4, "accuracy": {"value": 0.1}}]},
-            {
-                "source": "round-001",
-                "balanced": [
-                    {"n": 2, "accuracy": {"value": 0.2}},
-                    {"n": 4, "accuracy": {"value": 0.3}, "excluded": 5},
-                    {"n": 16, "accuracy": {"value": 0.4}, "excluded": 99},
-                ],
-            },
+            {"source": "round-001", "balanced": [{"n": 4, "accuracy": {"value": 0.3}, "excluded": 5}, {"n": 16}]},
         ],
         "detection": {
             "completeness": {"value": 0.5},
@@ -94,10 +87,7 @@ def test_evaluations_are_read_by_round_and_by_path(facts: RunFacts) -> None:
     told = evaluated(facts, second, first)  # in whatever order
     assert read("steps_to_exploit_src", told) == [MeasuredValue(40), MeasuredValue(200, censored=True)]
     assert read("steps_to_exploit_cgc", told) == [None, MeasuredValue(7)]
-    assert read("best_of_n", told) == [
-        None,
-        MeasuredValue(0.3),
-    ]  # the largest n keeps few problems, and others in each arm
+    assert read("best_of_n", told) == [None, MeasuredValue(0.3)]
     assert read("best_of_n_excluded", told) == [None, MeasuredValue(5)]
     assert "4" in MEASURES["best_of_n"].label
     assert read("completeness", told) == [None, MeasuredValue(0.5)]

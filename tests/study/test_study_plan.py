@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from pathlib import Path
 
 import pytest
-from study_samples import SMALL, finish, small
+from study_samples import SMALL, small
 
-from pvg.bench.workloads import find_profile, read_profile
 from pvg.config.load import find_experiment, known_files
 from pvg.errors import ConfigurationError, UsageError
 from pvg.study.measures import MEASURES
@@ -65,16 +63,6 @@ def test_two_arms_may_differ_by_their_workers_alone() -> None:
         small(text % '"auto"')
 
 
-def test_the_slow_arm_of_equality_has_the_slow_side_of_every_switch() -> None:
-    ladder = read_profile(find_profile("e2e")).ladder
-    slow, default = {rung.switch: rung.slow for rung in ladder}, {rung.switch: rung.fast for rung in ladder}
-    arms = {arm.name: arm for arm in load_study("equality").arms}
-    assert arms["slow"].settings == slow
-    for name, value in default.items():
-        section, _, key = name.rpartition(".")
-        assert operator.attrgetter(section)(arms["default"].experiment).model_dump(mode="json")[key] == value
-
-
 def test_options_take_the_files_place_and_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
     text = SMALL.replace("threads = 1\n", "")
@@ -84,14 +72,6 @@ def test_options_take_the_files_place_and_threads_share_the_cores(monkeypatch: p
     assert (plan.processes, plan.most_threads, plan.seeds) == (3, 2, (0, 1, 2, 3))
     assert small(text, processes=9).most_threads == 1
     assert small(text, processes=3, threads=5).threads == 5
-
-
-def test_a_study_goes_on_with_the_threads_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = SMALL.replace("threads = 1\n", "")
-    monkeypatch.setattr("pvg.study.plan.usable_cores", lambda: 8)
-    finish(small(text, threads=8).cells[0])
-    assert small(text, processes=4).threads == 8
-    assert small(text, processes=4, threads=2).threads == 2
 
 
 def test_shipped_studies_are_valid_and_named_after_their_file() -> None:
@@ -113,12 +93,6 @@ def test_a_study_in_the_folder_hides_the_shipped_one() -> None:
         find_study("qick")
 
 
-def test_the_example_of_the_docs_is_a_study() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
-    plan = small(page.split("```toml\n")[1].split("```")[0])
-    assert (len(plan.arms), plan.reference) == (6, "coefficient-0.01-cgc")
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -126,20 +100,12 @@ def test_the_example_of_the_docs_is_a_study() -> None:
     ("text", "message"),
     [
         ("nmae = 1", "Unknown key 'nmae' (small.toml). The nearest valid key is 'name'"),
-        ("[[arm]]\nnmae = 1", "Unknown key 'arm.0.nmae' (small.toml). The nearest valid key is 'name'"),
         ("evaluate = {prats = []}", "The nearest valid key is 'parts'"),
         ('evaluate = {rounds = "first"}', "ounds must be 'all', 'last' or a list of rounds, such as [0, 2]"),
-        ("evaluate = {rounds = [0, -1]}", "ounds must be 'all', 'last' or a list of rounds, such as [0, 2]"),
-        ("evaluate = {rounds = []}", "ounds must be 'all', 'last' or a list of rounds, such as [0, 2]"),
-        ("evaluate = {rounds = [true]}", "ounds must be 'all', 'last' or a list of rounds, such as [0, 2]"),
         ("evaluate = {rounds = [5, 0]}", "names round 5, but the games of arm 'modchain' have the rounds 0 to 4"),
         ("seeds = 0", "A study needs at least one seed"),
         ("seeds = [1, 1]", "Seeds has a seed twice"),
-        ("seeds = []", "seeds: Tuple should have at least 1 item"),
-        ("seeds = true", "seeds: Input should be a valid tuple"),
-        ("processes = 0", "processes: Input should be greater than or equal to 1"),
         ('measures = ["helpful_acuracy"]', "no measure 'helpful_acuracy'. Did you mean 'helpful_accuracy'?"),
-        ('measures = ["kl", "kl"]', "'kl' is named twice"),
         ("[common]\nseed = 3", "seed cannot be set here ([common] of small.toml): use the study's `seeds`"),
         ('[[arm]]\nname = "a"\nset = {models.threads = 2}', "models.threads cannot be set here (arm 'a' of small"),
         ("[grid]\ngame.rounds = 3", "[grid] game.rounds must be a list of values"),
@@ -147,7 +113,6 @@ def test_the_example_of_the_docs_is_a_study() -> None:
         ('reference = "sr"\n[grid]\ngame.reward = ["src", "cgc"]', "is not an arm of small.toml. Did you mean 'src'?"),
         ('[[arm]]\nname = "a"\n[[arm]]\nname = "a"\nset = {game.rounds = 1}', "arms of small.toml have the name 'a'"),
         ('[[arm]]\nname = "a"\n[[arm]]\nname = "b"\nset = {game.rounds = 5}', "arms 'a' and 'b' of small.toml are"),
-        ('[[arm]]\nname = "a b"', "arm.0.name: String should match pattern"),
         ('[grid]\ngame.reward = ["s rc"]', "'s rc' cannot be the name of an arm"),
     ],
 )  # fmt: skip
@@ -157,13 +122,6 @@ def test_a_mistake_is_one_line_with_what_was_meant(text: str, message: str) -> N
         small(head + text)
     assert message in error.value.message
     assert "\n" not in error.value.message
-
-
-def test_a_missing_name_and_an_unknown_experiment() -> None:
-    with pytest.raises(ConfigurationError, match=r"The key 'name' is missing"):
-        small("seeds = 1")
-    with pytest.raises(ConfigurationError, match=r"no experiment 'modchian'. Did you mean 'modchain'"):
-        small('name = "x"\nexperiment = "modchian"')
 
 
 def test_all_wrong_arms_are_told_at_once() -> None:
@@ -176,12 +134,6 @@ def test_all_wrong_arms_are_told_at_once() -> None:
     assert "arm 'cgc' of small.toml" in first
     assert "game.rounds" in second
     assert "arm 'src' of small.toml" in second
-
-
-def test_one_mistake_in_common_is_told_once() -> None:
-    with pytest.raises(ConfigurationError) as error:
-        small(SMALL.replace("game.rounds = 2", "game.rounds = 0"))
-    assert error.value.message.count("Input should be greater than") == 1
 
 
 def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +157,7 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
     ("evaluate", "measure", "message"),
     [
         ("{set = {evaluate.atack_steps = 9}}", "", "'evaluate.atack_steps' ([evaluate] set of small.toml)"),
-        ("{set = {evaluate.samples = 1}}", "", "evaluate.samples"),
         ("{set = {training.steps = 9}}", "", "training.steps cannot be set here ([evaluate] set of small.toml)"),
-        ("{set = {samples = 9}}", "", "samples cannot be set here"),
         ("{set = {evaluate.attack_steps = 9}}", "", "attack_window = 10 batches do not fit"),
         ('["detection"]', "soundness_attack_src", "needs the part 'exploit' of an evaluation"),
         ('{set = {evaluate.attacks = ["goodhart"]}}', "steps_to_exploit_cgc", "an attack of the kind 'cgc'"),

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -111,11 +109,6 @@ def test_games_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert _environment(small(text, processes=2))["OMP_NUM_THREADS"] == "7"
 
 
-def test_a_cell_does_not_take_itself_for_a_process_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert "TORCHELASTIC_RUN_ID" not in _environment(small())
-
-
 def test_so_many_at_a_time() -> None:
     told = Told()
     assert play(replace(small(), processes=3), told)
@@ -142,18 +135,6 @@ def test_a_failed_cell_says_why_and_stops_nobody(how: str, reason: str) -> None:
     again = Told()
     assert play_cells(plan, plan.cells[:1], pvg=PVG, observer=again, stop=again)
     assert now(plan)["cgc-seed-000"] == replace(found["src-seed-000"], rounds=now(plan)["cgc-seed-000"].rounds)
-
-
-def test_a_failed_game_that_was_completed_by_hand_has_failed_no_more() -> None:
-    plan, told = small(), Told()
-    behave(cgc_seed_000="crash")
-    assert play(plan, told)
-    behave()
-    cell = plan.cells[0]
-    settings = str(StudyFolder(plan.folder).settings(cell))
-    how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
-    subprocess.run([*PVG, "train", settings, *how], check=True, stdout=subprocess.DEVNULL)
-    assert (now(plan)[cell.name].status, now(plan)[cell.name].reason) == ("complete", "")
 
 
 @pytest.mark.drill
@@ -239,13 +220,6 @@ def test_a_game_is_evaluated_when_it_is_over_and_again_when_something_else_is_as
     assert "evaluate.samples=4" in said
 
 
-def test_the_command_line_wins_over_the_files_settings_of_evaluations() -> None:
-    text = EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {set = {evaluate.samples = 4}}")
-    for cell in small(text, overrides=["evaluate.samples=6", "game.rounds=1"]).cells:
-        assert cell.evaluated is not None
-        assert (cell.evaluated.evaluate.samples, cell.evaluated.game.rounds) == (6, 1)
-
-
 def test_an_evaluation_gets_the_settings_with_which_it_was_checked() -> None:
     changes = "evaluate = {set = {evaluate.samples = 4, serving.max_num_seqs = 16, telemetry.metrics_port = 9100}}"
     text = EVALUATED.replace('evaluate = ["exploit", "tax"]', changes)
@@ -272,17 +246,6 @@ def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so(
     assert {progress.status for progress in now(other).values()} == {"played"}
     assert other.evaluate is not None
     assert unevaluated(other.cells[0], other.evaluate, 2) == "its evaluation has no exploit of round 0"
-
-
-def test_the_rounds_of_a_list_are_evaluated() -> None:
-    plan = small(EVALUATED.replace('evaluate = ["exploit", "tax"]', "evaluate = {rounds = [0]}"))
-    assert plan.evaluate is not None
-    cell = plan.cells[0]
-    assert evaluate_command(cell, plan.evaluate)[2:4] == ["--rounds", "0"]
-    finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.5})
-    evaluate(cell, {})
-    assert unevaluated(cell, plan.evaluate, 2) == ""
-    assert unevaluated(cell, plan.evaluate.model_copy(update={"rounds": (0, 1)}), 2).endswith("of round 1")
 
 
 @pytest.mark.parametrize(
@@ -326,19 +289,6 @@ def test_detection_must_have_met_the_attackers_that_the_study_asks_for() -> None
     assert now(plan)[cell.name].status == "complete"
 
 
-def test_changed_settings_of_evaluation_anywhere_evaluate_again() -> None:
-    plan = small(EVALUATED)
-    cell = plan.cells[0]
-    finish(cell, {"helpful_accuracy": 0.5})
-    evaluate(cell, {})
-    assert now(plan)[cell.name].status == "complete"
-    for text in (
-        EVALUATED.replace("game.rounds = 2", "game.rounds = 2\nevaluate.samples = 6"),
-        EVALUATED.replace('set = { game.reward = "cgc" }', 'set = { game.reward = "cgc", evaluate.samples = 6 }'),
-    ):
-        assert now(small(text))[cell.name].status == "played"
-
-
 def test_an_evaluation_that_fails_keeps_the_game() -> None:
     plan = small(EVALUATED)
     behave(cgc_seed_000="unevaluable")
@@ -365,29 +315,6 @@ def test_an_evaluation_that_fails_keeps_the_game() -> None:
 )
 def test_steps_done_are_optimizer_steps(state: dict[str, object], done: int) -> None:
     assert steps_done(small().cells[0], state) == done
-
-
-def test_the_steps_of_a_growing_game_grow_with_its_rounds() -> None:
-    plan = small(SMALL.replace("game.rounds = 2", "game.rounds = 3").replace("growing = false", "growing = true"))
-    assert plan.cells[0].steps == 3 + 5 + 6 + 5 + 9 + 5
-    assert steps_done(plan.cells[0], {"phase": "train_prover", "round": 1, "step": 4}) == 3 + 5 + 6 + 4
-    assert steps_done(plan.cells[0], {"phase": "train_verifier", "round": 2, "step": 7}) == 3 + 5 + 6 + 5 + 7
-
-
-def test_the_steps_of_simultaneous_play_include_the_verifiers_updates() -> None:
-    """5 steps of the prover in each of 2 rounds: an update of 4 steps after the second and the fourth."""
-    turns = "game.schedule = {kind = 'simultaneous', every = 2, updates = 4}"
-    cell = small(SMALL.replace("verifier.steps = 3", f"verifier.steps = 3\n{turns}")).cells[0]
-    assert cell.steps == 2 * (3 + 5 + 8)
-    states = [
-        ("train_prover", 0, 1),
-        ("train_prover", 0, 2),
-        ("mint", 1, 0),
-        ("train_prover", 1, 5),
-        ("checkpoint", 1, 0),
-    ]
-    done = [steps_done(cell, {"phase": phase, "round": round_, "step": step}) for phase, round_, step in states]
-    assert done == [3 + 1, 3 + 2 + 4, 16, 32, 32]
 
 
 def test_an_ensemble_takes_the_steps_of_all_members() -> None:
@@ -428,34 +355,3 @@ def test_two_processes_do_not_play_one_study() -> None:
     (folder.path / "experiment.toml").touch()
     with pytest.raises(UsageError, match="is a run, not a study"), folder.lock():
         pass
-
-
-def test_a_child_dies_with_its_owner() -> None:
-    """The real SIGKILL of a real study is in tests/cli/test_study_command.py; this is of what does it."""
-    import subprocess
-    import sys
-
-    from pvg.study import child
-
-    code = (
-        "import os, subprocess, sys, time\n"
-        "sleeper = [sys.executable, '-c', 'import time; print(flush=True); time.sleep(60)']\n"
-        f"command = [sys.executable, {child.__file__!r}, str(os.getpid()), *sleeper]\n"
-        "p = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
-        "p.stdout.readline()\n"
-        "print(p.pid, flush=True)\ntime.sleep(60)\n"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    pid = int(owner.stdout.readline())
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    owner.stdout.close()
-    late = [sys.executable, child.__file__, "1", sys.executable, "-c", "print('ran')"]
-    done = subprocess.run(late, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "has ended" in done.stderr

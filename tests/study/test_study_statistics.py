@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import permutations, product
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.study.measures import MeasuredValue, cap_of, capped
+from pvg.study.measures import MeasuredValue
 from pvg.study.results import (
     compare,
     holm,
@@ -78,7 +78,7 @@ def test_censored_values_have_a_median_where_it_is_known_and_never_a_mean() -> N
 def test_five_pairs_that_all_point_one_way_have_the_least_p_there_is() -> None:
     found = compare(by_seed(*values(1, 2, 3, 4, 5)), by_seed(*values(2, 4, 6, 8, 10)))
     assert (found.n, found.difference, found.up, found.down, found.equal) == (5, 3, 5, 0, 0)
-    assert found.p == found.least_p == 2 / 32
+    assert found.p == least_p(5) == 2 / 32
     assert found.test == "differences"
     assert (found.low, found.high) == interval([1, 2, 3, 4, 5])
 
@@ -90,7 +90,7 @@ def test_only_seeds_of_both_sides_are_compared() -> None:
     )
     assert (found.n, found.difference) == (2, 1.5)
     nothing = compare({0: MeasuredValue(1)}, {1: MeasuredValue(1)})
-    assert (nothing.n, nothing.p, nothing.least_p, nothing.difference) == (0, None, None, None)
+    assert (nothing.n, nothing.p, nothing.difference) == (0, None, None)
 
 
 def test_differences_of_rounding_are_none() -> None:
@@ -133,12 +133,6 @@ def test_censored_values_are_compared_by_rank_with_ties_at_the_limit() -> None:
     assert found.p == sign_flip_p([3, 2, -1]) == 4 / 8
 
 
-def test_two_limits_leave_what_is_above_the_lower_one_undecided() -> None:
-    found = compare(by_seed(MeasuredValue(150)), by_seed(over(100)))
-    assert (found.equal, found.p) == (1, 1.0)
-    assert capped([MeasuredValue(150), over(100), MeasuredValue(20)], cap_of([over(100), over(200)])) == [100, 100, 20]
-
-
 def test_signed_ranks_share_ranks_between_equals() -> None:
     assert signed_ranks([5, -5, 0, 1]) == [2.5, -2.5, 1]
 
@@ -178,16 +172,6 @@ def test_kendalls_tau_by_hand() -> None:
     assert kendall_tau([1, 1]) == 0.0
     with pytest.raises(ValueError, match="at least two values"):
         kendall_tau([1])
-
-
-@given(st.permutations(range(6)))
-def test_tau_turns_with_the_order(order: list[int]) -> None:
-    assert kendall_tau(order) == -kendall_tau(order[::-1])
-    assert -1 <= kendall_tau(order) <= 1
-
-
-def test_tau_of_all_orders_is_nothing_on_average() -> None:
-    assert math.fsum(kendall_tau(order) for order in permutations(range(4))) == pytest.approx(0.0)
 
 
 def test_a_trend_counts_seeds() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_groups import made_group
 
+from pvg.game.prefetch import BufferedGroup, GroupBuffer, Prefer, oldest
 from pvg.records import Role
-from pvg.rollout.pipeline import BufferedGroup, GroupBuffer, Prefer, oldest
 
 
 def names(taken: list[BufferedGroup] | None) -> list[str] | None:

@@ -14,9 +14,8 @@ from made_groups import made_group
 from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError
+from pvg.game.prefetch import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
 from pvg.records import Group, Role
-from pvg.rollout.pipeline import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
-from pvg.telemetry.spans import Tracer, span
 
 
 class Sampler:
@@ -143,38 +142,6 @@ def roles_of(taken: list[BufferedGroup]) -> Counter[Role]:
     return Counter(arrival.group.role for arrival in taken)
 
 
-def test_what_grows_too_old_is_sampled_again_for_its_own_role() -> None:
-    async def work() -> None:
-        sampler = Sampler([], by_role={Role.HELPFUL: [0.1], Role.SNEAKY: [1.0, 1.0, 100.0, 100.0, 1.0]})
-        pipeline = opened(sampler, count=halves, ahead=1, budget=0)
-        await pipeline.take()
-        await asyncio.sleep(1.5)
-        pipeline.published(1)  # two sneaky groups are in flight and two wait, as do four helpful ones: all are too old
-        await asyncio.sleep(0.5)
-        assert (pipeline.lost.groups_cancelled, pipeline.lost.waiting) == (2, 2 * 6)
-        assert Counter(sampler.roles[-8:]) == {Role.HELPFUL: 4, Role.SNEAKY: 4}
-        assert roles_of(await pipeline.take()) == halves(1)
-        await pipeline.close()
-
-    run(work())
-
-
-def test_each_batch_has_the_shares_of_its_number() -> None:
-    def shares(number: int) -> dict[Role, int]:
-        return {Role.HELPFUL: 3 - number % 3, Role.SNEAKY: number % 3}
-
-    async def work() -> None:
-        sampler = Sampler([1.0, 3.0, 0.5])
-        pipeline = opened(sampler, count=shares, ahead=2, batches=9)
-        for step in range(9):
-            assert roles_of(await pipeline.take()) == {role: n for role, n in shares(step).items() if n}
-            assert pipeline.in_flight + pipeline.waiting <= 9
-            pipeline.published(step + 1)
-        await pipeline.close()
-
-    run(work())
-
-
 def test_requests_in_flight_are_bounded_over_all_groups() -> None:
     async def work() -> None:
         sampler = Sampler([1.0])
@@ -215,31 +182,6 @@ def test_an_error_surfaces_in_the_next_batch_and_stops_the_others() -> None:
         await asyncio.sleep(5)
         assert sampler.begun == [0, 1, 2]
         await pipeline.close()
-
-    run(work())
-
-
-def test_the_trainer_waits_for_rollouts_and_what_overlaps_is_busy() -> None:
-    async def work() -> None:
-        clock = asyncio.get_running_loop().time
-        tracer = Tracer(clock=clock)
-        with tracer.drive():
-            pipeline = opened(Sampler([4.0]), ahead=1)
-            tracer.close_step()
-            for step in range(3):
-                with span("wait_for_rollouts"):
-                    await pipeline.take()
-                with span("forward_backward"):
-                    await asyncio.sleep(3.0)
-                pipeline.published(step + 1)
-                budget = tracer.close_step()
-                assert sum(budget.exposed.values()) == pytest.approx(budget.wall_s)
-                assert "rollout" not in budget.exposed
-                assert budget.exposed["unaccounted"] == pytest.approx(0.0)
-                if step == 0:
-                    assert budget.exposed["wait_for_rollouts"] == pytest.approx(4.0)
-                    assert budget.busy["rollout"] == pytest.approx(7.0)  # all the time something was in flight
-            await pipeline.close()
 
     run(work())
 
