@@ -26,8 +26,8 @@ from pvg.config.load import load_experiment as read_experiment
 from pvg.errors import UsageError
 from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.store.state import read_json_lines
 from pvg.telemetry.events import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
 

@@ -76,7 +76,7 @@ def _refuse_early(run: RunDirectory) -> None:
     """Check the run before torch is loaded. Raises UsageError if it has no finished round."""
     from pvg.errors import UsageError
     from pvg.reporting.run_summary import read_run
-    from pvg.store.run_folders import refuse_samples
+    from pvg.store.run_directory import refuse_samples
 
     refuse_samples(run, run.load_state().state or {})
     if not read_run(run).rounds:

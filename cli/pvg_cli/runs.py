@@ -36,8 +36,7 @@ from pvg.hub import pinned, pinned_as
 from pvg.inputs import expanded
 from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
-from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder
-from pvg.store.run_folders import refuse_samples
+from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder, refuse_samples
 from pvg.store.run_players import pinned_players, pinned_players_as
 from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
 from pvg.workers.choice import cluster_settings, with_workers

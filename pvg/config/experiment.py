@@ -64,7 +64,7 @@ class Experiment(AllSections):
         schedule = self.game.schedule
         if self.task.kind == "play" or not isinstance(schedule, SimultaneousSchedule):
             return 0
-        return prover_steps // self.training.minibatches // schedule.every * schedule.updates
+        return prover_steps // self.training.minibatches // schedule.every * schedule.every
 
     def sources(self) -> dict[str, str]:
         """Where the models and the task's data come from, by the settings that say so."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +33,72 @@ from pvg.game.states import GameState, Phase, later_rounds_begin_with
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, open_stored, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
-from pvg.store.journal import JournalMark, JsonLines, read_json_lines
-from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JournalMark, JsonLines, read_json_lines
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.spans import Span, run_in, submit_in
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Manifests: one JSON document per finished phase, with its inputs, outputs, configuration and code.
+
+
+MANIFEST_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`inputs` and `outputs` name files and what identifies them. `finished`: seconds since 1970. `peak_memory`: the
+    maximum over the processes of the run so far, in bytes.
+
+    A metric that is NaN or infinite reads back as None. `machine`: torch, device and threads, which affect the last
+    bits of the results.
+    """
+
+    round: int
+    phase: str
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    config_hash: str
+    code_version: str
+    metrics: Mapping[str, float | None]
+    finished: float
+    peak_memory: Mapping[str, float]
+    machine: str
+    schema: int = MANIFEST_SCHEMA
+
+
+def write_manifest(
+    run: RunDirectory,
+    round_: int,
+    phase: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    config_hash: str,
+    code_version: str,
+    metrics: Mapping[str, float | None],
+    peak_memory: Mapping[str, float],
+    machine: str = "",
+    *,
+    before: Callable[[], None] | None = None,
+) -> Path:
+    """Write `manifest/round-002-train_prover.json`, atomically. `before` is called just before it gets its name.
+
+    If a process was killed between this and the commit, the repeated phase replaces the manifest.
+    """
+    given = (round_, phase, inputs, outputs, config_hash, code_version, metrics)
+    manifest = Manifest(*given, time.time(), peak_memory, machine)
+    path = run.manifest / f"round-{round_:03d}-{phase}.json"
+    make_directory(run.manifest)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+    write_atomic(path, orjson.dumps(asdict(manifest), option=options), before)
+    return path
+
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 

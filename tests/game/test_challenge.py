@@ -292,7 +292,6 @@ def test_what_counts_completions_of_one_turn_is_refused():
     for settings in (
         {"rollout.deadline": "continue"},
         {"training.router_replay": True},
-        {"training.overlong_buffer": 4},
     ):
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)

@@ -33,10 +33,9 @@ from pvg.reporting.formats import byte_size
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import machine_table
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry import alerts, device
 from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import metric as catalogued
