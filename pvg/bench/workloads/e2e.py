@@ -236,5 +236,7 @@ def open_bench_session(
     prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
     parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
     session = session_of(experiment, task, ledger, *parts, BenchSession)
-    check_prompts_fit(experiment, session.prompts, session.halves(), session.test_problems(), players.base.max_length)
+    check_prompts_fit(
+        experiment.token_limits(), session.prompts, session.halves(), session.test_problems(), players.base.max_length
+    )
     return session
