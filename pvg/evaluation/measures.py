@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, cg
+from scipy.optimize import minimize
 from scipy.special import expit
 
 from pvg.config.operation import Evaluate
@@ -55,13 +55,7 @@ from pvg.evaluation.intervals import (
 )
 from pvg.evaluation.opened_run import ScoredRollouts
 
-# Calibration: whether sigmoid(score) is the probability of being correct, before and after a Platt fit.
-
-
-NEWTON_STEPS = 50
-CONJUGATE_STEPS = 200
-CONVERGED = 1e-9  # largest change of a parameter in the last Newton step
-SOLVED = 1e-10  # relative residual of the inner solve
+# --- logistic regression ----------------------------------------------------------------------------------------------
 
 
 def sigmoid(x: NDArray[Any]) -> Float64:
@@ -71,42 +65,24 @@ def sigmoid(x: NDArray[Any]) -> Float64:
 
 def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
     """float64 [D]: the minimum of sum_n [log(1 + e^z) - t z] + sum_d penalty_d w_d^2 / 2 with z = design w, targets t
-    in [0, 1]. Newton's method: conjugate gradients solve each step without a D x D matrix, and the step is halved until
-    it lowers the objective. Raises ValueError for a penalty of 0, because there may be no minimum."""
+    in [0, 1], by Newton's method in a trust region, without a D x D matrix. Raises ValueError for a penalty of 0,
+    because there may be no minimum."""
     if not (penalty_D > 0).all():
         raise ValueError("every parameter needs a penalty above 0")
-    weights_D = np.zeros(design_ND.shape[1])
 
-    def objective(at_D: Float64) -> float:
+    def objective(at_D: Float64) -> tuple[float, Float64]:
+        """The value and its gradient."""
         z_N = design_ND @ at_D
-        return float(np.sum(np.logaddexp(0.0, z_N) - targets_N * z_N) + 0.5 * np.sum(penalty_D * at_D**2))
+        value = float(np.sum(np.logaddexp(0.0, z_N) - targets_N * z_N) + 0.5 * np.sum(penalty_D * at_D**2))
+        return value, design_ND.T @ (expit(z_N) - targets_N) + penalty_D * at_D
 
-    lowest = objective(weights_D)
-    for _ in range(NEWTON_STEPS):
-        p_N = sigmoid(design_ND @ weights_D)
-        gradient_D = design_ND.T @ (p_N - targets_N) + penalty_D * weights_D
-        step_D = _solve(design_ND, p_N * (1.0 - p_N), penalty_D, gradient_D)
-        reached = objective(weights_D - step_D)
-        while reached > lowest and float(np.abs(step_D).max()) >= CONVERGED:
-            step_D /= 2.0
-            reached = objective(weights_D - step_D)
-        if float(np.abs(step_D).max()) < CONVERGED:
-            break
-        weights_D, lowest = weights_D - step_D, reached
-    return weights_D
+    def curvature(at_D: Float64, x_D: Float64) -> Float64:
+        p_N = expit(design_ND @ at_D)
+        return np.asarray(design_ND.T @ (p_N * (1.0 - p_N) * (design_ND @ x_D)) + penalty_D * x_D)
 
-
-def _solve(design_ND: Float64, curvature_N: Float64, penalty_D: Float64, right_D: Float64) -> Float64:
-    """x with (design' diag(curvature) design + diag(penalty)) x = right, by conjugate gradients with the diagonal as
-    preconditioner."""
-    size = len(right_D)
-    diagonal_D = np.einsum("nd,n,nd->d", design_ND, curvature_N, design_ND, optimize=True) + penalty_D
-    system = LinearOperator(
-        (size, size), lambda x_D: design_ND.T @ (curvature_N * (design_ND @ x_D)) + penalty_D * x_D, dtype=np.float64
-    )
-    eased = LinearOperator((size, size), lambda x_D: x_D / diagonal_D, dtype=np.float64)
-    x_D, _ = cg(system, right_D, rtol=SOLVED, maxiter=CONJUGATE_STEPS, M=eased)
-    return np.asarray(x_D)
+    start_D = np.zeros(design_ND.shape[1])
+    found = minimize(objective, start_D, jac=True, hessp=curvature, method="trust-ncg", options={"gtol": 1e-9})
+    return np.asarray(found.x)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------
