@@ -13,12 +13,12 @@ import typer
 
 from pvg_cli import completion
 from pvg_cli.boundary import (
-    EXIT_STOPPED,
     announce_loading,
+    command_line,
     emit,
-    emit_error,
     guarded,
     say,
+    stopped,
 )
 from pvg_cli.options import DebugOption, JsonOption, SetOption
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
-MOST_READ = 20  # earlier reports to read when looking for one to compare with
 
 
 @guarded
@@ -123,17 +122,12 @@ def bench(
     )
     _say_precision(plan.base)
     path = _output(out, plan)
-    on_servers = [word for url in urls for word in ("--server", url)] + (["--serve"] if serve else [])
-    command = _command(profile, given, sweep, ablate, interleave, on_servers, out)
     try:
         with _progress(plan) as (on_sample, on_server):
-            result = run_plan(plan, command=command, on_sample=on_sample, on_server=on_server)
-        write_report(_made(path), result.report)
+            result = run_plan(plan, command=command_line(), on_sample=on_sample, on_server=on_server)
+        write_report(path, result.report)
     except KeyboardInterrupt:
-        say("Stopped. No report was written.")
-        if as_json:
-            emit_error("Stopped", "Stopped. No report was written.", "", EXIT_STOPPED)
-        raise typer.Exit(EXIT_STOPPED) from None
+        raise stopped("Stopped. No report was written.", document=as_json) from None
     if as_json:
         emit(result.report.plain())
         say(f"Written to {path}.")
@@ -180,118 +174,39 @@ def _list_profiles(as_json: bool) -> None:
 
 
 def _output(out: Path | None, plan: BenchPlan) -> Path:
-    """The path of the report. Raises an error if the report could not be written there."""
+    """The path of the report, whose folder exists. Raises an error if the report could not be written there."""
+    import tempfile
     from datetime import UTC, datetime
 
-    from pvg.errors import UsageError, user_paths
+    from pvg.errors import MissingRequirementError, UsageError, user_paths
+    from pvg.store.atomic import make_directory
 
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+    path = out if out is not None else REPORTS / f"{plan.base.profile.name}-{stamp}.json"
     with user_paths():
-        path = out if out is not None else _free(REPORTS / f"{plan.base.profile.name}-{stamp}.json")
         if path.is_dir():
             raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
-    _refuse_unwritable(path)
-    return path
-
-
-def _refuse_unwritable(path: Path) -> None:
-    """Raise an error if the report could not be written at `path`."""
-    import tempfile
-
-    from pvg.errors import MissingRequirementError, UsageError, user_paths
-
-    folder = path.parent
-    with user_paths():
-        if folder != REPORTS and not folder.is_dir():
-            raise UsageError(
-                f"The folder {folder} of the report does not exist.", f"mkdir -p {shlex.quote(str(folder))}"
-            )
-        while not folder.exists():  # ./bench is created later, with the file
-            folder = folder.parent
+        if out is not None and not out.parent.is_dir():
+            raise UsageError(f"The folder {out.parent} does not exist.", f"mkdir -p {shlex.quote(str(out.parent))}")
     try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
+        make_directory(path.parent)
+        with tempfile.TemporaryFile(dir=path.parent) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())  # some file systems allocate space only now
     except OSError as error:
         raise MissingRequirementError(
-            f"No report can be written to {folder}: {error.strerror}.", "Choose another file: --out FILE"
-        ) from error
-
-
-def _free(path: Path) -> Path:
-    """`path`, or `path` with -2, -3 ... if a report of the same second exists."""
-    free, number = path, 1
-    while free.exists():
-        number += 1
-        free = path.with_stem(f"{path.stem}-{number}")
-    return free
-
-
-def _made(path: Path) -> Path:
-    """Create the folder of `path`, and return `path`."""
-    from pvg.errors import MissingRequirementError
-    from pvg.store.atomic import make_directory
-
-    try:
-        make_directory(path.parent)
-    except OSError as error:
-        raise MissingRequirementError(
-            f"pvg cannot create the folder {path.parent}: {error.strerror}.", "Choose another file: --out FILE"
+            f"No report can be written to {path.parent}: {error.strerror}.", "Choose another file: --out FILE"
         ) from error
     return path
 
 
-def _command(
-    profile: str,
-    overrides: list[str],
-    sweep: str | None,
-    ablate: bool,
-    interleave: bool | None,
-    on_servers: list[str],
-    out: Path | None,
-) -> str:
-    """The command line in a standard form."""
-    words = ["pvg", "bench", "--profile", profile]
-    words += on_servers
-    for override in overrides:
-        words += ["--set", override]
-    if sweep is not None:
-        words += ["--sweep", sweep]
-    if ablate:
-        words.append("--ablate")
-    if interleave is not None:
-        words.append("--interleave" if interleave else "--one-by-one")
-    if out is not None:
-        words += ["--out", str(out)]
-    return shlex.join(words)
-
-
 def _next_commands(path: Path, report: BenchReport) -> dict[str, str]:
-    """The next commands. If there is an earlier report of the same work, one of them compares the two."""
     this = shlex.quote(str(path))
     commands = {f"pvg report {this}": "the same numbers, with the time budget of each variant"}
     if report.status == "ok":
-        earlier = _earlier(path, report)
-        other = "OTHER" if earlier is None else shlex.quote(str(earlier))
-        commands[f"pvg compare {other} {this}"] = "is this faster than before?"
+        commands[f"pvg compare OTHER {this}"] = "is this faster than before?"
     return commands
-
-
-def _earlier(path: Path, report: BenchReport) -> Path | None:
-    """The newest report in the same folder that measured the same work as `path`."""
-    from pvg.bench.report import read_report, work_of
-    from pvg.errors import UsageError
-
-    others = [other for other in path.parent.glob(f"{report.name}-*.json") if other.resolve() != path.resolve()]
-    for other in sorted(others, key=lambda found: found.stat().st_mtime, reverse=True)[:MOST_READ]:
-        try:
-            found = read_report(other)
-        except UsageError:  # not a report, or a report of another version
-            continue
-        if found.status == "ok" and found.kind == report.kind and work_of(found) == work_of(report):
-            return other
-    return None
 
 
 # --- progress -------------------------------------------------------------------------------------------------------

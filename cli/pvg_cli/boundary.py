@@ -17,6 +17,7 @@ import io
 import os
 import re
 import select
+import shlex
 import signal
 import stat
 import sys
@@ -42,7 +43,7 @@ from pvg.errors import (
     path_error,
     visible,
 )
-from pvg_cli import completion, follows
+from pvg_cli import follows
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
 # Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
@@ -71,6 +72,14 @@ def emit(document: Mapping[str, Any]) -> None:
 
 def emit_error(kind: str, message: str, remedy: str, exit_code: int) -> None:
     emit(error_document(kind, message, remedy, exit_code))
+
+
+def stopped(message: str, *, document: bool) -> typer.Exit:
+    """The end of a command at Ctrl-C. `document`: whether it prints the JSON document of an error."""
+    say(message)
+    if document:
+        emit_error("Stopped", message, "", EXIT_STOPPED)
+    return typer.Exit(EXIT_STOPPED)
 
 
 def error_document(kind: str, message: str, remedy: str, exit_code: int) -> dict[str, Any]:
@@ -318,16 +327,22 @@ def outlive_readers_of_stderr() -> None:
         sys.stderr = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
 
 
+_called: list[str] = []  # the arguments of this call of `pvg`
+
+
+def command_line() -> str:
+    """This call of `pvg`, as a user can type it again."""
+    return shlex.join(["pvg", *_called])
+
+
 class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        if extra.get("resilient_parsing") and (values := completion.value_in_bash()) is not None:
-            typer.echo("\n".join(values))
-            raise SystemExit(0)
         forget_unreadable_sizes()
         open_closed_streams()
         outlive_readers_of_stderr()
+        _called[:] = args
         as_json = first_prints("--json" in args)
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)

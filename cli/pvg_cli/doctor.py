@@ -36,8 +36,7 @@ EXTRAS = {
     "trackio": ("trackio",),
 }
 GIB = 1024**3
-MARKS: dict[Verdict, str] = {"ok": "✓", "missing": "✗", "notice": "·"}
-WORDS: dict[Verdict, str] = {"ok": "ok", "missing": "MISSING", "notice": "note"}  # where the output has only ASCII
+WORDS: dict[Verdict, str] = {"ok": "ok", "missing": "MISSING", "notice": "note"}
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")  # of the others only problems are shown
 LOADED = ("torch", "transformers")  # libraries that are often installed, but for another machine
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\d.]+)")  # without a marker: on every system
@@ -80,23 +79,14 @@ def _print(findings: list[CheckResult], healthy: bool) -> None:
     from pvg_cli.output import stdout
 
     console = stdout()
-    words = MARKS if can_encode(console.encoding, "".join(MARKS.values())) else WORDS
     styles = {"ok": "badge good", "missing": "badge bad", "notice": "badge warn"}
     table = Table([Column(), Column(style="strong", wrap=False), Column()], narrow=True)
     for finding in findings:
-        mark = TableCell(words[finding.verdict], styles[finding.verdict])
+        mark = TableCell(WORDS[finding.verdict], styles[finding.verdict])
         table.add(mark, finding.name, TableCell(finding.found, below=finding.remedy))
     console.print(table)
     console.print()
     console.print("pvg has everything that it needs." if healthy else "Something that pvg needs is missing.")
-
-
-def can_encode(encoding: str, text: str) -> bool:
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # --- the checks ----------------------------------------------------------------------------------------------------
@@ -195,17 +185,6 @@ def check_vllm(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult("vllm", "notice", error.message, error.remedy)
     else:
         yield CheckResult("vllm", "ok", f"{found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
-
-
-def check_transports(runs: Path) -> Iterator[CheckResult]:
-    """The ways in which weights get to vLLM servers."""
-    yield CheckResult("weights by files", "ok", "weights.transport = 'filesystem' or 'lora'")
-    yield CheckResult(
-        "weights by GPU",
-        "notice",
-        "weights.transport = 'nccl' is experimental: no GPU has run it",
-        "To try it: -s weights.transport=nccl",
-    )
 
 
 def check_models(runs: Path) -> Iterator[CheckResult]:
@@ -365,7 +344,6 @@ CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_packages,
     check_extras,
     check_vllm,
-    check_transports,
     check_models,
     check_runs_folder,
     check_sandbox,

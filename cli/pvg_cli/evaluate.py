@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pvg.errors import StoppedAtStart
-from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, guarded, say
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, guarded, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, SetOption
 
 if TYPE_CHECKING:
@@ -53,17 +52,12 @@ def evaluate(
     experiment = _experiment(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     _refuse_early(run)
-    fetch_all(experiment, say)
+    fetch_all(experiment.sources(), say)
     announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
 
     outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers), as_json)
-    again = ["pvg", "evaluate", target]
-    for option, value in (("--parts", parts), ("--rounds", rounds)):
-        again += [option, value] if value is not None else []
-    again += [word for override in overrides or () for word in ("-s", override)]
-    again += ["--runs", str(runs)] if runs != Path("runs") else []
-    _print_result(outcome, run, shlex.join(again), as_json)
+    _print_result(outcome, run, command_line(), as_json)
 
 
 def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
@@ -72,7 +66,8 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     from pvg.evaluation.report import check_settings_of_run
     from pvg.store.run_players import pinned_players
 
-    experiment = pinned_players(load_experiment(run.experiment_file, overrides))
+    experiment = load_experiment(run.experiment_file, overrides)
+    experiment = experiment.with_sources(pinned_players(experiment.sources()))
     check_settings_of_run(run.name, run.experiment(), experiment)
     return experiment
 
@@ -81,7 +76,7 @@ def _refuse_early(run: RunDirectory) -> None:
     """Check the run before torch is loaded. Raises UsageError if it has no finished round."""
     from pvg.errors import UsageError
     from pvg.reporting.run_summary import read_run
-    from pvg.store.run_folders import refuse_samples
+    from pvg.store.run_directory import refuse_samples
 
     refuse_samples(run, run.load_state().state or {})
     if not read_run(run).rounds:

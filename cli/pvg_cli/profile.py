@@ -10,12 +10,11 @@ import typer
 from pvg.errors import UsageError, counted
 from pvg_cli import completion
 from pvg_cli.boundary import (
-    EXIT_STOPPED,
     announce_loading,
     emit,
-    emit_error,
     guarded,
     say,
+    stopped,
 )
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption
 
@@ -73,10 +72,7 @@ def profile(
         try:
             made = _of_stage(experiment, stage or DEFAULT_STAGE, overrides or [], steps, out, not no_py_spy)
         except KeyboardInterrupt:
-            say("Stopped. The folder contains the finished results.")
-            if as_json:
-                emit_error("Stopped", "Stopped before all profilers had run.", "", EXIT_STOPPED)
-            raise typer.Exit(EXIT_STOPPED) from None
+            raise stopped("Stopped. The folder contains the finished results.", document=as_json) from None
     if as_json:
         emit(made.plain())
     else:

@@ -11,12 +11,11 @@ import typer
 
 from pvg_cli import completion
 from pvg_cli.boundary import (
-    EXIT_STOPPED,
     announce_loading,
     emit,
-    emit_error,
     guarded,
     say,
+    stopped,
 )
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption
 
@@ -118,7 +117,8 @@ def serve(
             raise
         command = f"pvg serve {shlex.quote(name)} --player verifier"
         raise UsageError(f"There is no experiment {name!r}, but a run.", f"To serve its verifier: {command}") from None
-    experiment = pinned_players(pinned(resolve(name, overrides or []), say, (key,)), (role,))
+    experiment = resolve(name, overrides or [])
+    experiment = experiment.with_sources(pinned_players(pinned(experiment.sources(), say, (key,)), (role,)))
     kind_for(experiment, purpose)
     check_port(host, port)
     if log is not None and log.is_dir():
@@ -132,7 +132,7 @@ def serve(
             f"times slower than in float32; give this to pvg serve and to pvg train: -s {dtype}=float32."
         )
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
-    fetch_all(experiment, say, (key,))
+    fetch_all(experiment.sources(), say, (key,))
     folder = model_folder(experiment, purpose)
     spec = server_spec(experiment, purpose, interpreter, folder, log=place, port=port, host=host)
     if spec.open_to_network:
@@ -174,10 +174,7 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
         say(error.remedy)
         raise typer.Exit(error.exit_code) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say("Stopped. No process of the server is left.")
-        if as_json and not shown.is_ready:
-            emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
-        raise typer.Exit(EXIT_STOPPED) from None
+        raise stopped("Stopped. No process of the server is left.", document=as_json and not shown.is_ready) from None
 
 
 def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool) -> None:
@@ -215,10 +212,7 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
         with cancelled_at_signals(lambda: b"" if ready else killed, lambda: None) as attach:
             asyncio.run(work(attach))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say("Stopped. The run is not affected.")
-        if as_json and not ready:
-            emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
-        raise typer.Exit(EXIT_STOPPED) from None
+        raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
 
 
 def stop_serving_at_signals() -> None:

@@ -1,7 +1,5 @@
-"""The display of `pvg serve`: what the server does at its start with a clock, then its load.
-
-On a terminal both are drawn in place. Elsewhere they are lines, at most one every 30 seconds.
-"""
+"""The display of `pvg serve`: what the server does at its start, then its load. A terminal has both in one line that is
+drawn in place. Elsewhere they are lines, at most one every 30 seconds."""
 
 from __future__ import annotations
 
@@ -11,9 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.spinner import Spinner
 from rich.text import Text
 
 from pvg.errors import shortened
@@ -27,7 +24,7 @@ from pvg_cli.output import LivePanel, PlainLines, Screen, is_live, stdout
 
 LOOK_S = 2.0  # between two reads of /metrics
 LINE_S = 30.0  # minimum time between two lines without a terminal
-WIDEST = 100
+USES = {"generate": "for sampling", "pooling": "for scoring"}
 
 
 class ServeWatcher:
@@ -38,16 +35,14 @@ class ServeWatcher:
     ) -> None:
         self.spec = spec
         self.is_ready = False
-        self.began = time.monotonic()
-        self.doing = ""  # the newest line of the start
-        self.figures: tuple[ServerLoad, ServerLoad] | None = None  # the second last reading, and the last one
-        self.silent = ""  # why the last reading failed
+        self._began = time.monotonic()
+        self._now = "starting"
         self._log = log
         self._commands = commands
         self._console = console
         self._as_json = as_json
-        self._stopping = False
         self._shown = ""  # the last line about the server's work
+        self._spinner = Spinner("dots")
         self._screen: Screen = (
             LivePanel(console, self.render, refresh_per_second=4)
             if is_live(console)
@@ -55,7 +50,11 @@ class ServeWatcher:
         )
 
     def __enter__(self) -> ServeWatcher:
-        self._console.print(introduction(self.spec, self._log))
+        found = self.spec.interpreter
+        dtype = self.spec.command[self.spec.command.index("--dtype") + 1]
+        self._print(f"{self.spec.model}, {dtype}, {USES[self.spec.runner]}, at {self.spec.url}")
+        self._print(f"vLLM {found.vllm} for the {found.device.upper()}, {found.origin}: {found.python}")
+        self._print(f"log: {self._log}")
         self._screen.__enter__()
         return self
 
@@ -64,41 +63,39 @@ class ServeWatcher:
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.began
+        return time.monotonic() - self._began
 
-    def progressed(self, doing: str) -> None:
-        is_first, self.doing = not self.doing, doing
-        if is_first:
-            self._screen.line(doing)
-        else:
-            self._screen.tick(lambda: doing)
+    def progressed(self, line: str) -> None:
+        self._now = shortened(line)
+        self._screen.tick(lambda: self._now)
 
     def ready(self, server: VllmServer) -> None:
         self.is_ready = True
         on_stdout = not is_live(self._console) and not self._as_json
         where = stdout() if on_stdout else self._console
-        where.print(announcement(server.url, self.elapsed, self._commands), soft_wrap=True)
-        self.began = time.monotonic()
+        text = Text.assemble("\n", ("ready: ", "bold green"), server.url, (f"  after {duration(self.elapsed)}", QUIET))
+        for command, what in self._commands.items():
+            text.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
+        where.print(text, soft_wrap=True)
+        self._began = time.monotonic()
 
     def stopped(self) -> None:
-        self._stopping = True
+        self._now = "stopping"
         self._screen.line("stopping")
 
     async def watch(self, server: VllmServer) -> None:
         """Read the server's metrics until it ends by itself, which raises ServerFailedError."""
         ended = asyncio.ensure_future(server.ended())
+        last: ServerLoad | None = None
         try:
-            last = await _look(server)
             while not ended.done():
-                await asyncio.wait([ended], timeout=LOOK_S)
-                found = await _look(server) if not ended.done() else "ended"
-                if isinstance(found, ServerLoad):
-                    self.silent = ""
-                    self.figures = (last if isinstance(last, ServerLoad) else found, found)
-                else:
-                    self.silent = found
+                try:
+                    found = await server.current_load()
+                    self._now, last = activity(last or found, found), found
+                except ServerFault as fault:
+                    self._now = f"no answer: {fault.what}"
                 self._screen.tick(self._change)
-                last = found
+                await asyncio.wait([ended], timeout=LOOK_S)
             await ended
         finally:
             ended.cancel()
@@ -107,94 +104,24 @@ class ServeWatcher:
 
     def _change(self) -> str:
         """What the server does, if it differs from the last line."""
-        text = activity_text(self).plain
-        if text == self._shown:
-            return ""
-        self._shown = text
+        text = "" if self._now == self._shown else self._now
+        self._shown = self._now
         return text
 
     def render(self) -> RenderableType:
-        if self._stopping:
-            return Text("\n  ● stopping", style="yellow")
-        if self.is_ready:
-            return Group(Text(), activity(self))
-        doing = Text(f"  {shortened(self.doing, WIDEST)}", style=QUIET)
-        return Group(Text(), doing, Text(), clock_row(self, min(self._console.width, WIDEST)))
+        limit = "" if self.is_ready else f" of at most {duration(self.spec.startup_s)}"
+        text = Text.assemble(self._now, (f"   {duration(self.elapsed)}{limit}   Ctrl-C stops", QUIET))
+        self._spinner.update(text=text)
+        return self._spinner
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
 
 
-async def _look(server: VllmServer) -> ServerLoad | str:
-    try:
-        return await server.current_load()
-    except ServerFault as fault:
-        return fault.what
-
-
-# --- drawing ---------------------------------------------------------------------------------------------------------
-
-
-def introduction(spec: ServerSpec, log: Path) -> Table:
-    """The model, the address, vLLM and the log."""
-    found = spec.interpreter
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style=QUIET, no_wrap=True)
-    table.add_column(overflow="fold")
-    dtype = spec.command[spec.command.index("--dtype") + 1]
-    table.add_row("model", Text.assemble((spec.model, "bold cyan"), f"  {dtype}, {_RUNNERS[spec.runner]}"))
-    place = f"http://{spec.host}:{spec.port}" if ":" not in spec.host else f"http://[{spec.host}]:{spec.port}"
-    table.add_row("address", Text(place))
-    table.add_row("vLLM", Text(f"{found.vllm} for the {found.device.upper()}, {found.origin}"))
-    table.add_row("python", Text(_short(found.python)))
-    table.add_row("log", Text(_short(log)))
-    return table
-
-
-_RUNNERS = {"generate": "for sampling", "pooling": "for scoring"}
-
-
-def _short(path: Path) -> str:
-    """The path relative to the current folder, if it is inside."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
-
-
-def clock_row(shown: ServeWatcher, width: int) -> Table:
-    """A pulsing bar with the elapsed time and the time limit. The duration of a start is unknown before it ends."""
-    row = Table.grid(padding=(0, 2, 0, 0))
-    row.add_column(width=max(10, width - 56))
-    row.add_column(no_wrap=True)
-    bar = ProgressBar(total=None, pulse=True, width=max(10, width - 56))
-    limit = Text.assemble(
-        (duration(shown.elapsed), "bold"),
-        (f" of at most {duration(shown.spec.startup_s)}", QUIET),
-        ("  Ctrl-C stops", QUIET),
-    )
-    row.add_row(bar, limit)
-    return row
-
-
-def announcement(url: str, seconds: float, commands: Mapping[str, str]) -> Text:
-    """The address and the next commands. The terminal wraps long commands, so that they can be copied."""
-    text = Text.assemble("\n", ("ready: ", "bold green"), (url, "bold"), (f"  after {duration(seconds)}", QUIET))
-    for command, what in commands.items():
-        text.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
-    return text
-
-
-def activity(shown: ServeWatcher) -> Text:
-    return Text.assemble("  ", activity_text(shown), (f"   up {duration(shown.elapsed)}   Ctrl-C stops", QUIET))
-
-
-def activity_text(shown: ServeWatcher) -> Text:
-    """Requests and tokens per second at the last reading."""
-    if shown.silent:
-        return Text(f"▲ no answer: {shown.silent}", style="yellow")
-    if shown.figures is None:
-        return Text("○ idle", style=QUIET)
-    before, now = shown.figures
+def activity(before: ServerLoad, now: ServerLoad) -> str:
+    """Requests, and tokens per second since the reading `before`."""
     sampled, read = now.rates(before)
     if not (now.running or now.waiting or sampled or read):
-        return Text(f"○ idle, {compact(now.generated or now.read)} tokens so far", style=QUIET)
-    parts: list[str | tuple[str, str]] = [("● ", "green"), (f"{now.running}", "bold"), " running  "]
-    parts += [(f"{now.waiting}", "bold"), " waiting  "]
-    parts += [(compact(sampled), "bold"), " tokens/s"] if sampled else [(compact(read), "bold"), " tokens read/s"]
-    return Text.assemble(*parts)
+        return f"idle, {compact(now.generated or now.read)} tokens so far"
+    rate = f"{compact(sampled)} tokens/s" if sampled else f"{compact(read)} tokens read/s"
+    return f"{now.running} running  {now.waiting} waiting  {rate}"

@@ -221,7 +221,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     from pvg.study.text import plan_cautions
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.output import stderr
-    from pvg_cli.study_display import StudyBoard, StudyWatcher
+    from pvg_cli.study_display import StudyWatcher
 
     experiments = [cell.experiment for cell in todo]
     found = [warning for each in experiments for warning in (*each.warnings(), *bfloat16_warnings(each))]
@@ -230,7 +230,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     for sentence in plan_cautions(plan):
         say(f"warning: {sentence}")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with StudyWatcher(StudyBoard(plan, now), stderr()) as watcher, counted_stops() as stop:
+    with StudyWatcher(plan, now, stderr()) as watcher, counted_stops() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, emit, emit_error, guarded, say
+from pvg_cli.boundary import emit, guarded, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
 from pvg_cli.serve import stop_serving_at_signals
 
@@ -65,10 +65,7 @@ def watch(
     try:
         asyncio.run(work())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        say("Stopped. The run is not affected.")
-        if as_json and not ready:
-            emit_error("Stopped", "Stopped before the server was ready.", "", EXIT_STOPPED)
-        raise typer.Exit(EXIT_STOPPED) from None
+        raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
 
 
 def _announce(server: WatchServer, directory: RunDirectory, as_json: bool) -> None:

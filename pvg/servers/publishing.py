@@ -7,15 +7,14 @@ later wins, so a trainer that was presumed dead cannot overwrite the weights of 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import StateError
 from pvg.telemetry.events import Events, SilentEvents
 
 if TYPE_CHECKING:
@@ -118,19 +117,17 @@ class WeightReceiver(Protocol):
 
 
 class Publisher:
-    """Sends weights to `engines`. Versions only go up, starting from the newest version of any engine.
+    """Sends weights to `engine`. Versions only go up, starting from the engine's.
 
-    `events` receives the client's `[weights]` lines of every update. The engines log theirs with the same trace id.
+    `events` receives the client's `[weights]` lines of every update. The engine logs its own with the same trace id.
     `of`: the model in these lines, if it is not the prover. Then they do not give the load of generation.
     """
 
-    def __init__(self, engines: Sequence[WeightReceiver], *, events: Events | None = None, of: str = "") -> None:
-        if not engines:
-            raise ConfigurationError("There is no engine to publish weights to.")
-        self._engines = tuple(engines)
+    def __init__(self, engine: WeightReceiver, *, events: Events | None = None, of: str = "") -> None:
+        self._engine = engine
         self._events = events or SilentEvents()
         self._of = of
-        self._version = max(engine.version for engine in engines)
+        self._version = engine.version
 
     @property
     def version(self) -> int:
@@ -139,13 +136,12 @@ class Publisher:
 
     async def publish(
         self, tensors: Mapping[str, Tensor], version: int, adapter: LowRankAdapter | None = None
-    ) -> list[SyncTiming]:
-        """Send `tensors` (by parameter name) to all engines concurrently. Returns one timing per engine, in order.
-        `adapter`, for engines that accept adapters, turns the base model into `tensors`.
+    ) -> SyncTiming:
+        """Send `tensors` (by parameter name). `adapter`, for engines that accept adapters, turns the base model into
+        `tensors`.
 
-        The tensors must not change until this returns. Raises StateError for a version that is not above the last one.
-        If an engine fails, this awaits the others and raises its error. The version counts as used, because some
-        engines may have it; publish again under a higher one.
+        The tensors must not change until this returns. Raises StateError for a version that is not above the last one,
+        and the engine's error. The version then counts as used, because a server may have it.
         """
         if version <= self._version:
             raise StateError(
@@ -154,30 +150,23 @@ class Publisher:
             )
         self._version = version
         update = WeightUpdate(version, tensors, trace_id=uuid.uuid4().hex[:16], adapter=adapter)
-        of = {"of": self._of} if self._of else {}
-        place = {"trace": update.trace_id, "version": version, "engines": len(self._engines), **of}
-        load = {} if of else {"inflight": sum(engine.requests_in_flight for engine in self._engines)}
+        place: dict[str, Any] = {"trace": update.trace_id, "version": version}
+        load = {} if self._of else {"inflight": self._engine.requests_in_flight}
+        place |= {"of": self._of} if self._of else {}
         self._events.event("weights", event="client.send", **place, **load)
-        sent = time.perf_counter()
-        outcomes = await asyncio.gather(
-            *(engine.load_weights(update) for engine in self._engines), return_exceptions=True
-        )
-        all_ms = (time.perf_counter() - sent) * 1e3
-        timings = [outcome for outcome in outcomes if isinstance(outcome, SyncTiming)]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        self._events.event(
-            "weights", event="client.done", **place, failed=len(failures), **_timing_fields(timings, all_ms)
-        )
-        if failures:
-            raise failures[0]
-        return timings
+        sent, timing = time.perf_counter(), None
+        try:
+            timing = await self._engine.load_weights(update)
+        finally:
+            times = _timing_fields(timing, (time.perf_counter() - sent) * 1e3)
+            self._events.event("weights", event="client.done", **place, failed=int(timing is None), **times)
+        return timing
 
 
-def _timing_fields(timings: Sequence[SyncTiming], all_ms: float) -> dict[str, float]:
-    """The slowest engine's times. `all_ms` also contains what is outside its wall time: writing files, the canary."""
-    if not timings:
+def _timing_fields(timing: SyncTiming | None, all_ms: float) -> dict[str, float]:
+    """`all_ms` also contains what is outside the wall time of an update: writing files, the canary."""
+    if timing is None:
         return {"wall_ms": all_ms, "rpc_ms": 0.0, "queue_ms": all_ms, "all_ms": all_ms}
-    slowest = max(timings, key=lambda timing: timing.wall_ms)
-    fields = {"wall_ms": slowest.wall_ms, "rpc_ms": slowest.rpc_ms, "queue_ms": slowest.queue_ms, "all_ms": all_ms}
-    gaps = [timing.canary_gap for timing in timings if timing.canary_gap is not None]
-    return fields | dict(slowest.parts) | ({"canary_gap": max(gaps)} if gaps else {})
+    fields = {"wall_ms": timing.wall_ms, "rpc_ms": timing.rpc_ms, "queue_ms": timing.queue_ms, "all_ms": all_ms}
+    gap = {} if timing.canary_gap is None else {"canary_gap": timing.canary_gap}
+    return fields | dict(timing.parts) | gap

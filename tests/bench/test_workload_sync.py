@@ -97,7 +97,7 @@ def test_every_loaded_update_meets_all_streams_in_flight_and_the_idle_ones_none(
         await workload.open()
         try:
             engine = CountingEngine(workload._target.engine)
-            workload._target = replace(workload._target, engine=engine, publisher=Publisher([engine]))
+            workload._target = replace(workload._target, engine=engine, publisher=Publisher(engine))
             measured = await workload.sample(0)
         finally:
             await workload.close()

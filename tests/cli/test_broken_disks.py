@@ -4,7 +4,6 @@ line and exit code 2 or 3, and nothing lost."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import subprocess
@@ -105,11 +104,6 @@ def test_a_read_only_file_system_is_no_defect(read_only: Path, arguments: tuple[
     assert_refused(pvg(*arguments), 3, says)
 
 
-def test_a_run_on_a_read_only_file_system_can_be_read(read_only: Path) -> None:
-    assert pvg("report", "read-only/first", "--no-html").code == 0
-    assert_refused(pvg("train", "--resume", "read-only/first"), 2, "is complete")
-
-
 # --- full disks --------------------------------------------------------------------------------------------------
 
 
@@ -147,16 +141,6 @@ def test_a_full_disk_after_the_first_commit_loses_nothing(mounted: list[Path], m
     assert list(run.path.rglob(".tmp-*")) == []
 
 
-def test_a_full_disk_without_a_name_is_not_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("pvg_cli.runs.resolve", full)
-    called = pvg("config", "show")
-    assert_refused(called, 3, "No space left on device")
-    assert "output" not in called.err
-
-
 def test_the_event_log_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def play(experiment: Experiment, run: RunDirectory, **_: Any) -> Any:
         run.events.symlink_to("/dev/full")
@@ -183,17 +167,6 @@ def test_a_folder_that_goes_away_while_it_is_played(monkeypatch: pytest.MonkeyPa
     assert_refused(called, 2, "runs/modchain was moved, deleted or replaced")
     assert not Path(moved).exists()
     assert Path("away").exists() is not deleted
-
-
-def test_a_run_in_the_place_of_a_moved_one_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace_it() -> None:
-        Path("runs/modchain").rename("away")
-        begin(Path("runs"), "modchain")
-
-    play_with(monkeypatch, replace_it)
-    assert_refused(pvg("train"), 2, "was moved, deleted or replaced")
-    assert RunDirectory(Path("runs/modchain")).load_state().state is None
-    assert (RunDirectory(Path("away")).load_state().state or {})["step"] == 0
 
 
 # --- files that are not what they should be ----------------------------------------------------------------------
@@ -252,30 +225,6 @@ def with_a_device_for(path: Path) -> None:
     path.symlink_to("/dev/zero")  # to read it to its end fills the memory
 
 
-@pytest.mark.parametrize("name", ["events.log", "spans.jsonl", "lock"])
-def test_a_run_is_not_resumed_with_a_fifo_for_a_file_that_it_writes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    run = unfinished(monkeypatch)
-    with_a_fifo_for(run.path / name)
-    called = pvg("train", "--resume", "modchain")
-    assert_refused(called, 2, f"runs/modchain/{name} is not a regular file.")
-    assert "Move it away" in called.err
-    assert (pvg("runs").code, pvg("report", "modchain", "--no-html").code) == (0, 0)
-    (run.path / name).unlink()
-    assert pvg("train", "--resume", "modchain").code == 130
-
-
-@pytest.mark.parametrize("put", [with_a_fifo_for, with_a_device_for])
-@pytest.mark.parametrize("name", ["report.html", "rollouts.html"])
-def test_a_page_does_not_go_to_a_device_that_the_user_has_not_named(put: Callable[[Path], None], name: str) -> None:
-    run = played(Path("runs"))
-    put(run.path / name)
-    called = pvg("report", "first")
-    assert_refused(called, 2, f"runs/first/{name} is not a regular file.")
-    assert "--html FILE" in called.err
-    for words in (("--no-html",), ("--html", "mine.html"), ("--html", "/dev/null")):
-        assert pvg("report", "first", *words).code == 0
-
-
 def with_a_folder_for(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -296,15 +245,6 @@ def test_a_report_names_a_shard_that_is_no_file_and_shows_the_rest(put: Callable
     assert pvg("runs").code == 0
 
 
-@pytest.mark.parametrize("name", ["manifest", "rollouts", "checkpoints", "weights"])
-def test_a_file_in_the_place_of_a_folder(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    run = unfinished(monkeypatch)
-    (run.path / name).rmdir()
-    (run.path / name).touch()
-    assert pvg("train", "--resume", "modchain").code in (2, 130)
-    assert pvg("report", "modchain", "--no-html").code == 0
-
-
 def test_a_run_that_lost_its_state_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     played(Path("runs"))
     run = unfinished(monkeypatch)
@@ -319,17 +259,6 @@ def test_a_run_that_lost_its_state_is_refused_before_anything_is_loaded(monkeypa
         assert called.code == 0
         assert "no state.json" in called.out
     assert_refused(pvg("train", "--resume"), 2, "no unfinished run")
-
-
-def test_a_changed_record_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = unfinished(monkeypatch)
-    assert "not what was committed" not in pvg("report", "modchain", "--no-html").out
-    data = run.metrics.read_bytes()
-    run.metrics.write_bytes(data.replace(b'"number":1', b'"number":7'))
-    assert "lines 2 to 2" in " ".join(pvg("report", "modchain", "--no-html").out.split())
-    assert_refused(pvg("train", "--resume", "modchain"), 2, "metrics.jsonl, lines 2 to 2")
-    run.metrics.write_bytes(data)
-    assert pvg("train", "--resume", "modchain").code == 130
 
 
 def test_what_a_killed_process_left_in_a_complete_run_is_removed_on_request() -> None:
@@ -350,13 +279,3 @@ def test_what_a_killed_process_left_in_a_complete_run_is_removed_on_request() ->
     assert not any(path.exists() for path in left)
     assert mine.exists()
     assert_refused(pvg("train", "--resume", "first"), 2, "is complete")
-
-
-def test_a_new_run_that_its_own_experiment_does_not_fit_leaves_no_folder(
-    mounted: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = Path("runs")
-    mount("-t", "tmpfs", "-o", "nr_inodes=4", "tmpfs", at=root)
-    mounted.append(root)
-    assert_refused(pvg("train"), 3, "The disk is full while writing runs/modchain")
-    assert list(root.iterdir()) == []

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import io
-import resource
 import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from calling import pvg, pvg_process
 from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
 
-from pvg.bench.compare import compare_reports
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
 from pvg_cli.compare import parse_share
-from pvg_cli.compare_table import comparison_text
 
 BASE = [1.00, 1.01, 0.99, 1.02, 0.98, 1.005, 0.995, 1.015]
 
@@ -112,46 +107,6 @@ def test_markdown_never_overwrites_a_report(reports: tuple[str, str]) -> None:
     assert pvg("compare", *reports, "--markdown", "--json").code == 2
 
 
-def test_markdown_that_does_not_fit_leaves_what_was_there(reports: tuple[str, str]) -> None:
-    Path("out.md").write_text("before")
-    called = pvg_process(
-        "compare",
-        *reports,
-        "--markdown",
-        "out.md",
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
-    )
-    assert called.code == 3
-    assert called.err.startswith("error: The file size limit") or "out.md" in called.err
-    assert "Give another file." in called.err
-    assert Path("out.md").read_text() == "before"
-
-
-def test_peak_memory_is_shown_without_a_verdict(tmp_path: Path) -> None:
-    paths = []
-    for name, most in (("a", 2.0**30), ("b", 3 * 2.0**30)):
-        peaks = {"rss_bytes": most, "worker_rss_bytes": most / 4, "workers_rss_bytes": most / 2}
-        report = made_report(variant({"wall_s": lower(BASE)}), peak_memory=peaks)
-        paths.append(saved(report, tmp_path / f"{name}.json"))
-    comparison = compare_reports(*map(read_report, map(Path, paths)), fail_above=0.05)
-    assert comparison.plain()["peak_memory"]["rss_bytes"] == (2.0**30, 3 * 2.0**30)
-    assert comparison.plain()["peak_memory"]["workers_rss_bytes"] == (2.0**29, 3 * 2.0**29)
-    assert comparison.failing == ()
-    result = pvg("compare", *map(str, paths), "--fail-above", "5%")
-    assert result.code == 0
-    words = " ".join(result.out.split())
-    assert "peak resident memory of the main process over the whole call: 1 GiB in A, 3 GiB in B" in words
-    assert "sum of the workers' peaks (an upper bound) over the whole call: 512 MiB in A, 1.5 GiB in B" in words
-
-
-def test_the_same_file_twice(reports: tuple[str, str]) -> None:
-    called = pvg("compare", reports[0], reports[0], "--fail-above", "0%")
-    assert called.code == 0
-    assert "A and B are the same report" in called.out
-    assert "0 worse" in called.out
-    assert "may still differ" not in called.out
-
-
 def test_a_sweep_names_its_variants_by_value() -> None:
     for name, slow in (("a", 1.0), ("b", 2.0)):
         variants = [
@@ -166,28 +121,6 @@ def test_a_sweep_names_its_variants_by_value() -> None:
     assert called.out.index("wall_s @8") < called.out.index("No difference seen") < called.out.index("wall_s @64")
     assert "@: the value of rollout.engine.max_rows" in called.out
     assert "wall_s rollout.engine.max_rows=8." in called.err
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_table_keeps_its_columns_at_every_width(reports: tuple[str, str], width: int) -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None)
-    console.print(comparison_text(compare_reports(*(read_report(Path(path)) for path in reports), fail_above=0.05)))
-    lines = stream.getvalue().splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= width
-    rows = [line for line in lines if "1.200" in line or "0.833" in line]
-    assert len(rows) == 3
-    assert len({line.index("1.200" if "1.200" in line else "0.833") for line in rows}) == 1
-    assert any(line.startswith("✗ Worse in B") for line in lines)
-
-
-def test_a_long_name_is_folded_and_not_cut() -> None:
-    name = "a_metric_with_a_name_that_is_really_much_too_long_for_any_table"
-    report = made_report(variant({name: lower([1e6 * value for value in BASE], "steps/hour")}))
-    stream = io.StringIO()
-    Console(file=stream, width=80, color_system=None).print(comparison_text(compare_reports(report, report)))
-    folded = [line.split("  1,0")[0].strip() for line in stream.getvalue().splitlines()]
-    assert name in "".join(folded)
 
 
 def test_what_is_no_report(reports: tuple[str, str]) -> None:

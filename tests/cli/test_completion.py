@@ -51,18 +51,6 @@ def test_bash_is_offered_names(line: str, expected: list[str]) -> None:
     assert offered(line, "bash") == expected
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_are_offered_a_whole_assignment(shell: str) -> None:
-    assert offered("pvg train -s task=diplomacy_p", shell) == ["task=diplomacy_plan"]
-    assert offered("pvg train -s training.precision=b", shell) == ["training.precision=bfloat16"]
-
-
-def test_bash_is_offered_the_value_alone() -> None:
-    assert offered("pvg train -s task.kind=diplomacy_p", "bash") == ["diplomacy_plan"]
-    assert offered("pvg train modchain --set training.fused_layers=", "bash") == ["true", "false"]
-    assert offered("pvg train -s game.reward=c", "bash") == ["cgc", "correctness", "composite"]
-
-
 def test_runs_and_experiments_of_the_folder_are_offered(tmp_path: Path) -> None:
     for name in ("mine", "mine-2"):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -81,7 +69,7 @@ def test_runs_and_experiments_of_the_folder_are_offered(tmp_path: Path) -> None:
 def test_completion_loads_no_torch() -> None:
     program = (
         "import sys\nfrom pvg_cli import completion\n"
-        "assert completion.settings('gam') and completion.experiments('') and completion.values('task')\n"
+        "assert completion.settings('gam') and completion.experiments('')\n"
         "print([name for name in ('torch', 'transformers', 'ray', 'pyarrow', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -42,29 +42,12 @@ def test_packages_that_cannot_be_loaded_or_are_too_old_are_named() -> None:
     assert "'transformers>=5.0'" in found["remedy"]
 
 
-def test_small_packages_are_listed_only_with_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {check.name for check in doctor.check_packages(Path("runs"))}
-    assert names == set(doctor.SHOWN)
-    assert {"orjson", "numpy", "pydantic"} <= doctor.least_versions().keys()
-    monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "orjson" else "99.0")
-    problems = [check for check in doctor.check_packages(Path("runs")) if check.verdict == "missing"]
-    assert [check.name for check in problems] == ["orjson"]
-
-
 @pytest.mark.parametrize(
     ("version", "least", "enough"),
     [("2.13.0+cpu", "2.9", True), ("2.9", "2.9", True), ("2.10", "2.9", True), ("2.8.1", "2.9", False)],
 )
 def test_versions_compare_as_numbers(version: str, least: str, enough: bool) -> None:
     assert (doctor._numbers(version) >= doctor._numbers(least)) is enough
-
-
-def test_a_path_that_no_system_accepts_is_a_check_that_fails() -> None:
-    called = pvg("doctor", "--json", "--runs", "x" * 400)
-    assert called.code == 1
-    (check,) = [check for check in called.document["checks"] if check["verdict"] == "missing"]
-    assert check["name"] == "runs folder"
-    assert check["found"].endswith("File name too long")
 
 
 def test_a_file_in_the_place_of_the_runs_folder() -> None:
@@ -85,12 +68,3 @@ def test_a_process_is_healthy_here_and_names_variables_that_have_no_effect() -> 
     assert "OMP_NUM_THREADS = 'many'" in checks["threads"]["found"]
     assert checks["vllm"]["verdict"] == "notice"
     assert "PVG_VLLM_PYTHON = '/no/such/python' is not an executable file" in checks["vllm"]["found"]
-
-
-def test_output_without_unicode_has_words_instead_of_marks() -> None:
-    called = pvg_process("doctor", env={**os.environ, **broken_torch(), "PYTHONIOENCODING": "ascii"})
-    lines = {line.split()[0] for line in called.out.splitlines() if line.strip()}
-    assert {"ok", "MISSING", "note"} <= lines
-    assert "?" not in lines
-    assert doctor.can_encode("utf-8", "✓✗·")
-    assert not doctor.can_encode("ascii", "✓")

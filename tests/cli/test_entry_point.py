@@ -9,7 +9,6 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
@@ -18,7 +17,7 @@ from in_terminal import in_terminal
 from run_samples import played
 
 from pvg import __version__
-from pvg_cli.main import PLACES, load_command
+from pvg_cli.main import PLACES
 
 HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors", "aiohttp", "jinja2")
 # Each of these takes 3 to 20 ms, for every command and every press of the tab key.
@@ -58,16 +57,6 @@ def test_completion_of_names_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_the_end_of_a_command_looks_for_no_garbage() -> None:
-    """With torch in memory that takes half a second."""
-    program = (
-        "import atexit, gc\natexit.register(lambda: print(gc.get_freeze_count() > 10_000))\n"
-        "from pvg_cli.main import app\napp(['--version'], prog_name='pvg')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "True"
-
-
 def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
     text = pvg_process("--help").out
     groups = [line.split()[1] for line in text.splitlines() if line.startswith("╭")]
@@ -75,17 +64,6 @@ def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
     for command in PLACES:
         assert f" {command} " in text
     assert pvg_process("--version").out == f"pvg {__version__}\n"
-
-
-def test_usage_lines_mark_what_may_be_left_out_once() -> None:
-    waiting: list[Any] = [load_command(name) for name in PLACES]
-    usages = []
-    while waiting:
-        command = waiting.pop()
-        waiting += getattr(command, "commands", {}).values()
-        usages.append(command.get_usage(command.make_context(command.name, ["x"], resilient_parsing=True)))
-    assert len(usages) > 25
-    assert [usage for usage in usages if "[[" in usage or "...}" in usage or "...]" in usage] == []
 
 
 @pytest.mark.parametrize(
@@ -239,12 +217,6 @@ def test_an_early_interrupt_of_another_process_of_torchrun_prints_no_document() 
         documents.append(done.stdout)
     assert orjson.loads(documents[0])["error"]["exit_code"] == 130
     assert documents[1] == ""
-
-
-def test_an_early_interrupt_with_a_closed_stdout_is_one_line() -> None:
-    command = at_import("typer", "os.kill(os.getpid(), signal.SIGINT)", ["train", "--json"])
-    done = subprocess.run(["bash", "-c", f"{shlex.join(command)} >&-"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "Stopped before the work started.\n")
 
 
 @pytest.mark.parametrize(

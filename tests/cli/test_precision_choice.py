@@ -58,13 +58,6 @@ def test_a_new_run_records_float32_and_says_so_once(monkeypatch: pytest.MonkeyPa
     assert precisions() == PRECISE
 
 
-def test_a_dry_run_shows_the_values_that_the_run_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu(monkeypatch, bfloat16=False)
-    called = pvg("train", "half.toml", "--dry-run", "--json")
-    assert called.document["experiment"]["training"]["precision"] == "float32"
-    assert called.err.count(LINE) == 1
-
-
 def test_a_setting_of_the_command_line_is_kept_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch, bfloat16=False)
     Path("mine.toml").write_text('[verifier]\nprecision = "bfloat16"\n')
@@ -98,16 +91,6 @@ def test_a_run_that_began_in_bfloat16_stays_so_and_warns(monkeypatch: pytest.Mon
         assert called.code == 130
         assert "a new run on this machine can use float32" in called.err
     assert precisions() == ("bfloat16", "bfloat16", "bfloat16")
-
-
-def test_samples_are_drawn_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sample_only(experiment: object, run: RunDirectory, **_: Any) -> GameOutcome:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pvg.game.run.sample_only", sample_only)
-    on_cpu(monkeypatch, bfloat16=False)
-    assert pvg("rollout", "half.toml").err.count(LINE) == 1
-    assert precisions("half-samples") == PRECISE
 
 
 # --- benchmarks and studies -------------------------------------------------------------------------------------------
@@ -157,18 +140,6 @@ def test_a_study_chooses_once_for_all_of_its_games(monkeypatch: pytest.MonkeyPat
     assert pvg("study", "both.toml", "--dry-run").code == 0
 
 
-def test_a_study_that_began_in_bfloat16_goes_on_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("both.toml").write_text(STUDY)
-    on_cpu(monkeypatch, bfloat16=True)
-    cell = load_study("both.toml").cells[0]
-    RunDirectory.create(cell.run.path.parent, cell.name, cell.experiment)
-    on_cpu(monkeypatch, bfloat16=False)
-    plan, notes = with_precision(load_study("both.toml"))
-    assert notes == []
-    assert plan.cells[0].experiment == cell.experiment
-    assert pvg("study", "both.toml", "--dry-run").code == 0
-
-
 def test_arms_that_would_become_the_same_game_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch, bfloat16=False)
     precise = "rollout.dtype = 'model', training.precision = 'float32', verifier.precision = 'float32'"
@@ -207,32 +178,6 @@ def in_the_study() -> list[str]:
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_game_from_a_file_in_float32_decides_nothing_about_an_arm_with_another_file(
-    monkeypatch: pytest.MonkeyPatch, native: bool
-) -> None:
-    on_cpu(monkeypatch, bfloat16=native)
-    two_files(TWO_FILES + "set = { training.steps = 7 }\n")
-    before = in_the_study()
-    assert before == ["float32", "bfloat16" if native else "float32"]
-    begin(0)
-    assert in_the_study() == before
-
-
-def test_a_study_of_two_files_goes_on_where_both_are_the_same_but_for_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu(monkeypatch, bfloat16=True)
-    two_files()
-    begin(0)
-    assert pvg("study", "two.toml", "--dry-run").code == 0
-    on_cpu(monkeypatch, bfloat16=False)  # here b would be the same game as a
-    refused = pvg("study", "two.toml", "--dry-run")
-    assert refused.code == 2
-    assert "The arms 'a' and 'b' of two.toml, in float32 instead of bfloat16, are the same game" in refused.err
-    table = pvg("study", "two.toml", "--only-table")
-    assert table.code != 2, table.err
-    assert "same game" not in table.err
-
-
-@pytest.mark.parametrize("native", [True, False])
 def test_an_arm_without_a_game_follows_the_arms_that_lost_bfloat16_or_kept_it(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
@@ -246,13 +191,3 @@ def test_an_arm_without_a_game_follows_the_arms_that_lost_bfloat16_or_kept_it(
     notes = with_precision(load_study("two.toml"))[1]
     follows = "The study began with float32 for rollout.dtype, training.precision, verifier.precision, so later"
     assert any(note.startswith(follows) for note in notes) is not native
-
-
-def test_a_run_that_began_with_its_own_precision_is_resumed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "float32" of the command line is not the "model" that pvg would have chosen."""
-    on_cpu(monkeypatch, bfloat16=True)
-    pvg("train", "half.toml", "-s", "rollout.dtype=float32")
-    called = pvg("train", "half.toml", "--resume")
-    assert called.code == 130, called.err
-    assert "The run began with float32 for rollout.dtype, so it goes on" in called.err
-    assert precisions() == ("float32", "bfloat16", "bfloat16")

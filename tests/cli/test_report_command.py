@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from calling import pvg, pvg_process
-from rich.cells import cell_len
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
@@ -19,7 +17,6 @@ from page_checks import Page, check
 
 from pvg.bench.report import write_report
 from pvg.records import Role
-from pvg.store.run_directory import RunDirectory
 
 
 def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None:
@@ -32,19 +29,6 @@ def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None
     assert "pvg diagnose first " in page.text
     assert [path.name for path in Path().iterdir()] == ["runs"]
     assert not list(run.path.glob(".tmp-*"))
-
-
-def test_a_run_that_a_process_plays_is_running_and_cannot_be_resumed() -> None:
-    run = begin(Path("runs"))
-    tell(run, step("mint", 8, helpful_accuracy=0.6))
-    commit(run, state("train_verifier"))
-    words = {}
-    for word in ("running", "failed"):
-        with run.lock() if word == "running" else nullcontext():
-            called = pvg("report", "first")
-        page = check(run.report.read_text()).text
-        words[word] = called.out.splitlines()[0].split()[-1], word in page, "pvg train --resume first" in page
-    assert words == {"running": ("running", True, False), "failed": ("failed", True, True)}
 
 
 ENDED = {"kind": "run", "time": 1.0, "status": "interrupted", "seconds": 1.0, "budget": {}}
@@ -65,16 +49,6 @@ def test_a_state_of_a_run_has_one_word(word: str) -> None:
     (shown,) = [line.split() for line in pvg("runs", "show", "first").out.splitlines() if line.startswith("state")]
     assert (one, both, listed[3], shown[1]) == (word,) * 4
     assert word in check(run.report.read_text()).text
-
-
-def test_of_several_runs_each_shows_whether_a_process_plays_it() -> None:
-    for name in ("first", "second"):
-        commit(begin(Path("runs"), name), state("train_verifier"))
-    with RunDirectory(Path("runs/second")).lock():
-        called = pvg("report", "first", "second")
-    assert [line.split()[-1] for line in called.out.splitlines()[:2]] == ["stopped", "running"]
-    page = check(Path("report.html").read_text()).text
-    assert page.count("stopped") == page.count("running") == 1
 
 
 def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() -> None:
@@ -100,31 +74,6 @@ def links(path: Path) -> set[str]:
     """The files that a page links to."""
     addresses = (str(attributes["href"]) for name, attributes in Page(path.read_text()).tags if name == "a")
     return {address for address in addresses if not address.startswith("#")}
-
-
-def test_a_report_repeats_the_warnings_about_the_settings() -> None:
-    run = begin(Path("runs"), game={"protocol": "challenge"})
-    (warning,) = run.experiment().warnings()
-    assert pvg("report", "first", "--json").document["warnings"] == [f"{warning}."]
-    called = pvg("report", "first")
-    assert "Warnings about the settings" in called.out
-    assert "has never seen an answer to a question" in called.out
-    assert f"{warning}." in check(run.report.read_text()).text
-    begin(Path("runs"), "plain")
-    assert "Warnings" not in pvg("report", "plain").out
-
-
-def test_a_report_in_a_pipe_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    played(Path("runs"))
-    widths = {}
-    for columns in ("80", "140", "0", "wide", "", "1" * 5000, "1" * 6, "²"):
-        monkeypatch.setenv("COLUMNS", columns)
-        monkeypatch.setenv("LINES", columns)
-        widths[columns] = max(map(cell_len, pvg("report", "first", "--no-html").out.splitlines()))
-        assert pvg("--help").code == 0  # typer makes its own console
-    assert widths.pop("80") == 80
-    assert widths.pop("140") == 140
-    assert set(widths.values()) == {100}
 
 
 def test_the_page_elsewhere_or_not_at_all() -> None:
@@ -153,28 +102,6 @@ def test_json_of_a_run_tells_budget_device_and_loop() -> None:
     ]
 
 
-def test_the_terminal_tells_overlap_device_and_lag() -> None:
-    telemetered(Path("runs"))
-    lines = [line.split() for line in pvg("report", "watched", "--no-html").out.splitlines()]
-    assert ["grade", "500", "ms", "0", "s", "500", "ms"] in lines
-    text = " ".join(word for line in lines for word in line)
-    assert "device processors 60%, resident memory at most 1 GiB, GPU 0 75%" in text
-    assert "2 workers, busy 75.0 % of the time (60.0 % to 90.0 %), 1 replacement" in text
-    assert "loop lag typically 2 ms, worst p90 10 ms, p99 20 ms, longest 300 ms" in text
-
-
-def test_the_number_of_workers_is_shown_with_the_reason_of_each_change() -> None:
-    run = telemetered(Path("runs"))
-    why = "added worker 1: 12 groups waited for 4.2 of 5 s, and the trainer was idle for 61%"
-    tell(run, {"kind": "workers", "time": 1015.0, "metrics": {"up": 1.0, "restarts": 1.0}})
-    tell(run, {"kind": "scaling", "time": 1016.0, "workers": 2, "why": why})
-    text = " ".join(pvg("report", "watched").out.split())
-    assert "1 to 2 workers, busy" in text
-    assert "1 change of their number; the last one: added worker 1: 12 groups" in text
-    assert f"{why}; 2 workers now" in check((run.path / "report.html").read_text()).text
-    assert pvg("report", "watched", "--json").document["scaling"] == [{"time": 1016.0, "workers": 2, "why": why}]
-
-
 def test_several_runs_share_a_page_in_the_current_folder() -> None:
     played(Path("runs"))
     begin(Path("runs"), "second", seed=9)
@@ -186,17 +113,6 @@ def test_several_runs_share_a_page_in_the_current_folder() -> None:
     assert document["settings"] == {"seed": ["0", "9"]}
     assert [run["name"] for run in document["runs"]] == ["first", "second"]
     assert document["runs"][0]["final"]["helpful_accuracy"] == 0.875
-
-
-@pytest.mark.parametrize("others", ["same", "fewer"])
-def test_a_comparison_says_if_the_runs_have_finished_different_numbers_of_rounds(others: str) -> None:
-    played(Path("runs"))
-    if others == "same":
-        played(Path("runs"), "second")
-    else:
-        begin(Path("runs"), "second")
-    said = "The runs have finished different numbers of rounds." in pvg("report", "first", "second").out
-    assert said == (others == "fewer")
 
 
 def test_benchmark_reports_have_a_page() -> None:
@@ -231,23 +147,6 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], said: str) -
     assert called.code == 2
     assert said in called.err
     assert not list(Path().rglob("*.html"))
-
-
-def test_a_page_that_cannot_be_written_says_what_to_do() -> None:
-    played(Path("runs"))
-    for place in ("no/such/folder/x.html", "runs", ".", "/", ""):
-        called = pvg("report", "first", "--html", place)
-        assert called.code == 2
-        assert "--no-html" in called.err
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_run_of_somebody_else_is_reported_with_no_html() -> None:
-    run = played(Path("runs"))
-    run.path.chmod(0o555)
-    assert pvg("report", "first").code == 3
-    assert pvg("report", "first", "--no-html").code == 0
-    run.path.chmod(0o755)
 
 
 def test_a_report_needs_neither_torch_nor_transformers() -> None:

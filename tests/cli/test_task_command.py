@@ -50,13 +50,6 @@ def checks(document: dict[str, Any]) -> dict[str, bool | None]:
     return {each["check"]: each["passed"] for each in document["checks"]}
 
 
-def test_a_file_without_its_class_is_refused_with_the_command_that_works() -> None:
-    Path("own.py").write_text(SUMS)
-    called = pvg("task", "check", "own.py")
-    assert called.code == 2
-    assert "pvg task check own.py:CLASS" in called.err
-
-
 def test_a_task_of_ones_own_is_shown_and_checked() -> None:
     Path("own.py").write_text(SUMS)
     called = pvg_process("task", "check", "own.py:Sums")
@@ -86,16 +79,6 @@ def test_each_check_fails_for_a_task_that_is_wrong_there(check: str) -> None:
     assert called.code == 1
     assert checks(called.document)[check] is False
     assert not called.document["passed"]
-
-
-def test_an_experiment_is_checked_with_its_tokenizers() -> None:
-    called = pvg("task", "check", "modchain", "-s", "task.problems=64", "-s", "task.test_problems=16")
-    assert called.code == 0
-    assert "-       prompts: not checked: prompts = 'tag' contains no instructions in words" in called.out
-    assert "Prompt of the sneaky role" in called.out
-    assert "  | S" in called.out
-    assert "Input of the verifier (37 tokens)" in called.out
-    assert "a correct solution" in called.out
 
 
 def test_what_cannot_be_opened_is_an_error_and_not_a_failed_check() -> None:
@@ -139,21 +122,6 @@ def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verif
     assert found["challenge"] == asked
     assert found["verifier_input"]["text"].endswith(";A1<eos>1?0+0=0;<eos>")
     assert pvg("train", "--dry-run", "--json").document["preview"]["challenge"] is None
-
-
-def test_a_dry_run_of_a_challenge_shows_the_answer_of_a_task_that_answers() -> None:
-    called = pvg("train", "diplomacy-mini", "--dry-run", "-s", "game.protocol=challenge", "--json")
-    found = called.document["preview"]
-    asked = found["challenge"]
-    assert (asked["answered_by"], asked["max_tokens"], asked["answer"]) == ("task", None, "=+")
-    assert found["verifier_input"]["text"].endswith(f"{asked['question']}=+<eos>")
-
-
-def test_a_dry_run_of_the_decoupled_game_shows_the_translators_prompts() -> None:
-    settings = ("game.protocol=decoupled", "game.reward=decoupled", "models.prover.source=embedded:modchain-dialogue")
-    overrides = [part for setting in settings for part in ("-s", setting)]
-    found = pvg("train", "--dry-run", "--json", *overrides).document["preview"]
-    assert found["prompts"]["sneaky"]["text"] == "S0+0+9+3+9?0+0=0;0+9=9;9+3=2;2+9=1;A1?"
 
 
 @pytest.mark.parametrize(
@@ -220,35 +188,11 @@ def test_a_real_chat_model_shows_its_template() -> None:
 # --- few problems, and answers without a marker -----------------------------------------------------------------------
 
 # The models are not on this machine, so no tokenizer is needed.
-SMALL_DATA = """name = "mine"
-[models]
-prover.source = "hf:someone/absent"
-verifier.source = "hf:someone/absent"
-[task]
-kind = "data"
-path = "p.jsonl"
-grader = "number"
-"""
 
 
 def rows(count: int) -> None:
     lines = [orjson.dumps({"question": f"What is {n} + 3?", "answer": n + 3}) for n in range(count)]
     Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-
-
-def test_examples_that_only_the_fallback_reads_are_warned_about() -> None:
-    rows(40)
-    example = '[[prompts.examples]]\nquestion = "What is 50 + 1?"\nhelpful = "So it is 51."\nsneaky = "#### 52"\n'
-    Path("mine.toml").write_text(SMALL_DATA + f'[prompts]\nkind = "chat"\n{example}')
-    called = pvg("task", "check", "mine.toml")
-    assert called.code == 0, called.err
-    assert "warn    the grader reads the examples: 1 of 2 examples show no answer marker, such as 'So it is 51.'" in (
-        called.out
-    )
-    assert "end them with '#### ANSWER'" in called.out
-    found = {each["check"]: each for each in pvg("task", "check", "mine.toml", "--json").document["checks"]}
-    assert found["the grader reads the examples"]["warning"]
-    assert sum(each["warning"] for each in found.values()) == 1
 
 
 # --- solutions that the models cannot write ---------------------------------------------------------------------------

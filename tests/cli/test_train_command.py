@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,22 +86,6 @@ def test_the_next_run_gets_the_next_free_number_and_says_so(calls: list[dict[str
     called = pvg("train")
     assert [call["run"].name for call in calls] == ["modchain", "modchain-2", "modchain-3"]
     assert "this run is modchain-3" in called.err
-
-
-def test_the_next_run_says_how_to_continue_an_unfinished_one(calls: list[dict[str, Any]]) -> None:
-    unfinished("modchain")
-    assert "To continue modchain instead: pvg train --resume modchain" in pvg("train").err
-    played(Path("runs"), "complete")
-    assert "instead" not in pvg("train", "--name", "other").err
-
-
-def test_the_next_run_says_how_to_follow_an_unfinished_one_that_a_process_plays(calls: list[dict[str, Any]]) -> None:
-    """Resuming it would be refused."""
-    with unfinished("modchain").lock():
-        said = " ".join(pvg("train").err.split())
-    assert f"Process {os.getpid()} on {socket.gethostname()} plays modchain." in said
-    assert "To follow it: pvg watch modchain" in said
-    assert "--resume" not in said
 
 
 def test_a_named_run_is_not_renumbered(calls: list[dict[str, Any]]) -> None:
@@ -260,22 +242,6 @@ def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]
     assert calls == []
 
 
-def test_resume_says_why_a_run_keeps_the_number_of_rows_decoded_together(calls: list[dict[str, Any]]) -> None:
-    run = unfinished("here")
-    called = pvg("train", "--resume", "here", "-s", "rollout.engine.max_rows=64")
-    assert called.code == 2
-    said = " ".join(called.err.split())
-    assert "Another rollout.engine.max_rows changes the sampled solutions" in said
-    again = f"pvg train {run.experiment_file} -s rollout.engine.max_rows=64"
-    assert f"A new run can have it: {again}. Resume it with its own settings: pvg train --resume here" in said
-    assert calls == []
-    assert pvg(*again.split()[1:]).code == 0
-    assert calls[0]["experiment"].rollout.chunk == 64
-    called = pvg("train", "--resume", "here", "-s", "rollout.engine=vllm", "-s", "serving.servers=http://127.0.0.1:1")
-    assert "rollout.engine.max_rows: 256 -> unset" in called.err
-    assert "changes the sampled solutions" not in called.err
-
-
 @pytest.mark.parametrize("complete", [False, True])
 @pytest.mark.parametrize(
     ("setting", "said"),
@@ -316,14 +282,6 @@ def test_a_complete_run_gets_more_rounds(calls: list[dict[str, Any]]) -> None:
     assert calls[0]["experiment"].game.rounds == run.experiment().game.rounds == rounds + 1
 
 
-def test_a_complete_run_that_gets_more_rounds_needs_its_name(calls: list[dict[str, Any]]) -> None:
-    played(Path("runs"), "done")
-    called = pvg("train", "--resume", "-s", "game.rounds=9")
-    assert called.code == 2
-    assert "name it: pvg train --resume RUN -s game.rounds=N" in called.err
-    assert calls == []
-
-
 def test_a_run_whose_new_rounds_are_only_in_its_file_goes_on(calls: list[dict[str, Any]]) -> None:
     """Its process was killed before the first commit of the new round."""
     run = played(Path("runs"), "done")
@@ -351,19 +309,3 @@ def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]
     assert "The run 'longer' has 2 rounds, and cannot get fewer." in fewer.err
     assert longer.experiment().game.rounds == 2
     assert calls == []
-
-
-def test_resume_refuses_what_cannot_be_played_on(calls: list[dict[str, Any]]) -> None:
-    played(Path("runs"), "done")
-    assert "is complete" in pvg("train", "--resume", "done").err
-    samples = begin(Path("runs"), "samples")
-    commit(samples, state("init", shards=[{"path": "x", "rows": 1, "bytes": 1, "checksum": ""}]))
-    assert "pvg rollout" in pvg("train", "--resume", "samples").err
-    assert calls == []
-
-
-def test_resume_without_a_run_names_the_one_of_another_experiment() -> None:
-    unfinished("elsewhere", name="other")
-    called = pvg("train", "--resume")
-    assert called.code == 2
-    assert "pvg train --resume elsewhere" in called.err

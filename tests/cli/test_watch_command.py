@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 import pytest
-from calling import ENTRY, pvg, pvg_process
+from calling import ENTRY
 from run_samples import begin, commit, played, rollout, state, step, tell
 from shipped_schemas import check_document
 
@@ -97,18 +97,6 @@ def test_it_says_its_address_and_how_to_forward_it_and_ends_at_ctrl_c() -> None:
         assert f"Watching first: {watch.url}" in err
         assert "Traceback" not in err
         assert err.rstrip().endswith("Stopped. The run is not affected.")
-
-
-def test_wrong_calls_are_explained() -> None:
-    called = pvg("watch", "nothing")
-    assert called.code == 2
-    assert "There is no run 'nothing'" in called.err
-    played(Path("runs"))
-    with watching("first") as watch:
-        port = watch.url.rstrip("/").rpartition(":")[2]
-        second = pvg_process("watch", "first", "--port", port)
-        assert second.code == 3
-        assert f"Port {port} of 127.0.0.1 cannot be used: Address already in use." in second.err
 
 
 def test_the_server_loads_no_torch() -> None:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,9 @@ from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
-from pvg.export.card import _cell, intervals, model_card
+from pvg.export.card import intervals
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, _common, _set_generation, export_player, exported_template
+from pvg.export.folders import LOADER, WRITERS, _set_generation, export_player, exported_template
 from pvg.models import open_model
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
@@ -155,46 +154,6 @@ def test_the_card_of_a_prover_shows_the_prompts_of_both_roles(implicit: Finished
     assert {text[0] for text in asked.values()} == {"H", "S"}
     card = (folder / "prompted" / "README.md").read_text()
     assert all(f"```text\n{text}\n```" in card for text in asked.values())
-
-
-def test_the_card_names_the_task_the_models_and_the_reward(implicit: FinishedRound, folder: Path) -> None:
-    export_player(implicit, "prover", folder / "told")
-    rows = (folder / "told" / "README.md").read_text().splitlines()
-    plain = implicit.experiment.plain()
-    for section, settings in (("task", plain["task"]), ("game.reward", plain["game"]["reward"])):
-        assert all(f"| `{section}.{name}` | `{value}` |" in rows for name, value in settings.items())
-    for player in ("prover", "verifier"):
-        assert f"| `models.{player}.source` | `{plain['models'][player]['source']}` |" in rows
-
-
-@pytest.mark.parametrize("start", ["base", "previous"])
-def test_the_card_of_a_prover_names_where_a_round_starts(implicit: FinishedRound, start: str) -> None:
-    game = implicit.experiment.game
-    changed = game.model_copy(update={"start": start})
-    finished = replace(implicit, experiment=implicit.experiment.model_copy(update={"game": changed}))
-    facts = {**_common(finished, "prover", "m"), "form": "model", "example_prompts": {}}
-    card = model_card(finished, facts, "out")
-    assert f"| `game.start` | `{start}` |" in card
-    assert ("Each round's prover goes on from the previous round's." in card) == (start == "previous")
-    verifier = {**facts, "player": "verifier", "head": "scalar", "threshold": 0.0, "calibration": None}
-    assert "goes on" not in model_card(finished, {**verifier, "conceals_text": False}, "out")
-
-
-@pytest.mark.parametrize(("value", "cell"), [("a|b", "`a\\|b`"), ("a`b", "``a`b``"), ("a\nb", "`a b`"), (0.5, "`0.5`")])
-def test_a_value_cannot_leave_its_cell(value: object, cell: str) -> None:
-    assert _cell(value) == cell
-
-
-def test_the_card_of_a_prover_cuts_long_prompts_and_says_so(
-    implicit: FinishedRound, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pvg.export.card.PROMPT_CHARACTERS", 4)
-    facts = export_player(implicit, "prover", folder / "cut")
-    for role, whole in first_prompts(implicit):
-        shown = facts["example_prompts"][role.value]
-        assert shown == f"{whole[:4]}\n[pvg cut this prompt here: {len(whole) - 4} more characters]"
-        assert shown in (folder / "cut" / "README.md").read_text()
-        assert whole not in (folder / "cut" / "README.md").read_text()
 
 
 def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: FinishedRound, folder: Path) -> None:
@@ -332,18 +291,6 @@ def test_a_text_begins_and_ends_with_the_models_own_tokens_as_in_pvg(tmp_path: P
     assert [loader(tmp_path).score(*row) for row in rows] == pytest.approx(scores_of(model, style, rows), abs=2e-4)
 
 
-def test_a_tokenizer_without_padding_still_reads_the_end_token(tmp_path: Path) -> None:
-    """transformers reads the last token that is not padding. The end token must not count as padding."""
-    tokenizer = english_tokenizer()
-    tokenizer._fast.pad_token = tokenizer._fast.eos_token
-    model = build_verifier(Verifier(head="scalar"), gpt2(Tokenizer(tokenizer._fast, "no-pad")))
-    perturb(model)
-    WRITERS[type(model)](model, tmp_path, facts_of(model, "scalar"))
-    (tmp_path / LOADER).write_bytes((Path(pvg.__file__).parent / "export" / LOADER).read_bytes())
-    rows = [("7 + 5?", "It is 12.")]
-    assert loader(tmp_path).score(*rows[0]) == pytest.approx(scores_of(model, "plain", rows)[0], abs=1e-4)
-
-
 def test_an_ensemble_is_refused(implicit: FinishedRound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ensemble = VerifierEnsemble([verifier("scalar"), verifier("scalar", 1)], "mean", ScoreScales.none(2))
     monkeypatch.setattr(FinishedRound, "read_verifier", lambda *_: (ensemble, 0.0))
@@ -367,27 +314,6 @@ def test_only_an_earlier_export_is_replaced(implicit: FinishedRound, tmp_path: P
     with pytest.raises(UsageError, match="not an export"):
         export_player(implicit, "prover", other, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
-
-
-def test_a_link_is_followed_and_the_working_directory_stays(
-    implicit: FinishedRound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "full").symlink_to(tmp_path / "disk")
-    (tmp_path / "new").symlink_to(tmp_path / "not" / "yet")
-    for link, target in (("full", "disk"), ("full", "disk"), ("new", "not/yet")):
-        export_player(implicit, "prover", tmp_path / link, overwrite=True)
-        assert (tmp_path / link).is_symlink()
-        assert (tmp_path / target / "model.safetensors").is_file()
-    (tmp_path / "here" / "below").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here" / "below")
-    for name in (".", "..", ""):
-        with pytest.raises(UsageError, match="holds the working directory"):
-            export_player(implicit, "prover", Path(name))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "full", "here", "new", "not"]
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(UsageError, match="leads to itself"):
-        export_player(implicit, "prover", tmp_path / "loop")
 
 
 def test_a_failed_export_leaves_nothing(

@@ -133,19 +133,6 @@ def test_an_upload_without_a_token_is_refused_before_the_export(
     assert not Path("never").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "remedy"),
-    [
-        (("--player", "verifier", "--merge"), "Leave out --merge."),
-        (("--player", "prover", "--public"), "Add --push ORG/NAME, or leave out --public."),
-    ],
-)
-def test_an_option_without_a_meaning_is_refused(run: library.Run, options: tuple[str, ...], remedy: str) -> None:
-    called = pvg("export", "mine", *options, "--out", "none")
-    assert (called.code, called.err.splitlines()[-1]) == (2, remedy)
-    assert not Path("none").exists()
-
-
 def test_a_hub_that_refuses_is_one_sentence(run: library.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

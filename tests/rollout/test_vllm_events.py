@@ -27,7 +27,7 @@ def test_the_wait_of_updates_behind_generation_is_measured(tmp_path: Path) -> No
 
     async def use(d: Drill) -> None:
         log = d.events.log = EventLog(path)
-        publisher = Publisher([d.engine], events=log)
+        publisher = Publisher(d.engine, events=log)
         await publisher.publish(tensors(0), 0)
         for version in range(1, 25):
             load = BUSY if version % 2 else QUIET

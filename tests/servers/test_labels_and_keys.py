@@ -33,15 +33,6 @@ def test_what_is_no_label_is_none_and_client_and_server_agree_on_it(text: str) -
     assert found is None or str(found) == str(theirs) == text
 
 
-def test_sessions_that_begin_later_have_higher_numbers_and_other_tails() -> None:
-    first, second = PublishingSession.begin(), PublishingSession.begin()
-    assert first.began_ns <= second.began_ns
-    assert first.tail != second.tail
-    assert (
-        WeightLabel(first, 3) == WeightLabel(PublishingSession(first.began_ns, first.tail), 3) != WeightLabel(second, 3)
-    )
-
-
 # --- the key ---------------------------------------------------------------------------------------------------------
 
 

@@ -116,20 +116,6 @@ def test_a_stream_that_is_left_early_ends_its_request_on_the_server() -> None:
     drive(use)
 
 
-@pytest.mark.parametrize("way", [ask, read])
-def test_a_cancelled_caller_ends_its_request_on_the_server(way: Any) -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        asked = asyncio.create_task(way(pool, server, "r", 1000))
-        await until(lambda: server.running == 1)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await until(lambda: server.running == 0)
-        assert dict(server.aborted) == {"r": 1}
-
-    drive(use)
-
-
 def test_the_key_goes_with_every_request() -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
         server.options.key = "secret"

@@ -79,50 +79,29 @@ def fault_of(way: Way, fault: Fault, timeout_s: float = PATIENCE_S) -> ServerFau
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", ["reset", "cut"])
-@pytest.mark.parametrize("after", [0, 40, 700])
-def test_a_connection_that_ends_in_the_head_or_the_body_of_a_reply_is_broken(way: Way, kind: Any, after: int) -> None:
-    found = fault_of(way, Fault(kind, after=after))
-    assert type(found) is ConnectionBroken
-    assert found.sent
+# Each with the fault of a whole reply, and of a stream.
+FAULTS: list[tuple[Fault, type[ServerFault], type[ServerFault]]] = [
+    *((Fault("reset", after), ConnectionBroken, ConnectionBroken) for after in (0, 40, 700)),
+    *((Fault("cut", after), ConnectionBroken, ConnectionBroken) for after in (0, 40, 700)),
+    (Fault("truncated"), ConnectionBroken, ConnectionBroken),
+    (Fault("hang"), ReplyTimeout, ReplyTimeout),
+    (Fault("dribble", seconds=0.02), ReplyTimeout, ReplyTimeout),
+    (Fault("error"), RefusedRequest, RefusedRequest),
+    (Fault("malformed"), MalformedReply, ConnectionBroken),  # no event came, and no end
+    (Fault("short_json"), MalformedReply, ConnectionBroken),
+    (Fault("garbage"), MalformedReply, MalformedReply),
+]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_reply_shorter_than_promised_is_broken(way: Way) -> None:
-    assert type(fault_of(way, Fault("truncated"))) is ConnectionBroken
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_server_that_accepts_and_says_nothing_is_silent(way: Way) -> None:
-    found = fault_of(way, Fault("hang"), timeout_s=0.2)
-    assert type(found) is ReplyTimeout
-    assert found.what == "no reply within 0.2 s"
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_reply_that_takes_too_long_is_silent_however_it_trickles(way: Way) -> None:
-    assert type(fault_of(way, Fault("dribble", seconds=0.02), timeout_s=0.3)) is ReplyTimeout
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_error_of_the_server_keeps_its_status_code_and_message(way: Way) -> None:
-    found = fault_of(way, Fault("error"))
-    assert isinstance(found, RefusedRequest)
-    assert (found.status, found.code, found.message) == (500, "the_proxy", "EngineCore died")
-    assert str(found).endswith("HTTP 500: EngineCore died")
-
-
-@pytest.mark.parametrize("kind", ["malformed", "short_json"])
-def test_a_reply_that_is_no_json_is_malformed(kind: Any) -> None:
-    assert "not JSON" in str(fault_of(whole, Fault(kind)))
-    assert type(fault_of(whole, Fault(kind))) is MalformedReply
-    assert type(fault_of(streamed, Fault(kind))) is ConnectionBroken  # no event came, and no end
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_reply_that_is_no_http_is_malformed(way: Way) -> None:
-    assert type(fault_of(way, Fault("garbage"))) is MalformedReply
+@pytest.mark.parametrize(("fault", "of_whole", "of_stream"), FAULTS)
+def test_each_fault_of_a_reply_has_its_class(fault: Fault, of_whole: type, of_stream: type) -> None:
+    timeout_s = 0.3 if of_whole is ReplyTimeout else PATIENCE_S
+    for way, kind in ((whole, of_whole), (streamed, of_stream)):
+        found = fault_of(way, fault, timeout_s)
+        assert type(found) is kind
+        assert found.sent
+        if isinstance(found, RefusedRequest):
+            assert (found.status, found.code, found.message) == (500, "the_proxy", "EngineCore died")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -194,12 +173,6 @@ def in_pieces(*pieces: bytes) -> Callable[[web.Request], Awaitable[web.StreamRes
 
 
 EVENT = b'data: {"choices": [{"token_ids": [1]}]}\n\n'
-
-
-def test_a_stream_without_its_end_is_broken() -> None:
-    found = answered_by(in_pieces(EVENT, EVENT), streamed)
-    assert type(found) is ConnectionBroken
-    assert found.what == "the stream ended early"
 
 
 def test_events_come_whole_however_they_are_cut() -> None:

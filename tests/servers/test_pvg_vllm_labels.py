@@ -12,13 +12,6 @@ from pvg.servers.server_side.pvg_vllm.middleware import tell
 from pvg.telemetry.events import format_event
 
 
-@pytest.mark.parametrize(
-    "text", ["default", "", "/", "1-a", "1-a/", "1-a/-1", "1-a/01", "g-a/1", "0x1-a/1", "1-a/1/1", "1_0-a/1"]
-)
-def test_no_labels(text: str) -> None:
-    assert server.ServedLabel.parse(text) is None
-
-
 def code_of(current: str, new: str) -> str:
     label = server.ServedLabel.parse(new)
     assert label is not None

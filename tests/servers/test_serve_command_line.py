@@ -80,16 +80,6 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in spec.environment
 
 
-def test_switches_and_extra_arguments(tmp_path: Path) -> None:
-    spec = spec_for(
-        tmp_path,
-        "rollout.dtype=bfloat16",
-        'serving.extra_args=["--seed", "7"]',
-    )
-    assert value(spec, "--dtype") == "bfloat16"
-    assert spec.command[-2:] == ("--seed", "7")
-
-
 def test_adapters_only_where_the_trainer_makes_them(tmp_path: Path) -> None:
     spec = spec_for(tmp_path, "training.adapters=lora", "training.adapters.rank=12", "weights.transport=lora")
     assert "--enable-lora" in spec.command

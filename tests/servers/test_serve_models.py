@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import EMBEDDED, build_experiment
+from pvg.config.load import build_experiment
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.models import open_model
@@ -29,14 +29,6 @@ def experiment_of(root: Path, source: str, head: str = "implicit") -> Experiment
             "weights": {"root": str(root)},
         }
     )
-
-
-def test_models_that_lie_on_the_disk_are_served_from_there(tmp_path: Path) -> None:
-    folder = EMBEDDED / "modchain-prover"
-    for source in ("embedded:modchain-prover", str(folder)):
-        for purpose in ("prover", "verifier", "reference"):
-            assert model_folder(experiment_of(tmp_path, source), purpose) == folder  # type: ignore[arg-type]
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_model_is_told(tmp_path: Path) -> None:

@@ -262,30 +262,6 @@ def test_a_collective_that_hangs_is_given_up_in_time(vllm: Vllm) -> None:
     with_servers(1, play)
 
 
-def test_a_group_that_cannot_be_formed_stops_nobody(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        servers[0].plan(INIT, "refuse")
-        outcomes = await stage_and_send(opened(), controls)
-        assert isinstance(outcomes[0], RefusedRequest)
-        assert isinstance(outcomes[1], ConnectionBroken)
-        assert all(after_init(server) == [] for server in servers)
-        assert all(server.label == "default" for server in servers)
-
-    with_servers(2, play)
-
-
-def test_a_server_that_is_away_does_not_hold_up_the_others(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        servers[0].plan("/pvg/info", "refuse")
-        outcomes = await stage_and_send(opened(), controls)
-        assert isinstance(outcomes[0], RefusedRequest)
-        assert isinstance(outcomes[1], DeliveryTiming)
-        assert servers[0].paths == ["/pvg/info"]
-        assert vllm.groups == [(0, 2, None)]
-
-    with_servers(2, play)
-
-
 def test_the_weights_of_a_later_session_are_left_alone(vllm: Vllm) -> None:
     async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
         servers[0].label = str(WeightLabel(PublishingSession(2000, "bbbbbbbb"), 3))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import orjson
 import pytest
-import torch
-from full_disk import files_up_to
 
-from pvg.errors import ConfigurationError, MissingRequirementError, StateError
+from pvg.errors import ConfigurationError, StateError
 from pvg.servers.publishing import PublishingSession, WeightLabel
-from pvg.servers.transports.files import STABLE, VersionFolders, write_tensors
+from pvg.servers.transports.files import STABLE, VersionFolders
 from pvg.store.atomic import write_synced
 
 FIRST, SECOND = PublishingSession(1000, "aaaaaaaa"), PublishingSession(2000, "bbbbbbbb")
@@ -137,27 +134,3 @@ def test_a_run_name_leads_nowhere_else(tmp_path: Path, run: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot name a folder"):
         VersionFolders(tmp_path / "root", run, FIRST)
     assert not (tmp_path / "root").exists()
-
-
-def write_version(folders: VersionFolders, number: int, size: int) -> None:
-    def fill(folder: Path) -> dict[str, int]:
-        path = folder / "model.safetensors"
-        return {path.name: write_tensors(path, {"w": torch.ones(size)}, torch.float32)}
-
-    folders.write(WeightLabel(FIRST, number), fill)
-
-
-def check_full_disk(root: Path, limit: AbstractContextManager[None]) -> None:
-    folders = VersionFolders(root, "run", FIRST)
-    write_version(folders, 1, 1000)
-    before = sorted(folders.folder.rglob("*"))
-    with limit:
-        with pytest.raises(MissingRequirementError, match=r"disk is full while writing .*v000002"):
-            write_version(folders, 2, 500_000)
-        assert sorted(folders.folder.rglob("*")) == before
-        write_version(folders, 2, 1000)
-    assert folders.made == (1, 2)
-
-
-def test_a_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
-    check_full_disk(tmp_path, files_up_to(200_000))

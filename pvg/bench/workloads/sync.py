@@ -193,7 +193,7 @@ class RequestStreams:
         """Publish the same weights as the next version. Raises RuntimeError if they do not arrive."""
         publisher = self.target.publisher
         version, sent, in_flight = publisher.version + 1, time.perf_counter(), self.in_flight
-        (timing,) = await publisher.publish(self.target.tensors, version)
+        timing = await publisher.publish(self.target.tensors, version)
         if self.target.engine.version != version:
             raise RuntimeError(f"Version {version} was published, but the engine has {self.target.engine.version}.")
         return TimedUpdate(sent, in_flight, timing)
