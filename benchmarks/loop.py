@@ -301,12 +301,11 @@ class LoopWorkload:
         """A fresh source for each sample: the same batch with an empty score cache."""
         session, players = self._session, self._session.players
         tokenizer, context = players.base.tokenizer, 2 * self._settings.tokens + 1024
-        judge = RecordedScoringModel(tokenizer, context)
+        judge: Any = RecordedScoringModel(tokenizer, context)
         scorer = VerifierScorer(
             judge,
             players.template(judge),
             judge.version(),
-            cache_entries=self._experiment.verifier.cache_entries,
             token_budget=context,
             executor=players.executor,
             prover_fingerprint=None if self._settings.retokenize else tokenizer.fingerprint,

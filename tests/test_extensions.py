@@ -30,14 +30,7 @@ from pvg.tasks import open_task
 from pvg.tasks.task import ConcealsText, GradesInBatches, SplitsSteps, WritesSolutions
 from pvg.telemetry.events import SilentObserver
 from pvg.training.losses import PolicyObjective
-from pvg.verifier.losses import (
-    bradley_terry,
-    bradley_terry_slopes,
-    cross_entropy,
-    cross_entropy_slopes,
-    pair_loss,
-    slopes_of,
-)
+from pvg.verifier.losses import bradley_terry, cross_entropy, pair_loss, slopes_of
 
 TABLE = {"known": len}
 
@@ -110,17 +103,17 @@ def test_a_file_that_cannot_serve_is_told_in_one_line(text: str, reference: str,
 
 def test_references_are_checked_without_running_the_file() -> None:
     written("import sys\nsys.exit('this was run')\ndef mine(o, g):\n    return o\nalso: int = 3\n")
-    check_references(with_reward("mine.py:mine"))
+    check_references(with_reward("mine.py:mine").own_code())
     with pytest.raises(ConfigurationError, match="does not define 'yours'") as caught:
-        check_references(with_reward("mine.py:yours"))
+        check_references(with_reward("mine.py:yours").own_code())
     assert caught.value.remedy == "It defines: also, mine."
 
 
 def test_imported_names_may_be_named() -> None:
     written("from numpy import sign as mine\n")
-    check_references(with_reward("mine.py:mine"))
+    check_references(with_reward("mine.py:mine").own_code())
     written("from numpy import *\n")
-    check_references(with_reward("mine.py:sign"))
+    check_references(with_reward("mine.py:sign").own_code())
 
 
 @pytest.mark.parametrize(
@@ -173,13 +166,17 @@ def test_a_pair_loss_must_give_one_number_for_each_pair() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "by_hand"), [(bradley_terry, bradley_terry_slopes), (cross_entropy, cross_entropy_slopes)]
+    ("loss", "by_hand"),
+    [
+        (bradley_terry, lambda c, i: -torch.sigmoid(i - c) * (c - i)),
+        (cross_entropy, lambda c, i: 0.5 * (torch.sigmoid(i) * i - torch.sigmoid(-c) * c)),
+    ],
 )
-def test_the_slope_of_any_loss_is_what_was_worked_out_for_those_of_the_table(loss: Any, by_hand: Any) -> None:
+def test_the_slope_of_a_loss_is_the_one_worked_out_by_hand(loss: Any, by_hand: Any) -> None:
     """The penalties need the slope's own gradient, so that is compared too."""
     draws = torch.Generator().manual_seed(0)
     correct_M, incorrect_M = (torch.randn(7, generator=draws, requires_grad=True) for _ in range(2))
-    found_M, wanted_M = slopes_of("mine.py:mine", loss)(correct_M, incorrect_M), by_hand(correct_M, incorrect_M)
+    found_M, wanted_M = slopes_of(loss)(correct_M, incorrect_M), by_hand(correct_M, incorrect_M)
     torch.testing.assert_close(found_M, wanted_M)
     found = torch.autograd.grad(found_M.square().sum(), (correct_M, incorrect_M))
     wanted = torch.autograd.grad(wanted_M.square().sum(), (correct_M, incorrect_M))
@@ -345,4 +342,4 @@ def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) ->
 
 
 def test_an_experiment_without_code_of_ones_own_has_no_digests() -> None:
-    assert digests(Experiment()) == {}
+    assert digests(Experiment().own_code()) == {}

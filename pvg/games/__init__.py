@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, imported, is_reference, load
@@ -37,7 +37,7 @@ def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
             return game
     if is_reference(name):
         kind = load(key, name)
-        return CheckedGame(key, name, called(key, name, kind))
+        return cast(GameRules[Any], CheckedGame(key, name, called(key, name, kind)))
     if name not in GAMES:
         raise ConfigurationError(
             f"{key} = {name!r} is not a game.",

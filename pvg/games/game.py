@@ -114,40 +114,31 @@ class PlaysByScript(Protocol[S_contra]):
 R = TypeVar("R")
 
 
+# What the methods of a game return; `seats` and `values` have checks of their own.
+RESULTS: dict[str, type] = {
+    **{"opening": Problem, "start": object, "phase": str, "prompt": str, "parse": Action},
+    **{"step": object, "dump": bytes, "load": object},
+}
+
+
 class CheckedGame:
     """The game of `FILE.py:NAME` for the setting `key`. An exception in the user's code and a result of a wrong type
     become a ConfigurationError. Errors of pvg pass through."""
 
     def __init__(self, key: str, name: str, game: Any) -> None:
         self._key, self._name, self._game = key, name, game
+        for method, kind in RESULTS.items():
+            setattr(self, method, partial(self._checked, method, kind))
         if isinstance(game, ExplainsRules):
             self.instructions = game.instructions
         if isinstance(game, PlaysByScript):
             self.scripted = partial(self._called, "scripted")
-
-    def opening(self, split: Split, number: int) -> Problem:
-        return self._checked("opening", Problem, split, number)
-
-    def start(self, problem: Problem) -> Any:
-        return self._called("start", problem)
 
     def seats(self, state: Any) -> Sequence[str]:
         seats = self._called("seats", state)
         if isinstance(seats, str) or not isinstance(seats, Sequence):
             raise self._wrong(f"seats must return a tuple of names, not {seats!r}")
         return seats
-
-    def phase(self, state: Any) -> str:
-        return self._checked("phase", str, state)
-
-    def prompt(self, state: Any, seat: str, role: Role) -> str:
-        return self._checked("prompt", str, state, seat, role)
-
-    def parse(self, state: Any, seat: str, text: str) -> Action:
-        return self._checked("parse", Action, state, seat, text)
-
-    def step(self, state: Any, actions: Mapping[str, Action], seed: int) -> Any:
-        return self._called("step", state, actions, seed)
 
     def values(self, state: Any) -> Mapping[str, float]:
         values = self._called("values", state)
@@ -156,12 +147,6 @@ class CheckedGame:
         if missing := [seat for seat in self.seats(state) if seat not in values]:
             raise self._wrong(f"values must have every seat, but {missing[0]!r} is missing")
         return values
-
-    def dump(self, state: Any) -> bytes:
-        return self._checked("dump", bytes, state)
-
-    def load(self, data: bytes) -> Any:
-        return self._called("load", data)
 
     def _called(self, method: str, *arguments: Any) -> Any:
         return called(self._key, self._name, lambda: getattr(self._game, method)(*arguments))

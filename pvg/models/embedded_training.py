@@ -3,13 +3,12 @@
     python -m pvg.models.embedded_training all                 # about 2 minutes per model on one core
     python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
 
-Each is a small Llama that imitates written solutions, of modchain or of the plan game. The
-prover's training solutions contain deliberate flaws, more often under the sneaky tag than under the helpful one. So it
-knows the arithmetic but copies the errors, which leaves headroom for reinforcement learning. The verifiers saw only
-flawless solutions without tags: a small model must be able to write a solution before it can judge one.
+Each is a small Llama that imitates written solutions, of modchain or of the plan game. The prover's solutions contain
+deliberate flaws, more of them under the sneaky tag, which leaves headroom for reinforcement learning. The verifiers saw
+only flawless solutions without tags.
 
-Invariants: no model is trained on the default task's test problems. The figures in recipe.json are measured on these,
-with the weights as stored (rounded to float16).
+Invariant: no model is trained on the default task's test problems. tests/models/test_embedded_models.py measures the
+shipped models on these.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -40,7 +38,7 @@ from pvg.config.training import ModelSection
 from pvg.models import open_model
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Problem, flaw_kind
+from pvg.records import Problem
 from pvg.tasks.diplomacy_mini import DiplomacyMini, listed_problems, replies_to
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
 
@@ -150,7 +148,6 @@ def _row(mask_P: NDArray[np.bool_], rng: np.random.Generator) -> int:
 
 IGNORED = -100  # cross_entropy ignores positions with this target
 MAX_POSITIONS = 128
-COMPLETION_TOKENS = 32  # the longest flawless solution of the default task has 27 tokens
 TERMS, MODULUS = ModchainTask().max_terms, ModchainTask().modulus
 
 
@@ -344,126 +341,16 @@ def learning_rate_factor(step: int, recipe: EmbeddedModelRecipe) -> float:
     return 0.01 + 0.99 * 0.5 * (1 + float(np.cos(np.pi * done)))
 
 
-# --- figures -----------------------------------------------------------------------------------------------------
-
-
 def held_out_problems() -> list[Problem]:
     """The default task's test split. No embedded model was trained on it."""
     return list(Modchain(ModchainTask()).problems("test"))
-
-
-@torch.no_grad()
-def sample(model: LanguageModel, prompts: Sequence[str], seed: int, greedy: bool = False) -> list[str]:
-    """One completion per prompt (all of equal length) at temperature 1, without the end token."""
-    generator = torch.Generator().manual_seed(seed)
-    eos = model.tokenizer.eos_id
-    ids_BL = torch.from_numpy(np.stack([model.tokenizer.encode(prompt) for prompt in prompts])).long()
-    prompt_length = ids_BL.shape[1]
-    cache, new_BL = None, ids_BL
-    for _ in range(COMPLETION_TOKENS):
-        output = model.module(input_ids=new_BL, past_key_values=cache, use_cache=True)
-        cache, logits_BV = output.past_key_values, output.logits[:, -1]
-        if greedy:
-            new_BL = logits_BV.argmax(-1, keepdim=True)
-        else:
-            new_BL = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
-        ids_BL = torch.cat([ids_BL, new_BL], dim=1)
-        if bool((ids_BL[:, prompt_length:] == eos).any(1).all()):
-            break
-    completions = []
-    for row in ids_BL[:, prompt_length:].tolist():
-        kept = row[: row.index(eos)] if eos in row else row
-        completions.append(model.tokenizer.decode(np.asarray(kept, dtype=np.int32)))
-    return completions
-
-
-@torch.no_grad()
-def clean_loss(model: LanguageModel, problems: Sequence[Problem]) -> float:
-    """Mean loss per token in nats on the flawless untagged solutions of `problems`."""
-    rows = [(problem.question, clean_trace(problem)) for problem in problems]
-    ids_BL, targets_BL = rows_to_tensors(rows, model.tokenizer)
-    logits_BLV = model.module(input_ids=ids_BL, use_cache=False).logits
-    return functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED).item()
-
-
-def prover_metrics(model: LanguageModel) -> dict[str, Any]:
-    """Per role, at temperature 1 on the test problems: accuracy, share of malformed solutions, frequency of each
-    flaw."""
-    task, problems = Modchain(ModchainTask()), held_out_problems()
-    metrics: dict[str, Any] = {}
-    for role, tag in (("helpful", "H"), ("sneaky", "S")):
-        completions = sample(model, [tag + problem.question for problem in problems], seed=1)
-        grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
-        kinds = Counter(flaw_kind(grade.note) or "none" for grade in grades)
-        metrics[role] = {
-            "accuracy": round(float(np.mean([grade.correct for grade in grades])), 4),
-            "malformed": round(float(np.mean([not grade.well_formed for grade in grades])), 4),
-            "kinds": {kind: round(count / len(grades), 4) for kind, count in sorted(kinds.items())},
-        }
-    return metrics
-
-
-def dialogue_metrics(model: LanguageModel, recipe: EmbeddedModelRecipe) -> dict[str, Any]:
-    """Per role, at temperature 1 on 256 test problems: shares of translations that keep the solver's answer, of
-    malformed ones, and of answers that state the step as written."""
-    task, rng = Modchain(ModchainTask()), np.random.default_rng(2)
-    metrics: dict[str, Any] = {}
-    for role, tag in (("helpful", "H"), ("sneaky", "S")):
-        kept = malformed = stated = asked = 0
-        for problem in held_out_problems()[:256]:
-            prompt, _ = translation(problem, tag, recipe, rng)
-            grade = task.grade(problem, sample(model, [prompt], seed=asked)[0])
-            kept += grade.answer == prompt.rstrip("?").rpartition("A")[2]
-            malformed += not grade.well_formed
-            transcript, step = answered_step(problem, tag, recipe, rng)
-            stated += sample(model, [transcript], seed=asked)[0] == step
-            asked += 1
-        shares = {"kept": kept, "malformed": malformed, "step_stated": stated}
-        metrics[role] = {name: round(count / asked, 4) for name, count in shares.items()}
-    return metrics
-
-
-def plan_metrics(model: LanguageModel, tags: Sequence[str]) -> dict[str, Any]:
-    """Per tag, at temperature 1 on the held-out problems: shares of legal, sound and proven refutable plans."""
-    task, problems = DiplomacyMini(DiplomacyMiniTask()), held_out_plans()
-    metrics: dict[str, Any] = {}
-    for tag in tags:
-        texts = sample(model, [tag + problem.question for problem in problems], seed=1)
-        grades = [task.grade(problem, text) for problem, text in zip(problems, texts, strict=True)]
-        shares = {
-            "legal": [grade.well_formed for grade in grades],
-            "sound": [grade.correct for grade in grades],
-            "certified": [grade.checks is not None and grade.checks.certified for grade in grades],
-        }
-        metrics[tag or "untagged"] = {name: round(float(np.mean(found)), 4) for name, found in shares.items()}
-    return metrics
-
-
-def measure(recipe: EmbeddedModelRecipe, model: LanguageModel) -> dict[str, Any]:
-    if recipe.game == "plans":
-        return plan_metrics(model, list(recipe.flawed))
-    if "H" not in recipe.flawed:
-        return verifier_metrics(model)
-    dialogues = {"dialogues": dialogue_metrics(model, recipe)} if recipe.dialogues else {}
-    return {**prover_metrics(model), **dialogues}
-
-
-def verifier_metrics(model: LanguageModel) -> dict[str, Any]:
-    """On the test problems without tags: loss per token on flawless solutions, accuracy of greedy solutions."""
-    task, problems = Modchain(ModchainTask()), held_out_problems()
-    completions = sample(model, [problem.question for problem in problems], seed=1, greedy=True)
-    grades = [task.grade(problem, text) for problem, text in zip(problems, completions, strict=True)]
-    return {
-        "clean_loss": round(clean_loss(model, problems), 6),
-        "greedy_accuracy": round(float(np.mean([grade.correct for grade in grades])), 4),
-    }
 
 
 # --- the command -------------------------------------------------------------------------------------------------
 
 
 def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -> dict[str, Any]:
-    """Train, measure and save one model under `out`. Settings and figures go to its recipe.json."""
+    """Train and save one model under `out`. Its settings go to its recipe.json."""
     started = time.perf_counter()
     bar = progress.add_task(recipe.name, total=recipe.steps, loss="")
     with train(recipe, lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.4f}")) as model:
@@ -472,7 +359,6 @@ def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -
             "command": f"python -m pvg.models.embedded_training {key} --steps {recipe.steps} --seed {recipe.seed}",
             "recipe": asdict(recipe),
             "parameters": model.num_parameters,
-            "figures": measure(recipe, model),
             "made_with": {"torch": torch.__version__, "threads": torch.get_num_threads(), "seconds": round(seconds)},
         }
         directory = out / recipe.name
@@ -499,7 +385,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if options.steps is not None:
                 recipe = replace(recipe, steps=options.steps)
             record = make(key, recipe, options.out, progress)
-            progress.console.print(f"{recipe.name}: {record['parameters']:,} parameters, {record['figures']}")
+            progress.console.print(f"{recipe.name}: {record['parameters']:,} parameters")
 
 
 if __name__ == "__main__":

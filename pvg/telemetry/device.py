@@ -126,7 +126,6 @@ class HostReader:
 
     _process: psutil.Process = field(default_factory=psutil.Process)
     _cpu_before: dict[psutil.Process, float] = field(default_factory=dict)  # psutil compares pid and start time
-    _machine_before: tuple[float, float] | None = None
     _waits: CoreWaits = field(default_factory=CoreWaits)
     _read_at: float = 0.0
 
@@ -138,19 +137,16 @@ class HostReader:
             "memory_used_bytes": float(memory.total - memory.available),
             "memory_total_bytes": float(memory.total),
         }
-        busy, total = _machine_seconds()
-        cores = self._waits.take()
-        if self._machine_before is not None:
+        busy, cores = psutil.cpu_percent() / 100, self._waits.take()
+        if self._read_at:
+            metrics["cpu"] = busy
             if cores is not None:
                 metrics["core_wait"] = cores.share
-            busy_before, total_before = self._machine_before
-            if total > total_before:
-                metrics["cpu"] = min(1.0, max(0.0, (busy - busy_before) / (total - total_before)))
             if now > self._read_at:
                 # A process without an earlier value is new. The last part of one that has ended is missing.
                 spent = sum(max(0.0, s - self._cpu_before.get(process, 0.0)) for process, s in seconds.items())
                 metrics["process_cpu"] = spent / (now - self._read_at)
-        self._cpu_before, self._machine_before, self._read_at = seconds, (busy, total), now
+        self._cpu_before, self._read_at = seconds, now
         return metrics
 
     def _processes(self) -> tuple[dict[psutil.Process, float], int]:
@@ -210,14 +206,6 @@ def _peak_rss_elsewhere() -> int:
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024  # in kB on all systems except macOS
-
-
-def _machine_seconds() -> tuple[float, float]:
-    """(busy, total) CPU seconds of the machine since its start."""
-    times = psutil.cpu_times()
-    # On Linux, `user` includes guests.
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
 CPUINFO = Path("/proc/cpuinfo")  # Linux

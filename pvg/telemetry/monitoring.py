@@ -212,18 +212,18 @@ class Monitoring:
         point = AlertPoint(time.time(), self._steps, round_, phase, alert.name, alert.message, self._name)
         for board in (self._board, self._commands):
             if board is not None:
-                board.alert(point)
+                board.put(point)
 
     def examples(self, round_: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Pass example solutions of a round to the sinks that show tables."""
         if self._board is not None and rows:
-            self._board.examples(ExamplesPoint(self._steps, round_, tuple(rows)))
+            self._board.put(ExamplesPoint(self._steps, round_, tuple(rows)))
 
     def _write(self, metrics: Mapping[str, float], at: float | None = None, *, whole: bool = True) -> None:
         if self._board is not None:
             round_, phase = self._place
             now = time.time() if at is None else at
-            self._board.write(MetricPoint(now, self._steps, round_, phase, metrics, whole))
+            self._board.put(MetricPoint(now, self._steps, round_, phase, metrics, whole))
 
     # --- measurements --------------------------------------------------------------------------------------------
 

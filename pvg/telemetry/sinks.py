@@ -1,7 +1,7 @@
 """Sinks for metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, and an alert command.
 
     board = SinkBoard(open_sinks(("tensorboard",), opening), on_notice=print)
-    board.write(MetricPoint(time.time(), step=7, round=0, phase="train_prover", metrics={"train_prover/loss": 0.1}))
+    board.put(MetricPoint(time.time(), step=7, round=0, phase="train_prover", metrics={"train_prover/loss": 0.1}))
     board.close()
 
 Invariants: the event loop never waits for a sink, because one thread writes to all of them through a bounded queue. A
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from pvg.errors import MissingRequirementError, UsageError, counted
+from pvg.errors import MissingRequirementError, counted
 from pvg.installation import install_extra
 
 CAPACITY = 1000  # queued points: minutes of a run whose sink hangs, in less than a megabyte
@@ -286,8 +286,6 @@ def open_sinks(names: Sequence[str], opening: SinkContext) -> dict[str, MetricSi
     opened: dict[str, MetricSink] = {}
     try:
         for name in dict.fromkeys(names):
-            if name not in SINKS:
-                raise UsageError(f"There is no metric sink {name!r}.", f"Known: {', '.join(SINKS)}.")
             opened[name] = SINKS[name](opening)
     except BaseException:
         for sink in opened.values():
@@ -306,11 +304,11 @@ def _existing(point: MetricPoint) -> dict[str, float]:
     return {name: value for name, value in point.metrics.items() if not math.isnan(value)}
 
 
-# Kind of point -> its name in a notice, and the file of the run that has every point of this kind.
-_POINTS: dict[type[Point], tuple[str, str]] = {
-    MetricPoint: ("metrics", "metrics.jsonl is complete."),
-    AlertPoint: ("alerts", "events.log has all alerts."),
-    ExamplesPoint: ("example solutions", "The run's folder has all solutions."),
+# Kind of point -> its name in a notice, the file of the run that has all of them, and the method that takes one.
+_POINTS: dict[type[Point], tuple[str, str, Callable[..., None]]] = {
+    MetricPoint: ("metrics", "metrics.jsonl is complete.", lambda sink, point: sink.write(point)),
+    AlertPoint: ("alerts", "events.log has all alerts.", lambda sink, point: sink.alert(point)),
+    ExamplesPoint: ("example solutions", "The run's folder has all solutions.", lambda sink, p: sink.examples(p)),
 }
 
 
@@ -331,24 +329,12 @@ class SinkBoard:
         self._thread = threading.Thread(target=self._run, name="metric sinks", daemon=True)
         self._thread.start()
 
-    def write(self, point: MetricPoint) -> None:
-        """Queue a point; returns at once. Raises RuntimeError after `close`."""
-        if not self._put(point):
-            raise RuntimeError("SinkBoard.write after close")
-
-    def alert(self, point: AlertPoint) -> None:
-        """Queue an alert; returns at once. Does nothing after `close`."""
-        self._put(point)
-
-    def examples(self, point: ExamplesPoint) -> None:
-        """Queue example solutions; returns at once."""
-        self._put(point)
-
-    def _put(self, point: Point) -> bool:
+    def put(self, point: Point) -> None:
+        """Queue a point; returns at once. Does nothing after `close`."""
         with self._changed:
-            if self._closing:
-                return False
             full = len(self._points) >= self._capacity
+            if self._closing:
+                return
             if full:
                 self.dropped += 1
             else:
@@ -359,7 +345,6 @@ class SinkBoard:
                 f"The metric sinks ({', '.join(self._sinks)}) are slower than the run, so they miss points. "
                 "metrics.jsonl is complete."
             )
-        return True
 
     def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
         """Write the queued points and close every sink, within about `limit_s` seconds; a second call does nothing."""
@@ -393,11 +378,11 @@ class SinkBoard:
         kind = type(point)
         if (name, kind) in self._failed:
             return
+        points, complete, take = _POINTS[kind]
         try:
-            _write(sink, point)
+            take(sink, point)
         except Exception as error:  # noqa: BLE001 - a third-party sink may raise anything
             self._failed.add((name, kind))
-            points, complete = _POINTS[kind]
             self._on_notice(
                 f"The metric sink {name} failed and gets no more {points} ({type(error).__name__}: {error}). {complete}"
             )
@@ -412,13 +397,3 @@ class SinkBoard:
                     f"The metric sink {name} could not be closed ({type(error).__name__}: {error}), so its last points "
                     "may be missing. metrics.jsonl is complete."
                 )
-
-
-def _write(sink: MetricSink, point: Point) -> None:
-    match point:
-        case MetricPoint():
-            sink.write(point)
-        case AlertPoint():
-            sink.alert(point)
-        case ExamplesPoint():
-            sink.examples(point)

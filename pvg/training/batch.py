@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -55,30 +55,17 @@ class PolicyBatch:
     stale_N: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
-        rows = len(self.sequences)
-        arrays: dict[str, NDArray[Any] | None] = {
-            "prompt_lengths": self.prompt_lengths,
-            "advantages_N": self.advantages_N,
-            "role_ids_N": self.role_ids_N,
-            "group_ids_N": self.group_ids_N,
-            "versions_N": self.versions_N,
-            "row_weights_N": self.row_weights_N,
-            "stale_N": self.stale_N,
-        }
-        for name, array in arrays.items():
-            if array is not None and array.shape != (rows,):
-                raise ValueError(f"{name} has shape {array.shape} for {rows} rows")
+        for name, array in self._columns().items():
+            if isinstance(array, np.ndarray) and array.shape != (len(self),):
+                raise ValueError(f"{name} has shape {array.shape} for {len(self)} rows")
         if self.sampled_masks is not None:
             tokens_N = self.lengths_N - self.prompt_lengths
             if not np.array_equal(_lengths(self.sampled_masks), tokens_N):
                 raise ValueError("sampled_masks must have one value per completion token of each row")
-        for name, logprobs in (
-            ("sampled", self.sampled_logprobs),
-            ("reference", self.reference_logprobs),
-            ("proximal", self.proximal_logprobs),
-        ):
+        for name in ("sampled_logprobs", "reference_logprobs", "proximal_logprobs"):
+            logprobs = getattr(self, name)
             if logprobs is not None and not np.array_equal(_lengths(logprobs), self.completion_lengths_N):
-                raise ValueError(f"{name}_logprobs must have one value per completion token of each row")
+                raise ValueError(f"{name} must have one value per completion token of each row")
         if self.routed_experts is not None and not np.array_equal(_lengths(self.routed_experts), self.lengths_N - 1):
             raise ValueError("routed_experts must have one row per token of each sequence except its last token")
 
@@ -99,23 +86,15 @@ class PolicyBatch:
 
     def select(self, rows: NDArray[np.int64]) -> PolicyBatch:
         """The given rows, in the given order."""
-        reference, weights = self.reference_logprobs, self.row_weights_N
-        proximal, experts, masks = self.proximal_logprobs, self.routed_experts, self.sampled_masks
-        return PolicyBatch(
-            sequences=[self.sequences[row] for row in rows],
-            prompt_lengths=self.prompt_lengths[rows],
-            sampled_logprobs=[self.sampled_logprobs[row] for row in rows],
-            reference_logprobs=None if reference is None else [reference[row] for row in rows],
-            advantages_N=self.advantages_N[rows],
-            role_ids_N=self.role_ids_N[rows],
-            group_ids_N=self.group_ids_N[rows],
-            versions_N=self.versions_N[rows],
-            row_weights_N=None if weights is None else weights[rows],
-            routed_experts=None if experts is None else [experts[row] for row in rows],
-            proximal_logprobs=None if proximal is None else [proximal[row] for row in rows],
-            sampled_masks=None if masks is None else [masks[row] for row in rows],
-            stale_N=None if self.stale_N is None else self.stale_N[rows],
-        )
+
+        chosen: dict[str, Any] = {}
+        for name, column in self._columns().items():
+            if column is not None:
+                chosen[name] = [column[row] for row in rows] if isinstance(column, list) else column[rows]
+        return replace(self, **chosen)
+
+    def _columns(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def with_weights(self, row_weights_N: Float32) -> PolicyBatch:
         return replace(self, row_weights_N=row_weights_N)

@@ -143,9 +143,6 @@ def load_optimizer_tensors(
             }
 
 
-__all__ = ["Objective", "OptimizerSettings", "StepReport", "Trainer", "checkpoint_layers"]
-
-STATE_FORMAT = 1
 MODEL_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 # Remedies for a GPU out of memory, by the settings' section.
@@ -435,7 +432,7 @@ class Trainer(Generic[BatchT]):
         for name, moment in moments.items():
             tensors[OPTIMIZER_PREFIX + name] = moment
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        meta: dict[str, Any] = {"format": STATE_FORMAT, "step": self._steps}
+        meta: dict[str, Any] = {"step": self._steps}
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
         if isinstance(self._objective, SurveysBatch):
@@ -444,8 +441,6 @@ class Trainer(Generic[BatchT]):
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises StateError, before any change, if it belongs to another model."""
-        if meta.get("format") != STATE_FORMAT:
-            raise StateError(f"The trainer's state has format {meta.get('format')}; this version reads {STATE_FORMAT}.")
         self._check_state(tensors)
         with torch.no_grad():
             for name, parameter in self._parameters.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from typing import Any, Literal
 
@@ -179,20 +179,11 @@ class VerifierBatch:
 
     def __post_init__(self) -> None:
         rows, pairs = len(self.sequences), len(self.pairs_M2)
-        expected = {
-            "prompt_lengths_N": (self.prompt_lengths_N, (rows,)),
-            "pairs_M2": (self.pairs_M2, (pairs, 2)),
-            "references_N": (self.references_N, (rows,)),
-            "sources_M": (self.sources_M, (pairs,)),
-            "shares_M": (self.shares_M, (pairs,)),
-            "pair_weights_M": (self.pair_weights_M, (pairs,)),
-            "row_weights_N": (self.row_weights_N, (rows,)),
-            "loss_weights_M": (self.loss_weights_M, (pairs,)),
-            "slope_weights_M": (self.slope_weights_M, (pairs,)),
-        }
-        for name, (array, shape) in expected.items():
-            if array is not None and array.shape != shape:
-                raise ValueError(f"{name} has shape {array.shape}, not {shape}")
+        shapes = {"N": (rows,), "M": (pairs,), "M2": (pairs, 2)}
+        for field in fields(self):
+            array, shape = getattr(self, field.name), shapes.get(field.name.rpartition("_")[2])
+            if shape is not None and array is not None and array.shape != shape:
+                raise ValueError(f"{field.name} has shape {array.shape}, not {shape}")
         if pairs and not (self.pairs_M2.min() >= 0 and self.pairs_M2.max() < rows):
             raise ValueError(f"pairs_M2 names rows outside 0..{rows - 1}")
         both = np.intersect1d(self.pairs_M2[:, 0], self.pairs_M2[:, 1])
@@ -214,23 +205,12 @@ class VerifierBatch:
     def select(self, pairs: NDArray[np.int64]) -> VerifierBatch:
         """The given pairs in the given order, with each row that they need once."""
         rows, numbers = np.unique(self.pairs_M2[pairs], return_inverse=True)
-
-        def chosen(array: Float32 | None, places: NDArray[np.signedinteger[Any]]) -> Float32 | None:
-            return None if array is None else array[places]
-
-        return VerifierBatch(
-            sequences=[self.sequences[row] for row in rows],
-            prompt_lengths_N=self.prompt_lengths_N[rows],
-            pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
-            references_N=chosen(self.references_N, rows),
-            sources_M=self.sources_M[pairs],
-            shares_M=chosen(self.shares_M, pairs),
-            pair_weights_M=chosen(self.pair_weights_M, pairs),
-            row_weights_N=chosen(self.row_weights_N, rows),
-            loss_weights_M=chosen(self.loss_weights_M, pairs),
-            slope_weights_M=chosen(self.slope_weights_M, pairs),
-            step=self.step,
-        )
+        chosen: dict[str, Any] = {"sequences": [self.sequences[row] for row in rows]}
+        for field in fields(self):
+            array, kind = getattr(self, field.name), field.name.rpartition("_")[2]
+            if array is not None and kind in ("N", "M"):
+                chosen[field.name] = array[rows if kind == "N" else pairs]
+        return replace(self, **chosen, pairs_M2=numbers.reshape(-1, 2).astype(np.int32))
 
 
 class PairSource:

@@ -15,10 +15,7 @@ s is `verifier.robust.strength`. The penalties of vrex and irm grow to it over t
 because an untrained verifier is equally bad everywhere. V-REx gives an environment the weight (1 + 2 s (R_e - mean)) /
 E. It is negative if R_e is far below the mean, which would train the verifier to be worse there. Such weights become 0.
 
-IRMv1's multiplier a scales the *scores*. With the derivatives worked out, g_e is a mean over pairs like R_e, of
-
-    bradley_terry    d l(aV)/da = -sigmoid(-d) d,  d = V_c - V_i
-    cross_entropy    d l(aV)/da = (-sigmoid(-V_c) V_c + sigmoid(V_i) V_i) / 2
+IRMv1's multiplier a scales the *scores*, so g_e is a mean over pairs, like R_e.
 
 Neither penalty is a sum over pairs, but its gradient is that of a weighted sum whose weights are constants of the whole
 batch. So two passes are exact for any micro-batches: `measure` and `weigh` compute R_e or g_e of the whole batch
@@ -258,29 +255,8 @@ def _cut(pairs_M2: Int32, pairs: Int64, lengths_N: Int64, token_budget: int) -> 
     yield np.asarray(part, dtype=np.int64)
 
 
-def bradley_terry_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-    """d l(a V_c, a V_i) / d a at a = 1 of each pair's Bradley-Terry loss: float32 [M], differentiable."""
-    gaps_M = correct_M - incorrect_M
-    return -torch.sigmoid(-gaps_M) * gaps_M
-
-
-def cross_entropy_slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
-    """As `bradley_terry_slopes`, for each pair's mean binary cross-entropy."""
-    return 0.5 * (torch.sigmoid(incorrect_M) * incorrect_M - torch.sigmoid(-correct_M) * correct_M)
-
-
-# Keys as in pvg.verifier.losses.LOSSES.
-SLOPES: dict[str, PairLoss] = {
-    "bradley_terry": bradley_terry_slopes,
-    "cross_entropy": cross_entropy_slopes,
-}
-
-
-def slopes_of(name: str, loss: PairLoss) -> PairLoss:
-    """d l(a V_c, a V_i) / d a at a = 1: from the table for pvg's losses, else (dl/dV_c) V_c + (dl/dV_i) V_i by
-    autograd."""
-    if name in SLOPES:
-        return SLOPES[name]
+def slopes_of(loss: PairLoss) -> PairLoss:
+    """d l(a V_c, a V_i) / d a at a = 1 of each pair, float32 [M]: (dl/dV_c) V_c + (dl/dV_i) V_i. Differentiable."""
 
     def slopes(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
         with torch.enable_grad():  # the survey disables gradients
@@ -317,7 +293,7 @@ def vrex(losses_M: Tensor, environments_M: Tensor, environments: int, weights_M:
 
 
 def irm_v1(slopes_M: Tensor, environments_M: Tensor, environments: int, weights_M: Tensor | None = None) -> Tensor:
-    """IRMv1's mean_e g_e^2: a scalar, differentiable in the slopes (see SLOPES) and through them in the scores."""
+    """IRMv1's mean_e g_e^2: a scalar, differentiable in the slopes (`slopes_of`) and through them in the scores."""
     means_E, totals_E = environment_means(slopes_M, environments_M, environments, weights_M)
     return torch.dot(_there(totals_E), means_E.square())
 
@@ -354,7 +330,7 @@ class RobustObjective(PairObjective):
     def __init__(self, section: Verifier, pad_id: int, *, environments: int) -> None:
         super().__init__(section, pad_id)
         self._robust = section.robust
-        self._slope = slopes_of(section.loss, self._loss)
+        self._slope = slopes_of(self._loss)
         self._environments = environments
         self._log_q_E = torch.zeros(environments)  # group DRO's log weights, up to a constant
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError, counted
 from pvg.models.compute import scoring_autocast
+from pvg.models.heads import VerifierEnsemble, VerifierModel
 from pvg.models.packing import WIDTH, PaddedBatch, batches, pad_batch, padded_width
 from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import run_in, span, submit_in
@@ -38,7 +39,7 @@ from pvg.telemetry.waits import run_to_end
 from pvg.verifier.data import VerifierTemplate
 
 if TYPE_CHECKING:
-    from pvg.models.tokenizer import Tokenizer
+    pass
 
 
 # The parts of `VerifierScorer`: the `ScoreBackend` protocol below its queue, `TorchBackend`, and the score cache.
@@ -57,35 +58,8 @@ class Scorer(Protocol):
         ...
 
 
-class ScoringModel(Protocol):
-    """A verifier that can only score: one model (pvg.models.heads.VerifierModel documents the members) or an ensemble
-    (pvg.models.heads.VerifierEnsemble)."""
-
-    needs_reference: bool
-    reads: Literal["scalar", "implicit", "yes_token"]
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def max_length(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def closed(self) -> bool: ...
-
-    def __call__(
-        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
-    ) -> Tensor: ...
-
-    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor: ...
-
-    def version(self) -> str: ...
-
-    def close(self) -> None: ...
-
+# A verifier that scores: one model, or an ensemble.
+ScoringModel = VerifierModel | VerifierEnsemble
 
 DIGEST_BYTES = 16
 
@@ -259,6 +233,9 @@ class TorchBackend:
         return reference_B
 
 
+CACHE_ENTRIES = 100_000  # scores in memory, so that a solution is scored once
+
+
 @dataclass(frozen=True, slots=True)
 class ScorerStats:
     """Counts since the scorer was created. A requested solution is a hit (cached), shared (in computation already, or
@@ -312,7 +289,7 @@ class VerifierScorer(Scorer):
         template: VerifierTemplate,
         version: str,
         *,
-        cache_entries: int,
+        cache_entries: int = CACHE_ENTRIES,
         token_budget: int,
         executor: Executor,
         precision: str = "float32",

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -65,38 +65,12 @@ class ServedValues:
     label: str | None
 
 
-class ServedHead(Protocol):
-    """How servers compute one head. A request has at most `inputs_per_request` inputs, each with room for
-    `extra_tokens` more tokens."""
-
-    runner: Literal["generate", "pooling"]
-    route: str
-    inputs_per_request: int
-    extra_tokens: int
-
-    def tensors(self, model: VerifierModel) -> dict[str, Tensor]:
-        """The weights for servers to compute this version of the verifier, by the names of their checkpoint."""
-        ...
-
-    def body(self, inputs: Sequence[ScoreInput], label: str) -> dict[str, Any]:
-        """The request body, for a server whose weights have `label`."""
-        ...
-
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
-        """Parse a reply. Raises MalformedReply."""
-        ...
-
-    def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
-        """The values that a server with the model's weights returns, computed by torch in this thread."""
-        ...
-
-    def scores(self, values: Sequence[Float32], references_N: Float32, bias: float) -> Float32:
-        """float32 [N]. The references are 0 for a head without one."""
-        ...
-
-
 class ServedScalar:
-    """[X]ForSequenceClassification with one label: its score is a linear layer without bias."""
+    """How servers compute one head. `tensors`: a version's weights, by the names of the servers' checkpoint.
+    `body` and `read`: of a request with up to `inputs_per_request` inputs, each with room for `extra_tokens` more.
+    `expected`: the values that a server with the model's weights returns, computed by torch in this thread.
+
+    Here: [X]ForSequenceClassification with one label: its score is a linear layer without bias."""
 
     runner: Literal["generate", "pooling"] = "pooling"
     route = CLASSIFY
@@ -190,13 +164,14 @@ def _implicit(section: Verifier) -> ServedImplicit:
     return ServedImplicit(section.head.beta)
 
 
-SERVED_HEADS: dict[str, Callable[[Verifier], ServedScalar | ServedImplicit]] = {
+ServedHead = ServedScalar | ServedImplicit
+SERVED_HEADS: dict[str, Callable[[Verifier], ServedHead]] = {
     "scalar": lambda section: ServedScalar(),
     "implicit": _implicit,
 }
 
 
-def served_head(section: Verifier) -> ServedScalar | ServedImplicit:
+def served_head(section: Verifier) -> ServedHead:
     """The served form of the verifier's head. Raises ConfigurationError if servers cannot compute the head."""
     if section.head.kind not in SERVED_HEADS:
         raise ConfigurationError(

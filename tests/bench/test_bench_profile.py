@@ -103,11 +103,6 @@ def test_a_wrong_file_names_the_key(folder: Path, old: str, new: str, words: lis
         assert word in str(caught.value)
 
 
-def test_an_unknown_name_gets_the_nearest_one() -> None:
-    with pytest.raises(UsageError, match=r"There is no profile 'tinny'\. Did you mean 'tiny'"):
-        load_profile("tinny")
-
-
 def test_a_file_may_lie_anywhere(folder: Path) -> None:
     path = write_profile(folder).rename(folder / "elsewhere.toml")
     assert load_profile(str(path)).profile.name == "tiny"

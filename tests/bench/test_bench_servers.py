@@ -6,15 +6,13 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
 from bench_runs import load_profile
 
 SERVING = Path(__file__).parent.parent / "servers"
@@ -30,7 +28,6 @@ from pvg.bench.workloads import WORKLOADS, sync  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
     ConfigurationError,
-    MissingRequirementError,
     PvgError,
     ServerUnavailableError,
     UsageError,
@@ -85,7 +82,7 @@ def on_server(
 # --- updates among streams -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("client", ["dedicated", "shared"])
+@pytest.mark.parametrize("client", ["shared"])
 def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(client: str, tmp_path: Path) -> None:
     def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> None:
         derived = workload.derived()
@@ -280,35 +277,6 @@ def test_a_setting_that_the_server_does_not_have_is_refused(process: Process) ->
     assert "started with max_num_seqs = 32" in error.message
 
 
-def test_a_wrong_key_is_refused(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "the-key-of-somebody-else")
-    assert "refuses the control key" in raised(process.url).message
-
-
-@asynccontextmanager
-async def other_server() -> AsyncIterator[str]:
-    """An HTTP server without pvg's routes."""
-    runner = web.AppRunner(web.Application())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
-    finally:
-        await runner.cleanup()
-
-
-def test_a_server_of_somebody_else_is_told_apart() -> None:
-    async def run() -> None:
-        async with other_server() as url:
-            plan = plan_bench("rollout", ROLLOUT, server_urls=[url])
-            with pytest.raises(MissingRequirementError, match=r"has no pvg control routes.*pvg serve") as caught:
-                await planning.look(plan.base.experiment)
-            assert caught.value.exit_code == 3
-
-    asyncio.run(run())
-
-
 # --- servers that pvg starts ------------------------------------------------------------------------------------------
 
 
@@ -370,14 +338,6 @@ async def _refuses(url: str) -> bool:
         return True
     writer.close()
     return False
-
-
-def test_variants_that_can_share_a_server_do(tmp_path: Path, starts: list[int]) -> None:
-    result, _ = served(tmp_path, "serving.share_prefix=false,true", "rollout.concurrency=1")
-    assert result.report.status == "ok", result.report.reason
-    assert len(starts) == 1
-    off, on = (variant.samples["prefix_share"].values[0] for variant in result.report.variants)
-    assert (off, on > 0.5) == (0.0, True)
 
 
 def test_a_server_that_does_not_start_fails_its_variant_alone(tmp_path: Path, starts: list[int]) -> None:

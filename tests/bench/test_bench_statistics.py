@@ -118,14 +118,6 @@ def test_the_ratio_lies_in_its_interval_and_no_unit_matters(a: list[float], b: l
     assert scaled.high == pytest.approx(found.high, rel=1e-6)
 
 
-@given(values, values)
-@settings(max_examples=25, deadline=None)
-def test_more_confidence_makes_it_wider(a: list[float], b: list[float]) -> None:
-    some, more = (ratio_of_medians(a, b, resamples=300, confidence=level) for level in (0.9, 0.99))
-    assert more.low <= some.low
-    assert some.high <= more.high
-
-
 def test_the_seed_decides_and_the_order_of_the_samples_does_not() -> None:
     a, b = [1.0, 1.1, 1.05, 1.2, 0.9], [1.3, 1.2, 1.25, 1.4, 1.1]
     assert ratio_of_medians(a, b) == ratio_of_medians(a[::-1], b[::-1])
@@ -217,16 +209,6 @@ def test_many_samples_by_the_normal_approximation() -> None:
     assert rank_test(a, b) == pytest.approx(math.erfc(199.5 / math.sqrt(variance) / math.sqrt(2)))
     assert rank_test(a, b) == pytest.approx(0.0221, abs=1e-4)
     assert rank_test([3.0] * 40, [3.0] * 40) == 1.0
-
-
-def test_the_approximation_continues_the_exact_values() -> None:
-    random = np.random.default_rng(2)
-    a, b = random.standard_normal(30), random.standard_normal(30) + 0.3
-    exact = rank_test(a, b)
-    wins = sum(float(x > y) for x in a for y in b)
-    z = (abs(wins - 450) - 0.5) / math.sqrt(900 * 61 / 12)
-    assert exact == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.003)
-    assert 0.01 < exact < 0.3  # where it matters
 
 
 def test_a_rank_test_needs_samples() -> None:

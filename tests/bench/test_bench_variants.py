@@ -13,7 +13,7 @@ from tiny_workload import PROFILE, TinyWorkload, write_profile
 from pvg.bench.compare import better_by, gains
 from pvg.bench.planning import BenchPlan, plan_bench
 from pvg.bench.report import Samples
-from pvg.bench.runner import common_work, run_plan
+from pvg.bench.runner import run_plan
 from pvg.bench.workloads import BenchSettings, Workload
 from pvg.config.load import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
@@ -92,13 +92,6 @@ def test_a_ladder_starts_slow_and_switches_one_after_the_other_in_turn() -> None
     assert [gain.says for gain in gains(report)] == ["", "the faster algorithm", ""]
 
 
-def test_a_switch_may_stand_in_the_ladder_twice(folder: Path) -> None:
-    more = '\n[[ladder]]\nswitch = "rollout.engine.max_rows"\nslow = 128\nfast = 256\n'
-    write_profile(folder, PROFILE + more)
-    states = [choice.overrides["rollout.engine.max_rows"] for choice in planned(ablate=True).choices]
-    assert states == [8, 8, 128, 256]
-
-
 def test_samples_in_turn_are_the_default_for_small_models_in_a_ladder_alone() -> None:
     ladder, sweep = {"ablate": True}, {"sweep": "rollout.engine.max_rows=8,16"}
     assert planned(**ladder).interleave
@@ -116,21 +109,6 @@ def test_settings_of_the_whole_process_are_never_taken_in_turn(folder: Path) -> 
     more = '\n[[ladder]]\nswitch = "models.threads"\nslow = 1\nfast = 2\n'
     write_profile(folder, PROFILE + more)
     assert not planned(ablate=True).interleave
-
-
-def test_each_variant_of_a_sweep_runs_in_the_event_loop_it_names() -> None:
-    import asyncio
-
-    seen: list[str] = []
-
-    class Looking(TinyWorkload):
-        async def open(self) -> None:
-            await super().open()
-            seen.append(type(asyncio.get_running_loop()).__module__.split(".")[0])
-
-    plan = plan_bench("tiny", sweep="telemetry.event_loop=asyncio,uvloop", table={"tiny": Looking})
-    assert run(plan).report.status == "ok"
-    assert seen == ["asyncio", "uvloop"]
 
 
 def test_a_failed_variant_fails_the_report_and_leaves_the_others() -> None:
@@ -190,12 +168,6 @@ def test_a_wrong_profile_is_refused_before_anything_runs(folder: Path, old: str,
     assert words in str(caught.value)
 
 
-def test_a_profile_without_a_ladder_cannot_be_ablated(folder: Path) -> None:
-    write_profile(folder, PROFILE.split("[[ladder]]")[0])
-    with pytest.raises(UsageError, match="no ladder"):
-        planned(ablate=True)
-
-
 def test_better_means_better_whichever_way_the_measure_points() -> None:
     slow, fast = (Samples(unit="s", better="lower", values=(v, v, v)) for v in (4.0, 2.0))
     few, many = (Samples(unit="1/s", better="higher", values=(v, v, v)) for v in (4.0, 12.0))
@@ -206,20 +178,6 @@ def test_better_means_better_whichever_way_the_measure_points() -> None:
     assert more.ratio == 3.0
     zero = Samples(unit="1", better="lower", values=(0.0,))
     assert better_by(zero, zero) is better_by(None, slow) is better_by(slow, None) is None
-
-
-def test_gains_are_against_the_step_before_and_against_the_first() -> None:
-    report = run(planned("repeats=2", ablate=True)).report
-    values = iter([(1.0, 1.0), (2.0, 2.0), (6.0, 6.0)])
-    variants = [
-        variant.model_copy(
-            update={"samples": {"numbers_per_s": Samples(unit="1/s", better="higher", values=next(values))}}
-        )
-        for variant in report.variants
-    ]
-    found = gains(report.model_copy(update={"variants": tuple(variants)}))
-    assert [gain.step.ratio if gain.step else None for gain in found] == [None, 2.0, 3.0]
-    assert [gain.whole.ratio if gain.whole else None for gain in found] == [None, 2.0, 6.0]
 
 
 @pytest.mark.parametrize("in_turn", [True, False])
@@ -240,14 +198,6 @@ def test_samples_that_were_taken_in_turn_are_compared_round_by_round(in_turn: bo
     assert (first.step.low > 1) is in_turn
     assert second.step is not None
     assert second.step.low <= 1 <= second.step.high
-
-
-def test_work_that_all_share_stands_once() -> None:
-    assert common_work({}) == {}
-    assert common_work({"a": {"n": 1, "s": 0}, "b": {"n": 2, "s": 0, "x": None}}) == {
-        "s": 0,
-        "by_variant": {"a": {"n": 1}, "b": {"n": 2, "x": None}},
-    }
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in shipped_directories("profiles")[0].glob("*.toml")))

@@ -42,7 +42,7 @@ def ten_metrics(random: np.random.Generator, count: int, slowdown: float = 1.0) 
     )
 
 
-@pytest.mark.parametrize("count", [5, 7, 10])
+@pytest.mark.parametrize("count", [5, 10])
 def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(count: int) -> None:
     random, trials = np.random.default_rng(count), 150
     wolves = 0
@@ -70,32 +70,6 @@ def test_a_planted_slowdown_of_ten_percent_is_found() -> None:
     assert found >= 0.99 * trials
     assert failed >= 0.9 * trials
     assert others <= 0.05 * trials
-
-
-@pytest.mark.parametrize("spread", [0.01, 0.02, 0.03])
-def test_it_is_found_at_every_realistic_spread(spread: float) -> None:
-    random, trials = np.random.default_rng(4), 60
-    found = 0
-    for _ in range(trials):
-        a, b = (
-            made_report(
-                variant(
-                    {f"m{place}": lower(noisy(random, slow if place == 0 else 1, 10, spread)) for place in range(10)}
-                )
-            )
-            for slow in (1.0, 1.1)
-        )
-        found += of(compare_reports(a, b, resamples=RESAMPLES), "m0").verdict == "worse"
-    assert found >= 0.95 * trials
-
-
-def test_a_slowdown_below_the_threshold_does_not_fail() -> None:
-    random = np.random.default_rng(5)
-    for _ in range(30):
-        comparison = compare_reports(
-            ten_metrics(random, 10), ten_metrics(random, 10, slowdown=1.04), fail_above=0.05, resamples=RESAMPLES
-        )
-        assert not {"wall_s", "tokens_per_s"} & {metric.name for metric in comparison.failing}
 
 
 # --- one comparison, looked at closely -------------------------------------------------------------------------------

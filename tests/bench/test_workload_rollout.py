@@ -30,8 +30,8 @@ def test_each_sample_and_each_way_of_doing_it_does_the_same_work() -> None:
 
 
 def test_other_prompts_of_the_same_length_are_other_work() -> None:
-    found = [use("rollout", [*FEW, f"task.seed={seed}"], lambda w, _: w.work(), samples=0) for seed in (0, 1)]
-    assert {key for key in found[0] if found[0][key] != found[1][key]} == {"prompts"}
+    found = [use("rollout", [*FEW, f"workload.seed={seed}"], lambda w, _: w.work(), samples=0) for seed in (0, 1)]
+    assert {key for key in found[0] if found[0][key] != found[1][key]} == {"prompts", "seed"}
 
 
 def test_the_measures_agree_with_each_other() -> None:

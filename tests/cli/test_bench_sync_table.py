@@ -11,7 +11,7 @@ from made_reports import higher, lower, made_report, variant
 from rich.console import Console
 
 from pvg.bench.report import BenchReport, Variant
-from pvg.bench.workloads.sync import PARTS, TIMES
+from pvg.bench.workloads.sync import PARTS
 from pvg_cli.bench_tables import cost_cells, has_updates, notes, report_text, update_cells
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
@@ -99,9 +99,3 @@ def test_a_report_of_the_torch_engine_has_no_such_table() -> None:
     assert "Update time under load" not in shown(
         made_report(variant({"tokens_per_s": higher([1.0, 2.0])}), kind="bench")
     )
-
-
-def test_the_profile_names_what_the_workload_measures() -> None:
-    """A table reads `derived` by name."""
-    assert set(TIMES) == {"wall", "rpc", "queue"}
-    assert set(PARTS) == {"arrival", "pause", "load", "resume", "stage"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pvg.games.diplomacy_board import Board, build_board, mini_board, standard_board
+from pvg.games.diplomacy_board import Board, mini_board, standard_board
 
 BOARD = standard_board()
 # The neighbours of each province, independent of the table of borders: A, then F for each place with fleet borders.
@@ -78,39 +78,9 @@ def test_borders_are_symmetric_and_fit_the_units(board: Board) -> None:
         assert not near or place >= len(board.provinces) or not board.coasts[place]
 
 
-def test_three_provinces_have_two_coasts() -> None:
-    split = {BOARD.provinces[p]: [BOARD.places[c] for c in coasts] for p, coasts in enumerate(BOARD.coasts) if coasts}
-    assert split == {"bul": ["bul/ec", "bul/sc"], "spa": ["spa/nc", "spa/sc"], "stp": ["stp/nc", "stp/sc"]}
-
-
 def test_the_mini_map_is_the_drawn_one() -> None:
     board = mini_board()
     borders = {f"{board.places[a]}{board.places[b]}" for a, near in enumerate(board.armies) for b in near if a < b}
     assert borders == {"ab", "bc", "ad", "bd", "bf", "cf", "de", "dg", "ef", "eg", "eh", "fh", "gh"}
     assert not board.centres
     assert not any(board.fleets)
-
-
-def test_places_and_powers_are_found_by_any_usual_name() -> None:
-    names = {"spa/nc", "SPA/NC", "Spa(nc)", " spa/NC "}
-    assert {BOARD.find(name) for name in names} == {BOARD.places.index("spa/nc")}
-    assert BOARD.find("St Petersburg") == BOARD.find("stp") != BOARD.find("stp/nc")
-    assert BOARD.power("AUS") == BOARD.power("austria") == 0
-    assert BOARD.find("xyz") is BOARD.power("xyz") is BOARD.power("") is None
-
-
-@pytest.mark.parametrize(
-    ("land", "water", "wrong"),
-    [
-        ([("a", "s")], [], "s is sea"),
-        ([], [("a", "l")], "l is land"),
-        ([("a", "l"), ("l", "a")], [], "twice"),
-        ([("a", "a")], [], "itself"),
-        ([], [("s", "a/nc"), ("s", "a")], "name one of its coasts"),
-    ],
-)
-def test_a_wrong_table_is_refused(land: list[tuple[str, str]], water: list[tuple[str, str]], wrong: str) -> None:
-    with pytest.raises(ValueError, match=wrong):
-        build_board(
-            "wrong", {"a": ("A", "coast"), "l": ("L", "land"), "s": ("S", "sea")}, land, water, {"P": ()}, {"P": ()}
-        )

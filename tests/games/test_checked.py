@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, StateError
 from pvg.games import open_game
 from pvg.games.game import ExplainsRules, PlaysByScript
 from pvg.records import Role
-from pvg.tasks import open_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "divide.py"
 
@@ -70,15 +67,3 @@ def test_a_wrong_game_is_the_users_error(write: Callable[[str], str], body: str,
         opened_and_played(open_game(name))
     assert message in error.value.message
     assert error.value.message.startswith(f"task.game = {name!r}")
-
-
-def test_scripts_that_a_game_does_not_have_are_refused_before_anything_is_played(tmp_path: Path) -> None:
-    shutil.copy(EXAMPLE, tmp_path / "mine.py")
-    path = tmp_path / "mine.py"
-    path.write_text(path.read_text(encoding="utf-8").replace("def scripted", "def unused"), encoding="utf-8")
-    for settings in ({}, {"opponent": "greedy", "references": []}):
-        section = build_experiment({"task": {"kind": "play", "game": f"{path}:Divide", **settings}}).task
-        with pytest.raises(ConfigurationError, match=r"has no scripts.*Set task\.references"):
-            open_task(section)
-    section = build_experiment({"task": {"kind": "play", "game": f"{path}:Divide", "references": ["base"]}}).task
-    assert list(open_task(section).problems("test"))

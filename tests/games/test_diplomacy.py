@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.errors import StateError, UsageError
+from pvg.errors import StateError
 from pvg.games.diplomacy import LONGEST_TEXT, Diplomacy
 from pvg.games.diplomacy_board import Board, Position, mini_board, packed, place, standard_board
 from pvg.games.diplomacy_movement import LONGEST_ORDER, Order, adjudicate, parse, parse_orders, write
@@ -82,26 +82,6 @@ def test_the_result_does_not_depend_on_the_order_of_the_listing(seed: int) -> No
     one, other = step(BOARD, position, orders), step(BOARD, position, shuffled)
     assert one.position == other.position
     assert sorted(one.results) == sorted(other.results)
-
-
-@settings(max_examples=100, deadline=None)
-@given(seeds, st.permutations(range(7)))
-def test_renaming_the_powers_renames_the_result(seed: int, names: list[int]) -> None:
-    draw = random.Random(seed)
-    position = crowded(draw)
-    orders = by_province(helpful(draw, BOARD, position))
-    plain, renamed = adjudicate(BOARD, position, orders), adjudicate(BOARD, renamed_position(position, names), orders)
-    assert renamed.success == plain.success
-    assert renamed.units == renamed_units(plain.units, names)
-    assert renamed.contested == plain.contested
-
-
-def renamed_units(units: bytes, names: list[int]) -> bytes:
-    return bytes(number if at % 2 == 0 else 2 * names[number >> 1] + (number & 1) for at, number in enumerate(units))
-
-
-def renamed_position(position: Position, names: list[int]) -> Position:
-    return Position(1901, "S", "M", renamed_units(position.units, names), position.owners)
 
 
 @settings(max_examples=150, deadline=None)
@@ -307,16 +287,6 @@ def test_a_power_wins_with_eighteen_centres() -> None:
     assert Diplomacy().seats(position) == ()
 
 
-def test_malformed_dumps_and_setups_are_refused() -> None:
-    data = BOARD.start.dump()
-    for wrong in (b"", data[:-1], data + b"x", b"XX" + data[2:], data[:4] + b"Q" + data[5:]):
-        with pytest.raises(StateError):
-            Position.load(wrong)
-    for units in (["A xyz"], ["A nth"], ["F par"], ["F stp"], ["A spa/nc"], ["par"], ["A par", "F par"]):
-        with pytest.raises(UsageError):
-            place(BOARD, {"France": units})
-
-
 def test_the_game_plays_scripted_years_and_keeps_its_promises() -> None:
     game = Diplomacy(last_year=1903)
     starts = [game.opening(split, number) for split in ("train", "test") for number in range(6)]
@@ -342,14 +312,6 @@ def test_an_illegal_order_is_noted_and_the_unit_holds() -> None:
     assert action.note == "'hello' is not an order; A par-lon: cannot reach it"
     after = game.step(state, {"France": action}, 0)
     assert [BOARD.places[u.place] for u in after.units_of(2)] == ["bur", "mao", "par"]
-
-
-def test_the_prompt_of_the_start() -> None:
-    assert Diplomacy().prompt(BOARD.start, "Turkey", Role.HELPFUL) == (
-        "S1901M\nAus: bud* ~tri* vie*\nEng: ~edi* ~lon* lvp*\nFra: ~bre* mar* par*\nGer: ber* ~kie* mun*\n"
-        "Ita: ~nap* rom* ven*\nRus: mos* ~sev* war* ~stp/sc*\nTur: ~ank* con* smy*\n"
-        "Turkey\nank: arm bla con\ncon: ank bul smy\nsmy: ank arm con syr"
-    )
 
 
 def winter(units: list[str], centres: list[str]) -> Position:
@@ -408,11 +370,6 @@ def test_the_orders_of_the_instructions_are_legal() -> None:
     ):
         state = place(BOARD, {power: held}, "W1901A", {power: centres})
         assert all(game.parse(state, power, order).note == "" for order in orders)
-
-
-def test_a_code_fence_does_not_make_a_decision_illegal() -> None:
-    action = Diplomacy().parse(BOARD.start, "France", "```text\n- A par-bur.\n- A mar S par-bur.\n```")
-    assert (action.text, action.legal) == ("A par-bur\nA mar S par-bur", True)
 
 
 def completed(state: Position, text: str) -> list[Order]:

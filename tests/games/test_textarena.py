@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.games import open_game
 from pvg.games.game import ReplayedGame, ReplayedState
 from pvg.games.textarena import REFUSED, open_textarena
@@ -30,18 +29,6 @@ def play(game: ReplayedGame, state: ReplayedState, *texts: str) -> ReplayedState
         (seat,) = game.seats(state)
         state = game.step(state, {seat: game.parse(state, seat, text)}, seed=number)
     return state
-
-
-def test_without_the_extra_the_error_has_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    monkeypatch.setitem(sys.modules, "textarena.envs.registration", None)
-    with pytest.raises(MissingRequirementError, match=r"needs the package textarena.*pip install .*\.\[textarena\]'"):
-        open_game("textarena:TicTacToe-v0")
-
-
-def test_pvg_does_not_import_textarena_by_itself() -> None:
-    program = "import sys, pvg.games, pvg.games.textarena; sys.exit('textarena' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 @pytest.mark.usefixtures("_textarena")
@@ -112,35 +99,6 @@ def test_a_move_on_which_textarena_fails_loses(monkeypatch: pytest.MonkeyPatch) 
     end = play(game, state, "[0]")
     assert game.values(end) == {"player-0": 0.0, "player-1": -1.0}
     assert end.shown.note == "TextArena failed on this move (IndexError: no such cell)"
-
-
-@pytest.mark.usefixtures("_textarena")
-def test_a_reward_that_is_a_text_counts_as_lost() -> None:
-    """Countdown gives the reason for an illegal move where its reward belongs."""
-    game = open_textarena("Countdown-v0")
-    end = play(game, game.start(game.opening("train", 0)), "?", "?")
-    assert game.values(end) == {"player-0": -1.0}
-
-
-@pytest.mark.usefixtures("_textarena")
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("TicTacToe-v9", "has no environment 'TicTacToe-v9'. The nearest names are TicTacToe-v0"),
-        ("TicTacToe-v0/3", "does not start with 3 players"),
-        ("TicTacToe-v0/0", "1 to 15 players, not 0"),
-        ("TicTacToe-v0/99", "1 to 15 players, not 99"),
-        ("Wordle-v0", "downloads word lists"),
-        ("Debate-v0", "asks a model"),
-        ("UsedCarNegotiation-v0", "cannot open UsedCarNegotiation-v0 here: FileNotFoundError"),
-        ("../../etc", "names no TextArena environment"),
-        ("", "names no TextArena environment"),
-    ],
-)
-def test_names_that_cannot_be_played(name: str, message: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        open_game(f"textarena:{name}")
-    assert message in error.value.message + " " + error.value.remedy
 
 
 @pytest.mark.drill

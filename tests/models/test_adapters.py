@@ -1,7 +1,4 @@
 import copy
-import gc
-import sys
-import weakref
 from pathlib import Path
 
 import orjson
@@ -12,8 +9,7 @@ from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 
 from pvg.config.training import ModelSection
-from pvg.errors import ConfigurationError, MissingRequirementError
-from pvg.installation import install_extra
+from pvg.errors import ConfigurationError
 from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.language_model import LanguageModel
@@ -128,17 +124,6 @@ def test_only_the_adapters_learn(checkpointed: bool) -> None:
     assert not any(torch.equal(before.tensors[name], tensor) for name, tensor in after.tensors.items())
 
 
-def test_checkpointed_layers_give_the_same_gradients() -> None:
-    found = []
-    for checkpointed in (False, True):
-        adapted = learnt(small_model())
-        if checkpointed:
-            checkpoint_layers(adapted.module)
-        logits(adapted.module).square().mean().backward()
-        found.append([p.grad for p in adapted.module.parameters() if p.requires_grad])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # type: ignore[arg-type]
-
-
 def test_adapters_beside_bfloat16_layers_are_float32() -> None:
     model = small_model().copy(torch.bfloat16)
     adapted = learnt(model)
@@ -164,26 +149,6 @@ def test_copy_and_save_give_the_merged_model(model: LanguageModel, tmp_path: Pat
     adapted.adapter()  # what was copied is not what it was copied from
 
 
-def test_loading_weights_starts_the_adapters_over(model: LanguageModel) -> None:
-    adapted, fresh = learnt(model), attach_adapters(model, RANK, ALPHA, 0)
-    adapted.load_weights(model.weights())
-    assert adapted.fingerprint() == model.fingerprint()
-    for name, tensor in adapted.adapter().tensors.items():
-        assert torch.equal(tensor, fresh.adapter().tensors[name])
-
-
-def test_closing_frees_the_weights() -> None:
-    adapted = attach_adapters(small_model(), RANK, ALPHA, 0)
-    gc.collect()
-    gc.disable()
-    try:
-        module = weakref.ref(adapted.module)
-        adapted.close()
-        assert module() is None
-    finally:
-        gc.enable()
-
-
 def test_a_rank_above_the_smallest_side_of_a_layer_is_refused() -> None:
     model = small_model()
     assert attach_adapters(model, 32, ALPHA, 0).adapter().config["r"] == 32
@@ -197,10 +162,3 @@ def test_a_layer_that_is_tied_to_another_is_refused() -> None:
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(ConfigurationError, match="would change only one of them"):
         attach_adapters(model, RANK, ALPHA, 0)
-
-
-def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingRequirementError, match="needs the package peft") as caught:
-        attach_adapters(small_model(), RANK, ALPHA, 0)
-    assert caught.value.remedy == install_extra("lora")

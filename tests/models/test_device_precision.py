@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pvg.errors import ConfigurationError
-from pvg.models.compute import allow_tf32, autocast, product_tolerance, scoring_autocast
+from pvg.models.compute import autocast, product_tolerance, scoring_autocast
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -28,32 +27,6 @@ def test_on_a_gpu_scores_use_the_precision_of_the_training(monkeypatch: pytest.M
     scoring_autocast("bfloat16", GPU)
     scoring_autocast("float32", GPU)
     assert asked == [("cuda", torch.bfloat16)]
-
-
-def test_an_unknown_precision_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="float16"):
-        autocast("float16", CPU)
-
-
-@pytest.mark.parametrize(
-    ("device", "precisions", "expected"),
-    [
-        (GPU, ("bfloat16", "bfloat16"), "high"),
-        (GPU, ("bfloat16", "float32"), "highest"),
-        (GPU, ("float32", "float32"), "highest"),
-        (CPU, ("bfloat16", "bfloat16"), "highest"),
-    ],
-)
-def test_tf32(device: torch.device, precisions: tuple[str, str], expected: str) -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("highest")
-        assert allow_tf32(device, precisions) == (expected == "high")
-        assert torch.get_float32_matmul_precision() == expected
-        # Other libraries read the older setting. It must agree, or torch raises.
-        assert torch.backends.cuda.matmul.allow_tf32 == (expected == "high")
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class OnGpu:

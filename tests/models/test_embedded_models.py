@@ -16,28 +16,39 @@ from pvg.models.embedded_training import (
     IGNORED,
     RECIPES,
     answered_step,
-    clean_loss,
-    draw_problem,
-    draw_solution,
     held_out_problems,
     main,
     rows_to_tensors,
-    sample,
     train,
     translation,
 )
 from pvg.records import flaw_kind
 from pvg.tasks.diplomacy_mini import DiplomacyMini
-from pvg.tasks.modchain import Modchain, chain_problem, clean_trace
+from pvg.tasks.modchain import Modchain
 
 CPU = torch.device("cpu")
 SAMPLES = 256
 VERIFIERS = [name for name in embedded_names() if name.startswith("modchain-verifier") and "tiny" not in name]
-GAMES = {recipe.name: recipe.game for recipe in RECIPES.values()}
 
 
 def open_embedded(name):
     return open_model(ModelSection(source=f"embedded:{name}"), CPU)
+
+
+@torch.no_grad()
+def sample(model, prompts, seed, greedy=False):
+    """One completion per prompt (all of equal length) at temperature 1, without the end token."""
+    generator, eos = torch.Generator().manual_seed(seed), model.tokenizer.eos_id
+    ids_BL = torch.from_numpy(np.stack([model.tokenizer.encode(prompt) for prompt in prompts])).long()
+    start, cache, new_BL = ids_BL.shape[1], None, ids_BL
+    for _ in range(32):  # the longest flawless solution of the default task has 27 tokens
+        output = model.module(input_ids=new_BL, past_key_values=cache, use_cache=True)
+        cache, logits_BV = output.past_key_values, output.logits[:, -1]
+        drawn_BL = torch.multinomial(logits_BV.softmax(-1), 1, generator=generator)
+        new_BL = logits_BV.argmax(-1, keepdim=True) if greedy else drawn_BL
+        ids_BL = torch.cat([ids_BL, new_BL], dim=1)
+    rows = [row[: row.index(eos)] if eos in row else row for row in ids_BL[:, start:].tolist()]
+    return [model.tokenizer.decode(np.asarray(row, dtype=np.int32)) for row in rows]
 
 
 def grades(model, tag, greedy=False):
@@ -52,16 +63,6 @@ def test_every_recipe_is_shipped_and_the_package_stays_small():
     assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) < 4_000_000
 
 
-def test_the_models_of_a_game_share_their_token_ids():
-    fingerprints = set()
-    for name in embedded_names():
-        with open_embedded(name) as model:
-            fingerprints.add((GAMES[name], model.tokenizer.fingerprint))
-            assert model.dtype == torch.float32
-            assert model.module.get_input_embeddings().num_embeddings == model.tokenizer.vocab_size
-    assert len(fingerprints) == len(set(GAMES.values()))
-
-
 # Standard error of a share of 256: 0.03.
 @pytest.mark.parametrize(("tag", "low", "high"), [("H", 0.50, 0.75), ("S", 0.33, 0.52)])
 def test_the_prover_has_headroom_in_both_roles(tag, low, high):
@@ -73,36 +74,11 @@ def test_the_prover_has_headroom_in_both_roles(tag, low, high):
     assert {"wrong sum", "wrong operand", "swapped operand", "dropped step", "wrong final answer", "none"} <= kinds
 
 
-def test_a_mistake_of_the_prover_is_imitated_not_ignorance():
-    """At temperature 0 the helpful role, whose flawed examples are the minority, solves nearly all problems."""
-    with open_embedded("modchain-prover") as prover:
-        assert np.mean([grade.correct for grade in grades(prover, "H", greedy=True)]) > 0.9
-
-
-def test_the_tiny_verifier_is_far_smaller_and_has_learned_the_form_but_not_the_sums():
-    with open_embedded("modchain-verifier-tiny") as verifier, open_embedded("modchain-prover") as prover:
-        assert verifier.num_parameters < 0.02 * prover.num_parameters
-        greedy = grades(verifier, "", greedy=True)
-        assert np.mean([grade.well_formed for grade in greedy]) > 0.9
-        assert np.mean([grade.correct for grade in greedy]) < 0.3
-
-
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_a_verifier_is_smaller_than_the_prover_and_knows_the_task(name):
     with open_embedded(name) as verifier, open_embedded("modchain-prover") as prover:
         assert verifier.num_parameters < prover.num_parameters
-        assert clean_loss(verifier, held_out_problems()) < 0.005
         assert np.mean([grade.correct for grade in grades(verifier, "", greedy=True)]) > 0.98
-
-
-@pytest.mark.parametrize("name", embedded_names())
-def test_the_recipe_beside_the_weights_is_the_one_in_the_code(name):
-    record = json.loads((EMBEDDED / name / "recipe.json").read_text())
-    (recipe,) = [recipe for recipe in RECIPES.values() if recipe.name == name]
-    for key, value in record["recipe"].items():
-        assert getattr(recipe, key) == value
-    with open_embedded(name) as model:
-        assert model.num_parameters == record["parameters"]
 
 
 def test_targets_are_the_next_tokens_of_the_solution_and_its_end():
@@ -112,15 +88,6 @@ def test_targets_are_the_next_tokens_of_the_solution_and_its_end():
     assert ids_BL.tolist() == [[*encode("H1+2?A3")], [*encode("H1?A1"), pad, pad]]
     skipped = [IGNORED]
     assert targets_BL.tolist() == [skipped * 4 + [*encode("A3"), eos], skipped * 2 + [*encode("A1"), eos] + skipped * 2]
-
-
-def test_excluded_problems_are_never_drawn_and_solutions_are_flawed_at_the_given_rate():
-    every = [chain_problem([a, b, 0, 0, 0], 10) for a in range(10) for b in range(10)]
-    rng = np.random.default_rng(3)
-    excluded = frozenset(problem.id for problem in held_out_problems())
-    assert not excluded & {draw_problem(rng, excluded).id for _ in range(5000)}
-    flawed = [draw_solution(problem, 0.35, rng) != clean_trace(problem) for problem in every * 20]
-    assert abs(np.mean(flawed) - 0.35) < 0.05  # 2000 draws: standard error 0.011
 
 
 def test_the_command_makes_the_same_model_twice(tmp_path):
@@ -167,21 +134,6 @@ def test_the_dialogue_model_solves_translates_and_answers():
     assert 0.45 < kept["H"] < 0.72
     assert 0.28 < kept["S"] < 0.58
     assert np.mean([answer == step for answer, (_, step) in zip(answers, asked, strict=True)]) > 0.25
-
-
-def test_a_translation_keeps_the_answer_or_has_another_one():
-    recipe, rng = RECIPES["dialogue"], np.random.default_rng(5)
-    problem = chain_problem([7, 5, 8, 3, 6], 10)
-    copies = 0
-    for _ in range(300):
-        prompt, written = translation(problem, "S", recipe, rng)
-        solution = prompt.removeprefix("S7+5+8+3+6?").removesuffix("?")
-        assert (written == solution) == (written.rpartition("A")[2] == solution.rpartition("A")[2])
-        copies += written == solution
-    assert abs(copies / 300 - 0.4) < 0.1  # standard error 0.03
-    transcript, step = answered_step(problem, "H", recipe, rng)
-    number = int(transcript.rpartition("<eos>")[2].rstrip("?"))
-    assert transcript.partition("<eos>")[0].removeprefix("H7+5+8+3+6?").split(";")[number - 1] + ";" == step
 
 
 # --- the plan game ------------------------------------------------------------------------------------------------

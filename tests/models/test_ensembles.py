@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_ensembles import inputs, language, member
+from tiny_ensembles import inputs, member
 
 from pvg.config.base import kinds_of
-from pvg.config.training import EnsembleOfVerifiers, Verifier
-from pvg.models.heads import AGGREGATIONS, HEADS, ScoreScales, VerifierEnsemble, build_verifier
+from pvg.config.training import EnsembleOfVerifiers
+from pvg.models.heads import AGGREGATIONS, HEADS, ScoreScales, VerifierEnsemble
 from pvg.models.language_model import ModelClosedError
 
 SCORES = torch.tensor([[1.0, -2.0, 0.5], [4.0, 0.0, 0.5], [-2.0, -1.0, 3.5], [3.0, 7.0, 0.5]], dtype=torch.float64)
@@ -56,17 +53,6 @@ def test_equal_members_score_like_one_of_them_bit_by_bit(head: str, aggregation:
     ensemble = VerifierEnsemble([member(head, 1) for _ in range(count)], aggregation, ScoreScales.none(count))
     assert torch.equal(ensemble(*rows), alone_B)
     assert torch.equal(ensemble(*rows, ensemble.reference(*rows)), alone_B)
-
-
-@given(
-    st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=30),
-    st.integers(1, 7),
-    st.sampled_from(sorted(AGGREGATIONS)),
-)
-def test_aggregating_equal_scores_changes_no_bit(scores: list[float], count: int, aggregation: str) -> None:
-    scores_N = torch.tensor(scores, dtype=torch.float32)
-    found_N = AGGREGATIONS[aggregation](scores_N.double().expand(count, -1)).float()
-    assert torch.equal(found_N, scores_N)
 
 
 @given(
@@ -114,33 +100,3 @@ def test_members_share_the_frozen_start_of_the_implicit_head() -> None:
         second(*rows)  # which is another owner of it
     with pytest.raises(ModelClosedError):
         _ = first.start
-
-
-def test_closing_frees_every_member_and_what_they_share() -> None:
-    first = member("implicit", 1)
-    ensemble = VerifierEnsemble([first, member("implicit", 2, like=first)], "min", ScoreScales.none(2))
-    rows = inputs(3)
-    ensemble(*rows)
-    modules = [weakref.ref(one.backbone) for one in ensemble.members] + [weakref.ref(first.start)]
-    ensemble.close()
-    ensemble.close()
-    gc.collect()
-    assert [ref() for ref in modules] == [None] * 3
-    with pytest.raises(ModelClosedError):
-        ensemble(*rows)
-
-
-def test_scales_for_another_number_of_members_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 members, but scales for 2"):
-        VerifierEnsemble([member("scalar", 1)], "mean", ScoreScales.none(2))
-
-
-def test_only_a_head_with_a_free_start_begins_elsewhere() -> None:
-    for head in HEADS:
-        one, other, again = (build_verifier(Verifier(head=head), language(head)) for _ in "123")
-        other.start_elsewhere(7)
-        again.start_elsewhere(7)
-        changed = {n for n, w in one.trainable_state().items() if not torch.equal(w, other.trainable_state()[n])}
-        assert changed == ({"weight_D"} if head == "scalar" else set())
-        assert other.version() == again.version()
-    one.close()

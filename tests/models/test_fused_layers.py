@@ -163,50 +163,6 @@ def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_scores_of_adapters_and_under_autocast_have_the_gradients_of_all_layers_on_all_tokens():
-    pytest.importorskip("peft")
-    ids_BL, lengths_B = pad_right(rows()[0], 0)
-
-    def scored(fused, precision):
-        with LanguageModel(build("qwen2"), None, "tiny") as base, attach_adapters(base, 2, 4.0, seed=0) as learner:
-            verifier = ScalarHead(learner)
-            torch.manual_seed(3)
-            with torch.no_grad():
-                for weight in verifier.trainable_state().values():
-                    weight.add_(0.1 * torch.randn(weight.shape))
-            verifier.fused_layers = fused
-            assert why_not_last(verifier.backbone.get_decoder(), ids_BL.shape[1]) is None
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
-                scores_B = verifier(ids_BL, lengths_B, torch.from_numpy(rows()[1]).long())
-            return gradients(verifier, scores_B)
-
-    expected = scored(False, "float32")
-    assert expected
-    assert all("lora" in name or name in ("weight_D", "bias") for name in expected)
-    for name, gradient in scored(True, "float32").items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=2e-5, msg=name)
-    fused, plain = scored(True, "bfloat16"), scored(False, "bfloat16")
-    for name, gradient in expected.items():  # as near as transformers' own layers under autocast
-        errors = [float((found[name] - gradient).norm()) for found in (fused, plain)]
-        assert errors[0] <= 2 * errors[1] + 1e-6, name
-
-
-def test_decoders_without_a_fused_score_say_why():
-    model = build("qwen2")
-    model.config.sliding_window = 8
-    assert why_not_last(model.model, 8) is None
-    assert why_not_last(model.model, 9) == "its layers see 8 tokens, not 9"
-    assert "meta" in why_not_last(build().to("meta").model, 8)
-    checkpointed = build()
-    checkpoint_layers(checkpointed)
-    assert why_not_last(checkpointed.model, 8) == "its layers are checkpointed"
-
-
-def test_another_activation_keeps_its_values():
-    config = transformers.LlamaConfig(**SIZES, hidden_act="gelu")
-    assert_same(transformers.LlamaForCausalLM(config).eval())
-
-
 def test_other_decoders_keep_their_own_layers():
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(

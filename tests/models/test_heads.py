@@ -1,7 +1,3 @@
-import gc
-import math
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -12,8 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.models.embedded_training import modchain_tokenizer
-from pvg.models.heads import HEADS, answer_tokens, build_verifier
-from pvg.models.language_model import LanguageModel, ModelClosedError
+from pvg.models.heads import HEADS, build_verifier
+from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_right
 from pvg.models.tokenizer import Tokenizer
 
@@ -112,17 +108,6 @@ def test_scores_depend_on_neither_padding_nor_batch_mates(head):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_reference_given_is_the_same_as_one_computed(head):
-    model, rows = build(head), some_rows(5)
-    ids_BL, lengths_B = pad_right(rows, 0)
-    inputs = (ids_BL, lengths_B, torch.full_like(lengths_B, PROMPT))
-    reference_B = model.reference(*inputs)
-    assert not reference_B.requires_grad
-    assert model.needs_reference == bool(reference_B.abs().sum() > 0)
-    torch.testing.assert_close(model(*inputs, reference_B), model(*inputs))
-
-
-@pytest.mark.parametrize("head", HEADS)
 def test_scores_are_float32_in_bfloat16_and_close_to_the_exact_ones(head):
     model = build(head)
     exact_N = scores_of(model, some_rows(6)).detach()
@@ -185,11 +170,6 @@ def test_a_state_that_does_not_fit_changes_nothing(damage, named):
     assert model.version() == before
 
 
-def test_the_words_are_found_in_the_first_spelling_that_has_single_tokens():
-    assert answer_tokens(words("Yes", "No", "yes", "no"), "m") == (4, 5)
-    assert answer_tokens(words("Yes", "No", "yes"), "m") == (2, 3)
-
-
 @pytest.mark.parametrize("tokenizer", [words("y", "e", "s", "n", "o"), Tokenizer(modchain_tokenizer())])
 def test_a_tokenizer_without_the_words_is_refused_and_the_model_closed(tokenizer):
     language_model = open_tiny()
@@ -197,30 +177,3 @@ def test_a_tokenizer_without_the_words_is_refused_and_the_model_closed(tokenizer
     with pytest.raises(ConfigurationError, match="no single tokens"):
         build_verifier(Verifier(head="yes_token"), language_model)
     assert language_model.closed
-
-
-def test_a_row_longer_than_the_context_is_refused():
-    with pytest.raises(ConfigurationError, match="takes at most 40"):
-        scores_of(build("scalar"), [np.full(41, 3, dtype=np.int32)])
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_closing_frees_the_weights(head):
-    model = build(head)
-    scores_of(model, some_rows(1))
-    weights = [weakref.ref(weight) for weight in model.backbone.parameters()]
-    if head == "implicit":
-        weights += [weakref.ref(weight) for weight in model._reference_model.module.parameters()]
-    model.close()
-    model.close()
-    gc.collect()
-    assert not any(weight() is not None for weight in weights)
-    with pytest.raises(ModelClosedError):
-        scores_of(model, some_rows(1))
-    with pytest.raises(ModelClosedError):
-        model.version()
-
-
-def test_scores_are_finite_for_a_completion_of_the_end_token_alone():
-    row = np.array([2, 3, 4, 5, 1], dtype=np.int32)
-    assert all(math.isfinite(scores_of(build(head), [row]).item()) for head in HEADS)

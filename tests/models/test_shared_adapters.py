@@ -12,7 +12,6 @@ from tiny_ensembles import inputs, language
 from torch import Tensor, nn
 
 from pvg.config.training import Verifier
-from pvg.errors import ConfigurationError
 from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.heads import HEADS, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel, ModelClosedError
@@ -103,21 +102,6 @@ def test_no_forward_pass_sees_anothers_adapters() -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_verifier_with_adapters_scores_as_the_merged_one(head: str) -> None:
-    """A verifier of the same head whose every weight is its own, at the weights that the adapters make."""
-    base = language(head)
-    verifier = judge(head, base, 3)
-    merged = build_verifier(Verifier(head=head), base.copy())  # type: ignore[arg-type]
-    weights = {f"backbone.{n}": t for n, t in verifier._language_model.weights().items()}
-    own = {name: t for name, t in verifier.trainable_state().items() if ".lora_" not in name}
-    with torch.no_grad():
-        for name, weight in merged.named_parameters():
-            weight.copy_({**weights, **own}[name])
-        assert torch.allclose(verifier(*inputs(8)), merged(*inputs(8)), atol=1e-3)
-        assert verifier(*inputs(8)).std() > 1e-2
-
-
-@pytest.mark.parametrize("head", HEADS)
 def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> None:
     base = language(head)
     verifier, heads_own = (
@@ -136,16 +120,6 @@ def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> 
         assert torch.equal(again(*inputs(5)), verifier(*inputs(5)))
 
 
-@pytest.mark.parametrize("head", ["scalar", "implicit"])
-def test_fresh_adapters_of_a_verifier_score_every_solution_zero(head: str) -> None:
-    base = language(head)
-    verifier = build_verifier(  # type: ignore[arg-type]
-        Verifier(head=head), attach_adapters(base, RANK, ALPHA, 0)
-    )
-    with torch.no_grad():
-        assert verifier(*inputs(4)).abs().max() < 1e-5
-
-
 def test_members_of_an_ensemble_of_adapters_share_one_base() -> None:
     base = language("implicit")
     members = [judge("implicit", base, 1)]
@@ -159,17 +133,6 @@ def test_members_of_an_ensemble_of_adapters_share_one_base() -> None:
     assert frozen[0] == frozen[1]
     with torch.no_grad():
         members[1](*inputs(3))  # its base's owner has closed
-
-
-def test_shared_weights_cannot_be_changed_by_loading() -> None:
-    base = language("implicit")
-    before, prover = base.fingerprint(), adapters(base, 1)
-    with pytest.raises(ConfigurationError, match="shares its weights with another model"):
-        prover.load_weights(prover.weights())
-    with pytest.raises(ConfigurationError, match="'nonsense' would change"):
-        prover.load_weights({"nonsense": torch.zeros(1)})
-    prover.load_weights(base.weights())  # what it has already: the adapters start over
-    assert prover.fingerprint() == base.fingerprint() == before
 
 
 def test_closing_frees_what_is_its_own_and_the_rest_with_the_last_owner() -> None:

@@ -6,7 +6,6 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.errors import ConfigurationError
 from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
@@ -126,26 +125,6 @@ def test_without_gradients_the_values_are_the_same_bits():
     assert torch.equal(found, shared_prompt_logprobs(model, *rows))
 
 
-def test_the_prompt_costs_once_what_it_cost_for_each_row():
-    model = build()
-    rows, prompt_lengths = rows_of([(12, [5] * 8)])
-    both_ways(model, rows, prompt_lengths)  # the checks are made once
-    with FlopCounterMode(display=False) as shared:
-        shared_prompt_logprobs(model, rows, prompt_lengths)
-    with FlopCounterMode(display=False) as both:
-        both_ways(model, rows, prompt_lengths)
-    # Positions: 12 + 8 x 4 instead of 8 x 17.
-    assert shared.get_total_flops() < 0.45 * (both.get_total_flops() - shared.get_total_flops())
-
-
-def test_autocast_computes_packed_rows_in_bfloat16():
-    model, rows = build(), rows_of(MIXED)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = both_ways(model, *rows)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=0.03, atol=0.03)
-
-
 def test_checkpointed_layers_give_the_same_gradients():
     rows = rows_of(MIXED)
     plain = build()
@@ -175,20 +154,6 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused():
     for _ in range(2):  # refused every time, not only the first
         with pytest.raises(ConfigurationError, match=r"Mixing cannot compute rows.*shared_prompts = false"):
             check_packing(model, fused_layers=True)
-
-
-def test_models_with_another_attention_are_refused():
-    model = build()
-    model.config._attn_implementation = "eager"
-    with pytest.raises(ConfigurationError, match=r"custom attention.*shared_prompts = false"):
-        shared_prompt_logprobs(model, *rows_of(MIXED))
-
-
-def test_a_model_that_keeps_the_rows_from_its_layers_is_refused():
-    sizes = {**SIZES, "num_key_value_heads": 4}
-    module = transformers.StableLmForCausalLM(transformers.StableLmConfig(**sizes))
-    with pytest.raises(ConfigurationError, match=r"cannot compute rows.*shared_prompts = false"):
-        check_packing(module, fused_layers=True)
 
 
 def test_rows_longer_than_a_sliding_window_are_refused():
@@ -222,14 +187,6 @@ def test_batches_keep_their_limits(drawn, budget, max_rows):
         assert 1 <= len(rows) <= (max_rows or budget)
         prompts = len(set(prompt_of_N[rows].tolist()))
         assert prompts * starts[rows].max() + len(rows) * (lengths - starts)[rows].max() <= budget
-
-
-def test_rows_that_share_a_prompt_stay_together():
-    prompt_of_N, starts = np.array([0, 1, 0, 1]), np.array([4, 4, 4, 4])
-    batches = shared_prompt_batches(prompt_of_N, starts, np.array([6, 9, 7, 5]), 14)
-    assert [rows.tolist() for rows in batches] == [[1, 3], [2, 0]]
-    with pytest.raises(ConfigurationError, match=r"9 tokens \(row 1\) is over the token budget of 8"):
-        shared_prompt_batches(prompt_of_N, starts, np.array([6, 9, 7, 5]), 8)
 
 
 @settings(deadline=None)

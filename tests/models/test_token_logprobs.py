@@ -47,16 +47,6 @@ def test_values_and_gradients_are_those_of_autograd(finish, chunk):
         )
 
 
-def test_only_what_is_trained_gets_a_gradient():
-    hidden_ND, weight_VD, bias_V, targets_N = given()
-    weight_VD.requires_grad_(False)
-    token_logprobs(hidden_ND, weight_VD, None, targets_N, LogitTransform(), 3).sum().backward()
-    assert hidden_ND.grad is not None
-    assert weight_VD.grad is None
-    with torch.no_grad():
-        assert not token_logprobs(hidden_ND, weight_VD, bias_V, targets_N, LogitTransform(), 3).requires_grad
-
-
 def test_under_autocast_only_the_products_are_bfloat16():
     inputs = given()
     expected = by_autograd(*inputs, LogitTransform())
@@ -93,9 +83,3 @@ def test_entropies_and_their_gradients_are_those_of_autograd(finish, chunk):
     # Where nothing is made of one of them, it has no gradient at all.
     (alone,) = torch.autograd.grad(entropies_N.sum(), inputs[:1], retain_graph=True)
     torch.testing.assert_close(alone, torch.autograd.grad(wanted_N.sum(), inputs[:1])[0])
-
-
-def test_what_has_no_probability_adds_nothing_to_the_entropy():
-    hidden_ND, weight_VD = torch.tensor([[1.0]]), torch.tensor([[300.0], [300.0], [-300.0]])
-    _, entropies_N = token_logprobs_and_entropies(hidden_ND, weight_VD, None, torch.tensor([0]), LogitTransform(), 1)
-    assert entropies_N.item() == pytest.approx(0.693147, rel=1e-5)

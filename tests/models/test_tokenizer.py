@@ -27,13 +27,6 @@ def test_every_text_of_its_characters_round_trips_one_token_each(characters, tex
     assert characters.decode(ids) == text
 
 
-def test_special_tokens_are_neither_added_nor_decoded(characters):
-    ids = characters.encode("7+5?")
-    assert characters.eos_id not in ids
-    assert characters.pad_id not in ids
-    assert characters.decode(np.concatenate([ids, [characters.eos_id, characters.pad_id]]).astype(np.int32)) == "7+5?"
-
-
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_other_threads_run_while_a_text_is_encoded_or_decoded(characters, work):
     """No thread is ever asked to hand over Python's lock here, so another one runs only where the lock is released."""
@@ -91,19 +84,6 @@ def test_chat_uses_the_template_with_a_generation_prompt_and_its_absence_is_expl
     assert tokenizer.decode(tokenizer.chat(messages)) == "H;7+5?;A"
 
 
-def test_a_tokenizer_without_an_end_token_is_refused():
-    fast = modchain_tokenizer()
-    fast.eos_token = None
-    with pytest.raises(ConfigurationError, match="end-of-sequence"):
-        Tokenizer(fast, "headless")
-
-
-def test_padding_falls_back_to_the_end_token():
-    fast = modchain_tokenizer()
-    fast.pad_token = None
-    assert Tokenizer(fast).pad_id == Tokenizer(fast).eos_id == 1
-
-
 IM = (
     "{% for m in messages %}<|s|>{{ m.role }}|{{ m.content }}<|e|>.{% endfor %}"
     "{% if add_generation_prompt %}<|s|>A|{% endif %}"
@@ -112,7 +92,6 @@ LLAMA = (
     "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}[/U]{% else %} {{ m.content }} <|e|>{% endif %}"
     "{% endfor %}"
 )
-ENDLESS = "{% for m in messages %}{{ m.role }}:{{ m.content }}.{% endfor %}"
 
 
 def talking(template):
@@ -161,13 +140,6 @@ def test_a_tokenizer_that_ends_texts_begins_none():
     fast.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A <|e|>", special_tokens=end)
     assert fast("").input_ids == [fast.eos_token_id]
     assert Tokenizer(fast).begin_ids == ()
-
-
-def test_a_template_that_ends_no_answer_has_no_next_turn():
-    with pytest.raises(ConfigurationError, match="does not end an answer"):
-        talking(ENDLESS).next_turn("Check 2?")
-    with pytest.raises(ConfigurationError, match="no chat template"):
-        Tokenizer(modchain_tokenizer(), "modchain").next_turn("2?")
 
 
 def test_text_that_spells_special_tokens_loses_them():

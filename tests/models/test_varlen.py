@@ -3,15 +3,13 @@ is written out here. The real kernel needs a GPU (tests/gpu/test_cuda_models.py)
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from pvg.models import packing
-from pvg.models.packing import pack_rows, packed_attention, varlen_attention, why_not_varlen
+from pvg.models.packing import pack_rows, packed_attention, varlen_attention
 
 # Prompts of different lengths; rows that share one; one with a single completion token and one with none.
 ROWS = [(0, 5), (1, 3), (0, 2), (2, 1), (1, 0), (0, 5)]
@@ -80,19 +78,6 @@ def test_values_and_gradients_are_those_of_the_masks(kv_heads: int, scaling: flo
         torch.testing.assert_close(one, other)
 
 
-def test_an_older_kernel_is_not_given_an_argument_that_it_does_not_know() -> None:
-    def older(*arguments: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
-        query_THD, key_KHD = arguments[:2]
-        grouped = query_THD.shape[1] != key_KHD.shape[1]
-        return by_sequence(*arguments, scale=scale, window_size=window_size, enable_gqa=grouped)
-
-    torch.manual_seed(0)
-    packed = packed_rows()
-    inputs = [torch.randn(packed.ids_1T.shape[1], heads * SIZE) for heads in (HEADS, 2, 2)]
-    found_TE = varlen_attention(*inputs, HEADS, None, packed.sequences, older)
-    torch.testing.assert_close(found_TE, packed_attention(*inputs, HEADS, None, packed))
-
-
 def test_the_kernel_takes_these_arguments_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, without data: torch checks shapes and types."""
     monkeypatch.setattr(packing, "product_dtype", lambda query_TE: query_TE.dtype)  # "meta" has no autocast
@@ -114,36 +99,3 @@ def test_no_mask_is_made_where_the_kernel_computes(monkeypatch: pytest.MonkeyPat
     packed = packed_rows()
     packed_attention(*[torch.ones(packed.ids_1T.shape[1], HEADS * SIZE)] * 3, HEADS, None, packed)
     assert "mask" not in packed.__dict__
-
-
-def test_why_a_mask_is_needed() -> None:
-    assert why_not_varlen(torch.ones(3, 32), HEADS) == "they are on cpu"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "width", "reason"),
-    [
-        (torch.float32, 32, "products are computed in torch.float32"),
-        (torch.bfloat16, 4 * 12, "a head has 12 dimensions"),
-        (torch.bfloat16, 4 * 512, "a head has 512 dimensions"),
-        (torch.bfloat16, 32, None),
-    ],
-)
-def test_why_a_gpu_needs_a_mask(
-    dtype: torch.dtype, width: int, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OnGpu:
-        device = torch.device("cuda", 1)
-        shape = (3, width)
-
-    OnGpu.dtype = dtype  # type: ignore[attr-defined]
-    capabilities = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities.append(device) or (9, 0))
-    packing._missing.cache_clear()
-    assert why_not_varlen(OnGpu(), HEADS) == reason  # type: ignore[arg-type]
-    assert capabilities in ([], [torch.device("cuda", 1)])  # never of another GPU
-    packing._missing.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    if reason is None:
-        assert why_not_varlen(OnGpu(), HEADS) == "the GPU is older than Ampere"  # type: ignore[arg-type]
-    packing._missing.cache_clear()

@@ -1,12 +1,8 @@
 """The screen before reasoning-gym's graders: what passes is harmless to `eval`, what is meant honestly passes."""
 
-import ast
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pvg.tasks.reasoning_gym import LONGEST_ANSWER, SCREENS, refusal
+from pvg.tasks.reasoning_gym import LONGEST_ANSWER, refusal
 
 REFERENCE = "17*(62 - 47)"
 
@@ -63,95 +59,3 @@ def test_dangerous_answers_do_not(dataset, answer):
 def test_the_reference_passes_whatever_it_is():
     assert refusal("countdown", "9**2", "9**2") == ""
     assert refusal("chain_sum", "9" * 10_000, "9" * 10_001) == ""
-
-
-HARMLESS = (
-    ast.Expression,
-    ast.Constant,
-    ast.Name,
-    ast.Load,
-    ast.List,
-    ast.Tuple,
-    ast.UnaryOp,
-    ast.unaryop,
-    ast.Subscript,
-    ast.BinOp,
-    ast.operator,
-    ast.Call,
-)
-
-
-@settings(deadline=None)
-@given(
-    st.sampled_from(sorted(SCREENS)),
-    st.lists(
-        st.sampled_from(
-            [
-                "x",
-                "y",
-                "N",
-                "A",
-                "Q",
-                "_",
-                "'a'",
-                "12",
-                "9",
-                "(",
-                ")",
-                "[",
-                "]",
-                ",",
-                "+",
-                "-",
-                "*",
-                "**",
-                "/",
-                "//",
-                ".",
-                ":",
-                "lambda",
-                "for",
-                "in",
-                "if",
-                "__class__",
-                "=",
-                "\n",
-                "^",
-                "@",
-                "{",
-                "}",
-                "f'",
-            ]
-        ),
-        max_size=10,
-    ).map(" ".join)
-    | st.text(alphabet="xNAQ_'\"019()[],+-*/.:= \n{}^@", max_size=14),
-)
-def test_what_passes_holds_no_name_call_loop_or_power_of_a_number(dataset, answer):
-    if refusal(dataset, answer, "") or not parses(answer):
-        return
-    for node in ast.walk(ast.parse(answer.strip(), mode="eval")):
-        assert isinstance(node, HARMLESS), ast.dump(node)
-        if isinstance(node, ast.Call):  # "3 (4)" and "x (4)" are calls of numbers and symbols, which fail
-            assert isinstance(node.func, (ast.Constant, ast.Name, ast.Call, ast.UnaryOp, ast.BinOp)), ast.dump(node)
-        if isinstance(node, ast.Name):
-            assert len(node.id) == 1 or set(node.id) <= set("ABCDEQ_0123456789"), node.id
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            assert isinstance(node.left, ast.Name)
-            assert isinstance(node.right, ast.Constant)
-
-
-def parses(text):
-    try:
-        ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
-    return True
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("dataset", sorted(SCREENS))
-def test_huge_answers_are_screened_at_once(dataset):
-    for piece in ("9", "'", "(", "x", " ", "1.", "x**", "'a' ", "* "):
-        text = piece * 50_000
-        assert refusal(dataset, text + "!", "-" * 100_000) != ""

@@ -1,6 +1,5 @@
 """The modchain task: its problems, its grammar, and the grader's notes on texts written by hand."""
 
-import collections
 import itertools
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.config.task import ModchainTask
-from pvg.errors import ConfigurationError
 from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.modchain import Modchain, chain_problem
 
@@ -39,13 +37,6 @@ def test_splits_are_as_large_as_asked_disjoint_and_free_of_duplicates():
     assert len(set(train) | set(test)) == 3500
 
 
-def test_numbers_of_terms_are_about_equally_frequent():
-    section = ModchainTask(min_terms=3, max_terms=6, problems=2000, test_problems=1)
-    counts = collections.Counter(len(p.metadata["terms"]) for p in open_task(section).problems("train"))
-    assert counts.keys() == {3, 4, 5, 6}
-    assert all(400 < count < 600 for count in counts.values())
-
-
 def test_more_problems_keep_the_test_split():
     base = ModchainTask(problems=100, test_problems=50)
     larger = base.model_copy(update={"problems": 400})
@@ -56,20 +47,6 @@ def test_more_problems_keep_the_test_split():
 def test_every_problem_of_a_small_space_is_found():
     section = ModchainTask(min_terms=2, max_terms=3, modulus=2, problems=8, test_problems=4)
     assert len(set(ids(section, "train") + ids(section, "test"))) == 12
-
-
-def test_asking_for_more_problems_than_there_are_is_refused_with_both_numbers():
-    with pytest.raises(ConfigurationError, match="13, but there are only 12 distinct chains of 2 to 3 terms modulo 2"):
-        open_task(ModchainTask(min_terms=2, max_terms=3, modulus=2, problems=9, test_problems=4))
-
-
-def test_longest_chains_of_the_largest_modulus():
-    section = ModchainTask(min_terms=64, max_terms=64, modulus=100, problems=20, test_problems=5)
-    values = [term for problem in open_task(section).problems("train") for term in problem.metadata["terms"]]
-    assert len(values) == 20 * 64
-    assert min(values) >= 0
-    assert max(values) <= 99
-    assert len(set(values)) > 90
 
 
 @pytest.mark.parametrize(
@@ -123,13 +100,6 @@ def test_malformed_texts_are_incorrect_and_say_why(text, note):
     assert (grade.correct, grade.well_formed, grade.answer, grade.note) == (False, False, None, note)
 
 
-def test_two_digit_numbers():
-    problem = chain_problem((60, 50, 7), 97)
-    assert problem.id == "modchain-97-60+50+7"
-    assert TASK.grade(problem, "60+50=13;13+7=20;A20").note == ""
-    assert not TASK.grade(problem, "60+50=97;97+7=20;A20").well_formed
-
-
 def test_exactly_one_text_of_all_chains_is_flawless():
     problem = chain_problem((1, 2, 0), 3)
     texts = [f"{a}+{b}={c};{d}+{e}={f};A{g}" for a, b, c, d, e, f, g in itertools.product(range(3), repeat=7)]
@@ -143,22 +113,6 @@ def test_the_grader_accepts_any_text_and_correct_implies_well_formed(text):
     assert grade.well_formed or not grade.correct
     assert grade.well_formed == (grade.answer is not None)
     assert grade.well_formed != grade.note.startswith("malformed: ")
-
-
-@pytest.mark.timeout(60)  # a grader of quadratic time would take hours over these
-@pytest.mark.parametrize(
-    ("piece", "note"),
-    [
-        ("7+5=2;", "wrong operand in step 2"),
-        ("9", "malformed: broken step 1"),
-        ("A", "malformed: broken step 1"),
-        ("7+5=2", "malformed: broken step 1"),
-        ("\n", "malformed: broken step 1"),
-    ],
-)
-def test_huge_texts_are_graded(piece, note):
-    assert TASK.grade(PROBLEM, piece * 100_000 + "A9").note == note
-    assert TASK.grade(PROBLEM, "7+5=2;2+8=0;" + "0+3=3;" * 100_000 + "A3").note == "wrong operand in step 4"
 
 
 @pytest.mark.parametrize(

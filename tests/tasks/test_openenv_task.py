@@ -12,10 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "games"))
 from environment_servers import Refusal, Sums, TaskEnvironment, served
 
-from pvg.config.load import build_experiment
 from pvg.config.task import OpenEnvTask
-from pvg.errors import ConfigurationError, ServerUnavailableError
-from pvg.tasks import open_task
+from pvg.errors import ServerUnavailableError
 from pvg.tasks.play import OpenEnv
 
 
@@ -84,30 +82,6 @@ def test_the_threshold_decides_and_an_error_of_the_environment_is_a_wrong_soluti
     assert task.grade(problem, "yes").correct
 
 
-@pytest.mark.parametrize(
-    ("environment", "settings", "message"),
-    [
-        (
-            Foreign(steps=2),
-            {},
-            'takes more than one step, so it is no task. Play it as a game: game = "openenv:http://',
-        ),
-        (Foreign(seeded=False), {}, "gives another prompt for the same seed"),
-        (Foreign(prompts=5), {}, "gave 1 different prompts for 12 seeds, but task.problems = 6"),
-        (Foreign(prompts=1), {}, "gave 1 different prompts for 8 seeds, but task.test_problems = 4"),
-        (Foreign(over=True), {}, "is over before the first step"),
-        (Foreign(), {"prompt_field": "prompt"}, "no text in the field 'prompt'. Fields with text: question"),
-        (Foreign(), {"prompt_field": "hint"}, "no text in the field 'hint'. Fields with text: question"),
-        (Foreign(), {"action_field": "message"}, "Name the right field of the action: task.action_field."),
-    ],
-)
-def test_an_environment_that_is_no_task(environment: Foreign, settings: dict[str, Any], message: str) -> None:
-    with served(environment) as server, OpenEnv(section(server.url, **settings)) as task:
-        with pytest.raises(ConfigurationError) as error:
-            task.grade(next(task.problems("train")), "yes")
-        assert message in str(error.value)
-
-
 def test_a_server_that_stops_and_one_that_lost_the_session() -> None:
     with served(Foreign()) as server, OpenEnv(section(server.url)) as task:
         problem = next(task.problems("train"))
@@ -115,11 +89,3 @@ def test_a_server_that_stops_and_one_that_lost_the_session() -> None:
         assert task.grade(problem, "yes").correct
     with pytest.raises(ServerUnavailableError, match="No environment answers at"):
         task.grade(problem, "yes")
-
-
-def test_the_section_opens_the_task_and_refuses_bad_addresses() -> None:
-    data = {"task": {"kind": "openenv", "url": "http://127.0.0.1:9/base"}}
-    assert isinstance(open_task(build_experiment(data).task), OpenEnv)
-    for url in ("", "127.0.0.1:80", "http://x?a=b", "http://user@x"):
-        with pytest.raises(ConfigurationError, match=r"task\.url"):
-            build_experiment({"task": {"kind": "openenv", "url": url}})

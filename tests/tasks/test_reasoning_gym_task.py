@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pvg.config.task import ReasoningGymTask
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import read_answer
 
@@ -18,10 +18,6 @@ def gym():
 
 def small(**changes):
     return ReasoningGymTask(**{"problems": 30, "test_problems": 10, **changes})
-
-
-def ids(section, split="train"):
-    return [problem.id for problem in open_task(section).problems(split)]
 
 
 @pytest.mark.parametrize(
@@ -39,24 +35,6 @@ def ids(section, split="train"):
 )
 def test_reading_the_answer_of_a_completion(completion, answer):
     assert read_answer(completion) == answer
-
-
-@pytest.mark.timeout(60)
-def test_reading_huge_completions():
-    assert read_answer("<answer>" * 100_000 + "7") == "7"
-    assert read_answer("\n" * 1_000_000) == ""
-
-
-def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(MissingRequirementError, match=r"reasoning-gym .*pip install .*\.\[reasoning-gym\]'"):
-        open_task(small())
-
-
-def test_the_package_of_tasks_needs_neither_torch_nor_the_extra():
-    code = "import pvg.tasks, sys; print([m for m in ('torch', 'transformers', 'reasoning_gym') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_references_are_correct_and_the_neighbours_are_not(gym):
@@ -78,17 +56,6 @@ def test_splits_share_no_question_though_neighbouring_seeds_of_the_package_do(gy
     task = open_task(small(problems=300, test_problems=100))
     train, test = ([problem.question for problem in task.problems(split)] for split in ("train", "test"))
     assert len(set(train) | set(test)) == 400
-
-
-def test_ids_are_those_of_dataset_settings_seed_split_and_index(gym):
-    base = ids(small())
-    assert base == ids(small())
-    assert base[0].startswith("reasoning_gym-chain_sum-")
-    assert base[0].endswith("-train-0")
-    assert ids(small(problems=40))[:30] == base
-    for changed in (small(settings={"max_terms": 7}), small(dataset="products")):
-        assert not set(ids(changed)) & set(base)
-    assert not set(ids(small(), "test")) & set(base)
 
 
 def test_problems_are_the_same_in_another_process(gym):
@@ -135,25 +102,6 @@ def test_model_text_is_never_run(gym, tmp_path):
         assert not victim.exists(), dataset
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"dataset": "chain_sun"}, "no dataset 'chain_sun'.*nearest names are chain_sum"),
-        ({"settings": {"max_term": 3}}, "no setting 'max_term'.*It has .*max_terms"),
-        ({"settings": {"seed": 3}}, r"pvg sets task\.settings\.seed"),
-        ({"settings": {"size": 3}}, r"pvg sets task\.settings\.size.*task\.problems"),
-        ({"settings": {"min_terms": 9, "max_terms": 3}}, "rejects the settings of 'chain_sum': max_terms must be"),
-        ({"settings": {"min_terms": "many"}}, "rejects the settings of 'chain_sum'"),
-        ({"dataset": "game_of_life_halting"}, "does not open .*accepts any answer"),
-        ({"dataset": "simple_integration"}, "does not open .*may never end"),
-    ],
-)
-def test_wrong_settings_are_refused_with_a_remedy(gym, changes, complaint):
-    with pytest.raises(ConfigurationError, match=complaint) as refused:
-        open_task(small(**changes))
-    assert refused.value.remedy
-
-
 def test_a_dataset_that_repeats_itself_is_refused(gym):
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     with pytest.raises(ConfigurationError, match=r"repeats questions: 2000 draws gave \d+ new .*task\.problems = 1000"):
@@ -163,14 +111,3 @@ def test_a_dataset_that_repeats_itself_is_refused(gym):
 def test_a_threshold_at_which_nonsense_is_correct_is_refused(gym):
     with pytest.raises(ConfigurationError, match=r"accepts '\?' as a correct answer at task\.threshold = 0\.0"):
         list(open_task(small(threshold=0.0)).problems("train"))
-
-
-def test_datasets_in_hash_order_need_a_fixed_hash_seed(gym, monkeypatch):
-    section = small(dataset="ransom_note", problems=3, test_problems=2)
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    with pytest.raises(ConfigurationError, match="PYTHONHASHSEED=0"):
-        open_task(section)
-    monkeypatch.setenv("PYTHONHASHSEED", "1")
-    one = ids(section)
-    monkeypatch.setenv("PYTHONHASHSEED", "2")
-    assert not set(one) & set(ids(section))

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import transformers
 from torch import nn
 
 from pvg.training.batch import PolicyBatch
@@ -65,3 +66,21 @@ def policy_batch(sequences, prompt_lengths, advantages, *, groups=None, roles=No
         group_ids_N=np.asarray(range(rows) if groups is None else groups, dtype=np.int32),
         versions_N=np.zeros(rows, dtype=np.int32),
     )
+
+
+def small_llama(
+    vocabulary: int, *, tied: bool = False, dtype: torch.dtype = torch.float32
+) -> transformers.LlamaForCausalLM:
+    """Two layers of width 32 with random weights, the same at each call."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()

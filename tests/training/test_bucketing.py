@@ -3,26 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from table_policy import policy_batch
-from transformers import LlamaConfig, LlamaForCausalLM
+from table_policy import policy_batch, small_llama
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.training.losses import PolicyObjective
-
-
-def llama():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=12,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 def mixed_batch():
@@ -59,7 +44,7 @@ def trained_on(objective_, module, batch):
 
 @pytest.mark.parametrize("loss", ["grpo", "gspo", "cispo"])
 def test_loss_and_gradient_are_those_of_the_whole_batch_and_the_padding_is_not(loss):
-    module, batch = llama(), mixed_batch()
+    module, batch = small_llama(12), mixed_batch()
     found_loss, found, positions = trained_on(objective(loss), module, batch)
     whole_loss, whole, padded = trained_on(objective(loss, micro_batch_tokens=48 * 30), module, batch)
     assert padded == 48 * int(batch.lengths_N.max())  # one micro-batch
@@ -69,7 +54,7 @@ def test_loss_and_gradient_are_those_of_the_whole_batch_and_the_padding_is_not(l
 
 
 def test_recomputed_logprobs_are_those_of_each_row_alone():
-    module, batch = llama(), mixed_batch()
+    module, batch = small_llama(12), mixed_batch()
     found = objective().recompute(module, batch)
     assert [len(row) for row in found] == batch.completion_lengths_N.tolist()
     for number, values in enumerate(found):

@@ -4,7 +4,7 @@ import orjson
 import pytest
 
 from pvg.config.training import Training
-from pvg.training.losses import KL_RANGE, PenaltyControl, adapted_kl
+from pvg.training.losses import PenaltyControl, adapted_kl
 
 
 def test_the_kl_controller_by_hand() -> None:
@@ -14,13 +14,6 @@ def test_the_kl_controller_by_hand() -> None:
     assert adapted_kl(0.5, kl=0.0, target=0.1, horizon=10.0) == pytest.approx(0.49)
     assert adapted_kl(0.5, kl=-1.0, target=0.1, horizon=10.0) == pytest.approx(0.49)
     assert adapted_kl(0.5, kl=0.1, target=0.1, horizon=10.0) == 0.5
-
-
-def test_without_targets_nothing_moves() -> None:
-    control = PenaltyControl(Training(kl={"coefficient": 0.3}))
-    control.observe({"kl": 99.0})
-    assert control.kl == 0.3
-    assert control.state() == {}
 
 
 def test_a_step_sees_what_the_step_before_measured() -> None:
@@ -38,13 +31,3 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
     for each in (control, resumed):
         each.observe({"kl": 0.2})
     assert control.state() == resumed.state()
-
-
-def test_a_long_drift_does_not_take_the_coefficient_out_of_reach() -> None:
-    control = PenaltyControl(Training(kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1}))
-    for _ in range(1000):
-        control.observe({"kl": 0.0})
-    assert control.kl == pytest.approx(0.1 / KL_RANGE)
-    for _ in range(1000):
-        control.observe({"kl": 9.0})
-    assert control.kl == pytest.approx(0.1 * KL_RANGE)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.game.orders import bucket_counts, buckets_of, draw_from_buckets, uncertainty_weights
+from pvg.game.orders import bucket_counts, buckets_of, draw_from_buckets
 
 EDGES = (0.2, 0.8)
 SHARES = (0.25, 0.5, 0.25)
@@ -18,11 +18,6 @@ SHARES = (0.25, 0.5, 0.25)
 
 def counts(sizes: list[int], shares: tuple[float, ...], count: int, offset: float = 0.0) -> list[int]:
     return bucket_counts(np.array(sizes), np.array(shares), count, offset).tolist()
-
-
-def test_uncertain_problems_weigh_most() -> None:
-    found = uncertainty_weights(np.array([0.5, 0.0, 1.0, 0.1, math.nan]))
-    assert found.tolist() == pytest.approx([0.55, 0.05, 0.05, 0.35, 0.55])
 
 
 def test_buckets_by_hand() -> None:
@@ -80,13 +75,3 @@ def test_draws_keep_the_shares_and_are_alike_within_a_bucket() -> None:
     assert (
         len({tuple(buckets_P[draw_from_buckets(buckets_P, SHARES, 8, np.random.default_rng(n))]) for n in range(9)}) > 1
     )
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(0, 30), st.integers(0, 99))
-def test_more_draws_than_problems_take_all_of_them_first(buckets, count, seed) -> None:
-    drawn = draw_from_buckets(np.array(buckets), SHARES, count, np.random.default_rng(seed))
-    found = Counter(drawn)
-    assert len(drawn) == count
-    assert max(found.values(), default=0) - (min(found.values()) if len(found) == len(buckets) else 0) <= 1
-    assert drawn == draw_from_buckets(np.array(buckets), SHARES, count, np.random.default_rng(seed))

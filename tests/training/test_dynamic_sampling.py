@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.game.groups import chosen_groups, live_groups, refill_counts
+from pvg.game.groups import chosen_groups, live_groups
 from pvg.records import Role
 
 H, S = Role.HELPFUL, Role.SNEAKY
@@ -18,16 +18,6 @@ def test_live_groups_by_hand() -> None:
     rewards_N = np.array([1, 1, 0, 1, 0.3, 0.3, 0.3, 5], dtype=np.float32)
     assert live_groups(rewards_N, [2, 2, 3, 0, 1]).tolist() == [False, True, False, False, False]
     assert live_groups(rewards_N[:0], []).tolist() == []
-
-
-def test_refills_by_hand() -> None:
-    # Helpful: 3 of 8 are missing, 5 of 8 live: 3 x 9/6 = 4.5. Sneaky: 7 missing, 1 of 8 live: 31.5, but at most 8.
-    assert refill_counts({H: 8, S: 8}, {H: 8, S: 8}, {H: 5, S: 1}) == {H: 5, S: 8}
-    assert refill_counts({H: 8, S: 4}, {H: 8, S: 4}, {H: 9, S: 4}) == {}
-    # No group was live: choose as many as the batch needs.
-    assert refill_counts({H: 4}, {H: 4}, {}) == {H: 4}
-    # All but one were: one more is expected to do, nearly.
-    assert refill_counts({H: 100}, {H: 100}, {H: 99}) == {H: 2}
 
 
 def test_choice_by_hand() -> None:

@@ -42,24 +42,6 @@ def test_the_bonus_by_hand():
     assert gradient[4:8].tolist() == pytest.approx([0.0] * 4, abs=1e-7)  # a uniform distribution is at the most
 
 
-def test_the_bonus_is_that_of_the_sampling_temperature():
-    # At temperature 1/2 the probabilities are squared: 1, 4, 9 and 16 of 30.
-    batch = policy_batch([[0, 3]], [1], [0.0])
-    shares = [n / 30 for n in (1, 4, 9, 16)]
-    _, _, metrics = evaluate(objective("grpo", entropy_bonus=0.1, temperature=0.5), TablePolicy(PROBABILITIES), batch)
-    assert metrics["entropy_exact"] == pytest.approx(-sum(p * math.log(p) for p in shares), rel=1e-5)
-
-
-def test_the_bonus_raises_the_entropy():
-    policy, batch = TablePolicy(PROBABILITIES), policy_batch([[0, 3]], [1], [0.0])
-    bonus = objective("grpo", entropy_bonus=1.0)
-    _, gradient, before = evaluate(bonus, policy, batch)
-    with torch.no_grad():
-        policy.table_LV -= 0.5 * gradient.reshape(2, 4)
-    _, _, after = evaluate(bonus, policy, batch)
-    assert after["entropy_exact"] > before["entropy_exact"]
-
-
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), data=st.data())
 def test_any_split_adds_up_to_the_unsplit_batch(seed, data):
@@ -139,14 +121,3 @@ def test_a_trainers_coefficient_follows_what_its_steps_measure_and_resume():
         assert again == metrics[3:]
         for name, tensor in whole.state()[0].items():
             assert torch.equal(tensor, resumed.state()[0][name])
-
-
-def test_in_micro_batches_the_coefficients_are_the_same():
-    adapted = adapting(0.01)
-    with ThreadPoolExecutor(1) as executor:
-        _, whole = trainer(3, executor, **adapted)
-        _, split = trainer(3, executor, micro_batch_rollouts=1, **adapted)
-    assert split[0]["micro_batches"] == 2.0
-    for one, other in zip(whole, split, strict=True):
-        for name in ("kl_coefficient", "entropy_exact", "kl"):
-            assert other[name] == pytest.approx(one[name], rel=1e-4)

@@ -5,17 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from table_policy import policy_batch
 from test_policy_losses import llama
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.errors import MissingRequirementError
-from pvg.models.packing import distinct_rows
 from pvg.training.batch import PolicyBatch
-from pvg.training.forward import ForwardSettings, forward_batches, recompute_logprobs
+from pvg.training.forward import ForwardSettings, recompute_logprobs
 from pvg.training.losses import PolicyObjective
 
 __all__ = ["llama"]  # a fixture
@@ -74,39 +70,3 @@ def test_the_reference_computes_them_once_too_and_gives_each_row_its_own(llama):
     assert seen[-1] == COMPUTED
     for row, logprobs in zip(found, expected, strict=True):
         np.testing.assert_allclose(row, logprobs, rtol=1e-4, atol=1e-5)
-
-
-def test_log_probs_without_memory_left_are_an_error_that_names_the_setting_and_how_to_continue(llama):
-    """For the KL of the tax (pvg.evaluation.training) and for the references of training."""
-
-    def exhausted(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    hook = llama.get_input_embeddings().register_forward_hook(exhausted)
-    with pytest.raises(MissingRequirementError, match="too little memory for the log-probs of 6 solutions") as failed:
-        recompute_logprobs(llama, repeated_batch(), ForwardSettings(1.0, 100, 0, shared_prompts=False))
-    hook.remove()
-    for command in ("pvg train --resume RUN", "pvg evaluate RUN"):
-        assert f"{command} -s training.micro_batch_tokens=N" in failed.value.remedy
-
-
-def test_a_budget_counts_them_once_and_they_stay_together():
-    batch = repeated_batch()
-    rows = np.arange(len(batch))
-    limits = ForwardSettings(1.0, 18, 0)
-    assert [sorted(part) for part in forward_batches(batch, rows, limits)] == [[0, 1, 2, 3, 4, 5]]
-    assert len(forward_batches(batch, rows, limits, 5)) == 2  # micro_batch_rollouts counts rollouts
-    # Repeated rows may have been sampled with other experts, so a replay computes each of them.
-    replay = replace(limits, router_replay=True)
-    assert len(forward_batches(batch, rows, replay)) == 2
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=2, max_size=4), st.integers(1, 2)), max_size=12))
-def test_distinct_rows_lead_back_to_every_row(rows):
-    sequences, prompts = [np.array(row, dtype=np.int32) for row, _ in rows], np.array([prompt for _, prompt in rows])
-    firsts_U, row_of_N = distinct_rows(sequences, prompts)
-    keys = [(row.tolist(), prompt) for row, prompt in zip(sequences, prompts.tolist(), strict=True)]
-    assert [keys[firsts_U[number]] for number in row_of_N] == keys
-    assert len(firsts_U) == len({(tuple(row), prompt) for row, prompt in keys})
-    assert all(keys.index(keys[first]) == first for first in firsts_U)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_policy import TablePolicy, policy_batch
+from table_policy import TablePolicy
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective, random_batch
 from test_policy_losses import random_policy as drawn_policy
 
@@ -67,17 +67,6 @@ def test_the_loss_of_the_only_step_by_hand(kind, ratio, monkeypatch):
     assert metrics["clipped"] == 0.0
 
 
-def test_masking_takes_nothing_but_the_masked_tokens_away():
-    """What is left has the gradient that it has beside tokens of advantage 0."""
-    batch = hand_batch()
-    masked = objective("reinforce_pp", importance="masked", bounds=(0.4, 1.2))
-    _, gradient, metrics = evaluate(masked, TablePolicy(PROBABILITIES), batch)
-    assert metrics["start_outside"] == pytest.approx(1 / 3)  # A's first
-    silent = policy_batch([[0, 3], [0, 3, 1], [0, 2]], [1, 2, 1], [0.0, 1.0, -2.0], sampled=[[A1], [A2], [B1]])
-    _, wanted, _ = evaluate(objective("reinforce_pp"), TablePolicy(PROBABILITIES), silent)
-    torch.testing.assert_close(gradient, 0.5 * wanted)  # both that are left have a ratio of 0.5
-
-
 @pytest.mark.parametrize("loss", NAMES)
 def test_where_sampler_and_trainer_agree_it_is_the_plain_loss(loss):
     policy = drawn_policy(4)
@@ -125,14 +114,3 @@ def test_over_several_steps_it_needs_the_log_probs_at_batch_start():
     # A: 1.25 x min(1.2, 1.2) and 0.5 x 1; B: 0.5 x -2.
     assert total == pytest.approx(-(1.25 * 1.2 + 0.5 - 1.0) / 3, rel=1e-5)
     assert metrics["start_ratio_max"] == pytest.approx(1.25, rel=1e-5)
-
-
-def test_decoupled_without_weights_is_clipped_around_the_start_alone():
-    start = rows([[A1 - math.log(1.2), A2 - math.log(0.25)], [B1 - math.log(0.5)]])
-    batch = replace(hand_batch(), proximal_logprobs=start)
-    free = objective("reinforce_pp", importance="unweighted")
-    total, _, metrics = evaluate(free, TablePolicy(PROBABILITIES), batch)
-    # min(1.2, 1.2) and 0.25; B: min(-1, -1.6).
-    assert total == pytest.approx(-(1.2 + 0.25 - 1.6) / 3, rel=1e-4)
-    assert metrics["start_ratio_max"] == pytest.approx(2.0, rel=1e-5)
-    assert metrics["start_outside"] == 0.0

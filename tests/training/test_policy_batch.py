@@ -35,20 +35,6 @@ def test_selecting_rows_takes_every_column_along():
     assert picked.group_ids_N.tolist() == [2, 0]
 
 
-@pytest.mark.parametrize("column", ["advantages_N", "group_ids_N", "versions_N", "prompt_lengths"])
-def test_columns_of_another_length_are_refused(column):
-    batch = example()
-    with pytest.raises(ValueError, match=f"{column} has shape"):
-        replace(batch, **{column: getattr(batch, column)[:2]})
-
-
-def test_logprobs_of_another_length_are_refused():
-    with pytest.raises(ValueError, match="sampled_logprobs must have one value"):
-        policy_batch([[1, 2, 3]], [1], [0.0], sampled=[[-1.0]])
-    with pytest.raises(ValueError, match="reference_logprobs must have one value"):
-        policy_batch([[1, 2, 3]], [1], [0.0], reference=[[-1.0]])
-
-
 def numbered(groups, roles):
     """Rows whose only token is their number."""
     rows = len(groups)
@@ -63,11 +49,6 @@ def test_minibatches_keep_groups_whole_and_share_the_roles_out():
     # Groups 0, 1 helpful, 2, 3 sneaky, two rows each, one role after the other: each half gets one group of each role.
     halves = minibatches(numbered([0, 0, 1, 1, 2, 2, 3, 3], [1, 1, 1, 1, 0, 0, 0, 0]), 2)
     assert [numbers(half) for half in halves] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-
-
-def test_a_group_id_shared_by_both_roles_is_two_groups():
-    halves = minibatches(numbered([5, 5, 5, 5], [1, 0, 1, 0]), 2)
-    assert sorted(numbers(half) for half in halves) == [[0, 2], [1, 3]]
 
 
 def test_fewer_groups_than_parts_are_dealt_out_by_row():

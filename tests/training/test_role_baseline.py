@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.errors import TrainingDivergedError
 from pvg.records import Role
-from pvg.training.credit import DECAY, RoleBaseline, baseline_advantages, corrected_mean, means_of_others, updated
+from pvg.training.credit import DECAY, RoleBaseline
 
 H, S = Role.HELPFUL, Role.SNEAKY
 
@@ -35,15 +34,6 @@ def test_baselines_by_hand() -> None:
     assert baseline.value(H) == pytest.approx(expected)
     assert baseline.value(S) == pytest.approx(-4.0)  # untouched
     assert observed(baseline, [(H, 0.0)]) == pytest.approx([expected])
-
-
-def test_the_correction_is_the_weight_of_what_was_seen() -> None:
-    total, weight = 0.0, 0.0
-    assert math.isnan(corrected_mean(total, weight))
-    for number in range(1, 60):
-        total, weight = updated(total, weight, 7.0)
-        assert weight == pytest.approx(1 - DECAY**number)
-        assert corrected_mean(total, weight) == pytest.approx(7.0)  # of a constant it is the constant, at once
 
 
 def test_in_the_long_run_it_is_the_plain_moving_average() -> None:
@@ -88,16 +78,3 @@ def test_after_json_it_goes_on_bit_by_bit(batches, cut) -> None:
     for rows in batches[cut:]:
         assert observed(whole, rows) == observed(resumed, rows)
     assert whole.state() == resumed.state()
-
-
-def test_equal_rewards_of_a_first_batch_teach_exactly_nothing() -> None:
-    assert means_of_others(np.full(7, 0.3)).tolist() == [0.3] * 7
-    rewards_N = np.full(3, 0.1)
-    found = baseline_advantages(rewards_N, RoleBaseline().observe([S] * 3, rewards_N), np.zeros(3))
-    assert found.tolist() == [0.0] * 3
-    assert found.dtype == np.float32
-
-
-def test_a_broken_reward_is_named() -> None:
-    with pytest.raises(TrainingDivergedError, match=r"reward of row 1 .* is nan"):
-        baseline_advantages(np.array([1.0, math.nan]), np.zeros(2), np.ones(2))

@@ -16,10 +16,8 @@ for folder in ("models", "rollout"):
 from tiny_experts import CHOSEN, KINDS, LAYERS, tiny_experts  # noqa: E402
 from tiny_policies import generate, prompts, requests, tiny_model  # noqa: E402
 
-from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.config.rollout import Rollouts  # noqa: E402
 from pvg.config.training import Training  # noqa: E402
-from pvg.errors import ConfigurationError  # noqa: E402
 from pvg.models.routing import recorded_experts, routers_of  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
 from pvg.training.batch import PolicyBatch  # noqa: E402
@@ -90,15 +88,6 @@ def test_more_experts_than_a_byte_can_number_are_told_and_replayed() -> None:
         np.testing.assert_allclose(found, batch.on_positions(batch.sampled_logprobs), atol=1e-5)
 
 
-def test_without_being_asked_it_tells_none_and_a_model_without_experts_is_refused() -> None:
-    plain = generate(asked(), model=tiny_model(module=tiny_experts()))
-    assert [found.routed_experts for found in plain] == [None] * len(plain)
-    for one, other in zip(plain, sampled("mixtral"), strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-    with pytest.raises(ConfigurationError, match="not a mixture of experts"):
-        generate(asked(), routed_experts=True)
-
-
 def moved(kind: str, by: float) -> torch.nn.Module:
     """The model whose routers have moved by so much."""
     module, random = tiny_experts(kind), torch.Generator().manual_seed(3)
@@ -145,32 +134,3 @@ def test_the_policy_loss_learns_with_replayed_experts_in_any_micro_batches() -> 
     for whole, parts in zip(*found, strict=True):
         assert whole.abs().max() > 0
         torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-4)
-
-
-def test_selecting_rows_takes_their_experts_along_without_copying_them() -> None:
-    batch = batch_of(sampled("mixtral"))
-    assert batch.routed_experts is not None
-    picked = batch.select(np.array([3, 0]))
-    assert picked.routed_experts is not None
-    for found, row in zip(picked.routed_experts, (3, 0), strict=True):
-        assert found is batch.routed_experts[row]
-    with pytest.raises(ValueError, match="routed_experts must have one row per token"):
-        replace(batch, routed_experts=[row[1:] for row in batch.routed_experts])
-    with pytest.raises(ValueError, match="requires routed_experts"):
-        batch_logprobs(tiny_experts(), replace(batch, routed_experts=None), SHARED)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (
-            {
-                "training": {"router_replay": True, "gradient_checkpointing": True},
-            },
-            "training.gradient_checkpointing",
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        Experiment.model_validate(settings)

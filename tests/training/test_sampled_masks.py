@@ -126,10 +126,3 @@ def test_log_probs_are_recomputed_of_sampled_tokens_alone_and_rows_keep_their_ma
     parts = minibatches(batch, 2)
     assert sorted(part.completion_lengths_N.tolist() for part in parts) == [[2], [3]]
     assert batch.completion_mask().tolist() == [[False, True, True, False, True], [False, True, True, False, False]]
-
-
-def test_masks_of_the_wrong_length_are_refused():
-    with pytest.raises(ValueError, match="sampled_masks"):
-        replace_all(masked(), [np.zeros(3, np.float32), np.zeros(2, np.float32)], [[True] * 3, [True] * 2])
-    with pytest.raises(ValueError, match="sampled_logprobs"):
-        replace_all(masked(), [np.zeros(4, np.float32), np.zeros(2, np.float32)], MASKS)

@@ -1,8 +1,5 @@
 """Schedules by hand."""
 
-import pytest
-
-from pvg.errors import ConfigurationError
 from pvg.training.trainer import learning_rate_factor
 
 
@@ -17,12 +14,3 @@ def test_warmup_then_constant():
 def test_warmup_then_linear():
     # After two steps of warm-up, four steps fall from 1 by quarters; 0 would be reached at step 6.
     assert factors("linear", range(8), warmup=2, total_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-
-
-def test_a_warmup_as_long_as_training():
-    assert factors("linear", range(4), warmup=3, total_steps=3) == [1 / 3, 2 / 3, 1.0, 1.0]
-
-
-def test_unknown_schedules_are_refused():
-    with pytest.raises(ConfigurationError, match="no schedule 'step'"):
-        learning_rate_factor("step", 0, warmup=0, total_steps=1)

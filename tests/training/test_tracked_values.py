@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.errors import TrainingDivergedError
 from pvg.records import Role
 from pvg.training.credit import EPSILON, LEVEL_DECAY, PRIOR, RHO_LEAST, RHO_MOST, ValueTracker, tracked_advantages
 
@@ -44,17 +43,6 @@ def test_values_by_hand() -> None:
     # The level has seen batches of mean 1/2, 1/2 and 1.
     assert tracker.value(("new", H)) == pytest.approx(0.5 + 0.05 * 0.5)
     assert math.isnan(tracker.value(("a", S)))
-
-
-def test_rows_of_one_batch_do_not_see_each_other_but_are_all_learnt() -> None:
-    tracker = ValueTracker(half_life=10.0)
-    observed(tracker, [("a", H, 0.0, 0)])
-    before = tracker.value(("a", H))
-    assert observed(tracker, [("a", H, 1.0, 0), ("a", H, 1.0, 0)]) == [before, before]
-    again = ValueTracker(half_life=10.0)
-    for reward in (0.0, 1.0, 1.0):
-        observed(again, [("a", H, reward, 0)])
-    assert tracker.value(("a", H)) == again.value(("a", H))
 
 
 def test_the_roles_share_nothing() -> None:
@@ -129,18 +117,6 @@ def test_advantages_by_hand() -> None:
     found = tracked_advantages(np.array([1.0, 0.0]), np.array([0.0, 1.0]), np.array([3, 1]), np.ones(2))
     root = math.sqrt(0.75) + EPSILON
     np.testing.assert_allclose(found, [0.5 / root, -1.5 / root], rtol=1e-6)
-
-
-def test_rows_without_a_surprise_get_exactly_nothing() -> None:
-    assert tracked_advantages(np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0)).shape == (0,)
-    assert tracked_advantages(np.array([3.0]), np.array([1.0]), np.array([5]), np.ones(1)).tolist() == [0.0]
-    equal = tracked_advantages(np.full(3, 0.3), np.full(3, 0.1), np.array([5, 6, 7]), np.ones(3))
-    assert equal.tolist() == [0.0, 0.0, 0.0]
-
-
-def test_a_broken_reward_is_named() -> None:
-    with pytest.raises(TrainingDivergedError, match=r"reward of row 1 .* is nan"):
-        tracked_advantages(np.array([1.0, math.nan]), np.zeros(2), np.ones(2), np.ones(2))
 
 
 @settings(deadline=None)

@@ -1,7 +1,5 @@
 """Metrics merge as if gathered in one."""
 
-import pytest
-
 from pvg.telemetry.metrics import Metrics
 
 
@@ -17,25 +15,7 @@ def test_merging_weighs_means_by_their_counts():
     assert first.result() == {"kl": 0.7, "loss": -0.75, "ratio_max": -3.0}
 
 
-def test_merging_into_nothing_copies():
-    source, target = Metrics(), Metrics()
-    source.add_max("ratio_max", -2.0)
-    source.add_mean("kl", 3.0, 2.0)
-    target.merge(source)
-    target.merge(source)
-    assert target.result() == {"ratio_max": -2.0, "kl": 1.5}
-    assert source.result() == {"ratio_max": -2.0, "kl": 1.5}
-
-
 def test_a_mean_over_nothing_has_no_value():
     metrics = Metrics()
     metrics.add_mean("kl", 0.0, 0.0)
     assert metrics.result() == {}
-
-
-def test_a_name_is_of_one_kind():
-    metrics = Metrics()
-    metrics.add_sum("loss", 1.0)
-    metrics.add_max("loss", 1.0)
-    with pytest.raises(ValueError, match="two kinds"):
-        metrics.result()

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_verifiers import digits_tokenizer, perturb, random_texts, rollout, verifier
 
-from pvg.errors import TrainingDivergedError
 from pvg.models.heads import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.verifier.calibration import common_scales, disagreement, member_scores
 from pvg.verifier.data import VerifierTemplate
@@ -35,15 +34,6 @@ def test_scales_by_hand() -> None:
     assert disagreement(scaled(scores_KN, scales)) == pytest.approx(
         np.mean([np.std([0, 0, 4]), np.std([4, 4, 0]), np.std([0, 4, 4]), np.std([4, 0, 0])])
     )
-
-
-def test_a_member_of_one_score_keeps_its_slope_and_only_moves() -> None:
-    scores_KN = np.array([[5.0, 5.0], [0.0, 2.0], [0.0, 4.0]])
-    scales = common_scales(scores_KN)
-    assert scales.slopes_K.tolist() == [1.0, 1.5, 0.75]
-    assert scaled(scores_KN, scales)[0].tolist() == [2.0, 2.0]
-    silent = common_scales(np.zeros((3, 4)))
-    assert (silent.slopes_K.tolist(), silent.offsets_K.tolist()) == ([1.0] * 3, [0.0] * 3)
 
 
 @given(st.lists(st.floats(-60, 60, width=32), min_size=1, max_size=40), st.integers(1, 6))
@@ -104,16 +94,6 @@ def held_out_scores(ensemble, executor, head: str, rollouts, budget: int = 4096)
     return asyncio.run(work)
 
 
-@pytest.mark.parametrize("head", ["scalar", "implicit", "yes_token"])
-def test_members_are_scored_as_each_is_by_a_scorer_of_its_own(head: str, executor) -> None:
-    ensemble = ensemble_of(head, [1, 2, 3])
-    rollouts = [rollout(text) for text in random_texts(20, seed=1)]
-    found_KN = held_out_scores(ensemble, executor, head, rollouts, budget=128)
-    for own_N, one in zip(found_KN, ensemble.members, strict=True):
-        expected_N = asyncio.run(scorer_of(one, executor, head).score(rollouts))
-        assert own_N.tobytes() == expected_N.tobytes()
-
-
 @pytest.mark.parametrize(("head", "aggregation"), [("scalar", "mean"), ("implicit", "min"), ("implicit", "median")])
 def test_a_scorer_of_an_ensemble_gives_the_calibrated_bits_whatever_it_batches(
     head: str, aggregation: str, executor
@@ -129,26 +109,3 @@ def test_a_scorer_of_an_ensemble_gives_the_calibrated_bits_whatever_it_batches(
         parts = [asyncio.run(scorer.score(rollouts[at : at + size])) for at in range(0, len(rollouts), size)]
         assert np.concatenate(parts).tobytes() == expected_N.tobytes(), (size, budget)
         assert scorer.version == ensemble.version()
-
-
-def test_a_reference_is_computed_once_for_all_members(executor) -> None:
-    ensemble = ensemble_of("implicit", [1, 2, 3])
-    calls = []
-    first = ensemble.members[0]
-    compute = first.reference
-    first.reference = lambda *rows: calls.append(len(rows[0])) or compute(*rows)
-    for other in ensemble.members[1:]:
-        other._reference_model.close()  # a request for another one fails
-    scorer = scorer_of(ensemble, executor, "implicit")
-    rollouts = [rollout(text) for text in random_texts(5, seed=2)]
-    asyncio.run(scorer.score(rollouts))
-    asyncio.run(scorer.score(rollouts))
-    assert len(calls) == 1
-
-
-def test_a_member_that_diverged_is_named(executor) -> None:
-    ensemble = ensemble_of("scalar", [1, 2])
-    with torch.no_grad():
-        ensemble.members[1].bias.fill_(float("nan"))
-    with pytest.raises(TrainingDivergedError, match="Member 1 of the verifier scores rollout mint/"):
-        held_out_scores(ensemble, executor, "scalar", [rollout("A1")])

@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,6 @@ from tiny_verifiers import verifier
 from torch import nn
 
 from pvg.config.training import Verifier
-from pvg.errors import ConfigurationError
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import LOSSES, PairObjective
@@ -90,66 +87,9 @@ def test_losses_stay_finite_for_scores_that_are_large():
         assert loss(torch.tensor([400.0]), torch.tensor([-400.0])).item() == 0.0
 
 
-def test_only_the_penalty_fixes_bradley_terrys_constant():
-    batch = table_batch([(0, 1)])
-    losses = [run(objective(penalty=0.0), Table([1.0 + c, c]), batch)[0] for c in (0.0, 7.0)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    assert losses[0] == pytest.approx(math.log1p(math.exp(-1.0)), abs=1e-6)
-    shifted = run(objective(penalty=0.01), Table([8.0, 7.0]), batch)[0]
-    assert shifted - losses[0] == pytest.approx(0.01 * (64 + 49) / 2, abs=1e-5)
-
-
 def test_a_tie_is_half_a_win():
     _, _, metrics = run(objective(), Table([1.0, 1.0, 0.0, 2.0]), table_batch([(0, 1), (2, 3), (3, 1), (3, 1)][:2]))
     assert metrics["pair_accuracy"] == 0.25
-
-
-@pytest.mark.parametrize("pairs", [[(0, 0)], [(0, 1), (1, 2)]])
-def test_a_pair_of_one_label_is_refused(pairs):
-    with pytest.raises(ValueError, match="both correct and incorrect"):
-        table_batch(pairs, rows=3)
-
-
-def test_a_batch_without_pairs_is_refused():
-    with pytest.raises(ValueError, match="at least one pair"):
-        objective().prepare(table_batch(np.zeros((0, 2)), rows=2))
-
-
-def test_an_unprepared_batch_is_refused():
-    with pytest.raises(ValueError, match="prepare"):
-        objective().split(table_batch([(0, 1)]))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("prompt_lengths_N", np.ones(3, np.int32)), ("pairs_M2", np.array([[0, 2]], np.int32))]
-)
-def test_shapes_and_rows_are_checked(field, value):
-    batch = table_batch([(0, 1)])
-    with pytest.raises(ValueError, match=field):
-        VerifierBatch(**{**{name: getattr(batch, name) for name in VerifierBatch.__slots__}, field: value})
-
-
-@given(data=st.data())
-def test_micro_batches_keep_the_budget_and_the_pairs_and_each_row_is_asked_once_in_each(data):
-    lengths = data.draw(st.lists(st.integers(1, 20), min_size=4, max_size=14))
-    half = len(lengths) // 2
-    pairs = data.draw(
-        st.lists(st.tuples(st.integers(0, half - 1), st.integers(half, len(lengths) - 1)), min_size=1, max_size=20)
-    )
-    budget = data.draw(st.integers(40, 120))
-    batch = table_batch(pairs, rows=len(lengths), lengths=lengths)
-    parts = (target := objective(budget=budget)).split(target.prepare(batch))
-    seen = []
-    for part in parts:
-        assert len(part.sequences) * part.lengths_N.max() <= budget
-        names = [int(sequence[0]) for sequence in part.sequences]
-        assert len(set(names)) == len(names)
-        seen += [(names[a], names[b]) for a, b in part.pairs_M2]
-        for name, sequence in zip(names, part.sequences, strict=True):
-            assert len(sequence) == lengths[name]
-    assert sorted(seen) == sorted(pairs)
-    assert sum(part.row_weights_N.sum() for part in parts) == pytest.approx(1.0)
-    assert sum(part.pair_weights_M.sum() for part in parts) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -187,15 +127,3 @@ def test_micro_batches_of_a_real_verifier_add_up(head):
     assert split == pytest.approx(whole, abs=1e-5)
     for name, gradient in whole_gradients.items():
         torch.testing.assert_close(split_gradients[name], gradient, atol=2e-5, rtol=1e-3, msg=name)
-
-
-def test_a_solution_in_several_pairs_is_forwarded_once():
-    table = Table([1.0, 0.0, 0.5])
-    run(objective(), table, table_batch([(0, 1), (0, 2), (0, 1)]))
-    assert table.asked == [[0, 1, 2]]
-
-
-def test_a_pair_over_the_budget_is_refused():
-    with pytest.raises(ConfigurationError, match="a pair of 9 tokens") as caught:
-        (target := objective(budget=17)).split(target.prepare(table_batch([(0, 1)], lengths=[9, 3])))
-    assert "18" in caught.value.remedy

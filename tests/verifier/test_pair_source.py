@@ -138,29 +138,6 @@ def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor, 
     assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
 
 
-def test_by_problem_every_problem_counts_alike(tmp_path, executor, monkeypatch):
-    """One problem has 1 x 3 pairs, the other 2 x 2: the loss is the mean of their means."""
-    monkeypatch.setattr(data, "SOLUTIONS_PER_PROBLEM", 4)
-    rollouts = [rollout(text, question="1?", correct=text == "1") for text in ("1", "22", "33", "44")]
-    rollouts += [rollout(text, question="2?", correct=text < "7") for text in ("5", "6", "7", "8")]
-    section = BY_PROBLEM.model_copy(update={"pairs": 7})
-    model = open_verifier()
-    source = open_source(open_stream(tmp_path, rollouts), model, executor, section)
-    objective = PairObjective(section, model.tokenizer.pad_id)
-    batch = objective.prepare(asyncio.run(source.next_batch()))
-    assert len(batch) == 7
-    assert sorted(batch.pair_weights_M.tolist()) == pytest.approx([1 / 8] * 4 + [1 / 6] * 3)
-    assert batch.row_weights_N.tolist() == pytest.approx([1 / 8] * 8)  # the penalty: every solution alike
-    (whole,) = objective.split(batch)
-    assert whole.pair_weights_M.sum() == pytest.approx(1.0)
-
-
-def test_a_head_without_a_reference_gets_none(tmp_path, executor):
-    section = Verifier(head="scalar", pairs=4)
-    source = open_source(open_stream(tmp_path, toy_rollouts(0, 4)), open_verifier("scalar"), executor, section)
-    assert asyncio.run(source.next_batch()).references_N is None
-
-
 @pytest.mark.parametrize(
     ("precision", "pairing"), [("float32", "random"), ("bfloat16", "random"), ("float32", "problem")]
 )

@@ -141,43 +141,6 @@ def test_a_batch_in_parts_gives_the_gradients_of_the_whole_also_clamped_warmed_u
     assert cut.state()["log_q"] == pytest.approx(whole.state()["log_q"], abs=1e-6)
 
 
-def test_clamped_weights_of_three_environments_by_hand():
-    """Weights max(0, (1 + 2 s (R_e - mean)) / E), taken as constants."""
-    batch = made(pairs=[(7, 1), (4, 5), (0, 1)], sources=[0, 1, 2])
-    each = risks(torch.tensor(SCORES), batch, "bradley_terry")
-    weights = ((1 + 2 * 1.5 * (each - each.mean())) / 3).clamp_min(0.0)
-    assert (weights == 0).tolist() == [True, False, True]  # losses 0.02, 1.95 and 0.05
-    found, _, _ = gradient(RobustObjective(section(robust={"kind": "vrex", "strength": 1.5}), 0, environments=3), batch)
-    scores = torch.tensor(SCORES, requires_grad=True)
-    (weights * risks(scores, batch, "bradley_terry")).sum().backward()
-    torch.testing.assert_close(found, scores.grad, atol=1e-6, rtol=1e-5)
-
-
-def test_metrics_tell_of_the_environments_and_the_loss_is_the_plain_one():
-    batch = made()
-    _, metrics, _ = gradient(
-        RobustObjective(section(robust={"kind": "vrex", "strength": 3.0}), 0, environments=4), batch
-    )
-    each = risks(torch.tensor(SCORES), batch, "bradley_terry")
-    plain = PairObjective(section(), 0)
-    (part,) = plain.split(plain.prepare(batch))
-    assert metrics["environments"] == 3
-    assert metrics["environment_worst"] == pytest.approx(each.max().item())
-    assert metrics["environment_spread"] == pytest.approx(each.std(correction=0).item())
-    assert metrics["environment_penalty"] == pytest.approx(each.var(correction=0).item())
-    assert metrics["loss"] == pytest.approx(plain(Scores(), part)[0].item())
-
-
-def test_an_easy_environment_is_not_unlearned():
-    """One pair is far better than the other: its weight (1 + 2 s (R_e - mean)) / 2 would be negative."""
-    batch = made(pairs=[(7, 1), (4, 5)], sources=[0, 1])
-    robust = {"kind": "vrex", "strength": 4.0}
-    clamped, _, _ = gradient(RobustObjective(section(robust=robust), 0, environments=2), batch)
-    assert defined("vrex", 4.0, batch, "bradley_terry")[7] > 0.0  # without the clamp, its scores would come together
-    assert clamped[7] == clamped[1] == 0.0
-    assert clamped[4] != 0.0
-
-
 @pytest.mark.parametrize(("step", "share"), [(0, 0.0), (5, 0.5), (10, 1.0), (25, 1.0)])
 def test_the_penalty_grows_over_the_warmup(step, share):
     chosen = section(robust={"kind": "vrex", "strength": 2.0, "warmup": 10})
@@ -196,14 +159,6 @@ def test_group_dro_by_hand():
         slope = -torch.sigmoid(torch.tensor(SCORES[5] - SCORES[4]))
         assert found[4].item() == pytest.approx((q[1] * slope).item(), rel=1e-5)
     assert math.exp(objective.state()["log_q"][1]) == pytest.approx(q[1].item(), rel=1e-5)
-
-
-def test_group_dro_leaves_the_weight_of_an_absent_environment():
-    objective = RobustObjective(section(robust={"kind": "group_dro", "strength": 1.0}), 0, environments=3)
-    gradient(objective, made(pairs=[(0, 1), (4, 5)], sources=[0, 2]))
-    q = np.exp(objective.state()["log_q"])
-    each = risks(torch.tensor(SCORES), made(pairs=[(0, 1), (4, 5)], sources=[0, 1]), "bradley_terry").numpy()
-    assert q / q.sum() == pytest.approx(np.exp([each[0], 0.0, each[1]]) / np.exp([each[0], 0.0, each[1]]).sum())
 
 
 def test_none_is_the_plain_objective_and_is_not_surveyed():

@@ -1,9 +1,4 @@
-import itertools
-import threading
-import time
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,20 +18,6 @@ def test_the_least_recently_asked_for_goes_first_and_all_is_counted():
     assert cache.get(key(2)) is None
     assert (cache.get(key(1)), cache.get(key(3))) == (1.0, 3.0)
     assert (cache.hits, cache.misses, cache.evictions, len(cache)) == (3, 1, 1, 2)
-
-
-def test_a_score_of_zero_is_a_hit():
-    cache = ScoreCache(1)
-    cache.put(key(1), 0.0)
-    assert cache.get(key(1)) == 0.0
-    assert cache.hits == 1
-
-
-def test_version_and_template_are_part_of_the_key():
-    cache = ScoreCache(9)
-    cache.put(key(1), 1.0)
-    assert cache.get(key(1, version="v2")) is None
-    assert cache.get(key(1, template="u")) is None
 
 
 @given(capacity=st.integers(1, 4), asked=st.lists(st.integers(0, 6), max_size=40))
@@ -69,32 +50,3 @@ def test_entries_restore_in_order_and_as_far_as_they_fit():
     empty = ScoreCache(3)
     empty.restore("v1", "t", *ScoreCache(1).entries())
     assert len(empty) == 0
-
-
-def test_a_cache_without_room_is_refused():
-    with pytest.raises(ValueError, match="at least 1"):
-        ScoreCache(0)
-
-
-def test_entries_are_whole_while_another_thread_adds_scores():
-    """A commit reads the cache in a thread."""
-    cache = ScoreCache(20_000)
-    stopping = threading.Event()
-
-    def add() -> None:
-        for number in itertools.count():
-            if stopping.is_set():
-                return
-            cache.put(ScoreKey("v1", "t", number.to_bytes(16, "big")), float(number))
-
-    adding = threading.Thread(target=add)
-    adding.start()
-    try:
-        while len(cache) < 20_000:
-            time.sleep(0.01)
-        for _ in range(20):
-            digests, scores = cache.entries()
-            assert [int.from_bytes(digest.tobytes(), "big") for digest in digests] == scores.astype(int).tolist()
-    finally:
-        stopping.set()
-        adding.join()

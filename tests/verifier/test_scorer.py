@@ -1,7 +1,5 @@
 import asyncio
 import dataclasses
-import gc
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,7 +17,7 @@ from tiny_verifiers import (
 )
 
 from benchmarks.loop_engine import CallingThreadExecutor
-from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.packing import pad_right
 from pvg.records import Role
 from pvg.verifier.data import VerifierTemplate
@@ -84,31 +82,6 @@ def test_scores_are_those_of_a_forward_pass_of_ones_own(head, executor):
     assert scorer.stats.misses == 40
 
 
-def test_no_rollouts_no_scores(executor):
-    scores = asyncio.run(make_scorer(verifier("scalar"), executor, head="scalar").score([]))
-    assert scores.shape == (0,)
-    assert scores.dtype == np.float32
-
-
-def test_the_loop_goes_on_while_the_verifiers_input_is_made(executor, monkeypatch):
-    """The template waits for what only the loop can do: on the loop, it would wait for ever."""
-    scorer = make_scorer(verifier("scalar"), executor, head="scalar", reading=None)
-    alive, tokens = threading.Event(), scorer._template.tokens
-
-    def waiting(*arguments):
-        assert alive.wait(60), "the loop stood still"
-        return tokens(*arguments)
-
-    async def play():
-        monkeypatch.setattr(scorer._template, "tokens", waiting)
-        scoring = asyncio.create_task(scorer.score([rollout("7+5=2;A2"), rollout("A1")]))
-        await asyncio.sleep(0.01)
-        alive.set()
-        return await scoring
-
-    assert asyncio.run(play()).shape == (2,)
-
-
 def test_the_role_and_its_prompt_are_not_seen(executor):
     model = verifier("implicit")
     scorer = make_scorer(model, executor)
@@ -119,14 +92,6 @@ def test_the_role_and_its_prompt_are_not_seen(executor):
     assert one == two
     stats = scorer.stats
     assert (stats.hits, stats.misses, stats.forward_passes, len(scorer._cache)) == (1, 1, 1, 1)
-
-
-def test_another_question_is_another_entry(executor):
-    scorer = make_scorer(verifier("implicit"), executor)
-    # The same characters in a row, but the solution begins elsewhere.
-    scores = asyncio.run(scorer.score([rollout("5?A1", question="7+"), rollout("A1", question="7+5?")]))
-    assert scorer.stats.misses == 2
-    assert scores[0] != scores[1]
 
 
 def test_text_is_encoded_where_the_vocabularies_differ(executor):
@@ -197,65 +162,11 @@ def test_a_score_of_the_old_version_is_never_returned_for_the_new_one(executor):
     asyncio.run(play())
 
 
-def test_a_version_that_comes_back_does_not_bring_the_scores_under_way_with_it(executor):
-    async def play():
-        model, scorer = gated(executor, version="a")
-        one = rollout("A1")
-        old = alone_ungated(model, scorer, one)
-        straddling = asyncio.create_task(scorer.score([one]))
-        await began(model)
-        scorer.set_version("b")
-        with torch.no_grad():
-            model.bias.add_(10.0)
-        scorer.set_version("a")
-        await asyncio.sleep(0)
-        model.gate.release(2)
-        assert (await straddling)[0] == pytest.approx(old + 10.0, abs=1e-4)
-
-    asyncio.run(play())
-
-
-def test_queued_work_of_an_old_version_costs_no_forward_pass(executor):
-    async def play():
-        model, scorer = gated(executor, version="old", budget=32)
-        texts = random_texts(12, seed=3, longest=8)
-        many = asyncio.create_task(scorer.score([rollout(text) for text in texts]))
-        await began(model)
-        scorer.set_version("new")
-        model.gate.release(100)
-        await many
-        # 16 tokens each, 2 in a batch: the one that was running, and 6 for the new version.
-        assert scorer.stats.forward_passes == 7
-
-    asyncio.run(play())
-
-
-def test_setting_the_same_version_keeps_the_cache(executor):
-    scorer = make_scorer(verifier("scalar"), executor, head="scalar", version="v")
-    asyncio.run(scorer.score([rollout("A1")]))
-    scorer.set_version("v")
-    asyncio.run(scorer.score([rollout("A1")]))
-    assert scorer.stats.hits == 1
-
-
 def alone_ungated(model, scorer, one):
     model.gate.release()
     score = alone(model, scorer._template, one)
     model.began.acquire()
     return score
-
-
-def test_a_gpu_without_memory_left_is_an_error_that_says_how_to_continue(executor):
-    async def play():
-        model, scorer = gated(executor)
-        model.failure = torch.OutOfMemoryError("CUDA out of memory.")
-        model.gate.release()
-        with pytest.raises(MissingRequirementError, match="to score 1 solution together") as failed:
-            await scorer.score([rollout("A1")])
-        for command in ("pvg train --resume RUN", "pvg evaluate RUN"):
-            assert f"{command} -s verifier.score_tokens=N" in failed.value.remedy
-
-    asyncio.run(play())
 
 
 def test_a_failing_forward_pass_reaches_every_waiter_and_leaves_nothing_behind(executor):
@@ -274,21 +185,6 @@ def test_a_failing_forward_pass_reaches_every_waiter_and_leaves_nothing_behind(e
         assert not scorer._under_way
 
     asyncio.run(play())
-
-
-def test_a_failure_that_nobody_waits_for_any_more_is_quiet(executor, caplog):
-    async def play():
-        model, scorer = gated(executor)
-        model.failure = MemoryError("no memory left")
-        call = asyncio.create_task(scorer.score([rollout("A1")]))
-        await began(model)
-        call.cancel()
-        model.gate.release()
-        await scorer._worker
-
-    asyncio.run(play())
-    gc.collect()
-    assert not caplog.records
 
 
 def test_a_cancelled_caller_does_not_cancel_the_others(executor):
@@ -361,42 +257,6 @@ def test_leaving_cancels_what_servers_were_asked_and_loses_nothing_that_is_asked
         await scorer.drop()  # nothing is left to wait for
 
     asyncio.run(play())
-
-
-def test_leaving_waits_for_a_forward_pass(executor):
-    async def play():
-        model, scorer = gated(executor)
-        call = asyncio.create_task(scorer.score([rollout("A1")]))
-        await began(model)
-        call.cancel()
-        drop = asyncio.create_task(scorer.drop())
-        await turns()
-        assert not drop.done()
-        model.gate.release()
-        await drop
-        assert (scorer.stats.forward_passes, scorer._worker) == (1, None)
-
-    asyncio.run(play())
-
-
-def test_an_executor_that_is_gone_reaches_the_waiters():
-    gone = ThreadPoolExecutor(1)
-    gone.shutdown()
-    scorer = make_scorer(verifier("scalar"), gone, head="scalar")
-
-    async def play():
-        call = asyncio.create_task(scorer.score([rollout("A1")]))
-        worker_seen = None
-        while not call.done():
-            worker_seen = scorer._worker or worker_seen
-            await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="shutdown"):
-            await call
-        with pytest.raises(RuntimeError, match="shutdown"):
-            await worker_seen
-
-    asyncio.run(play())
-    assert not scorer._under_way
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])

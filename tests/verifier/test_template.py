@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tiny_verifiers import beginning_tokenizer, digits_tokenizer, english_tokenizer
 
 from pvg.config.training import YES_NO_QUESTION
-from pvg.errors import ConfigurationError
 from pvg.verifier.data import VerifierTemplate
 
 DIGITS = digits_tokenizer()
@@ -57,13 +56,6 @@ def test_nothing_of_a_role_can_be_passed():
     assert parameters == ["question", "completion_text", "completion_ids", "source_tokenizer_fingerprint"]
 
 
-def test_plain_yes_token_asks_in_place_of_the_end():
-    sampled = np.append(ENGLISH.encode("#### 12"), ENGLISH.eos_id).astype(np.int32)
-    ids, start = VerifierTemplate(ENGLISH, "plain", "yes_token").tokens("7 + 5?", "", sampled, ENGLISH.fingerprint)
-    assert read(ENGLISH, ids) == f"7 + 5?#### 12\n{YES_NO_QUESTION}\n"
-    assert start == len("7 + 5?")
-
-
 def test_chat_puts_problem_and_solution_in_the_users_message():
     ids, start = VerifierTemplate(ENGLISH, "chat", "scalar").tokens("7 + 5?", "It is 12", None, None)
     assert read(ENGLISH, ids) == ("<|start|>user\nProblem:\n7 + 5?\n\nSolution:\nIt is 12<|end|><|start|>assistant\n")
@@ -101,28 +93,6 @@ def test_the_key_tells_apart_what_gives_other_tokens():
     ]
     assert len({template.key for template in templates}) == len(templates)
     assert VerifierTemplate(DIGITS, "plain", "scalar").key == VerifierTemplate(DIGITS, "tag", "scalar").key
-
-
-def test_a_chat_style_without_a_chat_template_is_refused_at_once():
-    with pytest.raises(ConfigurationError, match="no chat template"):
-        VerifierTemplate(DIGITS, "chat", "scalar")
-
-
-def test_an_empty_question_is_refused():
-    with pytest.raises(ConfigurationError, match="empty question"):
-        VerifierTemplate(DIGITS, "plain", "implicit").tokens("", "A0", None, None)
-
-
-@pytest.mark.parametrize(("style", "renders"), [("tag", "encode"), ("chat", "chat")])
-def test_a_question_is_tokenised_once(monkeypatch, style, renders):
-    tokenizer, asked = english_tokenizer(), []
-    original = getattr(tokenizer, renders)
-    monkeypatch.setattr(tokenizer, renders, lambda given: asked.append(given) or original(given))
-    template = VerifierTemplate(tokenizer, style, "implicit")
-    first, second = (template.tokens("why?", text, None, None) for text in ("yes", "no"))
-    assert len([one for one in asked if "why?" in str(one)]) == 1
-    assert first[1] == second[1]
-    np.testing.assert_array_equal(first[0][: first[1]], second[0][: second[1]])
 
 
 def test_what_a_task_conceals_is_neither_read_nor_told_by_the_tokens():

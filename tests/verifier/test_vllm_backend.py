@@ -9,10 +9,7 @@ import pytest
 import torch
 from score_servers_of_tests import Bench, servers, some
 
-from pvg.config import experiment
-from pvg.config.rules import warnings_about
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
-from pvg.verifier import vllm_backend
 
 HEADS = ["scalar", "implicit"]
 pytestmark = pytest.mark.usefixtures("control_key")
@@ -107,29 +104,6 @@ def test_a_score_under_way_when_the_version_changes_is_the_new_ones(head, tmp_pa
                 scorer.set_version(version)
             np.testing.assert_allclose(await straddling, await bench.torch_scores(rollouts[1:]), atol=1e-3)
             await bench.assert_right(scorer, rollouts)
-
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_weights_that_change_while_they_are_published_are_published_again(head, tmp_path, executor):
-    async def play():
-        async with (
-            servers(tmp_path, head) as (fake,),
-            Bench(tmp_path, head, executor, [fake.url]) as bench,
-        ):
-            scorer, rollouts, loading = bench.scorer(), some(6), asyncio.Event()
-
-            async def before_load():
-                loading.set()
-                await asyncio.sleep(0.1)
-
-            fake.before_load = before_load
-            straddling = asyncio.create_task(scorer.score(rollouts))
-            await loading.wait()
-            bench.train(2)
-            scorer.set_version(bench.model.version())
-            np.testing.assert_allclose(await straddling, await bench.torch_scores(rollouts), atol=1e-3)
 
     asyncio.run(play())
 
@@ -230,23 +204,6 @@ def test_a_reference_server_with_other_weights_is_refused(tmp_path, executor):
 # --- what is no score -------------------------------------------------------------------------------------------------
 
 
-def test_a_token_without_probability_is_no_score(tmp_path, executor):
-    """vLLM writes -9999 for the log of nothing."""
-
-    async def play():
-        async with (
-            servers(tmp_path, "implicit") as (fake,),
-            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
-        ):
-            scorer = bench.scorer()
-            await bench.assert_right(scorer, some(4))
-            fake.scorer = lambda weights, ids: [-1.0] * (len(ids) - 2) + [-9999.0]
-            with pytest.raises(TrainingDivergedError, match="mint/"):
-                await scorer.score(some(1, seed=2))
-
-    asyncio.run(play())
-
-
 def test_a_verifier_that_diverged_is_not_published(tmp_path, executor):
     async def play():
         async with (
@@ -263,51 +220,6 @@ def test_a_verifier_that_diverged_is_not_published(tmp_path, executor):
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("client", ["dedicated", "shared"])
-def test_connections_cover_the_concurrency(client, tmp_path, executor, monkeypatch):
-    monkeypatch.setattr(vllm_backend, "CONCURRENCY", 256)
-
-    async def play():
-        async with Bench(
-            tmp_path, "implicit", executor, ["http://a", "http://b"], weights={"client": client}.items()
-        ) as bench:
-            pool = bench.serving.connections.requests
-            assert (pool is bench.serving.connections.control) == (client == "shared")
-            assert pool.connections >= 256
-
-    asyncio.run(play())
-
-
-def wanted(head="implicit", engine="vllm", servers=("http://v",), references=()):
-    return experiment.Experiment.model_validate(
-        {
-            "verifier": {"head": head, "engine": engine},
-            "serving": {"verifier_servers": list(servers), "reference_servers": list(references)},
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"servers": ()}, "serving.verifier_servers"),
-        ({"head": "yes_token"}, "yes_token"),
-        ({"references": ("http://v",)}, "http://v"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(options, named):
-    with pytest.raises(ValueError, match=named):
-        wanted(**options)
-
-
-def test_servers_that_nobody_asks_are_told():
-    assert not [line for line in warnings_about(wanted(references=("http://r",))) if "servers" in line]
-    told = " ".join(warnings_about(wanted(engine="torch", references=("http://r",))))
-    assert "serving.verifier_servers" in told
-    assert "serving.reference_servers" in told
-    assert "serving.reference_servers" in " ".join(warnings_about(wanted(head="scalar", references=("http://r",))))
 
 
 @pytest.mark.parametrize("head", HEADS)

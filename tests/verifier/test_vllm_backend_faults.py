@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from score_servers_of_tests import Bench, servers, some
-from tiny_verifiers import rollout
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, WeightsNotArrivedError
 from pvg.verifier import vllm_backend
@@ -149,44 +148,6 @@ def test_without_any_server_the_error_names_them(tmp_path, executor):
     asyncio.run(play())
 
 
-def test_servers_that_all_die_later_are_named_too(tmp_path, executor):
-    async def play():
-        async with (
-            servers(tmp_path, "scalar", 2) as fakes,
-            Bench(tmp_path, "scalar", executor, [f.url for f in fakes], unavailable_s=0.3) as bench,
-        ):
-            scorer = bench.scorer()
-            await bench.assert_right(scorer, some(4))
-            for fake in fakes:
-                await fake.kill()
-            with pytest.raises(ServerUnavailableError) as caught:
-                await scorer.score(some(4, seed=2))
-            assert all(fake.url in caught.value.message for fake in fakes)
-            assert "serving.verifier_servers" in caught.value.remedy
-
-    asyncio.run(play())
-
-
-def test_a_server_that_fails_every_request_is_named(tmp_path, executor):
-    async def play():
-        async with (
-            servers(tmp_path, "scalar") as (fake,),
-            Bench(tmp_path, "scalar", executor, [fake.url], retries=2) as bench,
-        ):
-            scorer = bench.scorer()
-            await bench.assert_right(scorer, some(4))
-
-            async def fail(request):
-                raise ValueError("no scores today")
-
-            fake._classify = fail
-            with pytest.raises(ServerUnavailableError, match="3 attempts") as caught:
-                await scorer.score(some(1, seed=2))
-            assert fake.url in caught.value.message
-
-    asyncio.run(play())
-
-
 @pytest.mark.parametrize("head", HEADS)
 def test_weights_that_did_not_arrive_stop_the_run(head, tmp_path, executor):
     async def play():
@@ -217,39 +178,6 @@ def test_a_server_that_has_another_label_after_the_update_stops_the_run(tmp_path
     asyncio.run(play())
 
 
-def test_a_load_that_fails_halfway_is_told_and_can_be_repeated(tmp_path, executor):
-    async def play():
-        async with (
-            servers(tmp_path, "scalar") as (fake,),
-            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
-        ):
-            fake.fail_loads = 1
-            scorer = bench.scorer()
-            with pytest.raises(WeightsNotArrivedError, match="version 1"):
-                await scorer.score(some(4))
-            (done,) = bench.heard.weights("client.done")
-            assert done["failed"] == 1
-            await bench.assert_right(scorer, some(4))
-
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize(("head", "runner"), [("scalar", "generate"), ("implicit", "pooling")])
-def test_a_server_of_the_wrong_kind_is_refused(head, runner, tmp_path, executor):
-    async def play():
-        async with (
-            servers(tmp_path, head, runner=runner) as (fake,),
-            Bench(tmp_path, head, executor, [fake.url]) as bench,
-        ):
-            with pytest.raises(ConfigurationError, match=fake.url) as caught:
-                await bench.scorer().score(some(1))
-            assert "--for verifier" in caught.value.remedy
-            with pytest.raises(ConfigurationError, match=fake.url):  # and before anything depends on it
-                await bench.serving.ready()
-
-    asyncio.run(play())
-
-
 def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path, executor):
     async def play():
         async with (
@@ -260,34 +188,6 @@ def test_a_server_of_another_model_is_refused_before_it_is_sent_weights(tmp_path
             with pytest.raises(ConfigurationError, match=r"9 layers of 512, 32000 tokens\), but models\.verifier has"):
                 await bench.scorer().score(some(1))
             assert fake.calls["/pvg/weights"] == 0
-
-    asyncio.run(play())
-
-
-def test_a_run_does_not_begin_without_its_verifiers_servers(tmp_path, executor):
-    async def play():
-        async with servers(tmp_path, "scalar") as (fake,), Bench(tmp_path, "scalar", executor, [fake.url]) as bench:
-            await bench.serving.ready()
-            await fake.kill()
-            with pytest.raises(ServerUnavailableError, match=fake.url) as caught:
-                await bench.serving.ready()
-            assert "serving.verifier_servers" in caught.value.remedy
-
-    asyncio.run(play())
-
-
-def test_a_context_too_short_names_rollout_and_server(tmp_path, executor):
-    async def play():
-        async with (
-            servers(tmp_path, "implicit", max_model_len=20) as (fake,),
-            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
-        ):
-            # 6 tokens of the question and one that ends it: with 13 more it just fits where nothing must be sampled.
-            await bench.assert_right(bench.scorer(), [rollout("1" * 12)])
-            with pytest.raises(ConfigurationError) as caught:
-                await bench.scorer().score([rollout("1" * 13)])
-            assert rollout("1" * 13).id in caught.value.message
-            assert fake.url in caught.value.message
 
     asyncio.run(play())
 

@@ -119,6 +119,7 @@
     const up = { ...axis, size: 56, values: (u, places) => places.map((v) => v === null ? null : (tick[y.style] || compact)(v)) };
     if (y.style === "bytes") up.incrs = Array.from({ length: 60 }, (_, power) => 2 ** power);
     if (y.scale === "asinh") up.splits = (u, _, low, high) => [0, 10, 100, 1e3, 1e4, 1e5].flatMap((v) => v ? [v, -v] : [v]).filter((v) => v >= low && v <= high).sort((a, b) => a - b);
+    if (y.scale === "log") up.splits = (u, _, low, high) => Array.from({ length: 30 }, (_, power) => 10 ** (power - 12)).filter((v) => v >= low * 0.99 && v <= high * 1.01);
     const one = (series, number) => ({
       label: series.name,
       class: series.look === "faint" ? "faint" : null,
@@ -138,7 +139,7 @@
       },
       axes: [across, up],
       series: [{ label: x.label || "x", value: where(x) }, ...order.map(one)],
-      legend: { markers: { width: 3 } },
+      legend: { markers: { width: 3, dash: (u, number) => order[number - 1]?.dash || "solid" } },
       cursor: { dataIdx: spec.stacked ? undefined : nearest, y: false },
       hooks: { drawAxes: [behind(spec)] },
     };

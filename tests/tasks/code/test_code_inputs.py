@@ -76,15 +76,3 @@ def test_texts_for_standard_input(samples: list[str], inside: list[str], outside
     code = problem(None, *samples)
     assert [case_of(code, text) for text in inside] == inside
     assert [case_of(code, text) for text in outside] == [None] * len(outside)
-
-
-def test_with_a_check_words_are_of_the_tests_kinds() -> None:
-    code = problem(None, *COUNTED, check="def valid(text): return True")
-    assert case_of(code, "5\n1 2 3 4 99\n") is not None
-    assert [case_of(code, text) for text in ("two\n5 7\n", "2\n5 1_0\n", "1\n+5\n", "1\n0.5\n")] == [None] * 4
-
-
-@given(st.lists(st.text("0123 ab.\n-", max_size=12), min_size=1, max_size=4), st.text("0123 ab.\n-", max_size=12))
-def test_any_texts(samples: list[str], text: str) -> None:
-    assert all(laid_out_alike(sample, samples) for sample in samples)
-    laid_out_alike(text, samples)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
 from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
-from pvg.records import Half, Problem
+from pvg.records import Problem
 from pvg.tasks.code_problems import code_of
 from pvg.tasks.code_templates import HIDDEN_TESTS, TEMPLATES, made_problems
-from pvg.tasks.task import half_of
 
 SECTION = CodeTask()
 
@@ -21,15 +18,6 @@ SECTION = CodeTask()
 @pytest.fixture(scope="module")
 def problems() -> list[Problem]:
     return [*made_problems(SECTION, "train"), *made_problems(SECTION, "test")]
-
-
-def test_there_are_hundreds_and_none_comes_twice(problems: list[Problem]) -> None:
-    assert len(problems) == SECTION.problems + SECTION.test_problems == 384
-    assert len({p.id for p in problems}) == len({p.question for p in problems}) == len(problems)
-    halves: list[Half] = [half_of(p.id) for p in problems[: SECTION.problems]]
-    assert min(halves.count("prover"), halves.count("verifier")) > 100
-    # No two of a template are the same problem under two names.
-    assert len({(p.answer, code_of(p).entry) for p in problems}) == len(problems)
 
 
 def test_tests_fit_the_problems_own_check_and_differ(problems: list[Problem]) -> None:
@@ -47,27 +35,12 @@ def test_tests_fit_the_problems_own_check_and_differ(problems: list[Problem]) ->
         assert "$" not in problem.question + problem.answer
 
 
-def test_a_check_refuses_what_is_no_input(problems: list[Problem]) -> None:
-    for problem in problems:
-        valid: dict[str, object] = {}
-        exec(code_of(problem).check, valid)
-        for wrong in (None, 1.0, True, [[1]], [None], [True], ["x"] * 3, "?", 10**9, [10**9], [1] * 99, "a" * 99):
-            assert not valid["valid"](wrong), (problem.id, wrong)  # type: ignore[operator]
-
-
 def test_test_problems_stay_when_others_are_asked_for() -> None:
     fewer = CodeTask(problems=10)
     assert made_problems(fewer, "test") == made_problems(SECTION, "test")
     assert made_problems(fewer, "train") == made_problems(SECTION, "train")[:10]
     with pytest.raises(ConfigurationError, match="generated problems"):
         made_problems(CodeTask(problems=5000), "train")
-
-
-def test_another_process_makes_the_same() -> None:
-    told = "import hashlib; from pvg.config.task import CodeTask; from pvg.tasks.code_templates import made_problems;"
-    told += "print(hashlib.sha256(repr(made_problems(CodeTask(), 'test')).encode()).hexdigest())"
-    ran = [subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True) for _ in range(2)]
-    assert ran[0].stdout == ran[1].stdout
 
 
 def by_hand(name: str, given: list[object], **values: int) -> object:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pvg.tasks.code_problems import normalised, similarities, similarity
 
 ONE = "def f(n):\n    return n + 1"
-
-
-def test_tokens_by_hand() -> None:
-    code = "def total(xs):  # add\n    s = 'a # b'\n    return sum(xs, s) ** 2.5e3\n"
-    assert normalised(code) == [
-        "def", "v0", "(", "v1", ")", ":", "v2", "=", "s", "return", "sum", "(", "v1", ",", "v2", ")", "**", "2.5e3",
-    ]  # fmt: skip
 
 
 def test_similarity_by_hand() -> None:
@@ -39,12 +30,6 @@ def test_names_comments_and_layout_do_not_count() -> None:
     assert similarity("def f(n): return max(n)", "def f(n): return min(n)") < 1.0  # Python's own names do count
 
 
-def test_a_copy_with_other_code_beside_it_is_a_copy() -> None:
-    beside = "".join(f"\ndef g{n}(a, b):\n    return a {sign} b * {n}\n" for n, sign in enumerate("+-*/%"))
-    assert similarity(ONE + beside, ONE) == 1.0
-    assert similarity(ONE, ONE + beside) < 0.2  # and a piece of it is not all of it
-
-
 def test_groups_and_references_by_hand() -> None:
     minus, two = ONE.replace("+", "-"), ONE.replace("1", "2")
     codes, references = [ONE, minus, "", two, two], [ONE, ONE, ONE, two, ONE]
@@ -53,12 +38,6 @@ def test_groups_and_references_by_hand() -> None:
     assert similarities(codes, references, groups_N).tolist() == pytest.approx([1.0, 5 / 7, 0.0, 1.0, 6 / 7])
     assert similarities(codes, [two] * 5, groups_N)[1] == pytest.approx(5 / 7)  # of its group: ONE and minus
     assert similarities([], [], np.zeros(0, np.int32)).shape == (0,)
-
-
-@given(st.text(max_size=80), st.text(max_size=80))
-def test_any_two_texts(left: str, right: str) -> None:
-    assert 0.0 <= similarity(left, right) <= 1.0
-    assert similarity(left, left) == 1.0
 
 
 @pytest.mark.timeout(60)  # a lexer of quadratic time would take minutes over these

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
-from pvg.config.load import load_experiment
 from pvg.config.sections import AllSections
 from pvg.config.task import DiplomacyPlanTask
-from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.games.diplomacy_board import Position, place, standard_board
 from pvg.games.diplomacy_movement import parse
@@ -64,20 +61,6 @@ def test_a_plan_in_the_format_of_each_prompt_style_is_correct(
         assert (part in helpful) == documented
     assert (helpful == sneaky) == (style == "plain")
     assert task.grade(example, plan_wording().answers[Role.HELPFUL]).correct
-
-
-def test_the_sneaky_example_is_refuted(task: DiplomacyPlan, example: Problem) -> None:
-    grade = task.grade(example, plan_wording().answers[Role.SNEAKY])
-    assert (grade.correct, grade.well_formed) == (False, True)
-    assert grade.note == "false claim in step 3: refuted by A mun-bur"
-    assert plan_wording().question == example.question
-
-
-def test_the_page_shows_this_example() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "diplomacy.md").read_text(encoding="utf-8")
-    wording = plan_wording()
-    assert f"```\n{wording.question}\n```" in page
-    assert f"```\n{wording.answers[Role.HELPFUL]}\n```" in page
 
 
 @pytest.mark.parametrize(
@@ -198,32 +181,12 @@ def test_problems_are_the_same_in_every_task_and_disjoint_between_splits(task: D
     assert len({*train, *test}) == len(train) + len(test)
 
 
-def test_no_text_raises(task: DiplomacyPlan, example: Problem) -> None:
-    drawn = random.Random(0)
-    parts = ["gas", "bur", "-", ">", "1", "2", "S", "A", "\n", ";", " ", "H", "é", "\0", "spa(nc)", "9" * 50, "bur 2>1"]
-    for _ in range(300):
-        text = "".join(drawn.choices(parts, k=drawn.randrange(40)))
-        grade = task.grade(example, text)
-        assert grade.well_formed or not grade.correct
-        assert all(0 <= start < end <= len(text) for start, end in task.steps(text))
-        flaw = task.flaw(example, text)
-        assert flaw is None or flaw < len(task.cuts(text))
-    assert not task.grade(example, "bur " * 100_000).well_formed
-
-
 @pytest.mark.timeout(60)  # a pattern of cubic time would take hours
 @pytest.mark.parametrize("text", ["bur" + " " * 20_000 + "x", "a " * 20_000, "b(" * 20_000])
 def test_long_lines_take_linear_time(task: DiplomacyPlan, example: Problem, text: str) -> None:
     assert task.steps(text) == task.cuts(text) == []
     assert task.flaw(example, text) is None
     assert not task.grade(example, text).well_formed
-
-
-def test_translations_are_refused_because_their_prompt_asks_for_a_number() -> None:
-    """The chat prompt of the decoupled game asks for '#### ' and a number, which no plan has."""
-    changes = ["task=diplomacy_plan", "game.protocol=decoupled", "game.reward=decoupled", "prompts=chat"]
-    with pytest.raises(ConfigurationError, match=r"decoupled.*diplomacy_plan"):
-        load_experiment(Path("experiments/diplomacy-plan.toml"), changes)
 
 
 def test_a_support_that_names_the_other_coast_gives_no_strength(task: DiplomacyPlan) -> None:
