@@ -52,7 +52,7 @@ def evaluate(
     experiment = _experiment(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     _refuse_early(run)
-    fetch_all(experiment, say)
+    fetch_all(experiment.sources(), say)
     announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
 
@@ -66,7 +66,8 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     from pvg.evaluation.report import check_settings_of_run
     from pvg.store.run_players import pinned_players
 
-    experiment = pinned_players(load_experiment(run.experiment_file, overrides))
+    experiment = load_experiment(run.experiment_file, overrides)
+    experiment = experiment.with_sources(pinned_players(experiment.sources()))
     check_settings_of_run(run.name, run.experiment(), experiment)
     return experiment
 

@@ -327,7 +327,8 @@ class Ledger:
         """The last commit whose files are all intact. Removes everything that no commit names."""
         loaded = self.directory.load_state(self._check_files)
         if loaded.state is None:
-            state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=digests(experiment))
+            own_code = digests(experiment.own_code())
+            state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=own_code)
             self._copy_code(experiment)
         else:
             state = extended(GameState.from_plain(loaded.state), experiment)
@@ -350,7 +351,7 @@ class Ledger:
 
     def _copy_code(self, experiment: Experiment) -> None:
         """Copy the user's own files into the run's folder, as documentation; pvg loads nothing from there."""
-        for name, source in sources(experiment).items():
+        for name, source in sources(experiment.own_code()).items():
             make_directory(self.directory.code)
             write_atomic(self.directory.code / name, source)
 
@@ -394,7 +395,7 @@ def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> lis
 
 def check_same_code(state: GameState, experiment: Experiment) -> None:
     """Raises StateError if the user's own files have changed since the run started."""
-    for path, digest in digests(experiment).items():
+    for path, digest in digests(experiment.own_code()).items():
         if state.own_code.get(path) != digest:
             raise StateError(
                 f"{path} has changed since this run started.",

@@ -24,7 +24,7 @@ from pvg.models import open_model, pick_device
 from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Problem, Rollout
-from pvg.rollout.episodes import Observation, Transcript, completion_room
+from pvg.rollout.episodes import Observation, Transcript
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks.diplomacy_mini import DiplomacyMini, plan_problem
 from pvg.tasks.modchain import Modchain
@@ -295,8 +295,8 @@ def test_what_counts_completions_of_one_turn_is_refused():
     ):
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)
-    assert completion_room(changed(TALKING)) == 40 + 16 + 16
-    assert completion_room(changed({})) == 40
+    assert changed(TALKING).completion_room() == 40 + 16 + 16
+    assert changed({}).completion_room() == 40
     with pytest.raises(
         ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"
     ):
