@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
@@ -32,7 +32,6 @@ def drive(
     work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
     watcher: RunWatcher,
     killed_document: bytes = b"",
-    event_loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
@@ -42,7 +41,7 @@ def drive(
     with ExitStack() as stack:
         stack.enter_context(watcher)
         switch = stack.enter_context(StopSwitch(watcher, killed_document))
-        loop, notice = runner(event_loop)
+        loop, notice = runner()
         if notice:
             watcher.noticed(notice)
         with loop:

@@ -103,7 +103,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     try:
         with run.lock(waiting=say, work="evaluate"):
             killed = killed_document(run.name, again, as_json)
-            return drive(work, watcher, killed, experiment.telemetry.event_loop)
+            return drive(work, watcher, killed)
     except StoppedAtStart:
         raise StoppedAtStart("Stopped while the evaluation was starting.", again) from None
 

@@ -261,7 +261,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
             if plan.extended:
                 run.set_rounds(experiment.game.rounds)
             killed = killed_document(run.name, resuming, as_json)
-            return drive(work, watcher, killed, experiment.telemetry.event_loop)
+            return drive(work, watcher, killed)
     except StoppedAtStart:
         raise _nothing_played(run, resuming) from None
 
@@ -377,7 +377,7 @@ def rollout(
     try:
         with run.lock(discard=lambda: not run.has_state, waiting=say):
             killed = killed_document(run.name, again, as_json)
-            outcome = drive(work, RunWatcher(board, stderr()), killed, resolved.telemetry.event_loop)
+            outcome = drive(work, RunWatcher(board, stderr()), killed)
     except StoppedAtStart:
         raise _nothing_played(run, again) from None
     _print_samples(outcome, as_json)
