@@ -12,24 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 from game.kill_drill import small_experiment
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pvg
 from pvg.config.base import RunId, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, embedded_model
 from pvg.config.training import Models, ModelSection
-from pvg.errors import StateError, UsageError
+from pvg.errors import UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
-from pvg.game.ledger import check_same_configuration
-from pvg.game.states import GameState
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.memory import read_shape
 from pvg.servers.command import model_folder
-from pvg.store.checkpoints import read_checkpoint, write_checkpoint
-from pvg.store.run_players import find_player, pinned_players, pinned_players_as
+from pvg.store.checkpoints import read_checkpoint
+from pvg.store.run_players import find_player
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -171,65 +168,3 @@ def test_a_server_gets_a_folder_with_the_player(folder: Path) -> None:
     with open_model(ModelSection(source=str(made)), CPU) as served:
         wanted = saved_weights("base", "round-001-prover")
         assert all(torch.equal(served.weights()[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("run:bas", "there is no run in runs/bas. Did you mean 'base'?"),
-        ("run:elsewhere/base", "A path that is not absolute starts in the current folder."),
-        ("run:base/round-7", "round 7 of the run 'base' is not finished. It has 2 finished rounds: 0 to 1."),
-        ("run:base/warmup", "has no finished warm start"),
-    ],
-)
-def test_a_player_that_does_not_exist_is_refused_in_one_line(folder: Path, source: str, says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        open_model(ModelSection(source=source), CPU)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Path) -> None:
-    shutil.copytree("runs/base", "runs/copy")
-    chosen = with_models("run:copy/round-0")
-    pinned = pinned_players(chosen)
-    assert pinned_players_as(chosen, pinned) == pinned
-    shutil.move("runs/copy", "runs/moved")
-    with pytest.raises(UsageError, match=r"the run is no longer in .*runs/copy") as caught:
-        open_model(pinned.models.prover, CPU)
-    link = caught.value.remedy.partition(": ")[2].partition(". pvg train")[0].replace("/NEW/PATH", "moved").split()
-    subprocess.run(link, check=True)
-    open_model(pinned.models.prover, CPU).close()
-    Path(link[-1]).unlink()
-    moved = pinned_players(with_models("run:moved/round-0"))
-    assert moved.hash() == pinned.hash()
-    assert moved.hash() != pinned_players(with_models("run:moved/round-1")).hash()
-    tensors, meta = read_checkpoint(Path("runs/moved/weights"), "round-000-prover")
-    shutil.rmtree("runs/moved/weights/round-000-prover")
-    write_checkpoint(Path("runs/moved/weights"), "round-000-prover", {n: t + 1 for n, t in tensors.items()}, meta)
-    with pytest.raises(StateError, match="have changed: their digest is"):
-        open_model(moved.models.prover, CPU)
-
-
-@pytest.mark.parametrize("player", ["prover", "verifier"])
-def test_a_run_resumes_with_the_settings_that_its_commits_hold(folder: Path, player: str) -> None:
-    """A commit holds the sources without the place of their runs."""
-    wanted = f"run:base/round-0/{player}"
-    experiment = pinned_players(Experiment(models=Models(prover=ModelSection(source=wanted))))
-    check_same_configuration(GameState("", experiment.hashed(), ""), experiment)
-    other = pinned_players(Experiment(models=Models(prover=ModelSection(source=f"run:base/round-1/{player}"))))
-    with pytest.raises(StateError, match=r"models\.prover\.source"):
-        check_same_configuration(GameState("", experiment.hashed(), ""), other)
-
-
-@pytest.mark.parametrize(("run", "weights"), [("base", "round-001-prover"), ("lora", "round-000-prover")])
-def test_transformers_opens_the_weights_of_a_prover_in_the_folder_of_the_run(
-    folder: Path, run: str, weights: str
-) -> None:
-    place = Path("runs", run, "weights", weights)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
-    state, wanted = model.state_dict(), saved_weights(run, weights)
-    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
-    assert tokenizer.decode(tokenizer("H7+5?").input_ids) == "H7+5?"
-    with open_model(ModelSection(source=str(place)), CPU) as opened:
-        assert all(torch.equal(opened.weights()[name], tensor) for name, tensor in wanted.items())
