@@ -306,7 +306,6 @@ class LoopWorkload:
             judge,
             players.template(judge),
             judge.version(),
-            cache_entries=self._experiment.verifier.cache_entries,
             token_budget=context,
             executor=players.executor,
             prover_fingerprint=None if self._settings.retokenize else tokenizer.fingerprint,

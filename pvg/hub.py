@@ -1,7 +1,7 @@
 """Models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
 
-    experiment = pinned(experiment, say)                    # each hub id with its commit: hf:OWNER/NAME@<commit>
-    fetch_all(experiment, say)                              # downloads the files that are not in the cache
+    sources = pinned(experiment.sources(), say)             # each hub id with its commit: hf:OWNER/NAME@<commit>
+    fetch_all(sources, say)                                 # downloads the files that are not in the cache
     folder = fetch("hf:OWNER/NAME@<commit>", "model")       # the local folder with the files
 
 huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
@@ -17,7 +17,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
     from huggingface_hub.utils.tqdm import tqdm
 
-    from pvg.config.experiment import Experiment
 
 Kind = Literal["model", "dataset"]
 Say = Callable[[str], None]
@@ -85,42 +84,28 @@ class Download:
         return f"{self.missing} of {counted(self.files, 'file')} to download, {self.size / 1e6:,.1f} MB"
 
 
-def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list[tuple[str, str]]:
-    """(key, hub id) of the settings among `keys` that have one."""
-    values = {
-        "models.prover.source": experiment.models.prover.source,
-        "models.verifier.source": experiment.models.verifier.source,
-        "task.path": str(getattr(experiment.task, "path", None) or ""),
-    }
-    return [(key, value) for key, value in values.items() if key in keys and is_hub_id(value)]
+def hub_ids(sources: Mapping[str, str], keys: Collection[str] = tuple(KEYS)) -> dict[str, str]:
+    """The hub ids of `sources` (`Experiment.sources`) among `keys`."""
+    return {key: source for key, source in sources.items() if key in keys and is_hub_id(source)}
 
 
-def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> Experiment:
-    """The experiment with a commit in each hub id among `keys`. Asks the hub for missing commits.
+def pinned(sources: Mapping[str, str], say: Say, keys: Collection[str] = tuple(KEYS)) -> dict[str, str]:
+    """The sources with a commit in each hub id among `keys`. Asks the hub for missing commits.
 
     Raises the errors of `resolve`.
     """
-    for key, source in hub_ids(experiment, keys):
-        experiment = _with(experiment, key, str(resolve(parse(source), KEYS[key], say)))
-    return experiment
+    found = hub_ids(sources, keys)
+    return {**sources, **{key: str(resolve(parse(source), KEYS[key], say)) for key, source in found.items()}}
 
 
-def pinned_as(experiment: Experiment, earlier: Experiment) -> Experiment:
-    """The experiment; hub ids without a revision get the commits of `earlier`, the run to resume."""
-    before = dict(hub_ids(earlier))
-    for key, source in hub_ids(experiment):
+def pinned_as(sources: Mapping[str, str], earlier: Mapping[str, str]) -> dict[str, str]:
+    """The sources; hub ids without a revision get the commits of `earlier`, those of the run to resume."""
+    found, before = dict(sources), hub_ids(earlier)
+    for key, source in hub_ids(sources).items():
         hub_id = parse(source)
         if hub_id.revision is None and key in before and parse(before[key]).repository == hub_id.repository:
-            experiment = _with(experiment, key, before[key])
-    return experiment
-
-
-def _with(experiment: Experiment, key: str, source: str) -> Experiment:
-    if key == "task.path":
-        return experiment.model_copy(update={"task": experiment.task.model_copy(update={"path": Path(source)})})
-    player = key.split(".")[1]
-    section = getattr(experiment.models, player).model_copy(update={"source": source})
-    return experiment.model_copy(update={"models": experiment.models.model_copy(update={player: section})})
+            found[key] = before[key]
+    return found
 
 
 # --- asking the hub ----------------------------------------------------------------------------------------------
@@ -194,8 +179,7 @@ def fetch(source: str, kind: Kind, say: Say = _to_stderr) -> Path:
         return folder
     if download.missing:
         say(f"{hub_id.repository}: {download}, to {cache_folder()}.")
-    show = _progress(hub_id.repository, download.size)
-    with _explained(hub_id, kind, downloading=True), show as advance, _stoppable(advance) as bars:
+    with _explained(hub_id, kind), _stoppable(shown=True) as bars:
         return Path(
             snapshot_download(
                 hub_id.repository,
@@ -213,7 +197,7 @@ def fetch_config(source: str, say: Say = _to_stderr) -> Path:
     from huggingface_hub import hf_hub_download
 
     hub_id = resolve(parse(source), "model", say)
-    with _explained(hub_id, "model", downloading=True):
+    with _explained(hub_id, "model"):
         return Path(hf_hub_download(hub_id.repository, "config.json", revision=hub_id.revision))
 
 
@@ -237,10 +221,10 @@ def is_cached(source: str, kind: Kind) -> bool:
     return _cached(resolve(parse(source), kind, lambda notice: None), kind) is not None
 
 
-def fetch_all(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
+def fetch_all(sources: Mapping[str, str], say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
     """`fetch` every hub id among `keys`. Call it before the live display starts, which has no room for a progress
     bar."""
-    for source, kind in dict.fromkeys((source, KEYS[key]) for key, source in hub_ids(experiment, keys)):
+    for source, kind in dict.fromkeys((source, KEYS[key]) for key, source in hub_ids(sources, keys).items()):
         fetch(source, kind, say)
 
 
@@ -255,10 +239,10 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
     from huggingface_hub import HfApi, snapshot_download
 
     asked: dict[str, Any] = {"repo_type": kind, "revision": hub_id.revision}
-    patterns, silent = list(PATTERNS[kind]), _bars(lambda count: None)
-    files: list[DryRunFileInfo] = snapshot_download(
-        hub_id.repository, **asked, allow_patterns=patterns, dry_run=True, tqdm_class=silent
-    )
+    with _stoppable(shown=False) as bars:
+        files: list[DryRunFileInfo] = snapshot_download(
+            hub_id.repository, **asked, allow_patterns=list(PATTERNS[kind]), dry_run=True, tqdm_class=bars
+        )
     names = {file.filename for file in files}
     if kind == "dataset":
         if not all(any(name.rpartition("/")[2].startswith(split) for name in names) for split in ("train", "test")):
@@ -282,52 +266,23 @@ def _listed(hub_id: HubId, kind: Kind) -> list[DryRunFileInfo]:
 
 
 @contextmanager
-def _progress(repository: str, size: int) -> Iterator[Callable[[float], None]]:
-    """A progress bar of `size` bytes on stderr, if that is a terminal. Yields the function that takes a number of
-    further bytes."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled
-
-    if not size or not sys.stderr.isatty() or are_progress_bars_disabled():
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task(repository, total=size)
-        yield lambda count: shown.advance(task, count)
-
-
-def _bars(seen: Callable[[float], None]) -> type[tqdm]:
-    """A class of progress bars for huggingface_hub that draw nothing: its bars name its steps, not the repository.
-    `seen` gets each number of bytes that reached the disk, in the thread that downloads the file; what it raises ends
-    that download."""
+def _stoppable(shown: bool) -> Iterator[type[tqdm]]:
+    """huggingface_hub's progress bars, drawn if `shown` and stderr is a terminal. They abort the download after SIGINT
+    or SIGTERM. Without them, huggingface_hub waits for the files in transfer, which may take an hour. Signals that are
+    ignored, or that end the process at once, stay so."""
     from huggingface_hub.utils.tqdm import tqdm
+
+    stopped = threading.Event()
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            self._of_bytes = options.get("name") == "huggingface_hub.snapshot_download"  # not of requests or files
-            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
+            disable = not (shown and sys.stderr.isatty()) or options.get("disable")
+            super().__init__(*args, **{**options, "disable": disable})  # type: ignore[no-untyped-call]
 
         def update(self, n: float | None = 1) -> bool | None:
-            seen(n or 0.0 if self._of_bytes else 0.0)
-            return None
-
-    return Bar
-
-
-@contextmanager
-def _stoppable(advance: Callable[[float], None]) -> Iterator[type[tqdm]]:
-    """A class of progress bars that abort the download after SIGINT or SIGTERM. Without it, huggingface_hub waits for
-    the files in transfer, which may take an hour. `advance`: see `_progress`. Signals that are ignored, or that end the
-    process at once, stay so."""
-    stopped = threading.Event()
-
-    def seen(count: float) -> None:
-        if stopped.is_set():
-            raise KeyboardInterrupt  # in the thread that downloads one file, which removes the incomplete file
-        advance(count)
+            if stopped.is_set():
+                raise KeyboardInterrupt  # in the thread that downloads one file, which removes the incomplete file
+            return super().update(n)  # type: ignore[no-any-return]
 
     def stop(number: int, frame: object) -> None:
         stopped.set()
@@ -340,7 +295,7 @@ def _stoppable(advance: Callable[[float], None]) -> Iterator[type[tqdm]]:
     for number in before:
         signal.signal(number, stop)
     try:
-        yield _bars(seen)
+        yield Bar
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -354,87 +309,62 @@ class UnreachableError(MissingRequirementError):
 
 
 @contextmanager
-def _explained(hub_id: HubId, kind: Kind, downloading: bool = False) -> Iterator[None]:
+def _explained(hub_id: HubId, kind: Kind) -> Iterator[None]:
     """Convert an exception of huggingface_hub to a PvgError with the repository and a remedy."""
     try:
         yield
     except PvgError:
         raise
     except Exception as error:
-        explained = _explanation(error, hub_id, kind, downloading)
+        explained = _explanation(error, hub_id, kind)
         if explained is None:
             raise
         raise explained from error
 
 
-def _explanation(error: BaseException, hub_id: HubId, kind: Kind, downloading: bool) -> PvgError | None:
+def _explanation(error: BaseException, hub_id: HubId, kind: Kind) -> PvgError | None:
     from huggingface_hub import errors
+    from huggingface_hub.constants import ENDPOINT
 
     # The base class of transport errors: huggingface_hub's HTTP client differs between major versions.
     transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     if isinstance(error, errors.HfHubHTTPError):
-        return _refusal(error, hub_id, kind)
+        return _refusal(error, hub_id, kind, ENDPOINT)
     if isinstance(error, errors.OfflineModeIsEnabled):
         return UnreachableError(
             f"HF_HUB_OFFLINE is set, but {hub_id} is not completely in the cache {cache_folder()}.",
             f"Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that has it. {OFFLINE[kind]}",
         )
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError):
-        explained = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind, downloading)
-        return explained or UnreachableError(f"{_host()} does not answer: {_first_line(error)}", AGAIN)
-    if isinstance(error, transport):
-        what = f"The download of {hub_id.repository} stopped" if downloading else f"{_host()} cannot be reached"
-        here = f"The {kind} {hub_id} is not completely in the cache. Check the network. {AGAIN} {OFFLINE[kind]}"
-        return UnreachableError(f"{what}: {_first_line(error) or type(error).__name__}.", here)
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError | transport):
+        explained = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind)
+        what = f"{hub_id} cannot be downloaded from {ENDPOINT}: {_first_line(error) or type(error).__name__}."
+        return explained or UnreachableError(what, f"Check the network. {AGAIN} {OFFLINE[kind]}")
     return _disk_error(error, hub_id) if isinstance(error, OSError) else None
 
 
 def _disk_error(error: OSError, hub_id: HubId) -> PvgError:
-    """An `error` without errno means that the size of a downloaded file differs from the size on the hub."""
-    if error.errno is None:
+    if error.errno is None:  # the size of a downloaded file differs from the size on the hub
         return MissingRequirementError(f"The download of {hub_id.repository} is damaged: {_first_line(error)}", AGAIN)
-    if error.errno in DISK_FULL:
-        remedy = f"Free some space, or set HF_HOME to another disk. {AGAIN}"
-        return MissingRequirementError(f"{cache_folder()}: {error.strerror}.", remedy)
-    place = error.filename or cache_folder()
-    return MissingRequirementError(f"{place}: {error.strerror}.", "Set HF_HOME to a writable folder.")
+    place = cache_folder() if error.errno in DISK_FULL else error.filename or cache_folder()
+    return MissingRequirementError(f"{place}: {error.strerror}.", f"Set HF_HOME to a folder with room. {AGAIN}")
 
 
-def _refusal(error: Any, hub_id: HubId, kind: Kind) -> PvgError:
+def _refusal(error: Any, hub_id: HubId, kind: Kind, host: str) -> PvgError:
     """The PvgError for an HTTP status of the hub. `error` is an HfHubHTTPError."""
     from huggingface_hub import errors
 
-    page = f"{_host()}/{'datasets/' if kind == 'dataset' else ''}{hub_id.repository}"
+    page = f"{host}/{'datasets/' if kind == 'dataset' else ''}{hub_id.repository}"
     login = "set HF_TOKEN or type: hf auth login"
-    status = error.response.status_code
+    name, status = f"The {kind} {hub_id.repository!r}", error.response.status_code
     if isinstance(error, errors.GatedRepoError):
-        return MissingRequirementError(
-            f"The {kind} {hub_id.repository!r} is gated: its owner must give you access.",
-            f"Request access at {page}, then {login}.",
-        )
+        return MissingRequirementError(f"{name} is gated.", f"Request access at {page}, then {login}.")
     if isinstance(error, errors.RevisionNotFoundError):
-        return UsageError(
-            f"The {kind} {hub_id.repository!r} has no revision {hub_id.revision or 'main'!r}.",
-            f"Name a branch, a tag or a commit ({page}/commits), or leave the revision out.",
-        )
-    if status == 401 and "Invalid credentials" in error.response.headers.get("X-Error-Message", ""):
-        return MissingRequirementError(f"{_host()} does not accept your token.", f"Make a new one, then {login}.")
+        return UsageError(f"{name} has no revision {hub_id.revision or 'main'!r}.", f"See {page}/commits.")
+    if status == 403 or "Invalid credentials" in error.response.headers.get("X-Error-Message", ""):
+        return MissingRequirementError(f"{host} does not accept your token.", f"Make a new one, then {login}.")
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-        return UsageError(
-            f"There is no {kind} {hub_id.repository!r} at {_host()}, or it is private.",
-            f"Check the name; for a private one {login}.",
-        )
-    if status == 403:
-        return MissingRequirementError(
-            f"{_host()} forbids access to {hub_id.repository!r}.", f"Use a token that may read it: {login}."
-        )
-    return UnreachableError(f"{_host()} answers with HTTP status {status}.", "Try again later.")
-
-
-def _host() -> str:
-    from huggingface_hub.constants import ENDPOINT
-
-    return ENDPOINT
+        return UsageError(f"{name} is not at {host}, or is private.", f"Check the name; for a private one {login}.")
+    return UnreachableError(f"{host} answers with HTTP status {status}.", "Try again later.")
 
 
 def _first_line(error: BaseException) -> str:

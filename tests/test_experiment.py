@@ -543,15 +543,15 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
     ]
     assert [experiment.verifier_steps(round_) for round_ in range(3)] == [7, 14, 21]
     assert experiment.arithmetic().optimizer_steps == 7 + 14 + 21 + 3 * 5
-    # The verifier's updates do not grow: 6 batches of 2 steps, so 3 updates of 4 steps in each round.
-    turns = {"kind": "simultaneous", "every": 2, "updates": 4}
+    # The verifier's updates do not grow: 6 batches of 2 steps, so 3 updates of 2 steps in each round.
+    turns = {"kind": "simultaneous", "every": 2}
     training = {"steps": 13, "minibatches": 2}
     experiment = build_experiment(
         {"game": growing | {"schedule": turns}, "verifier": {"steps": 7}, "training": training}
     )
-    assert [experiment.verifier_update_steps(done) for done in (3, 4, 11, 12, 13)] == [0, 4, 8, 12, 12]
+    assert [experiment.verifier_update_steps(done) for done in (3, 4, 11, 12, 13)] == [0, 2, 4, 6, 6]
     numbers = experiment.arithmetic()
-    assert (numbers.verifier_update_steps_per_round, numbers.optimizer_steps) == (12, 7 + 14 + 21 + 3 * (13 + 12))
+    assert (numbers.verifier_update_steps_per_round, numbers.optimizer_steps) == (6, 7 + 14 + 21 + 3 * (13 + 6))
     many = {"growing": True, "rounds": 10**12}  # no command may count to it
     assert build_experiment({"game": many}).arithmetic().optimizer_steps > 10**24
 
@@ -560,7 +560,6 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
     ("overrides", "key"),
     [
         ({"game": {"reward": {"kind": "decoupled", "floor": 0.5}}}, "game.reward.floor"),
-        ({"game": {"reward": "cgc"}, "training": {"overlong_buffer": 8}}, "training.overlong_buffer"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": {"coefficient": 0.1}}}, "training.kl"),
         (
             {"game": {"reward": "cgc"}, "rollout": {"deadline": {"kind": "cut", "min_rollouts": 8}}},

@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 import pvg
-from pvg import installation
 from pvg.installation import (
     DISTRIBUTION,
-    Installation,
     install_extra,
     install_packages,
     pvg_command,
     python_command,
-    this_installation,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -76,8 +73,6 @@ def test_pyproject_has_the_name_and_each_extra_of_the_hints() -> None:
 
 
 def test_a_checkout_installs_its_extra_with_its_constraints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = this_installation()
-    assert (here.manager, here.root) == ("checkout", ROOT)
     monkeypatch.chdir(ROOT)
     assert install_extra("lora").endswith("-m pip install -c constraints.txt -e '.[lora]'")
     monkeypatch.chdir(tmp_path)
@@ -85,79 +80,16 @@ def test_a_checkout_installs_its_extra_with_its_constraints(monkeypatch: pytest.
     assert install_packages("gguf", dependencies=False).endswith("-m pip install -c constraints.txt --no-deps gguf")
 
 
-@pytest.mark.parametrize(
-    ("manager", "extra", "package"),
-    [
-        (
-            Installation("pip", WHEEL, "python"),
-            "python -m pip install 'prover-verifier-games[lora]'",
-            "python -m pip install --no-deps gguf",
-        ),
-        (
-            Installation("pip", WHEEL, "/e/bin/python", has_pip=False),
-            "uv pip install --python /e/bin/python 'prover-verifier-games[lora]'",
-            "uv pip install --python /e/bin/python --no-deps gguf",
-        ),
-        (
-            Installation("pipx", WHEEL, "/e/bin/python"),
-            "pipx inject environment 'peft>=0.18'",
-            "pipx inject --pip-args=--no-deps environment gguf",
-        ),
-        (
-            Installation("uv tool", WHEEL, "/e/bin/python", has_pip=False),
-            "uv tool install --with 'peft>=0.18' '/my wheels/prover.whl'",
-            "uv pip install --python /e/bin/python --no-deps gguf",
-        ),
-    ],
-    ids=["pip", "uv pip", "pipx", "uv tool"],
-)
-def test_a_wheel_gets_the_command_of_what_installed_it(
-    monkeypatch: pytest.MonkeyPatch, manager: Installation, extra: str, package: str
-) -> None:
-    monkeypatch.setattr(installation, "requirements", lambda name: {"lora": ["peft>=0.18"]}[name])
-    monkeypatch.setattr(installation, "source_of_wheel", lambda: "/my wheels/prover.whl")
-    assert manager.extra("lora") == extra
-    assert manager.packages("gguf", dependencies=False) == package
-
-
-def test_a_uv_tool_keeps_the_packages_of_earlier_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As uv 0.13 writes it after `uv tool install --with 'peft>=0.18' --with gguf WHEEL`."""
-    (tmp_path / "uv-receipt.toml").write_text(
-        "[tool]\nrequirements = [\n"
-        '    { name = "prover-verifier-games", path = "/wheels/prover.whl" },\n'
-        '    { name = "peft", specifier = ">=0.18" },\n    { name = "gguf" },\n]\n'
-    )
-    monkeypatch.setattr(installation, "source_of_wheel", lambda: "/wheels/prover.whl")
-    tool = Installation("uv tool", tmp_path, "/e/bin/python", has_pip=False)
-    wanted = "uv tool install --with 'peft>=0.18' --with gguf --with py-spy /wheels/prover.whl"
-    assert tool.packages("py-spy") == wanted
-    assert tool.packages("gguf", "py-spy") == wanted
-
-
-@pytest.mark.parametrize(
-    ("file", "expected"), [("pipx_metadata.json", "pipx"), ("uv-receipt.toml", "uv tool"), ("pyvenv.cfg", "pip")]
-)
-def test_the_environment_tells_what_installed_the_wheel(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, expected: str
-) -> None:
-    (tmp_path / file).touch()
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+@pytest.mark.parametrize("pip", [True, False])
+def test_a_wheel_installs_into_its_own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pip: bool) -> None:
+    """Without pip, as in an environment of `uv tool`, the command is uv's."""
     monkeypatch.setattr(pvg, "__file__", str(tmp_path / "lib" / "pvg" / "__init__.py"))
-    found = this_installation()
-    assert (found.manager, found.root) == (expected, tmp_path)
-
-
-def test_the_requirements_of_an_extra_come_from_the_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    info = tmp_path / "prover_verifier_games-0.1.0.dist-info"
-    info.mkdir()
-    needs = ("torch>=2.9", "peft>=0.18; extra == 'lora'", 'ray<3,>=2.60; extra == "cluster"')
-    head = "Metadata-Version: 2.4\nName: prover-verifier-games\nVersion: 0.1.0\n"
-    (info / "METADATA").write_text(head + "".join(f"Requires-Dist: {need}\n" for need in needs))
-    (info / "direct_url.json").write_text('{"url": "file:///wheels/prover.whl", "archive_info": {}}')
-    monkeypatch.syspath_prepend(tmp_path)
-    assert installation.requirements("lora") == ["peft>=0.18"]
-    assert installation.requirements("cluster") == ["ray<3,>=2.60"]
-    assert installation.source_of_wheel() == "/wheels/prover.whl"
+    monkeypatch.setattr(sys, "executable", "/e/bin/python")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if pip else None)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name == "uv" else None)
+    start = "/e/bin/python -m pip install" if pip else "uv pip install --python /e/bin/python"
+    assert install_extra("lora") == f"{start} 'prover-verifier-games[lora]'"
+    assert install_packages("gguf", dependencies=False) == f"{start} --no-deps gguf"
 
 
 def test_the_commands_of_any_folder_name_this_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ import pytest
 import pvg
 from pvg.config.load import load_experiment
 from pvg.game.rewards import REWARDS
-from pvg.reporting.formats import METRIC_DISPLAYS
 from pvg.store.shards import SCHEMA
-from pvg.telemetry.catalogue import METRICS
+from pvg.telemetry.catalogue import LABELS, METRICS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -46,7 +45,7 @@ def sentences(path: Path) -> Iterator[str]:
 
 
 def test_the_glossary_has_every_abbreviation_that_the_display_and_the_reports_show() -> None:
-    texts = [metric.meaning for metric in METRICS.values()] + [shown.label for shown in METRIC_DISPLAYS.values()]
+    texts = [metric.meaning for metric in METRICS.values()] + list(LABELS.values())
     texts += [text for name in SHOWN_BY for text in sentences(ROOT / "pvg" / "reporting" / name)]
     shown = {word for text in texts for word in ABBREVIATION.findall(text)}
     assert {"AUC", "KL", "ROC"} <= shown

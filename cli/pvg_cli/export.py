@@ -45,8 +45,7 @@ def export(
     """
     from pvg.errors import UsageError, user_paths
     from pvg.export.finished import FinishedRound
-    from pvg.export.push import check_push, push_folder
-    from pvg.export.target import check_target
+    from pvg.export.target import check_push, check_target, push_folder
     from pvg.store.run_directory import RunDirectory
 
     if out is None:

@@ -40,8 +40,7 @@ def score(
     import asyncio
 
     from pvg.errors import StoppedAtStart, UsageError, counted
-    from pvg.export.finished import FinishedRound
-    from pvg.export.rows import check_rows
+    from pvg.export.finished import FinishedRound, check_rows
     from pvg.store.run_directory import RunDirectory
 
     if as_json and out is None:
@@ -86,7 +85,7 @@ def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool)
     import orjson
 
     from pvg.errors import user_paths
-    from pvg.export.rows import score_rows
+    from pvg.export.finished import score_rows
     from pvg.store.atomic import is_temporary, output_file
     from pvg_cli.driving import cancelled_at_signals
     from pvg_cli.train import killed_document

@@ -124,8 +124,6 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
         yield f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem; raise it"
     if training.kl.kind == "adaptive" and training.loss == "dapo":
         yield "training.kl = 'adaptive' has no effect: training.loss = 'dapo' has no KL term; set training.kl to 'none'"
-    if training.overlong_buffer > rollout.max_tokens:
-        yield f"training.overlong_buffer = {training.overlong_buffer} exceeds rollout.max_tokens = {rollout.max_tokens}"
     window, steps = experiment.evaluate.attack_window, experiment.evaluate.attack_steps
     if experiment.evaluate.attacks and window > steps:
         yield (
@@ -420,8 +418,6 @@ def _challenge(experiment: AllSections) -> Iterator[str]:
         yield f"rollout.deadline = 'continue' needs rollouts of one turn, but {several}; set it to 'none' or 'cut'"
     if experiment.training.router_replay:
         yield f"training.router_replay needs rollouts of one turn, but {several}; set it to false"
-    if experiment.training.overlong_buffer:
-        yield f"training.overlong_buffer needs rollouts of one turn, but {several}; set it to 0"
 
 
 def _play(experiment: AllSections) -> Iterator[str]:
@@ -584,10 +580,6 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
         return
     if isinstance(reward, DecoupledReward) and reward.floor >= 0:
         yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
-    if reward.kind == "cgc" and experiment.training.overlong_buffer:
-        yield (
-            "training.overlong_buffer subtracts up to 1 from a reward: an aligned one may fall below game.reward.floor"
-        )
     if reward.kind == "composite":
         yield (
             "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "

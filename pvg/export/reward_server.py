@@ -24,8 +24,7 @@ import orjson
 from aiohttp import web
 
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, reason, shortened
-from pvg.export.finished import FinishedRound, Platt
-from pvg.export.rows import Verdict
+from pvg.export.finished import FinishedRound, Platt, Verdict
 from pvg.verifier.scorer import TextSolution, VerifierScorer
 
 HOST = "127.0.0.1"

@@ -9,8 +9,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
+from pvg.telemetry.catalogue import LABELS, METRICS
 from pvg.telemetry.spans import UNACCOUNTED
 
 # The parts of a time budget: their order and their families, on the terminal and on pages.
@@ -27,16 +29,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     OTHER: (),
     UNACCOUNTED: (UNACCOUNTED,),
 }
-MEANING = {
-    "sampling": "writing and grading solutions",
-    "scoring": "scores of the verifier",
-    "training": "forward and backward passes, optimizer",
-    "bookkeeping": "weight updates, commits, evaluation",
-    "waiting": "waiting for other work",
-    OTHER: "other work",
-    UNACCOUNTED: "outside of all spans",
-}
-
 SHADES = 4  # per family; the fifth part has the first shade again
 
 _FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in parts}
@@ -73,29 +65,12 @@ def in_order(names: Iterable[str]) -> list[BudgetPart]:
     return found
 
 
-def by_family(budget: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by family, in order; only families with a part in the budget."""
-    totals: dict[str, float] = {}
-    for part in in_order(budget):
-        totals[part.family] = totals.get(part.family, 0.0) + budget[part.name]
-    return totals
-
-
 NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "sample_s", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block, which would merge with the line below
 ABSENT = "–"
-# A sparkline's full height spans at least this much, so that noise does not look like an event.
-LEAST_SPAN: dict[NumberStyle, float] = {
-    "share": 0.1,
-    "auc": 0.02,
-    "score": 0.5,
-    "rate": 0.0,
-    "number": 0.0,
-    "seconds": 0.0,
-    "sample_s": 0.0,
-    "bytes": 0.0,
-}
+# A sparkline's full height spans at least this much, so that noise does not look like an event. Others: 0.
+LEAST_SPAN: dict[NumberStyle, float] = {"share": 0.1, "auc": 0.02, "score": 0.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,69 +82,20 @@ class MetricDisplay:
     higher_is_better: bool | None = None
 
 
-METRIC_DISPLAYS: dict[str, MetricDisplay] = {
-    "helpful_accuracy": MetricDisplay("helpful accuracy", "share", True),
-    "sneaky_error_rate": MetricDisplay("sneaky error rate", "share"),
-    "fooled_rate": MetricDisplay("fooled rate", "share"),
-    "fooled_rate_at_90": MetricDisplay("fooled at 90% accepted", "share", False),
-    "fooled_rate_base": MetricDisplay("fooled by base", "share", False),
-    "fooled_rate_previous": MetricDisplay("fooled by previous", "share", False),
-    "accepted_helpful": MetricDisplay("helpful accepted", "share", True),
-    "verifier_auc": MetricDisplay("verifier AUC", "auc", True),
-    "verifier_auc_previous": MetricDisplay("AUC on previous", "auc", True),
-    "verifier_auc_base": MetricDisplay("AUC on base", "auc", True),
-    "pair_accuracy": MetricDisplay("pair accuracy", "share", True),
-    "score_gap": MetricDisplay("score gap", "score", True),
-    "score_helpful_correct": MetricDisplay("score helpful correct", "score"),
-    "score_helpful_incorrect": MetricDisplay("score helpful wrong", "score"),
-    "score_sneaky_correct": MetricDisplay("score sneaky correct", "score"),
-    "score_sneaky_incorrect": MetricDisplay("score sneaky wrong", "score"),
-    "score_mean": MetricDisplay("mean score", "score"),
-    "threshold": MetricDisplay("acceptance threshold", "score"),
-    "reward_mean": MetricDisplay("mean reward", "score"),
-    "legal": MetricDisplay("legal decisions", "share", True),
-    "points_random": MetricDisplay("points against random", "share", True),
-    "points_greedy": MetricDisplay("points against greedy", "share", True),
-    "points_base": MetricDisplay("points against base", "share", True),
-    "gain_random": MetricDisplay("gain against random", "score", True),
-    "gain_greedy": MetricDisplay("gain against greedy", "score", True),
-    "gain_base": MetricDisplay("gain against base", "score", True),
-    "malformed": MetricDisplay("malformed", "share", False),
-    "tests_passed": MetricDisplay("tests passed", "share", True),
-    "sneaky_visible_rate": MetricDisplay("sneaky passing visible tests", "share", True),
-    "certified_rate": MetricDisplay("certified flaws", "share"),
-    "similarity": MetricDisplay("sneaky similarity", "share", False),
-    "truncated": MetricDisplay("truncated", "share", False),
-    "zero_signal": MetricDisplay("zero-signal groups", "share", False),
-    "clipped": MetricDisplay("clipped tokens", "share"),
-    "cache_hit_rate": MetricDisplay("score cache hits", "share"),
-    "cache_hits": MetricDisplay("score cache hits", "rate"),
-    "cache_misses": MetricDisplay("score cache misses", "rate"),
-    "cache_evictions": MetricDisplay("score cache evictions", "rate"),
-    "tokens_per_s": MetricDisplay("tokens/s", "rate", True),
-    "prompt_tokens_per_s": MetricDisplay("prompt tokens/s", "rate", True),
-    "latency_p50_s": MetricDisplay("latency p50", "seconds", False),
-    "latency_p90_s": MetricDisplay("latency p90", "seconds", False),
-    "latency_p99_s": MetricDisplay("latency p99", "seconds", False),
-    "engine_batch": MetricDisplay("rows per decoding step", "number"),
-    "prefix_share": MetricDisplay("shared prompt tokens", "share", True),
-    "padding": MetricDisplay("padding", "share", False),
-    "trainer_idle": MetricDisplay("trainer idle", "share", False),
-    "pairs_per_s": MetricDisplay("pairs/s", "rate", True),
-    "kl": MetricDisplay("KL to start", "number"),
-    "grad_norm": MetricDisplay("gradient norm", "number"),
-    "ratio_max": MetricDisplay("largest ratio", "number"),
-    "ratio_min": MetricDisplay("smallest ratio", "number"),
-    "staleness_max": MetricDisplay("largest staleness", "number"),
-    "dropped_stale": MetricDisplay("stale rollouts dropped", "number", False),
-    "loss": MetricDisplay("loss", "number"),
-    "loss_before": MetricDisplay("loss before", "number"),
-    "loss_after": MetricDisplay("loss after", "number"),
-    "held_out_loss_before": MetricDisplay("held-out loss before", "number"),
-    "held_out_loss_after": MetricDisplay("held-out loss after", "number"),
-    "staleness": MetricDisplay("staleness", "number"),
-    "pairs_available": MetricDisplay("pairs to draw from", "rate"),
-    # Not in a run's metrics file: computed by reports.
+# Unit of the catalogue -> style; of all other units: a plain number.
+UNIT_STYLES: dict[str, NumberStyle] = {
+    "share": "share",
+    "score": "score",
+    "reward": "score",
+    "s": "seconds",
+    "bytes": "bytes",
+    "tokens/s": "rate",
+    "pairs/s": "rate",
+    "count": "rate",
+    "pairs": "rate",
+}
+# Not in a run's metrics file: computed by reports.
+COMPUTED = {
     "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
     "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
     "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
@@ -205,9 +131,15 @@ PHASE_LABELS = {
 }
 
 
+@cache
 def metric_display(name: str) -> MetricDisplay:
-    """How metric `name` is shown. An unknown metric keeps its own name."""
-    return METRIC_DISPLAYS.get(name) or MetricDisplay(name.replace("_", " "), "number")
+    """How metric `name` is shown, by the catalogue of metrics. An unknown metric keeps its own name."""
+    label = LABELS.get(name) or name.replace("_", " ")
+    entry = next((metric for metric in METRICS.values() if metric.short == name), None)
+    if entry is None:
+        return COMPUTED.get(name) or MetricDisplay(label, "number")
+    style: NumberStyle = "auc" if "_auc" in name else UNIT_STYLES.get(entry.unit, "number")
+    return MetricDisplay(label, style, {"higher": True, "lower": False}.get(entry.better))
 
 
 def phase_label(phase: str) -> str:
@@ -363,7 +295,7 @@ def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> s
 
 def trend(name: str, values: Sequence[float], width: int) -> str:
     """The sparkline of metric `name`."""
-    return sparkline(values, width, LEAST_SPAN[metric_display(name).style])
+    return sparkline(values, width, LEAST_SPAN.get(metric_display(name).style, 0.0))
 
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:

@@ -22,9 +22,7 @@ from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
-    MEANING,
     BudgetPart,
-    by_family,
     duration,
     in_order,
     metric_display,
@@ -328,7 +326,6 @@ def time_section(summary: RunSummary) -> PageSection:
         return PageSection("time", "Time", [])
     body = [
         chart.marks(budget_marks(budget, sum(budget.values()))),
-        _families(budget),
         parts_table(budget, summary.busy, summary.budget),
         elements.subheading("By phase"),
         _phases(summary),
@@ -353,16 +350,6 @@ def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
 def _unaccounted(budget: dict[str, float]) -> str:
     total = sum(budget.values())
     return f"{duration(total)}, {percent(budget.get(UNACCOUNTED, 0.0) / total)} unaccounted"
-
-
-def _families(budget: dict[str, float]) -> Markup:
-    total = sum(budget.values())
-    return chart.legend(
-        [
-            LegendKey(family, f"part-{family}-0", shape="box", detail=f"{percent(seconds / total)}, {MEANING[family]}")
-            for family, seconds in by_family(budget).items()
-        ]
-    )
 
 
 def box_key(part: BudgetPart) -> LegendKey:

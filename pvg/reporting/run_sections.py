@@ -380,17 +380,11 @@ def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
 
 def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:
     """Each change of the number of workers and its reason; of many, the last ones."""
-    shown = summary.scaling[-MOST_CHANGES:]
-    notes = [
-        (
-            f"after {duration(change.time - (summary.began or shown[0].time))}",
-            f"{change.why}; {counted(change.workers, 'worker')} now",
-        )
-        for change in shown
+    began = summary.began or summary.scaling[0].time if summary.scaling else 0.0
+    return [
+        (f"after {duration(change.time - began)}", f"{change.why}; {counted(change.workers, 'worker')} now")
+        for change in summary.scaling[-MOST_CHANGES:]
     ]
-    if left_out := len(summary.scaling) - len(shown):
-        notes.insert(0, ("before that", f"{counted(left_out, 'change')} of the number of workers"))
-    return notes
 
 
 def _lag_text(readings: list[SamplerReading]) -> str:

@@ -12,7 +12,6 @@ from pvg.reporting.charts import PROVER, VERIFIER, WINDOW, RoundAxis, StepAxis, 
 from pvg.reporting.follow import RunState, state_of, state_word
 from pvg.reporting.formats import (
     ABSENT,
-    METRIC_DISPLAYS,
     duration,
     in_order,
     metric_display,
@@ -24,6 +23,7 @@ from pvg.reporting.run_page import UNSET, box_key, budget_rows, flat_settings, s
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, elements, page
 from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.catalogue import METRICS
 
 COLOURS = 6
 DASHES = ("", "dashed", "dotted")
@@ -166,8 +166,8 @@ def final_metrics(summary: RunSummary) -> dict[str, float]:
 
 
 def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
-    """The metrics of all runs in the order of METRIC_DISPLAYS, then the others; without those of the base prover."""
-    order = {name: place for place, name in enumerate(METRIC_DISPLAYS)}
+    """The metrics of all runs in the order of the catalogue, then the others; without those of the base prover."""
+    order = {metric.short: place for place, metric in enumerate(METRICS.values())}
     names = dict.fromkeys(name for metrics in finals for name in metrics if not name.startswith("base_"))
     return sorted(names, key=lambda name: order.get(name, len(order)))
 

@@ -4,8 +4,7 @@
     python -m pvg.telemetry.catalogue             # prints the page of all metrics
 
 Sinks use the full name, `place/name`. In metrics.jsonl the same value is under `name`, in a record whose kind the
-place determines (`KINDS`). Numbered names (gpu0_power_w) are listed once, as gpu{i}_power_w. Labels for terminals and
-pages are in pvg.reporting.formats.
+place determines (`KINDS`). Numbered names (gpu0_power_w) are listed once, as gpu{i}_power_w.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ NEITHER: Better = "neither"
 
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 KINDS: dict[str, str] = _DATA["kinds"]  # place -> when its metrics are recorded
+LABELS: dict[str, str] = _DATA["labels"]  # name -> label on terminals and pages, for names that say too little
 UNITS: dict[str, list[str]] = _DATA["units"]  # unit -> explanation, ending of names, Prometheus's suffix
 
 

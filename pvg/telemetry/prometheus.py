@@ -32,6 +32,7 @@ HOST = "127.0.0.1"
 NAMES = frozenset({HOST, "localhost", "::1"})  # in the Host header of a request
 CONNECTIONS = 16  # at the same time
 SILENCE_S = 10.0  # a connection without a request is closed after this time
+POLL_S = 0.1  # until the thread sees that the run has ended
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -106,7 +107,9 @@ class MetricsEndpoint(MetricSink):
                 "Choose another port with --metrics-port, or 0 for none.",
             ) from error
         self.port = int(self._server.server_port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(POLL_S,), name="metrics endpoint", daemon=True
+        )
         self._thread.start()
         self._closed = False
 

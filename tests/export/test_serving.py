@@ -256,7 +256,7 @@ def test_a_second_ctrl_c_ends_scoring_at_once_and_leaves_no_file(run: Run) -> No
 STOPPED_AT_WORK = """
 import os, signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes the tests ignore it
-from pvg.export import rows
+from pvg.export import finished as rows
 from pvg_cli.main import app
 scored = rows._scored
 def stopped(*arguments):

@@ -100,37 +100,34 @@ def test_a_revision_is_resolved_to_its_commit(hub: Hub, here: Path, model: dict[
     new = hub.add("tiny/prover", model)
     hub.repositories["models/tiny/prover"].refs |= {"v1": old, "refs/pr/1": old}
     expected = new if revision == "main" else old
-    (found,) = dict(hub_ids(pinned(experiment(f"hf:tiny/prover@{revision}"), QUIET))).values()
+    (found,) = hub_ids(pinned(experiment(f"hf:tiny/prover@{revision}").sources(), QUIET)).values()
     assert found == f"hf:tiny/prover@{expected}"
     assert fetch(f"hf:tiny/prover@{revision}", "model", QUIET).name == expected
 
 
 def test_two_models_of_a_process_are_of_one_commit(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
     commit = hub.add("tiny/prover", model)
-    first = pinned(experiment("hf:tiny/prover"), QUIET)
+    first = pinned(experiment("hf:tiny/prover").sources(), QUIET)
     hub.add("tiny/prover", model)
-    assert dict(hub_ids(pinned(experiment("hf:tiny/prover"), QUIET))) == dict(hub_ids(first))
-    assert str(first.models.prover.source).endswith(commit)
+    assert hub_ids(pinned(experiment("hf:tiny/prover").sources(), QUIET)) == hub_ids(first)
+    assert first["models.prover.source"].endswith(commit)
 
 
 def test_a_resumed_run_keeps_its_commit_unless_another_revision_is_named(here: Path) -> None:
     commit = commit_of("a")
-    run = experiment(f"hf:tiny/prover@{commit}")
-    assert pinned_as(experiment("hf:tiny/prover"), run) == run
+    run = experiment(f"hf:tiny/prover@{commit}").sources()
+    assert pinned_as(experiment("hf:tiny/prover").sources(), run) == run
     for other in ("hf:tiny/other", "hf:tiny/prover@v2", f"hf:tiny/prover@{commit_of('b')}", "embedded:modchain-prover"):
-        assert pinned_as(experiment(other), run) == experiment(other)
-
-
-GATED = "is gated: its owner must give you access"
+        assert pinned_as(experiment(other).sources(), run) == experiment(other).sources()
 
 
 @pytest.mark.parametrize(
     ("source", "error", "says", "remedy"),
     [
-        ("hf:nosuch/model", UsageError, "There is no model 'nosuch/model' at http", "set HF_TOKEN"),
-        ("hf:tiny/prover@v9", UsageError, "has no revision 'v9'", "leave the revision out"),
-        (f"hf:tiny/prover@{commit_of('x')}", UsageError, "has no revision", "a commit"),
-        ("hf:tiny/gated", MissingRequirementError, GATED, "Request access at http"),
+        ("hf:nosuch/model", UsageError, "'nosuch/model'", "HF_TOKEN"),
+        ("hf:tiny/prover@v9", UsageError, "'v9'", "commits"),
+        (f"hf:tiny/prover@{commit_of('x')}", UsageError, "has no revision", "commits"),
+        ("hf:tiny/gated", MissingRequirementError, "is gated", "Request access at http"),
         ("hf:tiny/pickled", ConfigurationError, "only as pytorch_model.bin, a pickle", "@refs/pr/1"),
         ("hf:tiny/empty", ConfigurationError, "has no model.safetensors", "another model"),
         ("hf:tiny/headless", ConfigurationError, "has no config.json", ""),
@@ -183,7 +180,7 @@ def test_a_download_that_stops_goes_on_with_the_same_command(
     hub.add("tiny/prover", model)
     hub.cuts["model.safetensors"] = [1000] * 6  # huggingface_hub tries six times, a second apart
     monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
-    with pytest.raises(MissingRequirementError, match="The download of tiny/prover stopped") as caught:
+    with pytest.raises(MissingRequirementError, match="tiny/prover") as caught:
         fetch("hf:tiny/prover", "model", QUIET)
     assert "Run the same command again" in caught.value.remedy
     first = set(hub.downloads()) - {"model.safetensors"}
@@ -223,9 +220,9 @@ def test_a_hub_that_does_not_answer_is_told_and_the_cache_serves(
     pvg_hub._commit.cache_clear()
     said: list[str] = []
     assert fetch("hf:tiny/prover", "model", said.append) == folder
-    assert said[0].startswith("http://127.0.0.1:9 cannot be reached: ")
+    assert "http://127.0.0.1:9" in said[0]
     assert said[0].endswith(f". hf:tiny/prover is commit {commit}, from the cache.")
-    with pytest.raises(MissingRequirementError, match=r"^http://127\.0\.0\.1:9 cannot be reached: .*Check the network"):
+    with pytest.raises(MissingRequirementError, match=r"http://127\.0\.0\.1:9: .*Check the network"):
         fetch("hf:tiny/other", "model", QUIET)
 
 
@@ -247,7 +244,7 @@ def test_a_full_disk_is_told(hub: Hub, environment: Path, model: dict[str, bytes
     hub.add("tiny/prover", model)
     done = subprocess.run([sys.executable, "-c", FILL], capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"{environment}: "), done.stderr
-    assert "Free some space, or set HF_HOME to another disk." in done.stdout
+    assert "HF_HOME" in done.stdout
     assert "it/s" not in done.stderr  # no progress bars where no terminal is
 
 

@@ -23,10 +23,9 @@ import torch
 from store_samples import rollout
 
 from pvg.store.checkpoints import prune, read_checkpoint, write_checkpoint
-from pvg.store.journal import JsonLines, read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JsonLines, read_json_lines
 
 
 def verify(run: RunDirectory, state: Mapping[str, Any]) -> None:

@@ -25,9 +25,8 @@ from pvg.store.atomic import (
     write_output,
 )
 from pvg.store.checkpoints import write_checkpoint
-from pvg.store.journal import JsonLines
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JsonLines
 
 
 def test_write_replaces_the_whole_file_and_leaves_nothing_else(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from store_samples import flip_byte
 
 from pvg.store.atomic import DamagedFileError
-from pvg.store.journal import JournalMark, JsonLines, read_json_lines, verify
+from pvg.store.state import JournalMark, JsonLines, read_json_lines, verify
 
 RECORDS = st.lists(st.dictionaries(st.text(), st.integers(-(2**53), 2**53) | st.text() | st.none(), max_size=3))
 

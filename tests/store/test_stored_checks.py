@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from store_samples import rollout
 
 from pvg.records import Checks, Rollout
-from pvg.store.shards import SCHEMA, RolloutShards
+from pvg.store.shards import RolloutShards
 
 
 def checked(i: int, checks: Checks | None, experts: bool = False) -> Rollout:
@@ -33,13 +32,3 @@ def test_checks_come_back_with_and_without_experts(tmp_path: Path, experts: bool
     assert [one.grade for one in found] == [one.grade for one in rows]
     assert [one.routed_experts is None for one in found] == [one.routed_experts is None for one in rows]
     assert shards.solutions(info).row(2).text == "text 2"
-    with pa.memory_map(str(tmp_path / info.path)) as source:
-        assert pa.ipc.open_file(source).schema.metadata == {b"pvg.shard": b"4" if experts else b"3"}
-
-
-def test_without_any_a_shard_is_what_it_always_was(tmp_path: Path) -> None:
-    shards = RolloutShards(tmp_path)
-    info = shards.write(0, "mint-00000", [rollout(0)])
-    with pa.memory_map(str(tmp_path / info.path)) as source:
-        assert pa.ipc.open_file(source).schema == SCHEMA
-    assert shards.read(info)[0].grade.checks is None

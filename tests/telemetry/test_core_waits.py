@@ -23,7 +23,7 @@ from pvg.telemetry.waits import CoreWaits
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 with busy_processes(1, limit_s=120.0):
     waits = CoreWaits()
-    while time.process_time() < 1.0:
+    while time.process_time() < 0.4:
         pass
     found = waits.take()
 print(json.dumps([found.ran_s, found.waited_s, found.longest_s, found.shared]))
@@ -64,7 +64,7 @@ def test_a_busy_process_on_the_same_core_is_seen() -> None:
     command = [sys.executable, "-c", BESIDE_A_BUSY_PROCESS]
     ran_s, waited_s, longest_s, shared = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert shared
-    assert ran_s > 0.5
+    assert ran_s > 0.2
     assert waited_s > ran_s * SHARED
     assert 0.5 * waited_s < longest_s <= waited_s
 

@@ -239,7 +239,7 @@ Path({str(left)!r}).write_text(str(child.pid))
     [
         (("no-such-program-of-pvg",), "could not be started"),
         ((sys.executable, "-c", "import sys; sys.exit('the pager is down')"), r"exit status 1 \(the pager is down\)"),
-        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after 1 s"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after 0.3 s"),
     ],
 )
 def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
@@ -250,7 +250,7 @@ def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
             monitoring.send(Alert("nan", "loss is inf"))
         await until(lambda: any("alert command" in notice for notice in told.notices))
 
-    told = watch(tmp_path, body, alert_command=command, command_s=1.0, device_every_s=3600)
+    told = watch(tmp_path, body, alert_command=command, command_s=0.3, device_every_s=3600)
     (notice,) = [notice for notice in told.notices if "alert command" in notice]
     assert re.search(says, notice)
 
