@@ -18,15 +18,15 @@ from pvg.config.base import RunId, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, embedded_model
 from pvg.config.training import Models, ModelSection
-from pvg.errors import UsageError
+from pvg.errors import StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.memory import read_shape
 from pvg.servers.command import model_folder
-from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_players import find_player
+from pvg.store.checkpoints import read_checkpoint, write_checkpoint
+from pvg.store.run_players import find_player, pinned_players, pinned_players_as
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -168,3 +168,37 @@ def test_a_server_gets_a_folder_with_the_player(folder: Path) -> None:
     with open_model(ModelSection(source=str(made)), CPU) as served:
         wanted = saved_weights("base", "round-001-prover")
         assert all(torch.equal(served.weights()[name], wanted[name]) for name in wanted)
+
+
+def pinned(experiment: Experiment) -> Experiment:
+    return experiment.with_sources(pinned_players(experiment.sources()))
+
+
+def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Path) -> None:
+    shutil.copytree("runs/base", "runs/copy")
+    chosen = with_models("run:copy/round-0")
+    fixed = pinned(chosen)
+    assert pinned_players_as(chosen.sources(), fixed.sources()) == fixed.sources()
+    shutil.move("runs/copy", "runs/moved")
+    with pytest.raises(UsageError, match=r"the run is no longer in .*runs/copy") as caught:
+        open_model(fixed.models.prover, CPU)
+    link = caught.value.remedy.partition(": ")[2].partition(". pvg train")[0].replace("/NEW/PATH", "moved").split()
+    subprocess.run(link, check=True)
+    open_model(fixed.models.prover, CPU).close()
+    Path(link[-1]).unlink()
+    moved = pinned(with_models("run:moved/round-0"))
+    assert moved.hash() == fixed.hash()
+    assert moved.hash() != pinned(with_models("run:moved/round-1")).hash()
+    tensors, meta = read_checkpoint(Path("runs/moved/weights"), "round-000-prover")
+    shutil.rmtree("runs/moved/weights/round-000-prover")
+    write_checkpoint(Path("runs/moved/weights"), "round-000-prover", {n: t + 1 for n, t in tensors.items()}, meta)
+    with pytest.raises(StateError, match="have changed: their digest is"):
+        open_model(moved.models.prover, CPU)
+
+
+def test_a_resumed_run_keeps_the_weights_of_its_start(folder: Path) -> None:
+    """The source names no round. The other run has a newer one when this run is resumed."""
+    shutil.copytree("runs/base", "runs/growing")
+    start = pinned(with_models("run:growing/round-0"))
+    resumed = pinned_players_as(with_models("run:growing").sources(), start.sources())
+    assert resumed["models.prover.source"] == start.models.prover.source
