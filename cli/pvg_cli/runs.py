@@ -17,12 +17,10 @@ from pvg.config.experiment import (
     why_kept,
     without_memory_settings,
 )
-from pvg.config.game import Game
 from pvg.config.load import (
     chosen_keys,
     differences,
     find_experiment,
-    leaves,
     load_experiment,
     overridden,
     read_override,
@@ -33,7 +31,6 @@ from pvg.config.operation import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
-from pvg.inputs import expanded
 from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder
@@ -55,37 +52,8 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if note := switch_note(read_toml(path, "experiment"), overridden(path, settings)[0]):
         say(note)
-    _refuse_start_of_self_play(experiment, _written_keys(path, settings))
     check_references(experiment)
     return experiment
-
-
-def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) -> None:
-    """Raises UsageError if the user asks for what self-play does not do. `chosen`: the keys that the user has written.
-    Not a rule of pvg.config.rules, because the value is also the default."""
-    if experiment.task.kind != "play" or experiment.game.start != "base":
-        return
-    if "game.start" in chosen:
-        raise UsageError(
-            "game.start = 'base' has no effect with task.kind = 'play': each round of self-play goes on from the "
-            "previous round's player.",
-            "Leave out game.start.",
-        )
-
-
-def _written_keys(path: Path, settings: Sequence[str]) -> frozenset[str]:
-    """The keys that the user has written, in files or in overrides. Not those of a resolved experiment, such as that of
-    a run: it contains all keys."""
-    files = [path, *(expanded(each[1:], "--set") for each in settings if each.startswith("@"))]
-    written = [frozenset(key for key, _ in leaves(read_toml(file, "settings"))) for file in files]
-    chosen = [keys for keys in written if not _is_resolved(keys)]
-    return chosen_keys([each for each in settings if not each.startswith("@")]).union(*chosen)
-
-
-def _is_resolved(keys: frozenset[str]) -> bool:
-    """Whether a file with these keys has all settings of a game."""
-    names = {".".join(key.split(".")[:2]) for key in keys}
-    return all(f"game.{name}" in names for name in Game.model_fields)
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:

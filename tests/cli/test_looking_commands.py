@@ -127,11 +127,3 @@ def test_report_as_json() -> None:
     assert document["status"] == "complete"
     assert document["rounds"][0]["metrics"]["helpful_accuracy"] == 0.875
     assert [example["id"] for example in document["examples"]] == ["strong", "middle"]
-
-
-def test_the_settings_of_a_resolved_experiment_of_self_play_are_accepted() -> None:
-    """They contain game.start = "base", the default, which a user cannot ask for by name."""
-    Path("resolved.toml").write_text(pvg("config", "show", "negotiation").out)
-    called = pvg("config", "validate", "negotiation", "-s", "@resolved.toml")
-    assert (called.code, called.err) == (0, "")
-    assert pvg("config", "validate", "resolved.toml").code == 0
