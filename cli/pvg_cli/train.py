@@ -311,9 +311,6 @@ def rollout(
     role: Annotated[
         Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
     ] = "both",
-    split: Annotated[
-        Literal["train", "test"], typer.Option("--split", help="The split that the problems come from.")
-    ] = "test",
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     as_json: JsonOption = False,
@@ -345,7 +342,9 @@ def rollout(
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import sample_only
 
-        return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
+        return await sample_only(
+            resolved, run, observer=observer, stop=stop, problems=problems, role=role, split="test"
+        )
 
     board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
     lock = run.lock(discard=lambda: not run.has_state, waiting=say)

@@ -52,7 +52,7 @@ def test_schema_lists_every_key_with_the_default_that_holds() -> None:
 
 
 def test_doctor_names_the_command_for_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pvg_cli.doctor, "EXTRAS", {"moon": ("no_such_module_anywhere",)})
+    monkeypatch.setattr(pvg_cli.doctor, "EXTRAS", {"moon": "no_such_module_anywhere"})
     (finding,) = check_extras(Path("runs"))
     assert (finding.verdict, finding.remedy) == ("notice", install_extra("moon"))
 
