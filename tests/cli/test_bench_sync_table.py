@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.workloads.sync import PARTS
-from pvg_cli.bench_tables import cost_cells, has_updates, notes, report_text, update_cells
+from pvg_cli.bench_tables import cost_cells, has_updates, report_text, update_cells
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
 
@@ -70,27 +70,6 @@ def test_each_client_has_its_row_and_each_figure_its_place() -> None:
     assert max(len(line) for line in text.splitlines()) <= 100
     (line,) = [line for line in text.splitlines() if line.strip().startswith("dedicated") and "36.0" in line]
     assert line.split() == list(cells.rows[1])
-
-
-def test_what_stands_behind_the_percentiles_is_said() -> None:
-    enough = notes(report(client("weights.client=shared", 900.0)))
-    assert enough[0] == "Percentiles over the 100 updates of all samples of a client, under 150 streams."
-    assert any(note.startswith("shared: through generation's pool") for note in enough)
-    assert not any("fewer than 100" in note for note in enough)
-    few = notes(report(client("weights.client=shared", 900.0, updates=40)))
-    assert "fewer than 100" in few[1]
-
-
-def test_what_updates_cost_generation_is_said_beside_their_times() -> None:
-    dedicated = client("weights.client=dedicated", 12.0)
-    found = notes(report(client("weights.client=shared", 900.0), dedicated))
-    assert "Updates reduce the streams' tokens/s by 26 % back to back and 1 % once per step (dedicated)." in found
-
-
-def test_one_client_alone_is_named_by_its_setting() -> None:
-    made = report(client("", 12.0), kind="bench")
-    assert update_cells(made).rows[0][0] == "dedicated"
-    assert "Update time under load" in shown(made)
 
 
 def test_a_report_of_the_torch_engine_has_no_such_table() -> None:
