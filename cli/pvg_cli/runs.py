@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from pvg.config.experiment import (
-    CHUNK_SETTING,
     MEMORY_SETTINGS,
     UNHASHED_SECTIONS,
     Experiment,
-    why_kept,
     without_memory_settings,
 )
 from pvg.config.load import (
@@ -134,10 +132,7 @@ def plan_resume(
     if not run_name:
         refuse_no_folder(root, OTHER_FOLDER)
     more_rounds = "game.rounds" in chosen_keys(overrides)
-    if run_name:
-        run = RunDirectory.open(run_name, root)
-    else:
-        run = _newest(root, given.name if given else DEFAULT_EXPERIMENT, complete=more_rounds)
+    run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     state = run.load_state().state or {}  # raises an error if the state is damaged or lost
     refuse_samples(run, state)
     own = run.experiment()
@@ -161,13 +156,10 @@ def plan_resume(
         )
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
-        why = why_kept(changed)
-        again = f"pvg train {shlex.quote(str(run.experiment_file))} -s {CHUNK_SETTING}={experiment.rollout.chunk}"
+        again = resume_command(run, [*kept, *([f"game.rounds={experiment.game.rounds}"] if extended else [])])
         raise StateError(
-            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.{why}",
-            (f"A new run can have it: {again}. " if why else "")
-            + "Resume it with its own settings: "
-            + resume_command(run, [*kept, *([f"game.rounds={experiment.game.rounds}"] if extended else [])]),
+            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
+            f"Resume it with its own settings: {again}",
         )
     if not extended and has_ended(state, experiment):
         _refuse_complete(run, experiment.game.rounds, clean)
@@ -201,8 +193,7 @@ def report_command(run: RunDirectory) -> str:
     return f"pvg report {run.argument}"
 
 
-def _newest(root: Path, experiment: str, *, complete: bool) -> RunDirectory:
-    """`complete`: whether the user may mean a complete run, which needs its name."""
+def _newest(root: Path, experiment: str) -> RunDirectory:
     found = unfinished_runs(root, experiment)
     if found:
         return found[0]
@@ -211,9 +202,7 @@ def _newest(root: Path, experiment: str, *, complete: bool) -> RunDirectory:
         f"There is no unfinished run of {experiment!r} in {root}.",
         f"The newest unfinished run of another experiment: {resume_command(others[0])}"
         if others
-        else "To give a complete run more rounds, name it: pvg train --resume RUN -s game.rounds=N"
-        if complete
-        else f"Start one with: pvg train {experiment}",
+        else "To give a complete run more rounds, name it: pvg train --resume RUN -s game.rounds=N",
     )
 
 
