@@ -29,7 +29,7 @@ from pvg.bench.report import BenchReport, Samples, Variant, read_report
 from pvg.bench.workloads import WALL
 from pvg.errors import PvgError, UsageError
 from pvg.reporting.table import markdown_lines
-from pvg_cli.bench_tables import BETTER, cost_cells, has_updates, notes, number, update_cells
+from pvg_cli.bench_tables import BETTER, has_updates, number, updates_note, updates_table
 from pvg_cli.compare_table import interval
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -129,11 +129,7 @@ def machine_of(report: BenchReport) -> str:
 
 def update_lines(report: BenchReport) -> Iterator[str]:
     """The weight updates of a `sync` benchmark on servers."""
-    for what, cells in (("An update, in ms", update_cells(report)), ("Tokens/s, and ms", cost_cells(report))):
-        yield from (f"{what}:", "")
-        yield from markdown_lines(cells.header, "l" + "r" * (len(cells.header) - 1), cells.rows)
-        yield ""
-    yield " ".join(notes(report))
+    yield from (updates_table(report).to_markdown(), "", updates_note(report))
 
 
 def measure_lines(variant: Variant) -> Iterator[str]:

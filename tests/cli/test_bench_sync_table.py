@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pvg.bench.report import BenchReport, Variant
 from pvg.bench.workloads.sync import PARTS
-from pvg_cli.bench_tables import cost_cells, has_updates, report_text, update_cells
+from pvg_cli.bench_tables import has_updates, report_text, updates_note, updates_table
 
 WORK = {"streams": 150, "updates": {"idle": 20, "loaded": 20}}
 
@@ -42,39 +42,27 @@ def report(*clients: Variant, **changes: Any) -> BenchReport:
     return made_report(*clients, **({"profile": "sync", "name": "sync-vllm", "config": plain, "work": WORK} | changes))
 
 
-def shown(made: BenchReport) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(report_text(made, Path("r.json"), {}))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
-
-
 def test_each_client_has_its_row_and_each_figure_its_place() -> None:
     made = report(client("weights.client=shared", 900.0), client("weights.client=dedicated", 12.0))
     assert has_updates(made)
-    cells = update_cells(made)
-    assert dict(zip(cells.header, cells.rows[1], strict=True)) == {
-        "client": "dedicated",
-        "wall p50": "1,012", "wall p95": "2,024", "wall p99": "3,036",
-        "rpc p50": "1,000", "rpc p95": "2,000", "rpc p99": "3,000",
-        "queue p50": "12.0", "queue p95": "24.0", "queue p99": "36.0",
-    }  # fmt: skip
-    cost = cost_cells(made)
-    row = dict(zip(cost.header, cost.rows[0], strict=True))
-    assert row["client"] == "shared"
-    rates = [row[f"tokens/s {when}"] for when in ("before", "back to back", "once per step", "after")]
-    assert rates == ["6,000", "4,500", "5,990", "6,100"]
-    assert row["updates /s"] == "2.5"
-    text = shown(made)
-    assert "Update time under load, ms" in text
-    assert "900" in text
-    assert max(len(line) for line in text.splitlines()) <= 100
-    (line,) = [line for line in text.splitlines() if line.strip().startswith("dedicated") and "36.0" in line]
-    assert line.split() == list(cells.rows[1])
+    heads, _, shared, dedicated = updates_table(made).to_markdown().splitlines()
+    columns = [cell.strip() for cell in heads.strip("|").split("|")]
+    row = dict(zip(columns, (cell.strip() for cell in dedicated.strip("|").split("|")), strict=True))
+    assert (row["client"], row["queue p50"], row["queue p95"], row["queue p99"]) == ("dedicated", "12", "24", "36")
+    assert (row["wall p95"], row["rpc p95"]) == ("2,024", "2,000")
+    assert "4,500" in shared
+    assert "2.5" in shared
+    assert updates_note(made) == "Times in ms, of 100 updates per client, under 150 streams."
+
+
+def test_one_client_alone_is_named_by_its_setting() -> None:
+    made = report(client("", 12.0), kind="bench")
+    assert "dedicated" in updates_table(made).to_markdown()
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report_text(made, Path("r.json"), {}))
+    assert "dedicated" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_report_of_the_torch_engine_has_no_such_table() -> None:
     torch = made_report(variant({"loaded_wall_p95_ms": lower([1.0, 2.0], "ms")}), profile="sync", kind="bench")
     assert not has_updates(torch)
-    assert "Update time under load" not in shown(
-        made_report(variant({"tokens_per_s": higher([1.0, 2.0])}), kind="bench")
-    )
