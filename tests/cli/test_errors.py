@@ -162,7 +162,7 @@ def test_samples_without_a_game_are_no_run_to_go_on_with(arguments: tuple[str, .
     refused(pvg(*arguments, "--json"), 2, "pvg rollout")
 
 
-@pytest.mark.parametrize("arguments", [("train",), ("report", "first"), ("study", "quick", "--dry-run")])
+@pytest.mark.parametrize("arguments", [("train",), ("report", "first")])
 def test_a_file_in_place_of_the_folder_of_runs_is_named(arguments: tuple[str, ...]) -> None:
     Path("runs").touch()
     refused(pvg(*arguments, "--json"), 2, "runs is not a folder")
