@@ -26,8 +26,8 @@ from pvg.config.load import load_experiment as read_experiment
 from pvg.errors import UsageError
 from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
+from pvg.store.state import read_json_lines
 from pvg.telemetry.events import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
 
@@ -50,7 +50,7 @@ def load_experiment(name: str | Path = "modchain", settings: Settings | None = N
     setting that is unknown or cannot work; both name the nearest valid one.
     """
     experiment = read_experiment(find_experiment(str(name)), _overrides(settings or {}))
-    check_references(experiment)
+    check_references(experiment.own_code())
     return experiment
 
 
@@ -86,8 +86,9 @@ def play(
         chosen, note = experiment, ""
     for line in [note] if note else bfloat16_warnings(chosen):
         watching.noticed(line)
-    chosen = with_workers(pinned_players(pinned(chosen, watching.noticed)))
-    fetch_all(chosen, watching.noticed)
+    sources = pinned_players(pinned(chosen.sources(), watching.noticed))
+    chosen = with_workers(chosen.with_sources(sources))
+    fetch_all(sources, watching.noticed)
     root = chosen.store.root
     if name is not None:
         refuse_name(name)

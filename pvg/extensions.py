@@ -17,12 +17,12 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from pvg.errors import ConfigurationError, PvgError
 from pvg.inputs import expanded, read_input
@@ -81,10 +81,10 @@ def load(key: str, name: str, kind: type = object) -> Any:
     return found
 
 
-def check_references(experiment: BaseModel) -> None:
-    """Raises ConfigurationError for a reference whose file is missing, is not Python, or does not define the name. Runs
-    nothing."""
-    for key, name in references(experiment):
+def check_references(named: Iterable[tuple[str, str]]) -> None:
+    """`named`: settings and their references. Raises ConfigurationError for a reference whose file is missing, is not
+    Python, or does not define the name. Runs nothing."""
+    for key, name in named:
         path, attribute = split_reference(name)
         tree = _parsed(key, path, _source(key, path))
         defined, imported = set(_defined(tree)), set(_imported(tree))
@@ -97,29 +97,19 @@ def check_references(experiment: BaseModel) -> None:
             )
 
 
-def references(experiment: BaseModel) -> Iterator[tuple[str, str]]:
-    """(dotted key, reference) of every setting that names user code."""
-    for section, names in EXTENSIBLE.items():
-        for name in names:
-            value = getattr(getattr(experiment, section), name, None)  # only one kind of task has `source`
-            value = getattr(value, "kind", value)
-            if isinstance(value, str) and is_reference(value):
-                yield f"{section}.{name}", value
-
-
-def digests(experiment: BaseModel) -> dict[str, str]:
-    """SHA-256 of every file that the experiment names, by its path as written there."""
+def digests(named: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """SHA-256 of every `named` file, by its path as written there."""
     found = {}
-    for key, name in references(experiment):
+    for key, name in named:
         path, _ = split_reference(name)
         found[str(path)] = hashlib.sha256(_source(key, path)).hexdigest()
     return found
 
 
-def sources(experiment: BaseModel) -> dict[str, bytes]:
+def sources(named: Iterable[tuple[str, str]]) -> dict[str, bytes]:
     """The content of every such file, under a name that distinguishes files with the same name and other content."""
     found = {}
-    for key, name in references(experiment):
+    for key, name in named:
         path, _ = split_reference(name)
         source = _source(key, path)
         found[f"{path.stem}-{hashlib.sha256(source).hexdigest()[:12]}.py"] = source

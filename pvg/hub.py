@@ -1,7 +1,7 @@
 """Models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
 
-    experiment = pinned(experiment, say)                    # each hub id with its commit: hf:OWNER/NAME@<commit>
-    fetch_all(experiment, say)                              # downloads the files that are not in the cache
+    sources = pinned(experiment.sources(), say)             # each hub id with its commit: hf:OWNER/NAME@<commit>
+    fetch_all(sources, say)                                 # downloads the files that are not in the cache
     folder = fetch("hf:OWNER/NAME@<commit>", "model")       # the local folder with the files
 
 huggingface_hub does the transfers, so its settings apply: HF_HOME (the cache), HF_TOKEN or `hf auth login`,
@@ -17,7 +17,7 @@ import functools
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
     from huggingface_hub.utils.tqdm import tqdm
 
-    from pvg.config.experiment import Experiment
 
 Kind = Literal["model", "dataset"]
 Say = Callable[[str], None]
@@ -85,42 +84,28 @@ class Download:
         return f"{self.missing} of {counted(self.files, 'file')} to download, {self.size / 1e6:,.1f} MB"
 
 
-def hub_ids(experiment: Experiment, keys: Collection[str] = tuple(KEYS)) -> list[tuple[str, str]]:
-    """(key, hub id) of the settings among `keys` that have one."""
-    values = {
-        "models.prover.source": experiment.models.prover.source,
-        "models.verifier.source": experiment.models.verifier.source,
-        "task.path": str(getattr(experiment.task, "path", None) or ""),
-    }
-    return [(key, value) for key, value in values.items() if key in keys and is_hub_id(value)]
+def hub_ids(sources: Mapping[str, str], keys: Collection[str] = tuple(KEYS)) -> dict[str, str]:
+    """The hub ids of `sources` (`Experiment.sources`) among `keys`."""
+    return {key: source for key, source in sources.items() if key in keys and is_hub_id(source)}
 
 
-def pinned(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> Experiment:
-    """The experiment with a commit in each hub id among `keys`. Asks the hub for missing commits.
+def pinned(sources: Mapping[str, str], say: Say, keys: Collection[str] = tuple(KEYS)) -> dict[str, str]:
+    """The sources with a commit in each hub id among `keys`. Asks the hub for missing commits.
 
     Raises the errors of `resolve`.
     """
-    for key, source in hub_ids(experiment, keys):
-        experiment = _with(experiment, key, str(resolve(parse(source), KEYS[key], say)))
-    return experiment
+    found = hub_ids(sources, keys)
+    return {**sources, **{key: str(resolve(parse(source), KEYS[key], say)) for key, source in found.items()}}
 
 
-def pinned_as(experiment: Experiment, earlier: Experiment) -> Experiment:
-    """The experiment; hub ids without a revision get the commits of `earlier`, the run to resume."""
-    before = dict(hub_ids(earlier))
-    for key, source in hub_ids(experiment):
+def pinned_as(sources: Mapping[str, str], earlier: Mapping[str, str]) -> dict[str, str]:
+    """The sources; hub ids without a revision get the commits of `earlier`, those of the run to resume."""
+    found, before = dict(sources), hub_ids(earlier)
+    for key, source in hub_ids(sources).items():
         hub_id = parse(source)
         if hub_id.revision is None and key in before and parse(before[key]).repository == hub_id.repository:
-            experiment = _with(experiment, key, before[key])
-    return experiment
-
-
-def _with(experiment: Experiment, key: str, source: str) -> Experiment:
-    if key == "task.path":
-        return experiment.model_copy(update={"task": experiment.task.model_copy(update={"path": Path(source)})})
-    player = key.split(".")[1]
-    section = getattr(experiment.models, player).model_copy(update={"source": source})
-    return experiment.model_copy(update={"models": experiment.models.model_copy(update={player: section})})
+            found[key] = before[key]
+    return found
 
 
 # --- asking the hub ----------------------------------------------------------------------------------------------
@@ -236,10 +221,10 @@ def is_cached(source: str, kind: Kind) -> bool:
     return _cached(resolve(parse(source), kind, lambda notice: None), kind) is not None
 
 
-def fetch_all(experiment: Experiment, say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
+def fetch_all(sources: Mapping[str, str], say: Say, keys: Collection[str] = tuple(KEYS)) -> None:
     """`fetch` every hub id among `keys`. Call it before the live display starts, which has no room for a progress
     bar."""
-    for source, kind in dict.fromkeys((source, KEYS[key]) for key, source in hub_ids(experiment, keys)):
+    for source, kind in dict.fromkeys((source, KEYS[key]) for key, source in hub_ids(sources, keys).items()):
         fetch(source, kind, say)
 
 

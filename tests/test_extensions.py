@@ -103,17 +103,17 @@ def test_a_file_that_cannot_serve_is_told_in_one_line(text: str, reference: str,
 
 def test_references_are_checked_without_running_the_file() -> None:
     written("import sys\nsys.exit('this was run')\ndef mine(o, g):\n    return o\nalso: int = 3\n")
-    check_references(with_reward("mine.py:mine"))
+    check_references(with_reward("mine.py:mine").own_code())
     with pytest.raises(ConfigurationError, match="does not define 'yours'") as caught:
-        check_references(with_reward("mine.py:yours"))
+        check_references(with_reward("mine.py:yours").own_code())
     assert caught.value.remedy == "It defines: also, mine."
 
 
 def test_imported_names_may_be_named() -> None:
     written("from numpy import sign as mine\n")
-    check_references(with_reward("mine.py:mine"))
+    check_references(with_reward("mine.py:mine").own_code())
     written("from numpy import *\n")
-    check_references(with_reward("mine.py:sign"))
+    check_references(with_reward("mine.py:sign").own_code())
 
 
 @pytest.mark.parametrize(
@@ -342,4 +342,4 @@ def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) ->
 
 
 def test_an_experiment_without_code_of_ones_own_has_no_digests() -> None:
-    assert digests(Experiment()) == {}
+    assert digests(Experiment().own_code()) == {}

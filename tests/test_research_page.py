@@ -46,7 +46,7 @@ def test_a_game_is_played_with_it(settings: Any, tmp_path: Path, monkeypatch: py
             assign(data, *parse_override(setting))
     data["game"]["rounds"] = 1
     experiment = build_experiment(data)
-    check_references(experiment)
+    check_references(experiment.own_code())
     run = RunDirectory.create(tmp_path, "example", experiment)
     with run.lock():
         outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))

@@ -26,8 +26,6 @@ GAIN_BAR = 5  # cells
 def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:
     """The result of a benchmark: numbers, time budget, the path of the report, and the next commands."""
     parts: list[RenderableType] = [headline_text(report)]
-    if has_updates(report):
-        parts += section("Weight updates under load", Group(updates_table(report), Text(updates_note(report))))
     if report.kind == "bench":
         parts += one_variant(report.variants[0])
     else:
@@ -181,43 +179,3 @@ def number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3g}"
-
-
-# --- weight updates on vLLM servers ----------------------------------------------------------------------------------
-# The numbers cover the updates of all samples of a report. benchmarks/make_page.py uses them too.
-
-PROFILE = "sync"
-UPDATE_MS = ("wall_p95", "rpc_p95", "queue_p50", "queue_p95", "queue_p99", "load_p50")
-RATES = {"before": "before", "during": "back to back", "stepped": "once per step"}
-
-
-def has_updates(report: BenchReport) -> bool:
-    """Whether the report has the numbers of weight updates."""
-    return report.profile == PROFILE and any(_measured(variant) for variant in report.variants)
-
-
-def updates_table(report: BenchReport) -> Table:
-    """Per client: times of an update under load in ms; tokens/s of the streams before the updates, with updates back to
-    back, and with one per step; updates per second back to back."""
-    times = [Column(name.replace("_", " "), "right", wrap=False) for name in UPDATE_MS]
-    rates = [Column(f"tokens/s\n{words}", "right", wrap=False) for words in RATES.values()]
-    table = Table([Column("client", wrap=False), *times, *rates, Column("updates\n/s", "right", wrap=False)])
-    for variant in filter(_measured, report.variants):
-        client = variant.label.partition("=")[2] or report.config["experiment"]["weights"]["client"]
-        table.add(
-            client,
-            *(number(variant.derived[f"{name}_ms"]) for name in UPDATE_MS),
-            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in RATES),
-            f"{variant.derived['updates_per_s']:.2g}",
-        )
-    return table
-
-
-def updates_note(report: BenchReport) -> str:
-    counts = sorted({int(variant.derived["updates"]) for variant in report.variants if _measured(variant)})
-    streams = report.work.get("streams", "other numbers of")
-    return f"Times in ms, of {' or '.join(map(str, counts))} updates per client, under {streams} streams."
-
-
-def _measured(variant: Variant) -> bool:
-    return "load_p50_ms" in variant.derived

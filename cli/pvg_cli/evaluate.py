@@ -51,7 +51,7 @@ def evaluate(
     experiment = _experiment(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     _refuse_early(run)
-    fetch_all(experiment, say)
+    fetch_all(experiment.sources(), say)
     announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
 
@@ -65,7 +65,8 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     from pvg.evaluation.report import check_settings_of_run
     from pvg.store.run_players import pinned_players
 
-    experiment = pinned_players(load_experiment(run.experiment_file, overrides))
+    experiment = load_experiment(run.experiment_file, overrides)
+    experiment = experiment.with_sources(pinned_players(experiment.sources()))
     check_settings_of_run(run.name, run.experiment(), experiment)
     return experiment
 
@@ -74,7 +75,7 @@ def _refuse_early(run: RunDirectory) -> None:
     """Check the run before torch is loaded. Raises UsageError if it has no finished round."""
     from pvg.errors import UsageError
     from pvg.reporting.run_summary import read_run
-    from pvg.store.run_folders import refuse_samples
+    from pvg.store.run_directory import refuse_samples
 
     refuse_samples(run, run.load_state().state or {})
     if not read_run(run).rounds:

@@ -112,7 +112,7 @@ def _arithmetic_rows(experiment: Experiment, numbers: BatchArithmetic) -> list[t
     if schedule.kind == "simultaneous":
         players += " + updates"
         when = "each batch" if schedule.every == 1 else f"every {schedule.every:,} batches"
-        origin = f"{counted(schedule.updates, 'step')} after {when}"
+        origin = f"{counted(schedule.every, 'step')} after {when}"
         updates = [("steps of verifier updates per round", numbers.verifier_update_steps_per_round, origin)]
     return [
         ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),

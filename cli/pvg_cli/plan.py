@@ -51,7 +51,8 @@ def plan(
     from pvg.store.run_players import base_source, pinned_players
     from pvg_cli.runs import resolve
 
-    resolved = pinned_players(resolve(experiment, overrides or []))
+    resolved = resolve(experiment, overrides or [])
+    resolved = resolved.with_sources(pinned_players(resolved.sources()))
     sources = [base_source(source) for source in (resolved.models.prover.source, resolved.models.verifier.source)]
     on_cpu = resolved.models.device == "cpu" or all(source.startswith("embedded:") for source in sources)
     name = gpu or ("cpu" if on_cpu else "h100")

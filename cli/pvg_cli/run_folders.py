@@ -111,8 +111,7 @@ def tag(
     """Add tags to a run, or remove some. Without a tag: print its tags."""
     from pvg.config.load import did_you_mean
     from pvg.errors import UsageError
-    from pvg.store.run_directory import RunDirectory
-    from pvg.store.run_folders import read_tags, write_tags
+    from pvg.store.run_directory import RunDirectory, read_tags, write_tags
 
     directory = RunDirectory.open(run, runs)
     found = read_tags(directory)
@@ -149,8 +148,7 @@ def remove(
     """Delete runs with all of their files. Asks first. A run that a process plays is not deleted, and one that another
     run starts from only with --force."""
     from pvg.reporting.formats import byte_size
-    from pvg.store.run_directory import RunDirectory
-    from pvg.store.run_folders import folder_bytes, remove_run
+    from pvg.store.run_directory import RunDirectory, folder_bytes, remove_run
 
     directories = list({RunDirectory.open(name, runs).path: RunDirectory.open(name, runs) for name in names}.values())
     if not force:
@@ -202,7 +200,7 @@ def _ask(folders: list[str], as_json: bool) -> None:
 
 def _sizes(run: RunDirectory) -> dict[str, int]:
     """Bytes of the parts of a run's folder; without empty parts."""
-    from pvg.store.run_folders import folder_bytes
+    from pvg.store.run_directory import folder_bytes
 
     parts = {path.name: folder_bytes(path) for path in sorted(run.path.iterdir()) if path.is_dir()}
     parts["other files"] = folder_bytes(run.path) - sum(parts.values())

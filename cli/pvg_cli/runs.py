@@ -31,8 +31,7 @@ from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
 from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
-from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder
-from pvg.store.run_folders import refuse_samples
+from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder, refuse_samples
 from pvg.store.run_players import pinned_players, pinned_players_as
 from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
 from pvg.workers.choice import cluster_settings, with_workers
@@ -50,7 +49,7 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if note := switch_note(read_toml(path, "experiment"), overridden(path, settings)[0]):
         say(note)
-    check_references(experiment)
+    check_references(experiment.own_code())
     return experiment
 
 
@@ -82,7 +81,7 @@ def plan_new(
     experiment, note = without_slow_bfloat16(experiment, chosen)
     if note:
         say(note)
-    experiment = with_workers(pinned_players(pinned(experiment, say)))
+    experiment = with_workers(experiment.with_sources(pinned_players(pinned(experiment.sources(), say))))
     root = experiment.store.root
     refuse_no_folder(root, OTHER_FOLDER)
     wanted = f"{experiment.name}{suffix}" if name is None else name
@@ -143,8 +142,9 @@ def plan_resume(
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
     if note:
         say(note)
-    pinned_wanted = pinned(pinned_as(wanted, own), say)
-    experiment = with_workers(pinned_players(pinned_players_as(pinned_wanted, own)), own)
+    before = own.sources()
+    sources = pinned_players_as(pinned(pinned_as(wanted.sources(), before), say), before)
+    experiment = with_workers(wanted.with_sources(pinned_players(sources)), own)
     # Only if asked for: the experiment's file may have more rounds than the run was started with.
     extended = more_rounds and experiment.game.rounds > own.game.rounds
     if extended:

@@ -117,7 +117,8 @@ def serve(
             raise
         command = f"pvg serve {shlex.quote(name)} --player verifier"
         raise UsageError(f"There is no experiment {name!r}, but a run.", f"To serve its verifier: {command}") from None
-    experiment = pinned_players(pinned(resolve(name, overrides or []), say, (key,)), (role,))
+    experiment = resolve(name, overrides or [])
+    experiment = experiment.with_sources(pinned_players(pinned(experiment.sources(), say, (key,)), (role,)))
     kind_for(experiment, purpose)
     check_port(host, port)
     if log is not None and log.is_dir():
@@ -131,7 +132,7 @@ def serve(
             f"times slower than in float32; give this to pvg serve and to pvg train: -s {dtype}=float32."
         )
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
-    fetch_all(experiment, say, (key,))
+    fetch_all(experiment.sources(), say, (key,))
     folder = model_folder(experiment, purpose)
     spec = server_spec(experiment, purpose, interpreter, folder, log=place, port=port, host=host)
     if spec.open_to_network:

@@ -94,7 +94,7 @@ def experiment_of(name: str, overrides: list[str]) -> Experiment:
         return resolve(name, overrides)
     own = ["task.kind=custom", f"task.source={name}", "prompts=chat"]
     experiment = load_experiment(find_experiment("modchain"), [*own, *overrides])
-    check_references(experiment)
+    check_references(experiment.own_code())
     return experiment
 
 
@@ -114,7 +114,7 @@ def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModel
     if own:
         return None, "No model is named, so the prompts are shown without a chat template."
     try:
-        for _, source in hub_ids(experiment, MODELS):
+        for source in hub_ids(experiment.sources(), MODELS).values():
             if not is_cached(source, "model"):
                 return None, f"{source} is not downloaded yet, so the prompts are shown without a chat template."
         return open_models(experiment), ""
@@ -135,8 +135,11 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         models = open_models(experiment)
         found = preview(experiment, task, models)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
-        writable_solution(experiment, task, list(task.problems("train")), *tokenizers)
-        for notice in about_test_problems(experiment, task, list(task.problems("test"))):
+        if experiment.task.kind != "play" and experiment.warmup.kind == "none":
+            own = experiment.task.kind == "data"
+            writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers, own_data=own)
+        wanted = experiment.game.test.problems
+        for notice in about_test_problems(wanted, experiment.task, task, list(task.problems("test"))):
             say(notice)
         if demonstrations is not None:
             rows = [*demonstrations.train, *demonstrations.held_out]

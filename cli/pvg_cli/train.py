@@ -139,7 +139,7 @@ def _train(
         return
     if plan.notice:
         say(plan.notice)
-    fetch_all(plan.experiment, say)
+    fetch_all(plan.experiment.sources(), say)
     announce_loading()
     _print_result(_play(plan, as_json, meeting), plan, as_json)
 
@@ -175,7 +175,7 @@ def _show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bo
     from pvg_cli.task import print_preview, prompts_of
 
     experiment = plan.experiment
-    downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment)}
+    downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment.sources()).items()}
     lacking = [key for key, download in downloads.items() if download.missing]
     found = None if lacking else prompts_of(experiment, demonstrations)
     warmup = None if demonstrations is None else _warmup(experiment, demonstrations)
@@ -335,7 +335,7 @@ def rollout(
         say(f"warning: {warning}.")
     if plan.notice:
         say(plan.notice)
-    fetch_all(resolved, say, ("models.prover.source", "task.path"))
+    fetch_all(resolved.sources(), say, ("models.prover.source", "task.path"))
     announce_loading()
     run = create(plan)
 

@@ -51,9 +51,8 @@ from pvg.config.load import did_you_mean
 from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.installation import install_extra
 from pvg.store.atomic import DamagedFileError
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.spans import DRIVER, DeviceClock, Span, Tracer
 

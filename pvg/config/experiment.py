@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -19,9 +20,10 @@ import tomli_w
 from pydantic import BaseModel, model_validator
 
 from pvg.config.base import ByKind, without_folder
-from pvg.config.game import SimultaneousSchedule
-from pvg.config.rules import conflicts, warnings_about
+from pvg.config.game import ChallengeProtocol, SimultaneousSchedule
+from pvg.config.rules import TWO_ROLE_REWARDS, conflicts, warnings_about
 from pvg.config.sections import AllSections
+from pvg.extensions import EXTENSIBLE, is_reference
 
 # Sections that do not change results, so a resumed run may have other values.
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate", "cluster"})
@@ -33,6 +35,9 @@ MEMORY_SETTINGS = {
 }
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
 # commit counts chunks. So it is not one of MEMORY_SETTINGS.
+
+
+TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
 
 
 class Experiment(AllSections):
@@ -58,7 +63,53 @@ class Experiment(AllSections):
         schedule = self.game.schedule
         if self.task.kind == "play" or not isinstance(schedule, SimultaneousSchedule):
             return 0
-        return prover_steps // self.training.minibatches // schedule.every * schedule.updates
+        return prover_steps // self.training.minibatches // schedule.every * schedule.every
+
+    def sources(self) -> dict[str, str]:
+        """Where the models and the task's data come from, by the settings that say so."""
+        found = {f"models.{player}.source": getattr(self.models, player).source for player in ("prover", "verifier")}
+        path = getattr(self.task, "path", None)
+        return found | ({} if path is None else {"task.path": str(path)})
+
+    def with_sources(self, sources: Mapping[str, str]) -> Experiment:
+        """The experiment with these `sources`; those that are not named stay."""
+        given = dict(sources)
+        path = given.pop("task.path", None)
+        task = self.task if path is None else self.task.model_copy(update={"path": Path(path)})
+        models = self.models
+        for key, source in given.items():
+            player = key.split(".")[1]
+            models = models.model_copy(update={player: getattr(models, player).model_copy(update={"source": source})})
+        return self.model_copy(update={"task": task, "models": models})
+
+    def own_code(self) -> list[tuple[str, str]]:
+        """(setting, reference) of every setting that names user code (pvg.extensions)."""
+        found = []
+        for section, names in EXTENSIBLE.items():
+            for name in names:
+                value = getattr(getattr(self, section), name, None)  # only one kind of task has `source`
+                value = getattr(value, "kind", value)
+                if isinstance(value, str) and is_reference(value):
+                    found.append((f"{section}.{name}", value))
+        return found
+
+    def completion_room(self) -> int:
+        """The most tokens of a completion, including what the environment writes."""
+        protocol = self.game.protocol
+        if not isinstance(protocol, ChallengeProtocol):
+            return self.rollout.max_tokens
+        question = TAG_ROOM if self.prompts.kind == "tag" else QUOTED_ROOM
+        return self.rollout.max_tokens + question + protocol.tokens
+
+    def token_limits(self) -> TokenLimits:
+        # Self-play has one role, and its reward is a change in value.
+        opposite = self.task.kind != "play" and self.game.reward.kind in TWO_ROLE_REWARDS
+        budgets = {
+            "training.micro_batch_tokens": (self.training.micro_batch_tokens, 1),
+            "verifier.micro_batch_tokens": (self.verifier.micro_batch_tokens, 2),
+            "verifier.score_tokens": (self.verifier.score_tokens, 1),
+        }
+        return TokenLimits(self.rollout.max_tokens, self.completion_room(), budgets, opposite)
 
     def arithmetic(self) -> BatchArithmetic:
         """The batch sizes that follow from the settings."""
@@ -147,6 +198,18 @@ def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ByK
 
 TABLES: dict[str, ByKind] = dict(_tables(Experiment))
 SECTION_NAMES = frozenset(section.__name__ for table in TABLES.values() for section in table.sections)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """`solution`: the most tokens of a solution; `room`: of a completion, with what the environment writes. `budgets`:
+    tokens of each setting, and how many sequences must fit. `opposite_roles`: the reward pays the roles for opposite
+    things."""
+
+    solution: int
+    room: int
+    budgets: Mapping[str, tuple[int, int]]
+    opposite_roles: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,12 +116,7 @@ class SimultaneousSchedule(Section):
 
     kind: Literal["simultaneous"] = "simultaneous"
     every: Count = Field(
-        5, description="Batches of the prover between two updates of the verifier. Higher values update it less often."
-    )
-    updates: Count = Field(
-        5,
-        description="Optimizer steps of the verifier in an update. With more of them, it follows the prover more "
-        "closely.",
+        5, description="Batches of the prover between two updates of the verifier, of as many optimizer steps."
     )
     problems: Count = Field(32, description="Problems sampled for an update, with game.mint_samples solutions each.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -160,7 +160,7 @@ class CodeTask(Section):
         320, description="Number of training problems that pvg makes. With more of them, each repeats less often."
     )
     test_problems: Count = Field(64, description="Number of test problems that pvg makes. No model learns from them.")
-    visible_tests: Count = Field(3, description="Tests of a problem that its prompt shows. The others stay hidden.")
+    visible_tests: ClassVar[int] = 3  # that a prompt shows; the others stay hidden
     sandbox: Literal["full", "reduced"] = Field(
         "full",
         description='"full": only in a complete sandbox (docs/sandbox.md). "reduced": with the available isolation.',
@@ -202,13 +202,6 @@ class PlayTask(Section):
     references: Annotated[tuple[PlayReference, ...], Field(strict=False)] = Field(
         ("random", "greedy", "base"), description="Opponents of the rating after each round."
     )
-    cache_share: Fraction = Field(
-        0.0, description="Share of starts that are states which the policy reached in earlier batches."
-    )
-    in_step: bool = Field(
-        True,
-        description="True: all games of a batch wait for each other, so a run repeats bit by bit. False: no waiting.",
-    )
 
 
 # Settings of other tables that self-play has with one value only.
@@ -217,7 +210,6 @@ PLAY_ONLY: dict[str, str | int] = {
     "rollout.deadline": "none",
     "training.curriculum": "none",
     "training.dynamic_sampling": 0,
-    "training.overlong_buffer": 0,
     "game.protocol": "direct",
     "game.schedule": "stackelberg",
     "game.stop": "steps",

@@ -81,11 +81,11 @@ class LoraAdapters(Section):
 
     kind: Literal["lora"] = "lora"
     rank: Count = Field(16, description="Rank of the adapters. Higher ranks can learn more, and take more memory.")
-    alpha: Positive = Field(
-        16.0,
-        description="The output of an adapter is multiplied by alpha / rank. Higher values act like a higher "
-        "learning rate.",
-    )
+
+    @property
+    def alpha(self) -> float:
+        """The output of an adapter is multiplied by alpha / rank, which is 2."""
+        return 2.0 * self.rank
 
 
 Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]
@@ -172,9 +172,6 @@ class Training(Section):
     )
     dynamic_sampling: Annotated[int, Field(ge=0)] = Field(
         0, description="Additional sampling rounds that replace groups with equal rewards. 0: pvg keeps these groups."
-    )
-    overlong_buffer: Annotated[int, Field(ge=0)] = Field(
-        0, description="Tokens before rollout.max_tokens from which a penalty grows to 1. 0: no penalty."
     )
 
     @property
@@ -338,9 +335,6 @@ class Verifier(Section):
     )
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.1, description="Share of the mint's problems that no verifier learns from: they serve calibration and AUC."
-    )
-    cache_entries: Count = Field(
-        100_000, description="Number of scores that are kept in memory, so that a solution is scored once."
     )
     score_tokens: Count = Field(16_384, description="Tokens per scoring batch. Lower it if memory runs out.")
     engine: Literal["torch", "vllm"] = Field(

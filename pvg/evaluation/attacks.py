@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
-from pvg.evaluation.intervals import CONFIDENCE, ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
+from pvg.evaluation.intervals import ROUNDING, Estimate, Float64, Ints, mean_of, percentile, share_of
 from pvg.evaluation.opened_run import (
     REFERENCE_RANGE,
     ROUND,
@@ -174,19 +174,12 @@ def attack_training(context: EvaluationContext, target: AttackTarget, kind: str)
 async def attack(context: EvaluationContext, target: AttackTarget, kind: str, verifier: ScoringModel) -> dict[str, Any]:
     """Train the attacker to its aim or its limit; returns the result. Raises InterruptedByUser."""
     section = context.experiment.evaluate
-    result: dict[str, Any] = {
-        "kind": kind,
-        "limit": section.attack_steps,
-        "window": section.attack_window,
-    }
+    result: dict[str, Any] = {"kind": kind, "limit": section.attack_steps, "window": section.attack_window}
     if target.level is None:
         return {**result, "status": "no_reference", "reason": "The helpful prover solved none of the problems."}
     training = attack_training(context, target, kind)
     aim = AttackStop(
-        target.level,
-        section.attack_error_rate,
-        section.attack_window,
-        training.experiment.training.minibatches,
+        target.level, section.attack_error_rate, section.attack_window, training.experiment.training.minibatches
     )
     with training_session(context, training) as session:
         try:
@@ -234,15 +227,11 @@ def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weig
     correct helpful ones, the share of its wrong solutions that is accepted, and what it writes."""
     flaws, solved = fresh.flaws_N, helpful.helpful_N & helpful.correct_N
     gap = _gap(
-        helpful.scores_N[solved],
-        helpful.problems_N[solved],
-        fresh.scores_N[flaws],
-        fresh.problems_N[flaws],
-        weights_BP,
+        helpful.scores_N[solved], helpful.problems_N[solved], fresh.scores_N[flaws], fresh.problems_N[flaws], weights_BP
     )
-    accepted = share_of(fresh.scores_N[flaws] >= threshold, fresh.problems_N[flaws], CONFIDENCE)
+    accepted = share_of(fresh.scores_N[flaws] >= threshold, fresh.problems_N[flaws])
     return {
-        "error_rate": share_of(flaws, fresh.problems_N, CONFIDENCE).plain(),
+        "error_rate": share_of(flaws, fresh.problems_N).plain(),
         "gap": gap.plain(),
         "accepted": accepted.plain(),
         **written_flaws(fresh, threshold),
@@ -262,13 +251,13 @@ def _gap(upper_N: Any, upper_problems_N: Ints, lower_M: Any, lower_problems_M: I
             weights_BP @ counts[1]
         )
     problems_seen = int(((counts[0] + counts[1]) > 0).sum())
-    return percentile(value, replicates_B, CONFIDENCE, len(upper_N) + len(lower_M), problems_seen)
+    return percentile(value, replicates_B, len(upper_N) + len(lower_M), problems_seen)
 
 
-def reference_of(reference: ScoredRollouts, weights_BP: Float64, confidence: float) -> Estimate:
+def reference_of(reference: ScoredRollouts, weights_BP: Float64) -> Estimate:
     """The mean score of the correct reference samples."""
     right = reference.correct_N
-    return mean_of(reference.scores_N[right].astype(np.float64), reference.problems_N[right], weights_BP, confidence)
+    return mean_of(reference.scores_N[right].astype(np.float64), reference.problems_N[right], weights_BP)
 
 
 # What an attacker writes: the kinds of its flaws on test problems, and typical ones, with the verifier's decisions.
@@ -293,8 +282,8 @@ def written_flaws(fresh: ScoredRollouts, threshold: float) -> dict[str, Any]:
         names_F = _merged(kinds)
         for name in _by_frequency(names_F.tolist(), last=OTHER_KINDS):
             of_kind_F = names_F == name
-            accepted = share_of(accepted_F[of_kind_F], problems_F[of_kind_F], CONFIDENCE)
-            share = share_of(of_kind_F, problems_F, CONFIDENCE)
+            accepted = share_of(accepted_F[of_kind_F], problems_F[of_kind_F])
+            share = share_of(of_kind_F, problems_F)
             found.append({"kind": name, "share": share.plain(), "accepted": accepted.plain()})
     examples = [
         _example(rollouts[place], float(scores_F[place]), bool(accepted_F[place]))

@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 Float64 = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+# Level of every confidence interval of an evaluation, and resamples of the bootstrap over problems: what papers report,
+# and enough resamples for the two digits that pages show.
+CONFIDENCE, RESAMPLES = 0.95, 1000
 LEAST_RESAMPLES = 0.9  # the share of the bootstrap's resamples that must have a value; otherwise there is no interval
 
 
@@ -42,12 +45,7 @@ class Estimate:
         return {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "problems": self.problems}
 
 
-# Level of every confidence interval of an evaluation, and resamples of the bootstrap over problems: what papers report,
-# and enough resamples for the two digits that pages show.
-CONFIDENCE, RESAMPLES = 0.95, 1000
-
-
-def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
+def wilson(share: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Wilson's interval for a share of `n` independent draws; n may be fractional. Raises ValueError for n <= 0."""
     if n <= 0:
         raise ValueError("a share of nothing has no interval")
@@ -58,7 +56,7 @@ def wilson(share: float, n: float, confidence: float) -> tuple[float, float]:
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
-def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float) -> Estimate:
+def share_of(holds_N: NDArray[np.bool_], problems_N: Ints, confidence: float = CONFIDENCE) -> Estimate:
     """The share of N solutions for which `holds_N` is true. `problems_N`: the number of each solution's problem.
 
     Wilson's interval at the effective sample size n* = p(1-p) / Var(p), where Var(p) = P/(P-1) sum_k e_k^2 / N^2 with
@@ -88,7 +86,7 @@ def draws(problems: int, resamples: int, seed: int) -> Float64:
     return generator.multinomial(problems, np.full(problems, 1.0 / problems), size=resamples).astype(np.float64)
 
 
-def percentile(value: float, replicates_B: Float64, confidence: float, n: int, problems: int) -> Estimate:
+def percentile(value: float, replicates_B: Float64, n: int, problems: int, confidence: float = CONFIDENCE) -> Estimate:
     """The percentile interval of bootstrap replicates; replicates without a value (NaN) are left out."""
     known = replicates_B[np.isfinite(replicates_B)]
     if not math.isfinite(value):
@@ -101,21 +99,23 @@ def percentile(value: float, replicates_B: Float64, confidence: float, n: int, p
     return Estimate(float(value), float(low), float(high), n, problems)
 
 
-def ratio(numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, confidence: float, n: int) -> Estimate:
+def ratio(
+    numerators_P: Float64, denominators_P: Float64, weights_BP: Float64, n: int, confidence: float = CONFIDENCE
+) -> Estimate:
     """sum(numerators) / sum(denominators) over problems, with the bootstrap's interval; a mean if the latter are
     counts."""
     with np.errstate(divide="ignore", invalid="ignore"):
         value = float(np.divide(numerators_P.sum(), denominators_P.sum()))
         replicates_B = (weights_BP @ numerators_P) / (weights_BP @ denominators_P)
-    return percentile(value, replicates_B, confidence, n, int((denominators_P > 0).sum()))
+    return percentile(value, replicates_B, n, int((denominators_P > 0).sum()), confidence)
 
 
-def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence: float) -> Estimate:
+def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence: float = CONFIDENCE) -> Estimate:
     """The mean of N values. `problems_N`: the number (0 to P-1) of each value's problem."""
     size = weights_BP.shape[1]
     sums_P = np.bincount(problems_N, weights=values_N, minlength=size)
     counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
-    return ratio(sums_P.astype(np.float64), counts_P, weights_BP, confidence, len(values_N))
+    return ratio(sums_P.astype(np.float64), counts_P, weights_BP, len(values_N), confidence)
 
 
 # How well scores separate correct solutions from flaws: ROC curves and AUCs, with intervals over problems.
@@ -170,7 +170,7 @@ def wins(
     )
 
 
-def auc_of(found: PairWins, weights_BP: Float64, confidence: float, fold_P: Ints | None = None) -> Estimate:
+def auc_of(found: PairWins, weights_BP: Float64, fold_P: Ints | None = None) -> Estimate:
     """P(positive above negative) + P(tie)/2 over all pairs, with a bootstrap over problems: a problem drawn twice
     contributes its positives and its negatives twice.
 
@@ -192,7 +192,7 @@ def auc_of(found: PairWins, weights_BP: Float64, confidence: float, fold_P: Ints
     pairs_B = np.einsum("bp,bp->b", weights_BP @ pairs_PP, weights_BP)
     with np.errstate(divide="ignore", invalid="ignore"):
         replicates_B = won_B / pairs_B
-    return percentile(float(wins_PP.sum()) / total, replicates_B, confidence, solutions, problems)
+    return percentile(float(wins_PP.sum()) / total, replicates_B, solutions, problems)
 
 
 def roc(positive_N: NDArray[Any], negative_M: NDArray[Any]) -> list[tuple[float, float]]:
@@ -217,7 +217,7 @@ def band(
     negative_M: NDArray[Any],
     problems_M: Ints,
     weights_BP: Float64,
-    confidence: float,
+    confidence: float = CONFIDENCE,
 ) -> list[tuple[float, Estimate]]:
     """The ROC curve at the false-positive rates PERCENTS: (false-positive rate, true-positive rate with its percentile
     interval). Empty without positives or negatives. Scores [N] and [M]; `problems_*`: their problems, numbered below P.
@@ -253,7 +253,7 @@ def band(
     solutions, problems = len(scores_S), len(np.unique(problems_S))
     points = []
     for percent, value, replicates_B in zip(PERCENTS, value_K, replicates_KB, strict=True):
-        found = percentile(float(value), replicates_B, confidence, solutions, problems)
+        found = percentile(float(value), replicates_B, solutions, problems, confidence)
         if found.low is not None and found.high is not None:
             above = percent * len(negative_M) / 100
             positives_aside = len(positive_N) * min(found.high, 1.0 - found.low)

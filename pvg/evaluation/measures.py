@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse.linalg import LinearOperator, cg
+from scipy.optimize import minimize
 from scipy.special import expit
 
 from pvg.config.operation import Evaluate
@@ -55,13 +55,7 @@ from pvg.evaluation.intervals import (
 )
 from pvg.evaluation.opened_run import ScoredRollouts
 
-# Calibration: whether sigmoid(score) is the probability of being correct, before and after a Platt fit.
-
-
-NEWTON_STEPS = 50
-CONJUGATE_STEPS = 200
-CONVERGED = 1e-9  # largest change of a parameter in the last Newton step
-SOLVED = 1e-10  # relative residual of the inner solve
+# --- logistic regression ----------------------------------------------------------------------------------------------
 
 
 def sigmoid(x: NDArray[Any]) -> Float64:
@@ -71,42 +65,24 @@ def sigmoid(x: NDArray[Any]) -> Float64:
 
 def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
     """float64 [D]: the minimum of sum_n [log(1 + e^z) - t z] + sum_d penalty_d w_d^2 / 2 with z = design w, targets t
-    in [0, 1]. Newton's method: conjugate gradients solve each step without a D x D matrix, and the step is halved until
-    it lowers the objective. Raises ValueError for a penalty of 0, because there may be no minimum."""
+    in [0, 1], by Newton's method in a trust region, without a D x D matrix. Raises ValueError for a penalty of 0,
+    because there may be no minimum."""
     if not (penalty_D > 0).all():
         raise ValueError("every parameter needs a penalty above 0")
-    weights_D = np.zeros(design_ND.shape[1])
 
-    def objective(at_D: Float64) -> float:
+    def objective(at_D: Float64) -> tuple[float, Float64]:
+        """The value and its gradient."""
         z_N = design_ND @ at_D
-        return float(np.sum(np.logaddexp(0.0, z_N) - targets_N * z_N) + 0.5 * np.sum(penalty_D * at_D**2))
+        value = float(np.sum(np.logaddexp(0.0, z_N) - targets_N * z_N) + 0.5 * np.sum(penalty_D * at_D**2))
+        return value, design_ND.T @ (expit(z_N) - targets_N) + penalty_D * at_D
 
-    lowest = objective(weights_D)
-    for _ in range(NEWTON_STEPS):
-        p_N = sigmoid(design_ND @ weights_D)
-        gradient_D = design_ND.T @ (p_N - targets_N) + penalty_D * weights_D
-        step_D = _solve(design_ND, p_N * (1.0 - p_N), penalty_D, gradient_D)
-        reached = objective(weights_D - step_D)
-        while reached > lowest and float(np.abs(step_D).max()) >= CONVERGED:
-            step_D /= 2.0
-            reached = objective(weights_D - step_D)
-        if float(np.abs(step_D).max()) < CONVERGED:
-            break
-        weights_D, lowest = weights_D - step_D, reached
-    return weights_D
+    def curvature(at_D: Float64, x_D: Float64) -> Float64:
+        p_N = expit(design_ND @ at_D)
+        return np.asarray(design_ND.T @ (p_N * (1.0 - p_N) * (design_ND @ x_D)) + penalty_D * x_D)
 
-
-def _solve(design_ND: Float64, curvature_N: Float64, penalty_D: Float64, right_D: Float64) -> Float64:
-    """x with (design' diag(curvature) design + diag(penalty)) x = right, by conjugate gradients with the diagonal as
-    preconditioner."""
-    size = len(right_D)
-    diagonal_D = np.einsum("nd,n,nd->d", design_ND, curvature_N, design_ND, optimize=True) + penalty_D
-    system = LinearOperator(
-        (size, size), lambda x_D: design_ND.T @ (curvature_N * (design_ND @ x_D)) + penalty_D * x_D, dtype=np.float64
-    )
-    eased = LinearOperator((size, size), lambda x_D: x_D / diagonal_D, dtype=np.float64)
-    x_D, _ = cg(system, right_D, rtol=SOLVED, maxiter=CONJUGATE_STEPS, M=eased)
-    return np.asarray(x_D)
+    start_D = np.zeros(design_ND.shape[1])
+    found = minimize(objective, start_D, jac=True, hessp=curvature, method="trust-ncg", options={"gtol": 1e-9})
+    return np.asarray(found.x)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------
@@ -170,19 +146,14 @@ def calibration_error(predicted_N: Float64, correct_N: NDArray[np.bool_], bin_N:
 
 
 def ece(
-    predicted_N: Float64,
-    correct_N: NDArray[np.bool_],
-    problems_N: Ints,
-    bins: int,
-    weights_BP: Float64,
-    confidence: float,
+    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int, weights_BP: Float64
 ) -> tuple[Estimate, float | None]:
     """The calibration error, and the error expected by chance for a calibrated verifier on as many problems.
 
     The error of a finite sample is a norm, so near calibration it is above the true error, and the percentiles of a
     bootstrap are above both. But the bootstrap shows the noise |g* - g| of the bins' gaps g (with fixed bins) in the
     same norm. By the triangle inequality, the true error differs from the measured one by at most this noise. So the
-    interval is the error plus and minus the noise's quantile at `confidence`, at least 0. It contains the true error at
+    interval is the error plus and minus the noise's quantile at CONFIDENCE, at least 0. It contains the true error at
     least that often and is rather too wide. The mean of the noise is the error expected by chance."""
     problems, total = len(np.unique(problems_N)), len(predicted_N)
     if not total:
@@ -192,7 +163,7 @@ def ece(
     noise_B = _noise(predicted_N - correct_N, bin_N, problems_N, weights_BP)
     if problems < 2 or float(noise_B.max()) <= 1e-12:
         return Estimate(value, None, None, total, problems), None
-    reach = float(np.quantile(noise_B, confidence))
+    reach = float(np.quantile(noise_B, CONFIDENCE))
     return Estimate(value, max(0.0, value - reach), min(1.0, value + reach), total, problems), float(noise_B.mean())
 
 
@@ -206,15 +177,8 @@ def _noise(gap_N: Float64, bin_N: Ints, problems_N: Ints, weights_BP: Float64) -
     return np.asarray(np.abs(drawn_BQ - sums_PQ.sum(axis=0) / len(gap_N)).sum(axis=1))
 
 
-def brier(
-    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, weights_BP: Float64, confidence: float
-) -> Estimate:
-    """mean (prediction - correct)^2, in [0, 1]; lower is better."""
-    return mean_of((predicted_N - correct_N) ** 2, problems_N, weights_BP, confidence)
-
-
 def reliability(
-    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int, confidence: float
+    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int
 ) -> list[CalibrationBin]:
     """The bins in order of their predictions, each with its share of correct solutions and the interval of this
     share."""
@@ -222,7 +186,7 @@ def reliability(
     return [
         CalibrationBin(
             float(predicted_N[bin_N == number].mean()),
-            share_of(correct_N[bin_N == number], problems_N[bin_N == number], confidence),
+            share_of(correct_N[bin_N == number], problems_N[bin_N == number]),
         )
         for number in np.unique(bin_N)
     ]
@@ -318,11 +282,11 @@ def by_problem(
     return [accuracy(scores_N[problems_N == p], correct_N[problems_N == p], n) for p in range(count)]
 
 
-def curve_point(values: Sequence[float | None], weights_BP: Float64, confidence: float) -> Estimate:
+def curve_point(values: Sequence[float | None], weights_BP: Float64) -> Estimate:
     """The mean over the problems with a value, with a bootstrap over all problems."""
     there_P = np.array([value is not None for value in values], dtype=np.float64)
     values_P = np.array([value or 0.0 for value in values], dtype=np.float64)
-    return ratio(values_P, there_P, weights_BP, confidence, int(there_P.sum()))
+    return ratio(values_P, there_P, weights_BP, int(there_P.sum()))
 
 
 # --- localisation -----------------------------------------------------------------------------------------------------
@@ -380,7 +344,6 @@ def probe(
     problems_N: Ints,
     fold_P: Ints,
     weights_BP: Float64,
-    confidence: float,
     pairs_P: Ints | None = None,
 ) -> Estimate:
     """The AUC of held-out helpful solutions against held-out sneaky ones, over all pairs within a fold. With `pairs_P`,
@@ -398,7 +361,7 @@ def probe(
         fitted_D = fit(design_ND[others_N], helpful_N[others_N].astype(np.float64), penalty_D)
         scores_N[~others_N] = design_ND[~others_N] @ fitted_D
     counts = wins(scores_N[helpful_N], problems_N[helpful_N], scores_N[~helpful_N], problems_N[~helpful_N], problems)
-    return auc_of(counts, weights_BP, confidence, fold_P if pairs_P is None else pairs_P)
+    return auc_of(counts, weights_BP, fold_P if pairs_P is None else pairs_P)
 
 
 # --- the parts of an evaluation ---------------------------------------------------------------------------------------
@@ -422,7 +385,7 @@ def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -
     points = []
     for n in sizes(2 * section.samples):
         values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
-        point = curve_point(values, weights_BP, CONFIDENCE)
+        point = curve_point(values, weights_BP)
         points.append({"n": n, "accuracy": point.plain(), "excluded": len(values) - point.n})
     return points
 
@@ -433,7 +396,7 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
     size = weights_BP.shape[1]
     total_P = np.bincount(problems_N, minlength=size)
     right_P = np.bincount(problems_N, weights=correct_N.astype(np.float64), minlength=size).astype(np.int64)
-    chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP, CONFIDENCE)
+    chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP)
     points = []
     for n in sizes(section.samples):
         values = by_problem(scores_N, correct_N, problems_N, n, natural)
@@ -441,12 +404,12 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
             pass_at(int(right), int(total), n) if total >= n else None
             for right, total in zip(right_P, total_P, strict=True)
         ]
-        point = curve_point(values, weights_BP, CONFIDENCE)
+        point = curve_point(values, weights_BP)
         points.append(
             {
                 "n": n,
                 "accuracy": point.plain(),
-                "pass_at_n": curve_point(ceilings, weights_BP, CONFIDENCE).plain(),
+                "pass_at_n": curve_point(ceilings, weights_BP).plain(),
                 "chance": chance.plain(),
                 "excluded": len(values) - point.n,
             }
@@ -460,9 +423,9 @@ def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
     accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
-        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful], CONFIDENCE).plain(),
-        "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful], CONFIDENCE).plain(),
-        "accepted_correct": share_of(accepted[solved], own.problems_N[solved], CONFIDENCE).plain(),
+        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful]).plain(),
+        "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful]).plain(),
+        "accepted_correct": share_of(accepted[solved], own.problems_N[solved]).plain(),
     }
 
 
@@ -475,12 +438,12 @@ def detection(
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
-    cuts = band(positives_N, places_N, negatives_M, places_M, weights_BP, CONFIDENCE)
+    cuts = band(positives_N, places_N, negatives_M, places_M, weights_BP)
     return {
         "source": name,
         "solutions": len(samples.rollouts),
-        "soundness": share_of(negatives_M < threshold, places_M, CONFIDENCE).plain(),
-        "auc": auc_of(counts, weights_BP, CONFIDENCE).plain(),
+        "soundness": share_of(negatives_M < threshold, places_M).plain(),
+        "auc": auc_of(counts, weights_BP).plain(),
         "roc": [list(point) for point in roc(positives_N, negatives_M)],
         "band": [[rate, found.value, found.low, found.high] for rate, found in cuts],
     }
@@ -502,7 +465,6 @@ def separability(own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], we
             own.problems_N[mask],
             fold_P,
             weights_BP,
-            CONFIDENCE,
             pairs_P=None if name == "overall" else within_P,
         )
         if mask.any()
@@ -527,21 +489,18 @@ def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) ->
 
 
 def _calibrated(predicted_N: Float64, own: ScoredRollouts, weights_BP: Float64) -> dict[str, Any]:
-    bins = reliability(predicted_N, own.correct_N, own.problems_N, BINS, CONFIDENCE)
-    error, by_chance = ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP, CONFIDENCE)
+    bins = reliability(predicted_N, own.correct_N, own.problems_N, BINS)
+    error, by_chance = ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP)
     return {
         "ece": error.plain(),
         "ece_by_chance": by_chance,
-        "brier": brier(predicted_N, own.correct_N, own.problems_N, weights_BP, CONFIDENCE).plain(),
+        "brier": mean_of((predicted_N - own.correct_N) ** 2, own.problems_N, weights_BP).plain(),
         "bins": [{"predicted": found.predicted, "correct": found.correct.plain()} for found in bins],
     }
 
 
 def localisation(
-    prefixes: Sequence[Sequence[float]],
-    flaws: Sequence[int],
-    problems: Sequence[int],
-    weights_BP: Any,
+    prefixes: Sequence[Sequence[float]], flaws: Sequence[int], problems: Sequence[int], weights_BP: Any
 ) -> dict[str, Any]:
     """How often the largest fall of the score is at the first wrong step, compared with guessing, and by step
     number."""
@@ -551,10 +510,10 @@ def localisation(
     steps_N = np.array([len(s) - 1 for s in prefixes], dtype=np.int64)
     problems_N = np.array(problems, dtype=np.int64)
     size = weights_BP.shape[1]
-    accuracy = mean_of(credits_N, problems_N, weights_BP, CONFIDENCE)
+    accuracy = mean_of(credits_N, problems_N, weights_BP)
     gains_P = np.bincount(problems_N, weights=credits_N - 1.0 / steps_N, minlength=size).astype(np.float64)
     counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
-    gain = ratio(gains_P, counts_P, weights_BP, CONFIDENCE, len(flaws))
+    gain = ratio(gains_P, counts_P, weights_BP, len(flaws))
     return {
         "known": True,
         "accuracy": accuracy.plain(),

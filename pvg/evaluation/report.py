@@ -36,8 +36,7 @@ def parse_parts(text: str) -> Sequence[str]:
     for name in names:
         if name not in PARTS:
             raise UsageError(
-                f"There is no part {name!r} of an evaluation.{did_you_mean(name, PARTS)}",
-                f"Known: {', '.join(PARTS)}.",
+                f"There is no part {name!r} of an evaluation.{did_you_mean(name, PARTS)}", f"Known: {', '.join(PARTS)}."
             )
     if not names:
         raise UsageError("--parts names no part.", f"Known: {', '.join(PARTS)}.")
@@ -91,10 +90,7 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
     """The settings of an attacker with reward `kind`. Raises ConfigurationError."""
     section = experiment.evaluate
     reward = _reward(experiment, kind, cgc_floor)
-    training = {
-        "steps": section.attack_steps,
-        "groups": section.attack_groups,
-    }
+    training = {"steps": section.attack_steps, "groups": section.attack_groups}
     return policy_experiment(experiment, "sneaky", reward, training, place)
 
 

@@ -25,16 +25,8 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import differences
 from pvg.errors import TrainingDivergedError, UsageError, counted, user_paths
 from pvg.evaluation import measures
-from pvg.evaluation.attacks import (
-    AttackTarget,
-    attack,
-    attack_digest,
-    attack_name,
-    check,
-    final_samples,
-    reference_of,
-)
-from pvg.evaluation.intervals import CONFIDENCE, RESAMPLES, Float64, draws
+from pvg.evaluation.attacks import AttackTarget, attack, attack_digest, attack_name, check, final_samples, reference_of
+from pvg.evaluation.intervals import RESAMPLES, Float64, draws
 from pvg.evaluation.opened_run import (
     BASE_RANGE,
     MOST_ROUNDS,
@@ -218,7 +210,7 @@ class RoundParts:
             weights_BP = bootstrap(self.context, len(reference.pool))
             scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
             return {
-                "reference": reference_of(reference, weights_BP, CONFIDENCE).plain(),
+                "reference": reference_of(reference, weights_BP).plain(),
                 "lowest": float(scores_N.min()),
                 "highest": float(scores_N.max()),
             }
@@ -323,11 +315,11 @@ class RoundParts:
                 lambda: read_prover(self.context, self.source)[0],
             )
             totals = [found for _, found in baseline.points]
-            estimate = await self._compute(lambda: tax(policy, totals, self._draws, CONFIDENCE))
+            estimate = await self._compute(lambda: tax(policy, totals, self._draws))
             ones = np.ones(len(policy.kl_P))
             kls = [found.kl(ones) for found in totals]
             return {
-                "policy": distance(self.source, policy, self._draws, CONFIDENCE),
+                "policy": distance(self.source, policy, self._draws),
                 "tax": estimate.plain(),
                 "in_range": min(kls) <= policy.kl(ones) <= max(kls),
                 "kl_range": [min(kls), max(kls)],
@@ -642,5 +634,5 @@ def _baseline_record(context: EvaluationContext, baseline: CorrectnessBaseline |
     if baseline is None:
         return None
     weights_BP = bootstrap(context, len(context.test_problems()))
-    points = [distance(name, totals, weights_BP, CONFIDENCE) for name, totals in baseline.points]
+    points = [distance(name, totals, weights_BP) for name, totals in baseline.points]
     return {"points": points}

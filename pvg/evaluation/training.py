@@ -330,7 +330,7 @@ def accuracy_at(kl: float, kls_K: Float64, accuracies_K: Float64) -> float:
     return float(np.interp(kl, levels, means))
 
 
-def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64, confidence: float) -> Estimate:
+def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64) -> Estimate:
     """The baseline's accuracy at the policy's KL (`accuracy_at`) minus the policy's. Positive: the game costs accuracy.
 
     The bootstrap resamples problems for all policies together, because they solved the same ones. A resample in which
@@ -343,7 +343,7 @@ def tax(policy: PolicyTotals, baseline: list[PolicyTotals], weights_BP: Float64,
         return accuracy_at(policy.kl(weights_P), kls_K, accuracies_K) - policy.accuracy(weights_P)
 
     replicates_B = np.array([once(weights_P) for weights_P in weights_BP])
-    return percentile(once(np.ones(problems)), replicates_B, confidence, int(policy.solutions_P.sum()), problems)
+    return percentile(once(np.ones(problems)), replicates_B, int(policy.solutions_P.sum()), problems)
 
 
 # --- the baseline -----------------------------------------------------------------------------------------------------
@@ -360,14 +360,14 @@ class CorrectnessBaseline:
     digest: str
 
 
-def distance(name: str, found: PolicyTotals, weights_BP: Float64, confidence: float) -> dict[str, Any]:
+def distance(name: str, found: PolicyTotals, weights_BP: Float64) -> dict[str, Any]:
     """A policy's KL and accuracy with their intervals (pvg.evaluation.report.PolicyDistance)."""
     n, tokens = int(found.solutions_P.sum()), int(found.tokens_P.sum())
     return {
         "name": name,
-        "kl": ratio(found.kl_P, found.solutions_P, weights_BP, confidence, n).plain(),
-        "kl_per_token": ratio(found.kl_P, found.tokens_P, weights_BP, confidence, tokens).plain(),
-        "accuracy": ratio(found.correct_P, found.solutions_P, weights_BP, confidence, n).plain(),
+        "kl": ratio(found.kl_P, found.solutions_P, weights_BP, n).plain(),
+        "kl_per_token": ratio(found.kl_P, found.tokens_P, weights_BP, tokens).plain(),
+        "accuracy": ratio(found.correct_P, found.solutions_P, weights_BP, n).plain(),
     }
 
 

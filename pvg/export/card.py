@@ -10,7 +10,7 @@ import numpy as np
 
 from pvg.config.base import is_hub_id, parse
 from pvg.errors import one_line
-from pvg.evaluation.intervals import CONFIDENCE, Estimate, share_of
+from pvg.evaluation.intervals import Estimate, share_of
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.finished import FinishedRound
 from pvg.game.statistics import RolloutColumns
@@ -67,7 +67,7 @@ def intervals(finished: FinishedRound) -> dict[str, Estimate]:
     accepted_N = columns.scores_N >= np.float32(threshold)
 
     def share(holds_N: NDArray[np.bool_], among_N: NDArray[np.bool_]) -> Estimate:
-        return share_of(holds_N[among_N], problems_N[among_N], CONFIDENCE)
+        return share_of(holds_N[among_N], problems_N[among_N])
 
     return {
         "helpful_accuracy": share(columns.correct_N, columns.helpful_N),

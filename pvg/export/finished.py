@@ -23,8 +23,7 @@ from pvg.errors import ConfigurationError, StateError, UsageError, shortened, us
 from pvg.inputs import not_json, open_input
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_directory import RunDirectory
-from pvg.store.run_folders import refuse_samples
+from pvg.store.run_directory import RunDirectory, refuse_samples
 from pvg.store.run_players import prover_weights_name, saved_verifier_name
 
 if TYPE_CHECKING:
@@ -142,7 +141,6 @@ class FinishedRound:
                 verifier,
                 template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
-                cache_entries=section.cache_entries,
                 token_budget=section.score_tokens,
                 precision=section.precision,
                 executor=executor,

@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +33,72 @@ from pvg.game.states import GameState, Phase, later_rounds_begin_with
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, open_stored, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
-from pvg.store.journal import JournalMark, JsonLines, read_json_lines
-from pvg.store.manifest import write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JournalMark, JsonLines, read_json_lines
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.spans import Span, run_in, submit_in
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# Manifests: one JSON document per finished phase, with its inputs, outputs, configuration and code.
+
+
+MANIFEST_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`inputs` and `outputs` name files and what identifies them. `finished`: seconds since 1970. `peak_memory`: the
+    maximum over the processes of the run so far, in bytes.
+
+    A metric that is NaN or infinite reads back as None. `machine`: torch, device and threads, which affect the last
+    bits of the results.
+    """
+
+    round: int
+    phase: str
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    config_hash: str
+    code_version: str
+    metrics: Mapping[str, float | None]
+    finished: float
+    peak_memory: Mapping[str, float]
+    machine: str
+    schema: int = MANIFEST_SCHEMA
+
+
+def write_manifest(
+    run: RunDirectory,
+    round_: int,
+    phase: str,
+    inputs: Mapping[str, Any],
+    outputs: Mapping[str, Any],
+    config_hash: str,
+    code_version: str,
+    metrics: Mapping[str, float | None],
+    peak_memory: Mapping[str, float],
+    machine: str = "",
+    *,
+    before: Callable[[], None] | None = None,
+) -> Path:
+    """Write `manifest/round-002-train_prover.json`, atomically. `before` is called just before it gets its name.
+
+    If a process was killed between this and the commit, the repeated phase replaces the manifest.
+    """
+    given = (round_, phase, inputs, outputs, config_hash, code_version, metrics)
+    manifest = Manifest(*given, time.time(), peak_memory, machine)
+    path = run.manifest / f"round-{round_:03d}-{phase}.json"
+    make_directory(run.manifest)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+    write_atomic(path, orjson.dumps(asdict(manifest), option=options), before)
+    return path
+
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
@@ -273,7 +327,8 @@ class Ledger:
         """The last commit whose files are all intact. Removes everything that no commit names."""
         loaded = self.directory.load_state(self._check_files)
         if loaded.state is None:
-            state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=digests(experiment))
+            own_code = digests(experiment.own_code())
+            state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=own_code)
             self._copy_code(experiment)
         else:
             state = extended(GameState.from_plain(loaded.state), experiment)
@@ -296,7 +351,7 @@ class Ledger:
 
     def _copy_code(self, experiment: Experiment) -> None:
         """Copy the user's own files into the run's folder, as documentation; pvg loads nothing from there."""
-        for name, source in sources(experiment).items():
+        for name, source in sources(experiment.own_code()).items():
             make_directory(self.directory.code)
             write_atomic(self.directory.code / name, source)
 
@@ -340,7 +395,7 @@ def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> lis
 
 def check_same_code(state: GameState, experiment: Experiment) -> None:
     """Raises StateError if the user's own files have changed since the run started."""
-    for path, digest in digests(experiment).items():
+    for path, digest in digests(experiment.own_code()).items():
         if state.own_code.get(path) != digest:
             raise StateError(
                 f"{path} has changed since this run started.",

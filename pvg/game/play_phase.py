@@ -7,7 +7,6 @@ from the prover of the round before.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -138,74 +137,6 @@ def points(values: Mapping[str, float], seat: str) -> float:
     return 0.5 if values[seat] == best else float(values[seat] > best)
 
 
-# `StateCache`: states that recent policies reached, from which further games start.
-
-
-@dataclass(frozen=True, slots=True)
-class CachedState:
-    """`problem`: the start of the game that reached it. `dump`: `GameRules.dump` of the state."""
-
-    version: int
-    problem: Problem
-    dump: bytes
-
-    @property
-    def start(self) -> Problem:
-        """The problem of a game from this state; its id names the state."""
-        origin = self.problem.id.partition("@")[0]  # which may be a cached state itself
-        return replace(self.problem, id=f"{origin}@{hashlib.sha256(self.dump).hexdigest()[:12]}")
-
-
-CACHED_STATES = 256
-CACHED_VERSIONS = 8  # of the policy, after which a state is dropped
-
-
-class StateCache:
-    """Keeps at most `size` states of the last `age` versions, about equally many of each version.
-
-    The content depends only on what was offered and on the generators, so a resumed run has the same content.
-    """
-
-    def __init__(self, size: int, age: int) -> None:
-        self._size, self._age = size, age
-        self._states: list[CachedState] = []
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def offer(self, states: Sequence[CachedState], version: int, generator: np.random.Generator) -> None:
-        """Add a random sample of the `states` that policy `version` reached, and drop old ones."""
-        count = min(len(states), -(-self._size // self._age))
-        chosen = sorted(generator.choice(len(states), count, replace=False).tolist()) if count else []
-        self._states = [state for state in self._states if version - state.version < self._age]
-        self._states = [*self._states, *(states[place] for place in chosen)][-self._size :]
-
-    def draw(self, count: int, version: int, generator: np.random.Generator) -> list[CachedState]:
-        """At most `count` distinct states, none older than the limit at policy `version`."""
-        fresh = [state for state in self._states if version - state.version < self._age]
-        chosen = generator.permutation(len(fresh))[:count]
-        return [fresh[place] for place in chosen.tolist()]
-
-    # --- resuming ----------------------------------------------------------------------------------------------------
-
-    def state(self) -> list[list[Any]]:
-        """JSON data that restores the cache."""
-        return [
-            [s.version, s.problem.id, s.problem.question, s.problem.answer, dict(s.problem.metadata), s.dump.hex()]
-            for s in self._states
-        ]
-
-    def load_state(self, state: Sequence[Sequence[Any]]) -> None:
-        self._states = [
-            CachedState(version, Problem(id_, question, answer, _metadata(metadata)), bytes.fromhex(dump))
-            for version, id_, question, answer, metadata, dump in state
-        ]
-
-
-def _metadata(data: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(data)
-
-
 def play_task(session: Session) -> Play:
     assert isinstance(session.task, Play), "a rule of pvg.game.run"
     return session.task
@@ -283,14 +214,12 @@ class _Starts:
     starts: list[GameStart[Any]]
     forks: list[Fork]
     seats: list[str | None]
-    cached: int
 
 
 @dataclass
 class PlayBatches:
     """Produces one batch of decisions per call, from games that the current policy plays. A batch depends only on the
-    weights, its number and the state cache (`task.in_step = false`: also on the order of arrivals). `opponent`: who
-    plays the other seats; None: the policy itself.
+    weights and its number. `opponent`: who plays the other seats; None: the policy itself.
 
     `metrics`: those of the newest batch. It samples nothing ahead.
     """
@@ -306,7 +235,6 @@ class PlayBatches:
     def __post_init__(self) -> None:
         task = play_task(self.session)
         self.game, self.section = task.game, task.section
-        self.cache = StateCache(CACHED_STATES, CACHED_VERSIONS)
 
     def start(self, version: int) -> None: ...
 
@@ -316,11 +244,10 @@ class PlayBatches:
     async def close(self) -> None: ...
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {"done": self.done, "states": self.cache.state()}
+        return {}, {"done": self.done}
 
     def load_state(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
         self.done = progress["done"]
-        self.cache.load_state(progress["states"])
         return dict(tensors), 0
 
     # --- a batch ------------------------------------------------------------------------------------------------------
@@ -355,7 +282,6 @@ class PlayBatches:
             session.ledger.record(
                 "play_phases", round=session.state.round, step=number, phases=phase_statistics(played)
             )
-            self._offer(played, number)
             self.done += 1
             games = [one for continuations in played for one in continuations]
             self.metrics = {
@@ -364,7 +290,6 @@ class PlayBatches:
                 "legal": float(np.mean([r.grade.correct for r in everything])),
                 "truncated": float(np.mean([r.finish_reason == "length" for r in everything])),
                 "phases": float(np.mean([len(one.states) - 1 - one.fork for one in games])),
-                "cached_starts": chosen.cached / len(chosen.starts),
                 "reward_mean": float(rewards_N.mean()),
                 "zero_signal": zero_signal_groups(rewards_N, groups_N, roles_N),
                 **sampling_metrics(everything, engine, seconds),
@@ -373,25 +298,18 @@ class PlayBatches:
         return batch
 
     def _starts(self, number: int) -> _Starts:
-        """The starts of batch `number`: cached states first, openings for the rest."""
         session, section, round_ = self.session, self.section, self.session.state.round
         training, size = session.training, session.rollout.group_size
         generator = generator_for(session.seed, round_, "play-starts", number)
-        version = session.players.engine.version
-        cached = self.cache.draw(round(section.cache_share * training.groups), version, generator)
-        starts = [GameStart(state.start, self.game.load(state.dump)) for state in cached]
-        fresh = training.groups - len(starts)
-        problems = session.draw("prover", number * training.groups, fresh, f"prover-{round_}")
-        warmups = [0] * len(starts) + generator.integers(section.warmup + 1, size=fresh).tolist()
-        starts += [game_start(self.game, problem) for problem in problems]
+        problems = session.draw("prover", number * training.groups, training.groups, f"prover-{round_}")
+        warmups = generator.integers(section.warmup + 1, size=training.groups).tolist()
+        starts = [game_start(self.game, problem) for problem in problems]
         seats: list[str | None] = [None] * len(starts)
         if self.opponent is not None:
-            # In a cached state some seats may be out of the game, so one of those that decide there is chosen.
-            every = [list(self.game.seats(start.state)) for start in starts[: len(cached)]]
-            every += [list(self.game.values(start.state)) for start in starts[len(cached) :]]
+            every = [list(self.game.values(start.state)) for start in starts]
             seats = [names[(number * len(starts) + n) % len(names)] for n, names in enumerate(every)]
         forks = [Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)]
-        return _Starts(starts, forks, seats, len(cached))
+        return _Starts(starts, forks, seats)
 
     async def _play(self, chosen: _Starts, number: int) -> list[list[PlayedGame[Any]]]:
         session, round_ = self.session, self.session.state.round
@@ -414,28 +332,11 @@ class PlayBatches:
             encode=encoder(session),
             forks=chosen.forks,
             opponents=against,
-            in_step=self.section.in_step,
         )
 
     def _rewarded(self, chosen: _Starts, played: Sequence[Sequence[PlayedGame[Any]]]) -> list[RewardedDecision]:
         section = self.section
         return rewarded_decisions(self.game, played, chosen.seats, reward=section.reward, groups=section.groups)
-
-    def _offer(self, played: Sequence[Sequence[PlayedGame[Any]]], number: int) -> None:
-        """Offer the undecided states after the forks to the cache."""
-        if not self.section.cache_share:
-            return
-        version = self.session.players.engine.version
-        reached = [
-            CachedState(version, one.start.problem, self.game.dump(state))
-            for continuations in played
-            for one in continuations
-            for state in one.states[one.fork + 1 :]
-            if self.game.seats(state)
-        ]
-        distinct = list({state.dump: state for state in reached}.values())
-        generator = generator_for(self.session.seed, self.session.state.round, "play-cache", number)
-        self.cache.offer(distinct, version, generator)
 
 
 def _policy_rollouts(

@@ -92,7 +92,6 @@ async def _matches(session: Session, source: str, reference: str, opponent: Oppo
         encode=encoder(session),
         forks=Fork(samples=test.samples),
         opponents=[dict.fromkeys(set(game.values(starts[n].state)) - {seat}, opponent) for n, seat in seats],
-        in_step=play_task(session).section.in_step,
     )
     session.ledger.keep(_rollouts(played, seats))
     if source != BASE_SOURCE and seats:  # one game for `pvg report` to show

@@ -42,7 +42,7 @@ from pvg.telemetry.waits import CalmCollector, finished, usable_cores
 from pvg.training.batch import PolicyBatch
 from pvg.training.trainer import OptimizerSettings, trainable_parameters
 from pvg.verifier.data import Head, VerifierBatch, VerifierTemplate
-from pvg.verifier.scorer import ScoreBackend, ScoreCache, ScoringModel, VerifierScorer
+from pvg.verifier.scorer import CACHE_ENTRIES, ScoreBackend, ScoreCache, ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -352,18 +352,17 @@ class Players:
             from pvg.verifier.vllm_backend import VllmBackend
 
             assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles on servers"
-            references = ScoreCache(section.cache_entries)
+            references = ScoreCache(CACHE_ENTRIES)
             backend = VllmBackend(self.verifier_serving, verifier, template.key, references)
         elif self.workers is not None:
             from pvg.workers.scoring import WorkerBackend
 
-            references = ScoreCache(section.cache_entries)
+            references = ScoreCache(CACHE_ENTRIES)
             backend = WorkerBackend(self._slots.of(verifier), template.key, references, section.score_tokens)
         return VerifierScorer(
             verifier,
             template,
             verifier.version(),
-            cache_entries=section.cache_entries,
             token_budget=section.score_tokens,
             precision=section.precision,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,

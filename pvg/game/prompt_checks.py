@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pvg.config.experiment import Experiment
-from pvg.config.rules import TWO_ROLE_REWARDS
+from pvg.config.experiment import TokenLimits
 from pvg.errors import ConfigurationError, counted, shortened
 from pvg.game.roles import PromptBuilder
 from pvg.records import Half, Int32, Problem, Role
-from pvg.rollout.episodes import completion_room
 from pvg.tasks.task import HasNote, Task, correct_solution
 from pvg.verifier.data import VerifierTemplate
 
@@ -30,7 +28,7 @@ BEFORE_AN_ANSWER = ("\n", " ", "=", ";")
 
 
 def check_prompts_fit(
-    experiment: Experiment,
+    limits: TokenLimits,
     prompts: PromptBuilder,
     halves: Mapping[Half, Sequence[Problem]],
     test: Sequence[Problem],
@@ -49,50 +47,49 @@ def check_prompts_fit(
             )
         problem = max(problems, key=lambda p: len(p.question))
         rendered = [prompts.render(problem, role) for role in Role]
-        if _has_opposite_roles(experiment) and prompts.translate is None:
+        if limits.opposite_roles and prompts.translate is None:
             _check_roles_differ(rendered)
         longest = max(longest, *map(len, rendered))
         if (translate := prompts.translate) is not None:  # assumes a solution of maximal length
             empty = max(len(translate(problem, role, "")) for role in Role)
-            longest = max(longest, empty + experiment.rollout.max_tokens)
+            longest = max(longest, empty + limits.solution)
     if not test:
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
-    room = completion_room(experiment)
-    need = longest + room
+    need = longest + limits.room
     _check_context(max_length, need, "models.prover")
-    budgets = {
-        "training.micro_batch_tokens": (experiment.training.micro_batch_tokens, need),
-        "verifier.micro_batch_tokens": (experiment.verifier.micro_batch_tokens, 2 * need),
-        "verifier.score_tokens": (experiment.verifier.score_tokens, need),
-    }
-    for key, (budget, least) in budgets.items():
-        if budget < least:
+    for key, (budget, rows) in limits.budgets.items():
+        if budget < (least := rows * need):
             raise ConfigurationError(
                 f"{key} = {budget} is too small: the longest prompt has {longest} tokens, and a completion may have up "
-                f"to {room}.",
+                f"to {limits.room}.",
                 f"Set it to at least {least}, or lower rollout.max_tokens.",
             )
 
 
 def check_verifier_input_fits(
-    experiment: Experiment, template: VerifierTemplate, problems: Sequence[Problem], max_length: int
+    limits: TokenLimits, template: VerifierTemplate, problems: Sequence[Problem], max_length: int
 ) -> None:
     """Raises ConfigurationError if the longest problem and solution do not fit into the verifier's context."""
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
-    _check_context(max_length, len(ids) + completion_room(experiment), "models.verifier")
+    _check_context(max_length, len(ids) + limits.room, "models.verifier")
 
 
 def writable_solution(
-    experiment: Experiment, task: Task, problems: Sequence[Problem], prover: Tokenizer, verifier: Tokenizer
+    sources: Mapping[str, str],
+    task: Task,
+    problems: Sequence[Problem],
+    prover: Tokenizer,
+    verifier: Tokenizer,
+    *,
+    own_data: bool = False,
 ) -> str:
-    """A correct solution that the prover can write and the verifier can read. "" if the form of answers is not known,
-    and with a warm start, whose demonstrations can teach another form.
+    """A correct solution that the prover can write and the verifier can read. "" if the form of answers is not known.
+    `sources`: see `Experiment.sources`. `own_data`: of the task data, whose grader can be chosen.
 
     Raises ConfigurationError if there is none for the first problems. Every solution of a game would then be wrong.
+    (Not for a game with a warm start, whose demonstrations can teach another form.)
     """
-    if experiment.task.kind == "play" or experiment.warmup.kind != "none":
-        return ""
     models = {"prover": prover, "verifier": verifier}
     first = None
     for problem in islice(problems, TRIED):
@@ -108,8 +105,8 @@ def writable_solution(
     if first is None:
         return ""
     player, lacking = _lacking(models, first)[0]
-    source = getattr(experiment.models, player).source
-    other = "a grader" if experiment.task.kind == "data" else "a form of answers"
+    source = sources[f"models.{player}.source"]
+    other = "a grader" if own_data else "a form of answers"
     example = " (-s task.grader=number, or regex with task.pattern and task.form)" if other == "a grader" else ""
     verb = "write" if player == "prover" else "read"
     raise ConfigurationError(
@@ -131,11 +128,6 @@ def _without_form(problem: Problem) -> Iterator[str]:
     question takes the place of the steps."""
     for between in BEFORE_AN_ANSWER:
         yield f"{problem.question}{between}{problem.answer}"
-
-
-def _has_opposite_roles(experiment: Experiment) -> bool:
-    """Self-play has one role, and its reward is a change in value."""
-    return experiment.task.kind != "play" and experiment.game.reward.kind in TWO_ROLE_REWARDS
 
 
 def _check_roles_differ(rendered: Sequence[Int32]) -> None:
@@ -163,16 +155,19 @@ def _check_context(max_length: int, need: int, key: str) -> None:
 FEWEST = 10
 
 
-def about_test_problems(experiment: Experiment, task: Task, problems: Sequence[Problem]) -> list[str]:
-    """One line, or none if the task has enough test problems and a file with them. `problems`: all of them."""
-    there, wanted = len(problems), experiment.game.test.problems
+def about_test_problems(wanted: int, section: object, task: Task, problems: Sequence[Problem]) -> list[str]:
+    """One line, or none if the task has the `wanted` test problems and a file with them. `section`: the settings of the
+    task. `problems`: all test problems."""
+    there = len(problems)
     parts = [task.note] if isinstance(task, HasNote) and task.note else []
     if there < wanted:
         parts.append(f"A round tests with {counted(there, 'problem')}, not with game.test.problems = {wanted:,}.")
     if there < FEWEST:
-        parts.append(f"Fewer than {FEWEST} are too few for reliable figures: {_remedy(experiment)}.")
+        parts.append(f"Fewer than {FEWEST} are too few for reliable figures: {_remedy(section)}.")
     return [" ".join(parts)] if parts else []
 
 
-def _remedy(experiment: Experiment) -> str:
-    return "raise task.test_problems" if hasattr(experiment.task, "test_problems") else "add test problems"
+def _remedy(section: object) -> str:
+    if hasattr(section, "test_path"):
+        return "add problems, or set task.test_path to a file with test problems"
+    return "raise task.test_problems" if hasattr(section, "test_problems") else "add test problems"

@@ -174,7 +174,7 @@ def read_newest_prover(directory: Path) -> dict[str, Tensor]:
 
 Place = tuple[int, int]  # start and end of a step in the text
 
-MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.rollout.episodes.QUOTED_ROOM leaves room for them
+MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.config.experiment.QUOTED_ROOM leaves room for them
 MOST_CONSIDERED = 16  # questions of an AnswersQuestions task that the verifier scores for one solution, to limit time
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
 

@@ -218,9 +218,7 @@ def open_batches(
         Refill(orders, training.dynamic_sampling),
         scorer,
         verifier,
-        partial(
-            pay, session.game, session.task, max_tokens=rollout.max_tokens, overlong_buffer=training.overlong_buffer
-        ),
+        partial(pay, session.game, session.task),
         credit_of(training.loss, objective.credit),
         logprobs,
         BatchClock(players.engine, scorer),

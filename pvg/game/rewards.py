@@ -40,7 +40,6 @@ from pvg.training.credit import (
     ValueTracker,
     advantages,
     baseline_advantages,
-    soft_overlong_rewards,
     tracked_advantages,
 )
 
@@ -226,12 +225,8 @@ def pay(
     task: Task,
     rollouts: Sequence[Rollout],
     scores_N: Float32,
-    *,
-    max_tokens: int,
-    overlong_buffer: int = 0,
 ) -> BatchRewards:
-    """Compute the rewards of a batch of completions of at most `max_tokens` tokens; `overlong_buffer`: see
-    `soft_overlong_rewards`. Raises TrainingDivergedError if a score allows no reward."""
+    """Compute the rewards of a batch. Raises TrainingDivergedError if a score allows no reward."""
     columns = RolloutColumns(rollouts, scores_N)
     numbers: dict[str, int] = {}
     problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
@@ -251,8 +246,6 @@ def pay(
         rewards_N = rewards(outcomes, game)
     except ValueError as error:
         raise TrainingDivergedError(str(error)) from None
-    lengths_N = np.array([r.sampled_tokens for r in rollouts])
-    rewards_N = rewards_N + soft_overlong_rewards(lengths_N, max_tokens, overlong_buffer)
     return BatchRewards(rewards_N, outcomes.aligned_N, outcomes.similarity_N)
 
 

@@ -136,7 +136,9 @@ def _tell_first(experiment: Experiment, session: Session) -> None:
     """Called once per `play`. A warm start uses a separate session. The command line has shown the warnings already."""
     for warning in experiment.warnings():
         session.ledger.log.event("run", event="warning", text=warning)
-    for notice in about_test_problems(experiment, session.task, session.test_problems()):
+    for notice in about_test_problems(
+        experiment.game.test.problems, experiment.task, session.task, session.test_problems()
+    ):
         session.observer.noticed(notice)
 
 
@@ -251,7 +253,9 @@ async def open_session(
         session = session_of(playing, task, ledger, players, prompts, observer, stop, tracer, Session)
         if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.WARMUP, Phase.SOLVE):
             prompts.solutions = await read_solutions(session)
-        check_prompts_fit(experiment, prompts, session.halves(), session.test_problems(), players.base.max_length)
+        check_prompts_fit(
+            experiment.token_limits(), prompts, session.halves(), session.test_problems(), players.base.max_length
+        )
     with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
     place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
@@ -341,9 +345,11 @@ def _check_verifier(experiment: Experiment, session: Session) -> None:
     verifier = players.open_verifier()
     try:
         problems = session.problems("verifier") + session.problems("prover")
-        check_verifier_input_fits(experiment, players.template(verifier), problems, verifier.max_length)
+        check_verifier_input_fits(experiment.token_limits(), players.template(verifier), problems, verifier.max_length)
         tokenizers = players.base.tokenizer, verifier.tokenizer
-        writable_solution(experiment, session.task, problems, *tokenizers)
+        if experiment.warmup.kind == "none":
+            own = experiment.task.kind == "data"
+            writable_solution(experiment.sources(), session.task, problems, *tokenizers, own_data=own)
     finally:
         verifier.close()
 

@@ -4,7 +4,7 @@
     metrics = await updates.after(batches_done, scorer)     # after an update all scores come from the new verifier
 
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
-learns from the other's problems (invariant 4). Then it makes `game.schedule.updates` optimizer steps. Of their pairs,
+learns from the other's problems (invariant 4). Then it makes `game.schedule.every` optimizer steps. Of their pairs,
 FRESH_SHARE come from the newest WINDOW updates, and the rest from the round's mint by its mixture. Then the scorer gets
 a new version, which clears its cache, and the threshold is calibrated again. The optimizer starts again with each
 phase, at the constant verifier.learning_rate.
@@ -179,7 +179,7 @@ class VerifierUpdates:
             self._pairs.source = await session.players.compute(self._open_source)
         self._tell_excluded()
         metrics: Mapping[str, float] = {}
-        for _ in range(self._schedule.updates):
+        for _ in range(self._schedule.every):
             report = await self._trainer.step()
             if report is None:
                 raise StateError("The pair stream ended before the verifier's update was done.")
@@ -236,7 +236,7 @@ class VerifierUpdates:
             section,
             executor=session.players.executor,
             # Continues the warmup of a penalty.
-            start_step=steps_of_member(session) + self._done * self._schedule.updates,
+            start_step=steps_of_member(session) + self._done * self._schedule.every,
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )
 

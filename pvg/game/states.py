@@ -58,7 +58,7 @@ class GameState:
     - `shards`: the committed rollout shards as plain data.
     - `progress`: data of the phase (stop rule, alerts). `rounds`: metrics of the finished rounds.
     - `offsets`: committed lengths of the appended files in bytes. `marks`: their lengths and digests at earlier commits
-      and, as the last entry, at this one (pvg.store.journal.JournalMark).
+      and, as the last entry, at this one (pvg.store.state.JournalMark).
     - `machine`: what the last bits of every result depend on (torch, device, threads).
     - `own_code`: digests of the user's files that the experiment names (pvg.extensions).
     - `peak_memory`: maximum over the processes of the run so far, in bytes (pvg.telemetry.device.peak_memory).

@@ -193,10 +193,10 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     template = None
     if models is not None:
         prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
-        check_prompts_fit(experiment, prompts, halves, test, models.prover.max_length)
+        check_prompts_fit(experiment.token_limits(), prompts, halves, test, models.prover.max_length)
         if experiment.task.kind != "play":
             template = verifier_template_of(experiment, task, models.verifier)
-            check_verifier_input_fits(experiment, template, train, models.verifier.max_length)
+            check_verifier_input_fits(experiment.token_limits(), template, train, models.verifier.max_length)
     problem = (halves["prover"] or train)[0]
     if experiment.task.kind == "play":
         return PromptPreview(problem, {}, None, ())
@@ -531,16 +531,25 @@ def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> TaskCh
 
 
 def _can_be_written(experiment: Experiment, found: CheckedProblems, models: PlayerModels) -> TaskCheck:
-    name = "the models can write a correct solution"
+    name, teaches = "the models can write a correct solution", experiment.warmup.kind != "none"
     try:
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
-        text = writable_solution(experiment, found.task, found.train, *tokenizers)
+        text = (
+            ""
+            if teaches or experiment.task.kind == "play"
+            else writable_solution(
+                experiment.sources(),
+                found.task,
+                found.train,
+                *tokenizers,
+                own_data=experiment.task.kind == "data",
+            )
+        )
     except ConfigurationError as error:
         return TaskCheck(name, False, f"{error.message} {error.remedy}")
     if text:
         return TaskCheck(name, True, f"such as {shortened(repr(text))}")
-    taught = experiment.warmup.kind != "none"
-    return TaskCheck(name, None, "demonstrations teach the form" if taught else _why_unknown(found.train[0]))
+    return TaskCheck(name, None, "demonstrations teach the form" if teaches else _why_unknown(found.train[0]))
 
 
 def _verifier_input(experiment: Experiment, found: CheckedProblems, models: PlayerModels | None) -> TaskCheck:

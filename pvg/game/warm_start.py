@@ -41,7 +41,7 @@ from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
-from pvg.store.run_players import WARMED_PROVER, find_player, with_source
+from pvg.store.run_players import WARMED_PROVER, find_player
 from pvg.tasks.data import no_column, rows_of
 from pvg.tasks.task import Task
 from pvg.telemetry.metrics import Metrics
@@ -274,7 +274,8 @@ def warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Exper
     """The experiment whose models.prover is the warmed prover of this run; unchanged without a warm start."""
     if experiment.warmup.kind == "none" or WARMED_PROVER not in state.weights:
         return experiment
-    return with_source(experiment, "prover", find_player(RunId(str(run.path.absolute()), "warmup", "prover")).source)
+    warm = find_player(RunId(str(run.path.absolute()), "warmup", "prover"))
+    return experiment.with_sources({"models.prover.source": warm.source})
 
 
 async def warm_up(session: Session, section: DemonstrationWarmup, following: Phase) -> None:

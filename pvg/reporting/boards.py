@@ -24,8 +24,8 @@ from pvg.records import Role, Rollout
 from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
 from pvg.rollout.games import GameRecord, PhaseRecord
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import read_json_lines
 
 Point = tuple[float, float]
 

@@ -336,8 +336,8 @@ ADVICE: dict[str, tuple[str, tuple[str, ...]]] = {
     "more-requests": ("Allow more requests in flight.", ("rollout.concurrency",)),
     "more-rows": ("With the torch engine, decode more rows together.", ("rollout.engine.max_rows",)),
     "shorter-solutions": (
-        "Cut very long completions earlier, if the task allows it, or discourage them.",
-        ("rollout.max_tokens", "training.overlong_buffer"),
+        "Cut very long completions earlier, if the task allows it.",
+        ("rollout.max_tokens",),
     ),
     "whole-groups": (
         "With the torch engine, let the number of rows be a multiple of rollout.group_size.",

@@ -20,8 +20,7 @@ from pvg.reporting.run_summary import RunSummary, Status, committed_state, state
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.atomic import DamagedFileError, open_stored
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
-from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.run_folders import SAMPLING_PHASE, folder_bytes, has_only_samples
+from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, folder_bytes, has_only_samples, runs_in
 
 LAST_BLOCK = 1 << 18  # bytes at the end of a journal that are read for a short look at the run
 PROGRESS = ("step", "phase", "round", "run")  # kinds of records that no sampler writes

@@ -20,9 +20,8 @@ from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, counted, user_paths
 from pvg.reporting.formats import percent, total_budget
 from pvg.store.atomic import DamagedFileError
-from pvg.store.journal import read_json_lines
-from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.run_folders import SAMPLING_PHASE, has_only_samples, read_tags
+from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, has_only_samples, read_tags, runs_in
+from pvg.store.state import read_json_lines
 from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.waits import SHARED
 

@@ -137,11 +137,12 @@ def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
 
 def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
     numbers = sorted({number for run in runs for number in run.summary.rounds})
+    axes = [RoundAxis(run.summary.rounds) for run in runs]
+    x = round_axis(numbers, base=any(axis.base for axis in axes))
     charts = []
     for metric in BY_ROUND if len(numbers) > 1 else ():
-        lines = [RoundAxis(run.summary.rounds).line(metric, run.name, run.style, run.dash) for run in runs]
-        shown = metric_display(metric)
-        charts.append(line_chart(shown.label, lines, round_axis(numbers, base=True), shown.style))
+        lines = [axis.line(metric, run.name, run.style, run.dash) for axis, run in zip(axes, runs, strict=True)]
+        charts.append(line_chart(metric_display(metric).label, lines, x, metric_display(metric).style))
     lead = "At the end of each round, on problems that no model trained on."
     return PageSection("rounds", "Rounds", [elements.grid(charts)], lead)
 

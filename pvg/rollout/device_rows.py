@@ -240,11 +240,8 @@ class DeviceRows:
     def _grow_cache(self, columns: int) -> None:
         self.graphs.clear()
         try:
-            if self._cache is not None and self._slots:
-                self._cache = self._decoder.widened(self._cache, columns)
-            else:
-                self._cache = None  # frees it first
-                self._cache = self._decoder.new_cache(self._max_rows, columns, by_layer=True)
+            self._cache = self._cache if self._slots else None  # frees an empty one first
+            self._cache = self._decoder.new_cache(self._max_rows, columns, self._cache)
         except torch.OutOfMemoryError:
             raise MissingRequirementError(
                 f"The GPU has too little memory for the keys and values of {self._max_rows} rows of {columns} tokens.",

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from pvg.config.game import ChallengeProtocol
 from pvg.config.rollout import DeadlineSection, NoDeadline
 from pvg.config.training import Training
 from pvg.records import Float32, Grade, Group, Int32, Problem, Role, Rollout, SolverSolution, Timing, Turn, VersionSpan
@@ -42,7 +41,6 @@ from pvg.tasks.task import GradesInBatches
 from pvg.telemetry.spans import span, submit_in
 
 if TYPE_CHECKING:
-    from pvg.config.experiment import Experiment
     from pvg.models.tokenizer import Tokenizer
     from pvg.tasks.task import Task
 
@@ -377,17 +375,6 @@ class Grader:
 
 def _without_stop(completion: Completion) -> Int32:
     return completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
-
-
-TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
-
-
-def completion_room(experiment: Experiment) -> int:
-    """The most tokens of a completion, including what the environment writes."""
-    rollout, protocol = experiment.rollout, experiment.game.protocol
-    if not isinstance(protocol, ChallengeProtocol):
-        return rollout.max_tokens
-    return rollout.max_tokens + (TAG_ROOM if experiment.prompts.kind == "tag" else QUOTED_ROOM) + protocol.tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
     played = await play_games(dispatcher, starts, game, call, encode=encode, forks=Fork(warmup=1, samples=8))
 
 A fork plays `warmup` phases once, and then several continuations from the state that it reached. States are values, so
-a fork copies nothing. With `in_step`, all games decide their next phase together, and the next phase begins when all
+a fork copies nothing. All games decide their next phase together, and the next phase begins when all
 decisions are there: the requests and their order depend only on the arguments, so a run repeats bit by bit. Without it,
 each game goes on as soon as its own decisions are there, and the engine batches what the games request at that time.
 
@@ -231,7 +231,6 @@ async def play_games(
     encode: Callable[[str], Int32],
     forks: Fork | Sequence[Fork] = WHOLE_GAME,
     opponents: Sequence[Mapping[str, Opponent]] | None = None,
-    in_step: bool = True,
 ) -> list[list[PlayedGame[S]]]:
     """Play the continuations of each start: `forks[n].samples` games for `starts[n]`.
 
@@ -252,19 +251,9 @@ async def play_games(
         _Table(start, number, against[number], [start.state], until=each[number].warmup, waits_for=each[number].seat)
         for number, start in enumerate(starts)
     ]
-    if in_step:
-        await hall.play_out(tables)
-        groups = [hall.continuations(table, fork) for table, fork in zip(tables, each, strict=True)]
-        await hall.play_out([table for group in groups for table in group])
-    else:
-
-        async def alone(table: _Table[S], fork: Fork) -> list[_Table[S]]:
-            await hall.play_out([table])
-            continuations = hall.continuations(table, fork)
-            await results_of([hall.play_out([continuation]) for continuation in continuations])
-            return continuations
-
-        groups = await results_of([alone(table, fork) for table, fork in zip(tables, each, strict=True)])
+    await hall.play_out(tables)
+    groups = [hall.continuations(table, fork) for table, fork in zip(tables, each, strict=True)]
+    await hall.play_out([table for group in groups for table in group])
     return [[hall.played(table) for table in group] for group in groups]
 
 

@@ -16,7 +16,7 @@ Invariants:
 
 Attention of one new token per row over the cached columns has two implementations, each with its own memory layout:
 
-    kv = attention.buffer(zeros, layers)                      # keys and values [layers, 2, rows, columns, K, D]
+    kv = attention.buffer(zeros)                              # a layer's keys and values [2, rows, columns, K, D]
     attention.prepare(position_R, columns, prefix)            # once per step, for all layers
     attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
     out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
@@ -61,8 +61,8 @@ class Attention(Protocol):
     """R rows, C columns of the cache, T columns in use, H query heads, K key heads, D head width, X = K D. A cache may
     have more rows than a step, which uses the first ones."""
 
-    def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        """Keys and values [layers, 2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
+    def buffer(self, zeros: Zeros) -> Tensor:
+        """A layer's keys and values [2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
         ...
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
@@ -90,8 +90,8 @@ class SparseAttention:
         token_R1C = torch.arange(rows * columns).view(rows, 1, columns)
         self._places_RHC = (token_R1C * kv_heads + head_H1).to(torch.int32)
 
-    def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        return zeros((layers, 2, *self._shape))
+    def buffer(self, zeros: Zeros) -> Tensor:
+        return zeros((2, *self._shape))
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
         rows, heads = len(position_R), self._places_RHC.shape[1]
@@ -140,10 +140,10 @@ class KernelAttention:
     def __init__(self, rows: int, columns: int, kv_heads: int, width: int) -> None:
         self._shape = (rows, kv_heads, columns, width)
 
-    def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        kv = zeros((layers, 2, *self._shape))
+    def buffer(self, zeros: Zeros) -> Tensor:
+        kv = zeros((2, *self._shape))
         self._dtype = kv.dtype
-        return kv.transpose(3, 4)
+        return kv.transpose(2, 3)
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
         del prefix  # the kernel reads the columns of every row
@@ -200,11 +200,11 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class LeanCache:
-    """Keys and values [layers, 2, rows, columns, K heads, D]; zero where nothing was written, because masked values are
-    multiplied by 0 and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype. `attention`
-    defines the memory layout. On a GPU `kv` is a list of layers, so that a cache can grow layer by layer."""
+    """Each layer's keys and values [2, rows, columns, K heads, D]; zero where nothing was written, because masked
+    values are multiplied by 0 and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype.
+    `attention` defines the memory layout."""
 
-    kv: Tensor | list[Tensor]
+    kv: list[Tensor]
     cos_T1D: Tensor
     sin_T1D: Tensor
     attention: Attention
@@ -217,16 +217,8 @@ class LeanCache:
     def columns(self) -> int:
         return self.kv[0].shape[2]
 
-    def take(self, smaller: LeanCache) -> None:
-        """Copy the contents of another cache."""
-        for layer, source in zip(self.kv, smaller.kv, strict=True):
-            layer[:, : smaller.rows, : smaller.columns] = source
-
     def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
         """Copy row `sources_M[m]` to row `targets_M[m]`, up to `columns`."""
-        if isinstance(self.kv, Tensor):
-            self.kv[:, :, targets_M, :columns] = self.kv[:, :, sources_M, :columns]
-            return
         for layer in self.kv:
             layer[:, targets_M, :columns] = layer[:, sources_M, :columns]
 
@@ -263,34 +255,22 @@ class LeanDecoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def new_cache(self, rows: int, columns: int, *, by_layer: bool = False) -> LeanCache:
-        """A cache of zeros. `by_layer`: each layer is a separate tensor (see `widened`)."""
-        cos_T1D, sin_T1D, attention = self._parts(rows, columns)
-        if by_layer:
-            layers = [attention.buffer(self._zeros, 1)[0] for _ in self._layers]
-            return LeanCache(layers, cos_T1D, sin_T1D, attention)
-        return LeanCache(attention.buffer(self._zeros, len(self._layers)), cos_T1D, sin_T1D, attention)
-
-    def widened(self, cache: LeanCache, columns: int) -> LeanCache:
-        """A cache with more columns and the contents of `cache`, which was made `by_layer` and loses them. Only one
-        layer at a time exists twice."""
-        assert isinstance(cache.kv, list)
-        cos_T1D, sin_T1D, attention = self._parts(cache.rows, columns)
-        old, wide = cache.columns, list[Tensor]()
-        while cache.kv:
-            wide.append(attention.buffer(self._zeros, 1)[0])
-            wide[-1][:, :, :old] = cache.kv.pop(0)
-        return LeanCache(wide, cos_T1D, sin_T1D, attention)
-
-    def _parts(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Attention]:
-        """The rotary table and the attention of a cache."""
+    def new_cache(self, rows: int, columns: int, old: LeanCache | None = None) -> LeanCache:
+        """A cache of zeros, with the contents of a smaller one, which loses them: only one layer at a time exists
+        twice."""
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
             SparseAttention(rows, columns, self._heads, self._kv_heads, self._width)
             if self._sparse
             else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
-        return cos_1TD[0, :, None], sin_1TD[0, :, None], attention
+        layers: list[Tensor] = []
+        for _ in self._layers:
+            layers.append(attention.buffer(self._zeros))
+            if old is not None:
+                smaller = old.kv.pop(0)
+                layers[-1][:, : smaller.shape[1], : smaller.shape[2]] = smaller
+        return LeanCache(layers, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         return _zeros(shape, self._embedding.dtype, self.device)

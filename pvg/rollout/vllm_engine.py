@@ -42,7 +42,6 @@ from pvg.rollout.engine import (
     PartialCompletion,
     check_request,
 )
-from pvg.rollout.episodes import completion_room
 from pvg.rollout.vllm_requests import (
     GENERATE,
     InFlightRequest,
@@ -240,7 +239,7 @@ def open_vllm_engine(
             purpose="prover",
             runner="generate",
             shape=base.shape,
-            max_length=completion_room(experiment) + 1,
+            max_length=experiment.completion_room() + 1,
             processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
             lora_rank=experiment.training.adapters.rank if weights.transport.kind == "lora" else 0,
             on_cluster=experiment.server_cluster is not None,

@@ -3,26 +3,28 @@
     with RunDirectory.create(Path("runs"), "first", experiment).lock() as run:
         run.state, run.metrics, ...
 
-Invariants: `experiment.toml` is written once, when the run is created. At most one process drives a run at a time.
+Invariants: `experiment.toml` is written once, when the run is created. At most one process commits to a run at a time.
 
-The kernel releases the lock when the process ends in any way. The process locks the lock file and its folder. A deleted
-or replaced lock file does not admit another process, because the folder stays locked. A moved folder stays locked under
-its new name. On a file system that cannot lock folders (NFS) only the file is locked; `FolderGuard` then detects a
-deleted or replaced lock file. A lease (pvg.store.lease) keeps drivers on several hosts apart.
+The kernel releases the lock of the lock file when the process ends in any way. A moved folder stays locked. If the lock
+file or the folder is deleted or replaced, another process may lock it; `FolderGuard` then stops the first one before
+its next commit. A lease (pvg.store.lease) keeps drivers on several hosts apart.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
+import secrets
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, did_you_mean, overridden
@@ -34,6 +36,7 @@ from pvg.errors import (
     StateError,
     StoppedAtStart,
     UsageError,
+    path_error,
     system_module,
     user_paths,
 )
@@ -42,128 +45,69 @@ from pvg.store.atomic import (
     disk_full_explained,
     is_temporary,
     make_directory,
+    read_stored,
     remove_old_temporaries,
     remove_temporaries,
+    sync_directory,
     write_atomic,
 )
-from pvg.store.journal import JournalMark, read_json_lines, verify
 from pvg.store.lease import LeaseCheck, Work, is_lease, leased
-from pvg.store.state import FileStateStore, LoadedState, State
-
-Identity = tuple[int, int]  # device and inode of a file or a folder
-
-# Errors of flock on a file system that cannot lock folders.
-NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EISDIR})
+from pvg.store.state import FileStateStore, JournalMark, LoadedState, State, read_json_lines, verify
 
 
 @contextmanager
 def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
-    """Lock `file`, creating it if it is missing, and its folder. Raises `refusal(owner)` if another process has locked
-    either.
+    """Lock `file`, creating it if it is missing. Raises `refusal(owner)` if another process has locked it.
 
-    The lock belongs to the open files, so a forked child shares it until it ends or executes another program.
+    The lock belongs to the open file, so a forked child shares it until it ends or executes another program.
     """
     fcntl = system_module("fcntl")
-    with user_paths():
-        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with user_paths(), disk_full_explained(file):
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
-        if not _lock_folder(folder):
-            raise refusal(_owner(_read(file)))
-        with user_paths(), disk_full_explained(file):
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise StateError(f"{file} is not a regular file.", "Move it away. pvg then makes a new one.")
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise StateError(f"{file} is not a regular file.", "Move it away. pvg then makes a new one.")
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise refusal(_owner(os.pread(descriptor, 32, 0))) from None
-            with disk_full_explained(file):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-            yield
-        finally:
-            os.close(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Empty for the instant between another process's flock and its writing of its process id.
+            content = os.pread(descriptor, 32, 0)
+            owner = f"process {content.decode()}" if content.isdigit() else "another process"
+            raise refusal(owner) from None
+        with disk_full_explained(file):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 class FolderGuard:
-    """Checks whether a folder, its lock file and its lease are still the same as when this object was made.
-
-    A process that has locked a folder calls this before each commit, because its lock does not protect a different
-    folder that was moved to the same path.
-    """
+    """Raises StateError when the folder or its lock file is no longer the one that it was when this object was made, or
+    when a driver on another host has taken the lease. A process that drives a run calls this before each commit."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
-        self._folder_was, self._file_was = _identity(file.parent), _identity(file)
-        self._lease = LeaseCheck(file.parent)
+        self._file, self._was, self._lease = file, _identity(file), LeaseCheck(file.parent)
 
     def __call__(self) -> None:
-        """Raises StateError if the folder was moved, deleted or replaced, if its lock no longer protects it, or if a
-        driver on another host has taken its lease."""
-        folder = self._file.parent
-        if self._folder_was is None or _identity(folder) != self._folder_was:
+        if self._was is None or _identity(self._file) != self._was:
+            folder = self._file.parent
             raise StateError(
-                f"The folder {folder} was moved, deleted or replaced while this process was writing to it.",
-                "All commits are in the old folder. If you moved it, continue there: pvg train --resume PATH",
+                f"The folder {folder} or its file {self._file.name} was moved, deleted or replaced, so another process "
+                "may be writing to it.",
+                "This process stopped before its next commit. All commits are in the old folder. If you moved it, "
+                "continue there: pvg train --resume PATH",
             )
         self._lease()
-        file = _identity(self._file)
-        if file == self._file_was or (file is None and _can_lock(folder)):
-            return
-        raise StateError(
-            f"The lock file {self._file} was deleted or replaced, so another process may be writing to {folder}.",
-            "This process stopped before its next commit. Stop the other process, or continue later: "
-            f"pvg train --resume {folder.resolve().name}",
-        )
 
 
-def _lock_folder(descriptor: int) -> bool:
-    """Lock an open folder; False if another process has locked it. True if the file system cannot lock folders."""
-    fcntl = system_module("fcntl")
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_FOLDER_LOCKS:
-            raise
-    return True
-
-
-def _can_lock(folder: Path) -> bool:
-    fcntl = system_module("fcntl")
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in NO_FOLDER_LOCKS:
-            raise
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def _identity(path: Path) -> Identity | None:
+def _identity(path: Path) -> tuple[int, int] | None:
+    """The device and the inode of a file."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
-
-
-def _read(file: Path) -> bytes:
-    return file.read_bytes()[:32] if file.is_file() else b""
-
-
-def _owner(content: bytes) -> str:
-    # Empty for the instant between another process's flock and its writing of its process id.
-    return f"process {content.decode()}" if content.isdigit() else "another process"
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
@@ -211,6 +155,16 @@ def free_name(root: Path, name: str) -> str:
 BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "workers", "alert"})
 
 
+class _Inside:
+    """A file or a folder of a run, by its name in the run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The paths of one run. The constructor does not touch the disk; use `create` or `open`."""
@@ -226,68 +180,21 @@ class RunDirectory:
         """How a command names this run: its name in the default folder, its path elsewhere. Quoted for a shell."""
         return shlex.quote(self.name if self.path == Store().root / self.name else str(self.path))
 
-    @property
-    def experiment_file(self) -> Path:
-        return self.path / "experiment.toml"
-
-    @property
-    def state(self) -> Path:
-        """The game's state; the previous commit is next to it (pvg.store.state)."""
-        return self.path / "state.json"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def spans(self) -> Path:
-        return self.path / "spans.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def code(self) -> Path:
-        """Copies of the user's files that the experiment names."""
-        return self.path / "code"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def rollouts_page(self) -> Path:
-        return self.path / "rollouts.html"
-
-    @property
-    def tags(self) -> Path:
-        """The user's tags (pvg.store.run_folders)."""
-        return self.path / "tags.json"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock"
+    experiment_file = _Inside("experiment.toml")
+    state = _Inside("state.json")  # the previous commit is next to it (pvg.store.state)
+    manifest = _Inside("manifest")
+    rollouts = _Inside("rollouts")
+    metrics = _Inside("metrics.jsonl")
+    spans = _Inside("spans.jsonl")
+    events = _Inside("events.log")
+    checkpoints = _Inside("checkpoints")
+    weights = _Inside("weights")
+    code = _Inside("code")  # copies of the user's files that the experiment names
+    evaluation = _Inside("evaluation")
+    report = _Inside("report.html")
+    rollouts_page = _Inside("rollouts.html")
+    tags = _Inside("tags.json")
+    lock_file = _Inside("lock")
 
     @classmethod
     def create(cls, root: Path, name: str, experiment: Experiment) -> RunDirectory:
@@ -338,12 +245,6 @@ class RunDirectory:
             if os.path.lexists(run.experiment_file) or (run.path.is_dir() and run.has_state):
                 found = "is not a file" if os.path.lexists(run.experiment_file) else "is missing"
                 raise StateError(f"{run.experiment_file} {found}.", "Restore it from a copy, or delete the folder.")
-        for candidate in candidates:
-            if inside := runs_in(candidate):
-                raise UsageError(
-                    f"{candidate} is a folder of runs, not a run.",
-                    f"Name a run in it, such as {cls(candidate / inside[0]).argument}",
-                )
         name = Path(path_or_name).name
         known = runs_in(root)
         raise UsageError(
@@ -521,3 +422,101 @@ def removed_name(name: str, number: str) -> str:
 
 def is_removed(path: Path) -> bool:
     return REMOVED_NAME.fullmatch(path.name) is not None
+
+
+# What users do with the folders of runs: tags, sizes, removal, and runs without a game.
+
+
+SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
+TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+
+
+@user_paths()
+def read_tags(run: RunDirectory) -> list[str]:
+    """The tags of a run, in the order in which they were added. Raises StateError if the file is damaged."""
+    try:
+        found = orjson.loads(read_stored(run.tags))
+    except FileNotFoundError:
+        return []
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
+        raise StateError(f"{run.tags} is not a list of tags.", "Delete the file. Only the tags are lost.")
+    return found
+
+
+@user_paths()
+def write_tags(run: RunDirectory, tags: Sequence[str]) -> list[str]:
+    """Replace the tags of a run, without repetitions. A process that plays the run is not affected. Raises UsageError
+    for a text that cannot be a tag."""
+    for tag in tags:
+        if not TAG.fullmatch(tag):
+            raise UsageError(f"{tag!r} cannot be a tag.", "Use at most 40 letters, digits, dots, dashes, underscores.")
+    wanted = list(dict.fromkeys(tags))
+    if not wanted:
+        run.tags.unlink(missing_ok=True)
+        return wanted
+    try:
+        write_atomic(run.tags, orjson.dumps(wanted, option=orjson.OPT_APPEND_NEWLINE))
+    except OSError as error:
+        if error.filename and is_temporary(Path(error.filename)):
+            error.filename = str(run.path)  # a folder that cannot be written; its user does not know the temporary file
+        raise
+    return wanted
+
+
+def has_only_samples(state: Mapping[str, Any]) -> bool:
+    """Whether a run with the committed `state` (empty: none) is of `pvg rollout`, which plays no game and leaves a run
+    in its first phase."""
+    return state.get("phase", SAMPLING_PHASE) == SAMPLING_PHASE and bool(state.get("shards"))
+
+
+def refuse_samples(run: RunDirectory, state: Mapping[str, Any]) -> None:
+    """Raises UsageError if `run` with the committed `state` (empty: none) is of `pvg rollout`, which has no game."""
+    if has_only_samples(state):
+        raise UsageError(
+            f"The run {run.name!r} contains samples of `pvg rollout`, not a game.", "Start a game: pvg train"
+        )
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files below `folder`, in bytes. A file with several names counts once. Links are not followed."""
+    seen: dict[tuple[int, int], int] = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                found = os.lstat(os.path.join(place, name))
+            except FileNotFoundError:  # a temporary file of a process that plays the run
+                continue
+            seen[found.st_dev, found.st_ino] = found.st_size
+    return sum(seen.values())
+
+
+def remove_run(run: RunDirectory, waiting: Callable[[str], None]) -> None:
+    """Delete a run, and what killed removals have left beside it.
+
+    The folder first gets a name that is no run's, and then loses its files. Raises UsageError if a process plays the
+    run; `waiting` is that of `RunDirectory.lock`. Raises StateError if files cannot be deleted.
+    """
+    if run.path.is_symlink():
+        raise UsageError(
+            f"{run.path} is a link to {run.path.resolve()}.", "Give that folder, or delete only the link with rm."
+        )
+    folder = run.path.resolve()
+    grave = folder.parent / removed_name(folder.name, secrets.token_hex(4))
+    with run.lock(waiting=waiting), user_paths():
+        os.rename(folder, grave)
+        sync_directory(folder.parent)
+    for left in [path for path in folder.parent.iterdir() if is_removed(path)]:
+        _delete(left)
+
+
+def _delete(folder: Path) -> None:
+    try:
+        # First the file that makes a folder a run, in case a user gives the folder its old name.
+        RunDirectory(folder).experiment_file.unlink(missing_ok=True)
+        shutil.rmtree(folder)
+    except FileNotFoundError:  # another `pvg runs remove` deletes it at this moment
+        return
+    except OSError as error:
+        raise path_error(error, StateError, f"Delete the rest yourself: rm -r {folder}") from error

@@ -2,7 +2,7 @@
 
     saved = find_player(parse_run_id("run:mine/round-2/verifier"))
     tensors, meta = read_checkpoint(saved.run.weights, saved.weights)
-    experiment = pinned_players(experiment)  # each run:... with the full path, the round and the digest of the weights
+    sources = pinned_players(experiment.sources())  # each run:... with its path, its round and its digest
 
 Invariant: a source with a digest means these weights only. If the other run has changed, finding them raises an error.
 """
@@ -10,10 +10,10 @@ Invariant: a source with a digest means these weights only. If the other run has
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pvg.config.base import SCHEME, Player, RunId, Stage, is_run_id, parse_run_id, with_player
 from pvg.config.experiment import Experiment
@@ -134,10 +134,9 @@ def _open(run_id: RunId) -> RunDirectory:
             "--resume and pvg evaluate also take its new path: -s models.prover.source=run:/NEW/PATH (or verifier).",
         )
     known, name = runs_in(run.path.parent), run.path.name
-    hint = f"Known there: {', '.join(known)}." if known else "A path that is not absolute starts in the current folder."
     raise UsageError(
         f"{RunId(run_id.folder)}: there is no run in {run.path}.{did_you_mean(name, known)}",
-        f"{hint} If the run has moved, give its new path: run:PATH/round-N",
+        "If the run has moved, give its new path: run:PATH/round-N",
     )
 
 
@@ -168,14 +167,15 @@ def _stage(run_id: RunId, run: RunDirectory, rounds: int, weights: Collection[st
 # --- the models of an experiment --------------------------------------------------------------------------------------
 
 
-def run_sources(experiment: Experiment, players: Collection[Player] = PLAYERS) -> dict[Player, RunId]:
-    """The models of an experiment that are players of other runs: `run:NAME`, or a path such as runs/NAME/round-2."""
-    sources: dict[Player, str] = {
-        "prover": experiment.models.prover.source,
-        "verifier": experiment.models.verifier.source,
-    }
-    found = {name: _run_id_of(sources[name], name) for name in players}
+def run_sources(sources: Mapping[str, str], players: Collection[Player] = PLAYERS) -> dict[Player, RunId]:
+    """The models of `sources` (`Experiment.sources`) that are players of other runs: `run:NAME`, or a path such as
+    runs/NAME/round-2."""
+    found = {name: _run_id_of(sources[_key(name)], name) for name in players}
     return {name: run_id for name, run_id in found.items() if run_id is not None}
+
+
+def _key(player: Player) -> str:
+    return f"models.{player}.source"
 
 
 def runs_that_start_from(run: RunDirectory, root: Path) -> list[RunDirectory]:
@@ -196,8 +196,8 @@ def runs_that_start_from(run: RunDirectory, root: Path) -> list[RunDirectory]:
 def _needed_folders(experiment: Experiment) -> list[Path]:
     """The folders from which the models and the solver of an experiment come. A source of another kind, such as
     hf:OWNER/NAME, becomes a path that does not exist."""
-    models, protocol = experiment.models, experiment.game.protocol
-    sources = [models.prover.source, models.verifier.source]
+    protocol = experiment.game.protocol
+    sources = [experiment.models.prover.source, experiment.models.verifier.source]
     if isinstance(protocol, DecoupledProtocol):
         sources.append(protocol.solver)
     folders = [parse_run_id(source).path if is_run_id(source) else Path(source) for source in sources]
@@ -212,23 +212,21 @@ def _run_id_of(source: str, player: Player) -> RunId | None:
     return named if is_run else None
 
 
-def pinned_players(experiment: Experiment, players: Collection[Player] = PLAYERS) -> Experiment:
-    """The experiment; each model that is a player of another run gets its full path, its round and the digest of its
+def pinned_players(sources: Mapping[str, str], players: Collection[Player] = PLAYERS) -> dict[str, str]:
+    """The sources; each model that is a player of another run gets its full path, its round and the digest of its
     weights. Raises the errors of `find_player`."""
-    for name, run_id in run_sources(experiment, players).items():
-        experiment = with_source(experiment, name, find_player(run_id).source)
-    return experiment
+    found = run_sources(sources, players)
+    return {**sources, **{_key(name): find_player(run_id).source for name, run_id in found.items()}}
 
 
-def pinned_players_as(experiment: Experiment, earlier: Experiment) -> Experiment:
-    """The experiment; a source without a digest gets that of `earlier`, the run to resume, if it means the same
-    player."""
-    before = run_sources(earlier)
-    for name, run_id in run_sources(experiment).items():
+def pinned_players_as(sources: Mapping[str, str], earlier: Mapping[str, str]) -> dict[str, str]:
+    """The sources; one without a digest gets that of `earlier`, the run to resume, if it means the same player."""
+    found, before = dict(sources), run_sources(earlier)
+    for name, run_id in run_sources(sources).items():
         own = before.get(name)
         if own is not None and run_id.digest is None and _same_player(run_id, own):
-            experiment = with_source(experiment, name, str(own))
-    return experiment
+            found[_key(name)] = str(own)
+    return found
 
 
 def _same_player(wanted: RunId, own: RunId) -> bool:
@@ -242,9 +240,3 @@ def base_source(source: str) -> str:
     while is_run_id(source):
         source = find_player(parse_run_id(source)).section.source
     return source
-
-
-def with_source(experiment: Experiment, player: Player, source: str) -> Experiment:
-    """The experiment with another source of one model."""
-    section: dict[str, Any] = {player: getattr(experiment.models, player).model_copy(update={"source": source})}
-    return experiment.model_copy(update={"models": experiment.models.model_copy(update=section)})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from mmap import mmap
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 
 from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
-from pvg.store import check_columns, protocol_columns
 from pvg.store.atomic import (
     atomic_file,
     is_temporary,
@@ -32,64 +30,62 @@ from pvg.store.atomic import (
     sync_directory,
     write_atomic,
 )
-from pvg.store.samples import DIGESTS_SUFFIX, MappedSolutions, SampleColumns, damaged, digests_of
+from pvg.store.samples import (
+    CHECK_FIELDS,
+    DIGESTS_SUFFIX,
+    PROTOCOL_FIELDS,
+    MappedSolutions,
+    SampleColumns,
+    check_columns,
+    checks_of,
+    damaged,
+    digests_of,
+    protocol_columns,
+    protocol_of,
+)
 
-SHARD_SCHEMA = b"1"  # of a shard without additional columns; see SCHEMAS
+SHARD_SCHEMA = b"1"
 ROLLOUTS = "rollouts"
 
 # Strings that many rows share are stored once and referenced by index.
 _SHARED = pa.dictionary(pa.int32(), pa.string())
 
 
-def _version(there: Sequence[bool]) -> bytes:
-    """The version of a shard; `there` says which of MORE_FIELDS it has."""
-    return str(1 + sum(2**place for place, is_there in enumerate(there) if is_there)).encode()
+BASE_FIELDS = [
+    pa.field("id", pa.string(), nullable=False),
+    pa.field("problem_id", _SHARED, nullable=False),
+    pa.field("question", _SHARED, nullable=False),
+    pa.field("reference", _SHARED, nullable=False),
+    pa.field("role", _SHARED, nullable=False),
+    pa.field("round", pa.int64(), nullable=False),
+    pa.field("source", _SHARED, nullable=False),
+    pa.field("step", pa.int64(), nullable=False),
+    pa.field("group", pa.int64(), nullable=False),
+    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
+    pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
+    pa.field("span_starts", pa.list_(pa.int64()), nullable=False),
+    pa.field("span_versions", pa.list_(pa.int64()), nullable=False),
+    pa.field("finish_reason", _SHARED, nullable=False),
+    pa.field("text", pa.string(), nullable=False),
+    pa.field("correct", pa.bool_(), nullable=False),
+    pa.field("well_formed", pa.bool_(), nullable=False),
+    pa.field("answer", pa.string()),
+    pa.field("note", pa.string(), nullable=False),
+    pa.field("queued_s", pa.float64(), nullable=False),
+    pa.field("service_s", pa.float64(), nullable=False),
+    pa.field("score", pa.float64()),
+    pa.field("verifier_version", _SHARED),
+    pa.field("reward", pa.float64()),
+]
 
-
-SCHEMA = pa.schema(
-    [
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("problem_id", _SHARED, nullable=False),
-        pa.field("question", _SHARED, nullable=False),
-        pa.field("reference", _SHARED, nullable=False),
-        pa.field("role", _SHARED, nullable=False),
-        pa.field("round", pa.int64(), nullable=False),
-        pa.field("source", _SHARED, nullable=False),
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("group", pa.int64(), nullable=False),
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-        pa.field("span_starts", pa.list_(pa.int64()), nullable=False),
-        pa.field("span_versions", pa.list_(pa.int64()), nullable=False),
-        pa.field("finish_reason", _SHARED, nullable=False),
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("correct", pa.bool_(), nullable=False),
-        pa.field("well_formed", pa.bool_(), nullable=False),
-        pa.field("answer", pa.string()),
-        pa.field("note", pa.string(), nullable=False),
-        pa.field("queued_s", pa.float64(), nullable=False),
-        pa.field("service_s", pa.float64(), nullable=False),
-        pa.field("score", pa.float64()),
-        pa.field("verifier_version", _SHARED),
-        pa.field("reward", pa.float64()),
-    ],
-    metadata={b"pvg.shard": SHARD_SCHEMA},
-)
-
-# Only for rollouts with routed experts; other shards are stored without. The bytes of a row and their shape [tokens,
-# layers, experts per token, bytes of a number]. Offsets have 64 bits, because such a shard may have many gigabytes.
+# Null for rollouts without routed experts. The bytes of a row and their shape [tokens, layers, experts per token, bytes
+# of a number]. Offsets have 64 bits, because such a shard may have many gigabytes.
 EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
 EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
-# Groups of columns that only some rollouts need. A shard's version is 1, plus 1, 2 and 4 for those that it has, in this
-# order.
-MORE_FIELDS = (EXPERT_FIELDS, check_columns.FIELDS, protocol_columns.FIELDS)
-SCHEMAS = {
-    _version(there): pa.schema(
-        [*SCHEMA, *itertools.chain(*itertools.compress(MORE_FIELDS, there))], metadata={b"pvg.shard": _version(there)}
-    )
-    for there in itertools.product((False, True), repeat=len(MORE_FIELDS))
-}
+SCHEMA = pa.schema(
+    [*BASE_FIELDS, *EXPERT_FIELDS, *CHECK_FIELDS, *PROTOCOL_FIELDS], metadata={b"pvg.shard": SHARD_SCHEMA}
+)
 
 GRADE_COLUMNS = ("correct", "well_formed", "answer", "note")
 # The list columns that are read back as arrays; the two columns of spans become VersionSpans.
@@ -284,12 +280,12 @@ def _open(source: Any, path: Path) -> pa.RecordBatch:
     try:
         reader = pa.ipc.open_file(source)
         version = (reader.schema.metadata or {}).get(b"pvg.shard")
-        if version is not None and version not in SCHEMAS:
+        if version not in (None, SHARD_SCHEMA):
             raise StateError(
-                f"{path} has shard schema {version.decode()}, but this pvg reads {b' and '.join(SCHEMAS).decode()}.",
+                f"{path} has shard schema {version.decode()}, but this pvg reads {SHARD_SCHEMA.decode()}.",
                 "Read it with the pvg that wrote it.",
             )
-        if version is None or reader.schema != SCHEMAS[version] or reader.num_record_batches != 1:
+        if version is None or reader.schema != SCHEMA or reader.num_record_batches != 1:
             raise damaged(path, "it is not a rollout shard")
         return reader.get_batch(0)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -352,24 +348,14 @@ def _write_batch(file: _ShardFile, rollouts: Sequence[Rollout]) -> None:
         for name in names:
             values = [getattr(getattr(r, part), name) for r in rollouts]
             columns[name] = pa.array(values, SCHEMA.field(name).type)
-    for column in SCHEMA:
+    for column in BASE_FIELDS:
         if column.name not in columns:
             values = [getattr(r, column.name) for r in rollouts]
             columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    there = (
-        any(rollout.routed_experts is not None for rollout in rollouts),
-        check_columns.needed(rollouts),
-        protocol_columns.needed(rollouts),
-    )
-    if there[0]:
-        columns |= _expert_columns([rollout.routed_experts for rollout in rollouts], file)
-    if there[1]:
-        columns |= check_columns.to_columns(rollouts)
-    if there[2]:
-        columns |= protocol_columns.to_columns(rollouts)
-    schema = SCHEMAS[_version(there)]
-    batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    with pa.ipc.new_file(pa.PythonFile(file, mode="w"), schema) as writer:
+    columns |= _expert_columns([rollout.routed_experts for rollout in rollouts], file)
+    columns |= check_columns(rollouts) | protocol_columns(rollouts)
+    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    with pa.ipc.new_file(pa.PythonFile(file, mode="w"), SCHEMA) as writer:
         writer.write_batch(batch)
     file.close()
 
@@ -399,7 +385,7 @@ def _expert_columns(rows: Sequence[RoutedExperts | None], file: _ShardFile) -> d
     flat = [np.empty(0, np.uint8) if row is None else row.reshape(-1).view(np.uint8) for row in rows]
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([part.size for part in flat], out=offsets[1:])
-    present = pa.array([row is not None for row in rows]).buffers()[1]
+    present = pa.array([row is not None for row in rows], pa.bool_()).buffers()[1]
     values = pa.py_buffer(mmap(-1, int(offsets[-1])) if offsets[-1] else b"")
     if values.size:
         file.write_for(values, flat)
@@ -416,11 +402,13 @@ def _expert_columns(rows: Sequence[RoutedExperts | None], file: _ShardFile) -> d
 
 def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
     columns: dict[str, list[Any]] = {
-        name: list_rows(batch.column(name)) if name in ARRAYS else batch.column(name).to_pylist()
-        for name in SCHEMA.names
+        field.name: list_rows(batch.column(field.name))
+        if field.name in ARRAYS
+        else batch.column(field.name).to_pylist()
+        for field in BASE_FIELDS
     }
     columns[EXPERTS] = routed_experts(batch)
-    checks, of_protocol = check_columns.of_rows(batch), protocol_columns.of_rows(batch)
+    checks, of_protocol = checks_of(batch), protocol_of(batch)
 
     def rollout(i: int) -> Rollout:
         row = {name: values[i] for name, values in columns.items()}
@@ -456,8 +444,8 @@ def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:
 def routed_experts(batch: pa.RecordBatch) -> list[RoutedExperts | None]:
     """The routed experts of each row, read-only views of the shard's bytes (with RolloutShards.map, of the file).
     Raises ValueError for shapes that do not fit their bytes."""
-    if EXPERTS not in batch.schema.names:
-        return [None] * batch.num_rows
+    if not batch.num_rows:
+        return []
     column, shapes = batch.column(EXPERTS), batch.column(EXPERTS_SHAPE).to_pylist()
     _, offsets, data = column.buffers()
     ends = np.frombuffer(offsets, np.int64, len(column) + 1, column.offset * 8).tolist()

@@ -425,13 +425,13 @@ def _resolve(
         note = switch_note(before, data) or note if chooses_task(key) else note
     origins = {key: where for key, _, where in given}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
-    for key, hub_id in hub.hub_ids(experiment):
+    for key, hub_id in hub.hub_ids(experiment.sources()).items():
         if not parse(hub_id).is_pinned:
             raise ConfigurationError(
                 f"{key} = {hub_id!r} has no commit, so two games could use different files (arm {name!r} of {origin}).",
                 f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
             )
-    for player, run_id in run_sources(experiment).items():
+    for player, run_id in run_sources(experiment.sources()).items():
         if run_id.digest is None:
             raise ConfigurationError(
                 f"models.{player}.source = {str(run_id)!r} has no digest, so two games could use different weights "

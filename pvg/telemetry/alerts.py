@@ -48,7 +48,7 @@ REMEDIES: dict[AlertKind, str] = {
     "nan": "Start a new run with a lower training.learning_rate.",
     "source_excluded": "Raise game.mint_samples or game.mint_problems, unless that prover is always right or wrong.",
     "stall": "Read the newest lines of events.log. If your steps take that long, raise telemetry.stall_s.",
-    "truncation": "Raise rollout.max_tokens, or set training.overlong_buffer.",
+    "truncation": "Raise rollout.max_tokens.",
     "unpaired": "Raise game.mint_samples, or choose problems that the prover solves only sometimes.",
     "verifier_at_chance": "Raise verifier.steps or verifier.learning_rate. If its loss fell: raise game.mint_problems.",
     "weights_queue": "pvg diagnose RUN shows the reason. With the torch engine, lower rollout.concurrency.",

@@ -296,23 +296,6 @@ def zero_signal_groups(rewards_N: NDArray[Any], group_ids_N: NDArray[Any], role_
     return float(1.0 - signal_G.mean()) if signal_G.size else 0.0
 
 
-def soft_overlong_rewards(completion_lengths_N: NDArray[Any], max_tokens: int, buffer: int) -> Float32:
-    """DAPO's soft overlong punishment, added to rewards: float32 [N] in [-1, 0] (arXiv 2503.14476, eq. 13).
-
-    0 up to `max_tokens - buffer` tokens, then linear down to -1 at `max_tokens`. A buffer of 0 disables it. Raises
-    ConfigurationError if the buffer exceeds `max_tokens`.
-    """
-    if not 0 <= buffer <= max_tokens:
-        raise ConfigurationError(
-            f"training.overlong_buffer = {buffer} exceeds rollout.max_tokens = {max_tokens}.",
-            f"Set it between 0 and {max_tokens}.",
-        )
-    if buffer == 0:
-        return np.zeros(len(completion_lengths_N), dtype=np.float32)
-    over_N = np.asarray(completion_lengths_N, dtype=np.float64) - (max_tokens - buffer)
-    return (-np.clip(over_N / buffer, 0.0, 1.0)).astype(np.float32)
-
-
 def normalised(groups: RewardGroups) -> Float64:
     """(R - mean) / (std + 1e-6)."""
     normalised_N: Float64 = groups.centred() / (groups.deviations() + EPSILON)

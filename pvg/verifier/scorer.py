@@ -233,6 +233,9 @@ class TorchBackend:
         return reference_B
 
 
+CACHE_ENTRIES = 100_000  # scores in memory, so that a solution is scored once
+
+
 @dataclass(frozen=True, slots=True)
 class ScorerStats:
     """Counts since the scorer was created. A requested solution is a hit (cached), shared (in computation already, or
@@ -286,7 +289,7 @@ class VerifierScorer(Scorer):
         template: VerifierTemplate,
         version: str,
         *,
-        cache_entries: int,
+        cache_entries: int = CACHE_ENTRIES,
         token_budget: int,
         executor: Executor,
         precision: str = "float32",

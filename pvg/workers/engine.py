@@ -195,8 +195,7 @@ class WorkerEngine(Engine):
         if not block.rows:
             return
         try:
-            with self._pool.exchange.packing():
-                frame = block_of([row.request for row in block.rows])
+            frame = block_of([row.request for row in block.rows])
             block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
             block.fail(error)

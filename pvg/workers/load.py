@@ -7,8 +7,7 @@ count as busy: on a shared machine, a worker that waits for a core has work to d
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pvg.telemetry.device import note_worker_peaks
@@ -75,39 +74,4 @@ class LoadMeter:
                 found[f"w{worker}_busy"] = share
             for worker, (is_up, count) in enumerate(zip(up, restarts, strict=True)):
                 found |= {f"w{worker}_up": float(is_up), f"w{worker}_restarts": float(count)}
-        return found
-
-
-class ExchangeMeter:
-    """Adds up what a run pays for having workers, which one process would not:
-
-    - for each shard, the time of its requests and answers on their way: from the call that sends a request until its
-      answer is read, less the time that the worker had it. It contains what driver and worker pack, send, receive and
-      parse, and their waiting for an event loop that is busy.
-    - in the driver, the time to build requests, to read answers into arrays, and to write weights for the workers.
-
-    Parts that overlap, with each other or with computation, count in full. So it is an upper bound.
-    """
-
-    def __init__(self, shards: int) -> None:
-        self._away_s = [0.0] * shards
-        self._driver_s = 0.0
-
-    def answered(self, shard: int, away_s: float) -> None:
-        """A request of this shard and its answer were on their way for so long."""
-        self._away_s[shard] += away_s
-
-    @contextmanager
-    def packing(self) -> Iterator[None]:
-        """The driver builds requests, reads answers or writes weights meanwhile."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._driver_s += time.perf_counter() - began
-
-    def take(self) -> float:
-        """Seconds since the last call: the driver's, and those of the shard that has most."""
-        found = self._driver_s + max(self._away_s)
-        self._away_s, self._driver_s = [0.0] * len(self._away_s), 0.0
         return found

@@ -33,7 +33,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError, PvgError, WorkerLostError, counted, system_module
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
-from pvg.workers.load import ExchangeMeter, LoadMeter
+from pvg.workers.load import LoadMeter
 from pvg.workers.local import Member
 from pvg.workers.scaling import DemandMeter, Moment, decide, shards_to_take
 from pvg.workers.shared import SharedTensors
@@ -108,7 +108,6 @@ class _Request:
     future: asyncio.Future[Frame]
     parts: Callable[[Frame], None] | None
     attempts: int = 0
-    sent_at: float = 0.0
     sent_to: Member | None = None
 
 
@@ -240,7 +239,6 @@ class WorkerPool:
         self._failed: BaseException | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._meter = LoadMeter(self._highest)
-        self.exchange = ExchangeMeter(count)
 
     @property
     def restarts(self) -> int:
@@ -333,7 +331,6 @@ class WorkerPool:
     def _send(self, shard: _Shard, request: _Request) -> None:
         assert shard.member is not None
         request.attempts += 1
-        request.sent_at = time.perf_counter()
         request.sent_to = shard.member
         shard.member.send(request.frame)
 
@@ -356,8 +353,7 @@ class WorkerPool:
     async def _load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         async with self._changing:
             found = self._slots[slot]
-            with self.exchange.packing():
-                place = await found.memory.write(tensors)
+            place = await found.memory.write(tensors)
             await self.ask(found.shards, Frame("load", {"slot": slot, "place": place}))
 
     async def close_slot(self, slot: int) -> None:
@@ -373,8 +369,7 @@ class WorkerPool:
 
     async def _load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
         async with self._changing_policy:
-            with self.exchange.packing():
-                place = await self._policy.write(tensors)
+            place = await self._policy.write(tensors)
             frame = Frame("policy", {"version": version, "trace": trace, "place": place})
             return await self.ask(range(self.count), frame)
 
@@ -476,8 +471,7 @@ class WorkerPool:
         request = shard.pending.get(number)
         if frame.kind == "completed":
             if request is not None and request.parts is not None:
-                with self.exchange.packing():
-                    request.parts(frame)
+                request.parts(frame)
             return
         del self._asked[number]
         shard.changed.set()
@@ -489,8 +483,6 @@ class WorkerPool:
     def _take_answer(self, shard: _Shard, request: _Request, frame: Frame) -> None:
         del shard.pending[frame.fields["id"]]
         if frame.kind == "done":
-            away_s = time.perf_counter() - request.sent_at - frame.fields.get("held_s", 0.0)
-            self.exchange.answered(shard.number, away_s)
             shard.confirm(request.frame)
         if request.future.done():  # the caller has left
             return

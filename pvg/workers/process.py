@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +112,7 @@ class Worker:
         if frame.kind in ("cancel", "cut"):
             self._interrupt(frame)
             return
-        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame, time.perf_counter()))
+        task = asyncio.create_task(self._answer(self._handlers[frame.kind], frame))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -133,7 +132,7 @@ class Worker:
         self._models.clear()
         self.base.close()
 
-    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame, came: float) -> None:
+    async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
         number = frame.fields["id"]
         try:
             answer: Frame = await handler(frame)
@@ -144,8 +143,7 @@ class Worker:
         except Exception:  # noqa: BLE001 - the driver raises it
             send(self._writer, Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
-            held_s = time.perf_counter() - came
-            send(self._writer, Frame("done", {**answer.fields, "id": number, "held_s": held_s}, answer.arrays))
+            send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")

@@ -127,19 +127,18 @@ class WorkerBackend(ScoreBackend):
         parts = self._parts(lengths)
         passes = 0
         asked = []
-        with self._pool.exchange.packing():
-            for shard, rows in enumerate(parts):
-                own = batches([lengths[row] for row in rows.tolist()], self._token_budget, self._model.max_length)
-                passes += len(own)
-                arrays: dict[str, Array] = {
-                    **ragged("ids", [inputs[row].ids for row in rows.tolist()], np.int32),
-                    **ragged("batches", own, np.int64),
-                    "prompt_lengths": np.array([inputs[row].prompt_length for row in rows.tolist()], dtype=np.int64),
-                }
-                if known_N is not None:
-                    arrays["references"] = known_N[rows]
-                frame = Frame("score", {"slot": slot, "token_budget": self._token_budget}, arrays)
-                asked.append(self._pool.submit(self._pool.sampling[shard], frame))
+        for shard, rows in enumerate(parts):
+            own = batches([lengths[row] for row in rows.tolist()], self._token_budget, self._model.max_length)
+            passes += len(own)
+            arrays: dict[str, Array] = {
+                **ragged("ids", [inputs[row].ids for row in rows.tolist()], np.int32),
+                **ragged("batches", own, np.int64),
+                "prompt_lengths": np.array([inputs[row].prompt_length for row in rows.tolist()], dtype=np.int64),
+            }
+            if known_N is not None:
+                arrays["references"] = known_N[rows]
+            frame = Frame("score", {"slot": slot, "token_budget": self._token_budget}, arrays)
+            asked.append(self._pool.submit(self._pool.sampling[shard], frame))
         scores_N = np.empty(len(inputs), dtype=np.float32)
         for rows, answer in zip(parts, await asyncio.gather(*asked), strict=True):
             scores_N[rows] = answer.arrays["scores"]

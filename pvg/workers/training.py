@@ -173,10 +173,9 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
         """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
         slot = await self._ready()
-        with self._pool.exchange.packing():
-            rows = policy_rows(batch, len(self._shards))
-            parts = [batch.select(own) for own in rows]
-            frames = [Frame("logprobs", {"slot": slot, "of": of}, record_arrays("", part)) for part in parts]
+        rows = policy_rows(batch, len(self._shards))
+        parts = [batch.select(own) for own in rows]
+        frames = [Frame("logprobs", {"slot": slot, "of": of}, record_arrays("", part)) for part in parts]
         asked = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
         answers = await asyncio.gather(*asked)
         found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
@@ -189,12 +188,11 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
     async def _submit(self, kind: str, parts: Sequence[Sequence[BatchT]], fields: Mapping[str, Any]) -> list[Frame]:
         slot = await self._ready()
         frames = []
-        with self._pool.exchange.packing():
-            for part in parts:
-                arrays: dict[str, Array] = {}
-                for number, micro_batch in enumerate(part):
-                    arrays |= record_arrays(f"{number}.", micro_batch)
-                frames.append(Frame(kind, {**fields, "slot": slot, "micro_batches": len(part)}, arrays))
+        for part in parts:
+            arrays: dict[str, Array] = {}
+            for number, micro_batch in enumerate(part):
+                arrays |= record_arrays(f"{number}.", micro_batch)
+            frames.append(Frame(kind, {**fields, "slot": slot, "micro_batches": len(part)}, arrays))
         answers = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
         return list(await asyncio.gather(*answers))
 

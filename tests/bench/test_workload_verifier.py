@@ -46,12 +46,6 @@ def test_a_sample_scores_and_trains_and_leaves_nothing_behind(scratch: Path) -> 
     assert list(scratch.iterdir()) == []
 
 
-def test_a_cache_of_one_entry_computes_every_pass_anew() -> None:
-    variant = measured("verifier.cache_entries=1")
-    assert variant.status == "ok", variant.reason
-    assert variant.derived["cache_hit_rate"] < 0.1
-
-
 @pytest.mark.parametrize("head", ["implicit"])
 def test_every_sample_begins_with_the_same_verifier(head: str) -> None:
     async def run() -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, tell
 
-from pvg.store.journal import JsonLines
+from pvg.store.state import JsonLines
 
 
 def with_spans(name: str = "first") -> None:

@@ -27,7 +27,7 @@ with RunDirectory(Path(sys.argv[1])).lock():
 DIE_HALF_WAY = """
 import os, signal, shutil, sys
 from pathlib import Path
-from pvg.store import run_folders
+from pvg.store import run_directory as run_folders
 from pvg.store.run_directory import RunDirectory
 def die(folder):
     os.unlink(folder / "state.json")

@@ -74,5 +74,5 @@ def test_problems_without_both_kinds_are_left_out_of_the_mean():
     scores_N, correct_N = np.array([1.0, 0.0, 5.0, 4.0]), np.array([True, False, True, True])
     values = by_problem(scores_N, correct_N, np.array([0, 0, 1, 1]), 2, balanced)
     assert values == [1.0, None]
-    point = curve_point(values, np.ones((100, 2)), 0.95)
+    point = curve_point(values, np.ones((100, 2)))
     assert (point.value, point.n, point.problems, point.low) == (1.0, 1, 1, None)

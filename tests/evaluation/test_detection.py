@@ -23,7 +23,7 @@ def test_the_sum_of_wins_is_the_auc_and_a_resample_is_one_of_repeated_problems(p
     (pos_N, at_N), (neg_M, at_M) = arrays(positive), arrays(negative)
     counts = wins(pos_N, at_N, neg_M, at_M, 5)
     weights_BP = draws(5, 6, seed=1)
-    assert auc_of(counts, weights_BP, 0.95).value == pytest.approx(auc(pos_N, neg_M), abs=1e-12)
+    assert auc_of(counts, weights_BP).value == pytest.approx(auc(pos_N, neg_M), abs=1e-12)
     for weights_P in weights_BP:
         times = weights_P.astype(int)
         drawn = auc(np.repeat(pos_N, times[at_N]), np.repeat(neg_M, times[at_M]))

@@ -82,7 +82,7 @@ def test_a_resample_is_one_of_repeated_solutions(seed: int) -> None:
         at = found[percent][1]
         assert at.value == pytest.approx(slow_cut(scores_N, scores_M, percent), abs=1e-12)
         cuts = [slow_cut(*pair, percent) if all(pair) else np.nan for pair in resamples]
-        slow = percentile(at.value, np.array(cuts), 0.9, at.n, at.problems)
+        slow = percentile(at.value, np.array(cuts), at.n, at.problems, 0.9)
         if at.low is not None:
             assert (at.low, at.high) == pytest.approx((slow.low, slow.high), abs=1e-12)
         elif slow.low is not None:

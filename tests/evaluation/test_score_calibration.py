@@ -57,7 +57,7 @@ def test_the_calibration_error_by_hand():
     correct_N = np.array([False, True, True, True])
     # bins {0.1, 0.3}: |0.2 - 0.5| = 0.3; {0.7, 0.9}: |0.8 - 1| = 0.2; each holds half
     assert calibration_error(predicted_N, correct_N, np.array([0, 0, 1, 1])) == pytest.approx(0.25)
-    found, _ = ece(predicted_N, correct_N, np.arange(4), 2, draws(4, 200, 0), 0.95)
+    found, _ = ece(predicted_N, correct_N, np.arange(4), 2, draws(4, 200, 0))
     assert found.value == pytest.approx(0.25)
     assert found.low <= found.value <= found.high
 
@@ -72,7 +72,7 @@ def test_the_interval_of_the_error_holds_the_true_one(miss):
         predicted_N = generator.uniform(0.2, 0.8, len(problems_N))
         true_N = predicted_N + miss
         correct_N = generator.random(len(problems_N)) < true_N
-        found, by_chance = ece(predicted_N, correct_N, problems_N, 10, weights_BP, 0.95)
+        found, by_chance = ece(predicted_N, correct_N, problems_N, 10, weights_BP)
         held += found.low <= miss <= found.high
         chances.append(by_chance)
         values.append(found.value)
@@ -82,7 +82,7 @@ def test_the_interval_of_the_error_holds_the_true_one(miss):
 
 
 def test_reliability_tells_shares_with_intervals():
-    bins = reliability(np.array([0.1, 0.2, 0.8, 0.9]), np.array([False, False, True, False]), np.arange(4), 2, 0.95)
+    bins = reliability(np.array([0.1, 0.2, 0.8, 0.9]), np.array([False, False, True, False]), np.arange(4), 2)
     assert [b.predicted for b in bins] == pytest.approx([0.15, 0.85])
     assert [b.correct.value for b in bins] == [0.0, 0.5]
     assert bins[1].correct.low < 0.5 < bins[1].correct.high

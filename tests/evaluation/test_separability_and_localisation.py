@@ -14,7 +14,7 @@ PROBLEMS = 24
 def probed(solutions, helpful, problems):
     fold_P = folds_of([f"p{p}" for p in range(PROBLEMS)], 4)
     rows_NF = features([np.array(s, dtype=np.int32) for s in solutions], 2)
-    return probe(rows_NF, np.array(helpful), np.array(problems), fold_P, draws(PROBLEMS, 200, 0), 0.95)
+    return probe(rows_NF, np.array(helpful), np.array(problems), fold_P, draws(PROBLEMS, 200, 0))
 
 
 def test_rows_are_presence_scaled_to_length_one():

@@ -37,9 +37,9 @@ import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.game.ledger import Manifest
 from pvg.game.run import play
 from pvg.records import Timing
-from pvg.store.manifest import Manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
@@ -105,7 +105,6 @@ def play_experiment() -> Experiment:
         "kind": "play",
         "warmup": 2,
         "groups": "phase",
-        "cache_share": 0.5,
     }
     plain["rollout"]["max_tokens"] = 6
     return build_experiment(plain)

@@ -24,7 +24,7 @@ from pvg.models import open_model, pick_device
 from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Problem, Rollout
-from pvg.rollout.episodes import Observation, Transcript, completion_room
+from pvg.rollout.episodes import Observation, Transcript
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks.diplomacy_mini import DiplomacyMini, plan_problem
 from pvg.tasks.modchain import Modchain
@@ -292,12 +292,11 @@ def test_what_counts_completions_of_one_turn_is_refused():
     for settings in (
         {"rollout.deadline": "continue"},
         {"training.router_replay": True},
-        {"training.overlong_buffer": 4},
     ):
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)
-    assert completion_room(changed(TALKING)) == 40 + 16 + 16
-    assert completion_room(changed({})) == 40
+    assert changed(TALKING).completion_room() == 40 + 16 + 16
+    assert changed({}).completion_room() == 40
     with pytest.raises(
         ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"
     ):

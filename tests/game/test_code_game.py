@@ -31,7 +31,7 @@ from pvg.verifier.data import VerifierTemplate
 def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:
     plain = {
         "name": "code",
-        "task": {"kind": "code", "path": str(problems), "visible_tests": 1, "sandbox": "reduced", "cpu_s": 5.0},
+        "task": {"kind": "code", "path": str(problems), "sandbox": "reduced", "cpu_s": 5.0},
         "models": {"prover": {"source": str(model)}, "verifier": {"source": str(model)}, "threads": 1},
         "rollout": {"group_size": 4, "engine": {"max_rows": 32}, "concurrency": 64, "max_tokens": 56},
         "verifier": {"head": "scalar", "loss": "cross_entropy", "steps": 2, "pairs": 4, "held_out": 0.0},

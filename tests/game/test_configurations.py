@@ -20,10 +20,9 @@ from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import closing
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.verifier.losses import RobustObjective
@@ -257,7 +256,6 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
     [
         ({"prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
-        ({"training.overlong_buffer": 41}, "exceeds rollout.max_tokens = 40"),
         ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
         ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),
     ],

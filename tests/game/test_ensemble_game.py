@@ -22,10 +22,9 @@ from pvg.game.round_verifier import read_verifier
 from pvg.models.heads import VerifierEnsemble
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.journal import read_json_lines
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, read_json_lines
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.verifier.calibration import auc

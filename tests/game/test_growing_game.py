@@ -93,7 +93,6 @@ TURNS: dict[str, Any] = {
     "game.rounds": 2,
     "game.schedule": "simultaneous",
     "game.schedule.every": 2,
-    "game.schedule.updates": 2,
     "game.schedule.problems": 6,
     "training.steps": 5,
 }

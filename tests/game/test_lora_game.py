@@ -19,9 +19,8 @@ from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
 from pvg.models.language_model import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 RANK = 4
@@ -29,7 +28,7 @@ RANK = 4
 
 def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
     plain = small_experiment().plain()
-    adapters = {"kind": "lora", "rank": rank, "alpha": 8.0}
+    adapters = {"kind": "lora", "rank": rank}
     plain["training"] |= {"adapters": adapters, "learning_rate": 1e-3, **training}
     return build_experiment(plain)
 

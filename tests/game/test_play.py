@@ -18,10 +18,9 @@ from pvg.config.load import build_experiment
 from pvg.errors import MissingRequirementError, StateError
 from pvg.game.run import play
 from pvg.records import Role
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, read_json_lines
 from pvg.tasks import half_of, open_task
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 

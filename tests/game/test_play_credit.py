@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pvg.game.play_phase import CachedState, StateCache, phase_statistics, points, rewarded_decisions
+from pvg.game.play_phase import phase_statistics, points, rewarded_decisions
 from pvg.game.play_rating import elo, interval, match_metrics
 from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
@@ -107,33 +107,6 @@ def test_the_interval_is_over_starts() -> None:
     assert elo(10 / 11) == pytest.approx(400.0)
     assert math.isnan(elo(1.0))
     assert all(math.isnan(bound) for bound in interval(np.array([1.0])))
-
-
-def cached(name: str, version: int) -> CachedState:
-    return CachedState(version, PROBLEM, name.encode())
-
-
-def test_the_cache_forgets_old_states_and_keeps_a_sample_of_each_version() -> None:
-    cache = StateCache(size=4, age=2)
-    for version in range(5):
-        cache.offer([cached(f"{version}-{n}", version) for n in range(9)], version, np.random.default_rng(version))
-    drawn = cache.draw(9, 4, np.random.default_rng(0))
-    assert sorted(state.version for state in drawn) == [3, 3, 4, 4]
-    assert {state.version for state in cache.draw(9, 5, np.random.default_rng(0))} == {4}
-    assert cache.draw(9, 9, np.random.default_rng(0)) == []
-
-
-def test_a_restored_cache_draws_the_same_states() -> None:
-    cache, other = StateCache(4, 2), StateCache(4, 2)
-    cache.offer([cached(f"{n}", 1) for n in range(9)], 1, np.random.default_rng(1))
-    other.load_state(cache.state())
-    assert other.draw(2, 1, np.random.default_rng(5)) == cache.draw(2, 1, np.random.default_rng(5))
-
-
-def test_the_id_of_a_cached_start_does_not_grow() -> None:
-    first = cached("x", 0).start
-    assert first.id.startswith("start@")
-    assert CachedState(1, first, b"x").start.id == first.id
 
 
 def test_an_action_with_a_note_is_illegal() -> None:

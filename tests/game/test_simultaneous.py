@@ -27,7 +27,6 @@ from pvg.verifier.scorer import VerifierScorer
 TURNS = {
     "game.schedule": "simultaneous",
     "game.schedule.every": 2,
-    "game.schedule.updates": 2,
     "game.schedule.problems": 6,
     "verifier.steps": 3,
     "game.test.problems": 4,

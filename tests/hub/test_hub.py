@@ -100,25 +100,25 @@ def test_a_revision_is_resolved_to_its_commit(hub: Hub, here: Path, model: dict[
     new = hub.add("tiny/prover", model)
     hub.repositories["models/tiny/prover"].refs |= {"v1": old, "refs/pr/1": old}
     expected = new if revision == "main" else old
-    (found,) = dict(hub_ids(pinned(experiment(f"hf:tiny/prover@{revision}"), QUIET))).values()
+    (found,) = hub_ids(pinned(experiment(f"hf:tiny/prover@{revision}").sources(), QUIET)).values()
     assert found == f"hf:tiny/prover@{expected}"
     assert fetch(f"hf:tiny/prover@{revision}", "model", QUIET).name == expected
 
 
 def test_two_models_of_a_process_are_of_one_commit(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
     commit = hub.add("tiny/prover", model)
-    first = pinned(experiment("hf:tiny/prover"), QUIET)
+    first = pinned(experiment("hf:tiny/prover").sources(), QUIET)
     hub.add("tiny/prover", model)
-    assert dict(hub_ids(pinned(experiment("hf:tiny/prover"), QUIET))) == dict(hub_ids(first))
-    assert str(first.models.prover.source).endswith(commit)
+    assert hub_ids(pinned(experiment("hf:tiny/prover").sources(), QUIET)) == hub_ids(first)
+    assert first["models.prover.source"].endswith(commit)
 
 
 def test_a_resumed_run_keeps_its_commit_unless_another_revision_is_named(here: Path) -> None:
     commit = commit_of("a")
-    run = experiment(f"hf:tiny/prover@{commit}")
-    assert pinned_as(experiment("hf:tiny/prover"), run) == run
+    run = experiment(f"hf:tiny/prover@{commit}").sources()
+    assert pinned_as(experiment("hf:tiny/prover").sources(), run) == run
     for other in ("hf:tiny/other", "hf:tiny/prover@v2", f"hf:tiny/prover@{commit_of('b')}", "embedded:modchain-prover"):
-        assert pinned_as(experiment(other), run) == experiment(other)
+        assert pinned_as(experiment(other).sources(), run) == experiment(other).sources()
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_a_server_gets_a_folder_with_the_player(folder: Path) -> None:
     ("source", "says"),
     [
         ("run:bas", "there is no run in runs/bas. Did you mean 'base'?"),
-        ("run:elsewhere/base", "A path that is not absolute starts in the current folder."),
+        ("run:elsewhere/base", "give its new path"),
         ("run:base/round-7", "round 7 of the run 'base' is not finished. It has 2 finished rounds: 0 to 1."),
         ("run:base/warmup", "has no finished warm start"),
     ],
@@ -189,21 +189,25 @@ def test_a_player_that_does_not_exist_is_refused_in_one_line(folder: Path, sourc
     assert "\n" not in str(caught.value)
 
 
+def pinned(experiment: Experiment) -> Experiment:
+    return experiment.with_sources(pinned_players(experiment.sources()))
+
+
 def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Path) -> None:
     shutil.copytree("runs/base", "runs/copy")
     chosen = with_models("run:copy/round-0")
-    pinned = pinned_players(chosen)
-    assert pinned_players_as(chosen, pinned) == pinned
+    fixed = pinned(chosen)
+    assert pinned_players_as(chosen.sources(), fixed.sources()) == fixed.sources()
     shutil.move("runs/copy", "runs/moved")
     with pytest.raises(UsageError, match=r"the run is no longer in .*runs/copy") as caught:
-        open_model(pinned.models.prover, CPU)
+        open_model(fixed.models.prover, CPU)
     link = caught.value.remedy.partition(": ")[2].partition(". pvg train")[0].replace("/NEW/PATH", "moved").split()
     subprocess.run(link, check=True)
-    open_model(pinned.models.prover, CPU).close()
+    open_model(fixed.models.prover, CPU).close()
     Path(link[-1]).unlink()
-    moved = pinned_players(with_models("run:moved/round-0"))
-    assert moved.hash() == pinned.hash()
-    assert moved.hash() != pinned_players(with_models("run:moved/round-1")).hash()
+    moved = pinned(with_models("run:moved/round-0"))
+    assert moved.hash() == fixed.hash()
+    assert moved.hash() != pinned(with_models("run:moved/round-1")).hash()
     tensors, meta = read_checkpoint(Path("runs/moved/weights"), "round-000-prover")
     shutil.rmtree("runs/moved/weights/round-000-prover")
     write_checkpoint(Path("runs/moved/weights"), "round-000-prover", {n: t + 1 for n, t in tensors.items()}, meta)
@@ -211,13 +215,21 @@ def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Pat
         open_model(moved.models.prover, CPU)
 
 
+def test_a_resumed_run_keeps_the_weights_of_its_start(folder: Path) -> None:
+    """The source names no round. The other run has a newer one when this run is resumed."""
+    shutil.copytree("runs/base", "runs/growing")
+    start = pinned(with_models("run:growing/round-0"))
+    resumed = pinned_players_as(with_models("run:growing").sources(), start.sources())
+    assert resumed["models.prover.source"] == start.models.prover.source
+
+
 @pytest.mark.parametrize("player", ["prover", "verifier"])
 def test_a_run_resumes_with_the_settings_that_its_commits_hold(folder: Path, player: str) -> None:
     """A commit holds the sources without the place of their runs."""
     wanted = f"run:base/round-0/{player}"
-    experiment = pinned_players(Experiment(models=Models(prover=ModelSection(source=wanted))))
+    experiment = pinned(Experiment(models=Models(prover=ModelSection(source=wanted))))
     check_same_configuration(GameState("", experiment.hashed(), ""), experiment)
-    other = pinned_players(Experiment(models=Models(prover=ModelSection(source=f"run:base/round-1/{player}"))))
+    other = pinned(Experiment(models=Models(prover=ModelSection(source=f"run:base/round-1/{player}"))))
     with pytest.raises(StateError, match=r"models\.prover\.source"):
         check_same_configuration(GameState("", experiment.hashed(), ""), other)
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from pvg.config.experiment import Experiment
 from pvg.records import Grade, Role, Rollout, VersionSpan
-from pvg.store.journal import JsonLines
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JsonLines
 
 STEP_BUDGET = {"rollout": 0.5, "forward_backward": 0.3, "unaccounted": 0.2}
 

@@ -80,7 +80,7 @@ SLOW: list[tuple[dict[str, Any], list[str], float, tuple[str, ...]]] = [
         120.0,
         (
             *("rollout.concurrency", "rollout.engine.max_rows", "rollout.prefetch.kind", "rollout.max_tokens"),
-            *("training.overlong_buffer", "training.minibatches"),
+            "training.minibatches",
         ),
     ),
     ({"idle_s": 3.0, "phase": "train_verifier"}, ["starved-trainer"], 120.0, ()),  # no rollouts are missing there

@@ -69,14 +69,14 @@ def test_rows_join_and_long_requests_make_the_cache_wider_while_rows_run(
 ) -> None:
     monkeypatch.setattr(device_rows, "COLUMN_STEP", 8)
     widened = 0
-    widen = LeanDecoder.widened
+    make = LeanDecoder.new_cache
 
-    def counted(self: LeanDecoder, cache: LeanCache, columns: int) -> LeanCache:
+    def counted(self: LeanDecoder, rows: int, columns: int, old: LeanCache | None = None) -> LeanCache:
         nonlocal widened
-        widened += 1
-        return widen(self, cache, columns)
+        widened += old is not None
+        return make(self, rows, columns, old)
 
-    monkeypatch.setattr(LeanDecoder, "widened", counted)
+    monkeypatch.setattr(LeanDecoder, "new_cache", counted)
     sizes = np.random.default_rng(0).integers(1, 41, 60).tolist()
     wanted = [
         GenerationRequest(f"r{i}", prompt, Sampling(size, (1,) if i % 2 else (1, 2, 3)), 100 + i)
@@ -151,7 +151,7 @@ def test_a_step_reads_nothing_from_the_device() -> None:
         module = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 600})).eval()
     decoder = LeanDecoder(module)
     rows = DeviceRows(decoder, 16, continuous=True)
-    rows._cache = decoder.new_cache(16, 128, by_layer=True)
+    rows._cache = decoder.new_cache(16, 128)
     rows._state = device_rows._State.empty(16, 32, 2, torch.device("meta"))
     for how in ((False, 0, False), (True, 0, False), (True, 5, False)):
         rows._how = how

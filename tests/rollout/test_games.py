@@ -28,7 +28,6 @@ def played(
     forks: Fork | Sequence[Fork] = WHOLE,
     *,
     opponents: Sequence[Mapping[str, Opponent]] | None = None,
-    in_step: bool = True,
     concurrency: int = 64,
 ) -> list[list[PlayedGame[Bargain]]]:
     async def play() -> list[list[PlayedGame[Bargain]]]:
@@ -43,9 +42,7 @@ def played(
                 return tokenizer.encode("H" + prompt)
 
             try:
-                return await play_games(
-                    dispatcher, STARTS, GAME, CALL, encode=encode, forks=forks, opponents=opponents, in_step=in_step
-                )
+                return await play_games(dispatcher, STARTS, GAME, CALL, encode=encode, forks=forks, opponents=opponents)
             finally:
                 await engine.close()
 
@@ -128,7 +125,6 @@ def test_games_in_step_repeat_and_equal_games_on_their_own() -> None:
     forks = Fork(warmup=1, samples=3)
     whole = summary(played(forks))
     assert whole == summary(played(forks))
-    assert whole == summary(played(forks, in_step=False))
     assert whole == summary(played(forks, concurrency=5))
 
 

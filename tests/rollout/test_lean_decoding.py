@@ -172,7 +172,7 @@ def test_both_ways_of_attention_agree(heads: int, kv_heads: int) -> None:
     new = torch.randn(2, rows, kv_heads, width, generator=generator)
     position = torch.tensor([4, 9, 6, 4, 7, 8])
     ways = KernelAttention(rows, columns, kv_heads, width), SparseAttention(rows, columns, heads, kv_heads, width)
-    caches = [way.buffer(torch.zeros, 1)[0].copy_(kv) for way in ways]
+    caches = [way.buffer(torch.zeros).copy_(kv) for way in ways]
     for used in (rows, 4):  # twice: what a call leaves behind must not reach the next
         for prefix in (None, CommonPrefix(torch.arange(used) // 2 * 2, 4)):
             found = []

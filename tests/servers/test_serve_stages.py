@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pvg.servers.control import ServerLoad, parse_server_load
 from pvg.servers.process import LAST_LINES, LogTail
 
 HEAD = "(EngineCore pid=1360) INFO 11-21 14:08:34 [core.py:133] "
@@ -37,20 +36,6 @@ def test_the_last_lines_are_those_of_the_process_that_failed_first(tmp_path: Pat
     lines = log.last_lines()
     assert len(lines) == LAST_LINES
     assert lines[-1].endswith("RuntimeError: no kernel")
-
-
-def test_figures_are_added_up_over_engines_and_rates_are_per_second() -> None:
-    text = (
-        "# HELP vllm:num_requests_running Number\n"
-        'vllm:num_requests_running{engine="0",model_name="a}b"} 3.0\n'
-        'vllm:num_requests_running{engine="1",model_name="x"} 4.0\n'
-        'vllm:num_requests_waiting{engine="0"} 1.0\n'
-        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 9.0\n'
-        "vllm:generation_tokens_total 1.2e+03\n"
-    )
-    found = parse_server_load(text)
-    assert (found.running, found.waiting, found.generated, found.read) == (7, 1, 1200, 0)
-    assert ServerLoad(generated=300, read=80, at=12.0).rates(ServerLoad(generated=100, at=10.0)) == (100.0, 40.0)
 
 
 def test_errors_are_found_among_other_lines(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import orjson
 from store_samples import rollout
 
 from pvg.config.experiment import Experiment
-from pvg.store.manifest import Manifest, write_manifest
+from pvg.game.ledger import Manifest, write_manifest
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from store_samples import flip_byte, rollout
@@ -19,7 +16,7 @@ from store_samples import flip_byte, rollout
 from pvg.errors import StateError
 from pvg.records import RoutedExperts
 from pvg.store.atomic import DamagedFileError
-from pvg.store.shards import EXPERTS, SCHEMA, RolloutShards, routed_experts
+from pvg.store.shards import EXPERTS, RolloutShards, routed_experts
 
 SHAPES = hnp.array_shapes(min_dims=3, max_dims=3, min_side=0, max_side=4)
 EXPERT_ROWS = st.none() | hnp.arrays(np.uint8, SHAPES) | hnp.arrays(np.uint16, SHAPES)
@@ -31,39 +28,6 @@ def carrying(i: int, experts: RoutedExperts | None) -> Any:
 
 def numbers(tokens: int, layers: int = 2, k: int = 2, dtype: Any = np.uint8) -> Any:
     return np.random.default_rng(tokens).integers(0, 200, (tokens, layers, k)).astype(dtype)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(EXPERT_ROWS, max_size=6))
-def test_they_come_back_in_every_bit_with_their_shape_and_kind(rows: list[RoutedExperts | None]) -> None:
-    with TemporaryDirectory() as directory:
-        shards = RolloutShards(Path(directory))
-        info = shards.write(0, "mint-00000", [carrying(i, row) for i, row in enumerate(rows)], by_row=True)
-        for found in ([r.routed_experts for r in shards.read(info)], routed_experts(shards.map(info))):
-            assert len(found) == len(rows)
-            for one, other in zip(found, rows, strict=True):
-                assert (one is None) == (other is None)
-                if one is not None and other is not None:
-                    assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-        assert [shards.solutions(info).row(i).text for i in range(len(rows))] == [f"text {i}" for i in range(len(rows))]
-
-
-def test_without_any_a_shard_is_what_it_always_was(tmp_path: Path) -> None:
-    """So that shards of before open, and pvg of before opens these."""
-    shards = RolloutShards(tmp_path)
-    info = shards.write(0, "mint-00000", [rollout(0), rollout(1)])
-    with pa.memory_map(str(tmp_path / info.path)) as source:
-        schema = pa.ipc.open_file(source).schema
-    assert schema == SCHEMA
-    assert schema.metadata == {b"pvg.shard": b"1"}
-    assert [r.routed_experts for r in shards.read(info)] == [None, None]
-    assert routed_experts(shards.map(info)) == [None, None]
-
-
-def test_a_pvg_of_before_is_told_that_it_is_too_old(tmp_path: Path) -> None:
-    info = RolloutShards(tmp_path).write(0, "mint-00000", [carrying(0, numbers(3))])
-    with pa.memory_map(str(tmp_path / info.path)) as source:
-        assert pa.ipc.open_file(source).schema.metadata == {b"pvg.shard": b"2"}
 
 
 def test_a_mapped_shard_gives_them_where_they_lie_and_takes_no_memory_for_them(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pvg.store.journal import JsonLines
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JsonLines
 from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
 from pvg.study.playing import StudyFolder

@@ -331,7 +331,7 @@ def test_the_note_counts_the_problems(tmp_path: Path) -> None:
     held_out, kept = len(list(task.problems("test"))), len(list(task.problems("train")))
     assert held_out + kept == 40
     assert task.note == f"{file} has no test file, so pvg tests with about a tenth of its problems: {held_out} of 40."
-    few = about_test_problems(Experiment(task=data), task, list(task.problems("test")))
+    few = about_test_problems(Experiment().game.test.problems, data, task, list(task.problems("test")))
     assert len(few) == 1
     assert f"A round tests with {counted(held_out, 'problem')}, not with game.test.problems = 128." in few[0]
     assert few[0].endswith("add test problems.")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.training.credit import CREDIT, advantages, soft_overlong_rewards, zero_signal_groups
+from pvg.errors import TrainingDivergedError
+from pvg.training.credit import CREDIT, advantages, zero_signal_groups
 
 HELPFUL, SNEAKY = 1, 0
 NORMALISED = ("grpo", "dapo", "gspo", "cispo")
@@ -78,15 +78,6 @@ def test_signal_by_hand():
     assert zero_signal_groups(np.zeros(0), np.zeros(0), np.zeros(0)) == 0.0
     # Different rewards, but each alone in its role: no signal.
     assert zero_signal_groups(np.array([0.0, 1.0]), np.zeros(2), np.array([0, 1])) == 1.0
-
-
-def test_soft_overlong_by_hand():
-    # Limit 20, buffer 8: free up to 12, then 1/8 per token, -1 at 20 and beyond.
-    found = soft_overlong_rewards(np.array([3, 12, 13, 16, 20, 23]), 20, 8)
-    assert found.tolist() == [0.0, 0.0, -0.125, -0.5, -1.0, -1.0]
-    assert soft_overlong_rewards(np.array([3, 20]), 20, 0).tolist() == [0.0, 0.0]
-    with pytest.raises(ConfigurationError, match="overlong_buffer = 21"):
-        soft_overlong_rewards(np.array([3]), 20, 21)
 
 
 def slow_advantages(loss, rewards, groups, roles):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from test_worker_processes import RecordedEvents, experiment, sampled, workers_o
 from pvg.telemetry import device
 from pvg.telemetry.catalogue import metric
 from pvg.workers import pool as pool_module
-from pvg.workers.frames import Frame
-from pvg.workers.load import MOST_NAMED, ExchangeMeter, LoadMeter
+from pvg.workers.load import MOST_NAMED, LoadMeter
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import WorkerPool
 
@@ -81,40 +79,6 @@ def test_workers_report_their_load_and_their_restarts(monkeypatch: pytest.Monkey
             while (found := pool.measured())["restarts"] == 0 or found["up"] < 2:  # noqa: ASYNC110 - nothing tells it
                 await asyncio.sleep(0.05)
             assert (found["w0_restarts"], found["w1_restarts"]) == (0, 1)
-        finally:
-            await pool.close()
-
-    asyncio.run(play())
-
-
-def test_the_exchange_is_the_drivers_part_and_that_of_the_slowest_shard() -> None:
-    meter = ExchangeMeter(3)
-    assert meter.take() == 0.0
-    for shard, away_s in ((0, 1.0), (2, 2.0), (0, 1.5)):
-        meter.answered(shard, away_s)
-    assert meter.take() == 2.5
-    with meter.packing():
-        began = time.perf_counter()
-        sum(range(10_000))
-        least = time.perf_counter() - began
-    assert meter.take() >= least
-    assert meter.take() == 0.0
-
-
-def test_the_time_that_a_worker_has_a_request_is_not_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    away_s: list[float] = []
-    monkeypatch.setattr(ExchangeMeter, "answered", lambda _, shard, away: away_s.append(away))
-
-    async def play() -> None:
-        pool = WorkerPool(experiment(2), 2, LocalSupply(), RecordedEvents())
-        await pool.start()
-        try:
-            began = time.perf_counter()
-            opened = {"what": "scorer", "members": 1, "aggregation": None, "slot": 1}
-            held_s = (await pool.submit(0, Frame("open", opened))).fields["held_s"]
-            assert held_s > 0.0
-            (away,) = away_s
-            assert 0.0 < away <= time.perf_counter() - began - held_s
         finally:
             await pool.close()
 

@@ -115,8 +115,6 @@ class BenchSession(Session):
 
     def first_step(self) -> None:
         super().first_step()
-        if self.players.workers is not None:
-            self.players.workers.exchange.take()  # of the steps alone
         self.began = time.perf_counter()
 
 
@@ -146,7 +144,6 @@ class EndToEnd:
         self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the steps of the newest sample
-        self.exchange_share: float | None = None  # of the newest sample's time; None without workers
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -158,12 +155,6 @@ class EndToEnd:
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             self._stack = stack.pop_all()
-
-    @property
-    def workers(self) -> int:
-        """The number of shards that workers compute; 0 without workers."""
-        pool = self._session.players.workers
-        return 0 if pool is None else pool.count
 
     def work(self) -> dict[str, Any]:
         experiment, players = self._experiment, self._session.players
@@ -199,8 +190,6 @@ class EndToEnd:
         await phase.play()
         seconds = time.perf_counter() - session.began
         self._steps = watcher.steps
-        if (workers := session.players.workers) is not None:
-            self.exchange_share = workers.exchange.take() / seconds
         return {
             "step_s": seconds / steps,
             "steps_per_hour": 3600 * steps / seconds,
@@ -218,16 +207,13 @@ class EndToEnd:
         return phase
 
     def derived(self) -> dict[str, float]:
-        """Means over the steps of the last sample; pvg/telemetry/catalogue.toml has their names. With workers also the
-        share of its time that the exchange with them takes (pvg.workers.load.ExchangeMeter). (The runner adds the
+        """Means over the steps of the last sample; pvg/telemetry/catalogue.toml has their names. (The runner adds the
         shares of the budget.)"""
         found = {}
         for name in SHOWN:
             values = [step[name] for step in self._steps if name in step]
             if values:
                 found[name] = sum(values) / len(values)
-        if self.exchange_share is not None:
-            found["exchange_share"] = self.exchange_share
         return found
 
     async def close(self) -> None:
@@ -250,5 +236,7 @@ def open_bench_session(
     prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
     parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
     session = session_of(experiment, task, ledger, *parts, BenchSession)
-    check_prompts_fit(experiment, session.prompts, session.halves(), session.test_problems(), players.base.max_length)
+    check_prompts_fit(
+        experiment.token_limits(), session.prompts, session.halves(), session.test_problems(), players.base.max_length
+    )
     return session

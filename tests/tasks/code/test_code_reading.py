@@ -43,8 +43,13 @@ HIDDEN = [{"input": [[1]], "output": "DEEP"}]
 DEEP = json.dumps({**OWN, "id": "b", "hidden": HIDDEN}).replace('"DEEP"', "[" * 1000 + "]" * 1000)
 
 
+@pytest.fixture(autouse=True)
+def two_visible_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CodeTask, "visible_tests", 2)
+
+
 def opened(folder: Path, **settings: Any) -> Code:
-    return Code(CodeTask(path=folder, sandbox="reduced", visible_tests=2, **settings))
+    return Code(CodeTask(path=folder, sandbox="reduced", **settings))
 
 
 def test_all_three_forms(tmp_path: Path) -> None:
