@@ -129,10 +129,9 @@ def _open(run_id: RunId) -> RunDirectory:
             "--resume and pvg evaluate also take its new path: -s models.prover.source=run:/NEW/PATH (or verifier).",
         )
     known, name = runs_in(run.path.parent), run.path.name
-    hint = f"Known there: {', '.join(known)}." if known else "A path that is not absolute starts in the current folder."
     raise UsageError(
         f"{RunId(run_id.folder)}: there is no run in {run.path}.{did_you_mean(name, known)}",
-        f"{hint} If the run has moved, give its new path: run:PATH/round-N",
+        "If the run has moved, give its new path: run:PATH/round-N",
     )
 
 

@@ -177,7 +177,7 @@ def test_a_server_gets_a_folder_with_the_player(folder: Path) -> None:
     ("source", "says"),
     [
         ("run:bas", "there is no run in runs/bas. Did you mean 'base'?"),
-        ("run:elsewhere/base", "A path that is not absolute starts in the current folder."),
+        ("run:elsewhere/base", "give its new path"),
         ("run:base/round-7", "round 7 of the run 'base' is not finished. It has 2 finished rounds: 0 to 1."),
         ("run:base/warmup", "has no finished warm start"),
     ],
