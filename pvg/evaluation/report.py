@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pvg.config.experiment import Experiment, why_kept, without_memory_settings
+from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.game import CgcReward, PlainReward, SrcReward
 from pvg.config.load import build_experiment, did_you_mean, differences
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
@@ -124,7 +124,7 @@ def check_settings_of_run(name: str, own: Experiment, experiment: Experiment) ->
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
         raise StateError(
-            f"The run {name!r} was played with other settings: {'; '.join(changed)}.{why_kept(changed)}",
+            f"The run {name!r} was played with other settings: {'; '.join(changed)}.",
             "Change evaluate.*, serving.*, telemetry.* and the settings that bound memory only, such as "
             "training.micro_batch_tokens. The other settings belong to the run.",
         )
