@@ -67,7 +67,6 @@ ROUND_METRICS = (
     "verifier_auc",
     "verifier_auc_previous",
 )
-COMFORTABLE_HEIGHT = 26  # rows; in a lower terminal the panel has no blank lines
 SECONDS_BETWEEN_LINES = 10.0  # so that the log of an hour stays readable
 MARKS = {"done": ("✓", HELPFUL), "now": ("●", "bold cyan"), "next": ("○", QUIET)}
 
@@ -209,7 +208,7 @@ class RunBoard:
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = False) -> Panel:
+def draw(board: RunBoard, width: int, *, stopping: bool = False) -> Panel:
     """The panel for the current state of the board, `width` columns wide."""
     inner = width - 6
     parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
@@ -224,7 +223,7 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
         parts.append(_alerts(board))
     spaced: list[RenderableType] = []
     for part in parts:
-        if spaced and roomy:
+        if spaced:
             spaced.append(Text())
         spaced.append(part)
     if board.info is None:
@@ -232,7 +231,7 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
     else:
         hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
     title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
-    return framed(spaced, width, title, hint, stopping=stopping, roomy=roomy)
+    return framed(spaced, width, title, hint, stopping=stopping)
 
 
 def _header(board: RunBoard) -> Table:
@@ -404,8 +403,7 @@ class RunWatcher:
     def render(self) -> RenderableType:
         with self._lock:
             width = min(self._console.width, WIDEST)
-            roomy = self._console.height >= COMFORTABLE_HEIGHT + len(self.board.rounds_done)
-            return draw(self.board, width, roomy=roomy, stopping=self.stopping)
+            return draw(self.board, width, stopping=self.stopping)
 
     def _progress_text(self) -> str:
         board = self.board

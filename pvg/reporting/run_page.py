@@ -266,36 +266,27 @@ UNSET = "unset"
 
 
 def settings_section(experiment: Experiment) -> PageSection:
-    changed = changed_settings(experiment)
+    """The defaults of a task are those of its kind."""
+    default = Experiment.model_construct(**{**dict(Experiment()), "task": TASKS[experiment.task.kind]()}).plain()
+    default["task"]["kind"] = Experiment().task.kind
     table = Table([Column("setting"), Column("value"), Column("default")], look="settings")
-    for key, values in changed.items():
-        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
-    body = [
-        table if changed else elements.empty("All settings have their defaults."),
-        elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
-    ]
-    return PageSection(
-        "settings",
-        "Settings",
-        body,
-        f"Settings with other values than the defaults. Digest of the settings: {experiment.hash()}.",
-    )
+    for key, values in setting_differences([experiment.plain(), default]).items():
+        table.add(TableCell(key, "code"), *map(setting_cell, values))
+    body = [table, elements.details("The whole configuration", [elements.toml(experiment.to_toml())])]
+    lead = f"Settings with other values than the defaults. Digest of the settings: {experiment.hash()}."
+    return PageSection("settings", "Settings", body, lead)
 
 
 def setting_cell(value: str) -> TableCell:
     return TableCell(value, "quiet" if value == UNSET else "code")
 
 
-def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
-    """Key -> (value, default) of each setting with another value than its default (for a task: that of its kind)."""
-    task = TASKS[experiment.task.kind]()
-    own, default = (
-        flat_settings(experiment.plain()),
-        flat_settings(Experiment.model_construct(**{**dict(Experiment()), "task": task}).plain()),
-    )
-    default["task.kind"] = toml_text(Experiment().task.kind)
-    keys = [key for key in sorted({*own, *default}) if own.get(key, UNSET) != default.get(key, UNSET)]
-    return {key: (own.get(key, UNSET), default.get(key, UNSET)) for key in keys}
+def setting_differences(plains: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
+    """Key -> the value of every configuration as text, for the keys in which two of them differ."""
+    flats = [flat_settings(plain) for plain in plains]
+    keys = sorted({key for found in flats for key in found})
+    values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
+    return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
 def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -305,12 +296,8 @@ def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             found |= flat_settings(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = toml_text(value)
+            found[f"{prefix}{key}"] = orjson.dumps(value, default=str).decode()
     return found
-
-
-def toml_text(value: Any) -> str:
-    return orjson.dumps(value, default=str).decode()
 
 
 # Where the time went: by phase, by part, by step, and a few steps as they ran.

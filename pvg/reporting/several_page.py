@@ -19,7 +19,7 @@ from pvg.reporting.formats import (
     total_budget,
     value_text,
 )
-from pvg.reporting.run_page import UNSET, box_key, budget_rows, flat_settings, setting_cell, when, whole_budget
+from pvg.reporting.run_page import box_key, budget_rows, setting_cell, setting_differences, when, whole_budget
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, elements, page
 from pvg.store.run_directory import RunDirectory
@@ -28,21 +28,13 @@ from pvg.telemetry.catalogue import METRICS
 COLOURS = 6
 DASHES = ("", "dashed", "dotted")
 
-BY_STEP = (
-    *((metric, PROVER) for metric in ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap")),
-    *((metric, PROVER) for metric in ("reward_mean", "kl", "tokens_per_s")),
-    *((metric, VERIFIER) for metric in ("pair_accuracy", "pairs_per_s")),
-)
+BY_STEP = {
+    PROVER: ["helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap", "reward_mean", "kl", "tokens_per_s"],
+    VERIFIER: ["pair_accuracy", "pairs_per_s"],
+}
 BY_ROUND = (
-    "helpful_accuracy",
-    "sneaky_error_rate",
-    "fooled_rate",
-    "fooled_rate_previous",
-    "fooled_rate_base",
-    "accepted_helpful",
-    "verifier_auc",
-    "score_gap",
-    "malformed",
+    *("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "fooled_rate_previous", "fooled_rate_base"),
+    *("accepted_helpful", "verifier_auc", "score_gap", "malformed"),
 )
 
 
@@ -121,17 +113,17 @@ def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
 
 def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
     charts = []
-    for metric, phase in BY_STEP:
+    for phase, metrics in BY_STEP.items():
         lengths: dict[int, int] = {}
         for run in runs:
             for round_, length in StepAxis(run.summary.steps, phase).lengths.items():
                 lengths[round_] = max(length, lengths.get(round_, 0))
-        axes = [StepAxis(run.summary.steps, phase, lengths) for run in runs]
-        lines = [
-            axis.line(metric, run.name, run.style, run.dash, bare=True) for axis, run in zip(axes, runs, strict=True)
-        ]
-        shown = metric_display(metric)
-        charts.append(line_chart(shown.label, lines, axes[0].across(), shown.style))
+        axes = [(StepAxis(run.summary.steps, phase, lengths), run) for run in runs]
+        for metric in metrics:
+            lines = [axis.line(metric, run.name, run.style, run.dash, bare=True) for axis, run in axes]
+            charts.append(
+                line_chart(metric_display(metric).label, lines, axes[0][0].across(), metric_display(metric).style)
+            )
     return charts
 
 
@@ -223,14 +215,6 @@ def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) 
     return PageSection(
         "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
     )
-
-
-def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
-    """Key -> the value of every run as text, for the keys in which two runs differ."""
-    flats = [flat_settings(plain) for plain in plains]
-    keys = sorted({key for found in flats for key in found})
-    values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
-    return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
 def _notes(runs: Sequence[ComparedRun]) -> PageSection:
