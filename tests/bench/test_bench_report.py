@@ -24,7 +24,6 @@ from pvg.bench.report import (
     git_state,
     read_report,
     version_of,
-    work_of,
     write_report,
 )
 from pvg.bench.runner import run_plan
@@ -101,22 +100,6 @@ def test_wrong_reports_are_refused(change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"status": "failed", "reason": "no variant did"},
-        {"reason": "but ok"},
-        {"repeats": 4},
-        {"variants": "twice"},
-    ],
-)
-def test_a_report_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
-    plain = report().plain()
-    change = {"variants": plain["variants"] * 2} if change == {"variants": "twice"} else change
-    with pytest.raises(ValidationError):
-        BenchReport.model_validate_json(orjson.dumps(plain | change))
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
         (None, "Cannot read the report"),
@@ -131,12 +114,6 @@ def test_what_is_no_report_is_named(folder: Path, content: bytes | None, words: 
         (folder / "r.json").write_bytes(content)
     with pytest.raises(UsageError, match=words):
         read_report(folder / "r.json")
-
-
-def test_work_is_equal_exactly_when_the_samples_did_the_same() -> None:
-    plain = report()
-    assert work_of(plain) == work_of(report("rollout.engine.max_rows=8", "workload.kind=stable"))  # how, not what
-    assert work_of(plain) != work_of(report("workload.numbers=10"))
 
 
 def test_a_full_disk_leaves_the_old_report_whole(folder: Path) -> None:
