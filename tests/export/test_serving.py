@@ -266,20 +266,6 @@ app(prog_name="pvg")
 """
 
 
-INTERRUPTED_SERVER = """
-import os, signal, time
-from pvg.export.finished import FinishedRound
-from pvg.export.reward_server import RewardServer
-from pvg_cli.main import app
-def interrupted(*arguments):
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(600)
-RewardServer._health = interrupted
-app(prog_name="pvg")
-"""
-
-
 def write_one() -> None:
     Path("one.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"question": QUESTION, "solution": "A9"}).encode())
 
