@@ -1,13 +1,9 @@
 """Verifier heads: turn a causal language model into one score (a logit) per problem and solution.
 
-    verifier = build_verifier(experiment.verifier, open_model(experiment.models.verifier, device))
-    scores_B = verifier(input_ids_BL, lengths_B, prompt_lengths_B)
-
 Rows are padded on the right, where a causal model does not look, so no attention mask is needed.
 
 Invariants: a row's score depends only on the row and the weights. Scores are float32 for any model dtype and autocast.
-A verifier's version is the digest of `trainable_state`.
-"""
+A verifier's version is the digest of `trainable_state`."""
 
 from __future__ import annotations
 

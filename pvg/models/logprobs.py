@@ -1,17 +1,11 @@
 """Log-probs of completion tokens, without the [tokens, vocabulary] matrix of a whole batch.
 
 The output head is applied only to hidden states that predict completion tokens, one chunk at a time. The gradient is in
-closed form:
-
-    d log p(t) / d logits = onehot(t) - p
-    d H / d logits        = -p (log p + H),   H = -sum p log p the entropy of p
-
-so the backward pass needs only the logits. A single chunk is kept for it; several are recomputed. Softmax, gather and
-their gradients take one pass over the logits each, where autograd takes several.
+closed form, d log p(t) / d logits = onehot(t) - p and d H / d logits = -p (log p + H) with the entropy H of p, so the
+backward pass needs only the logits. A single chunk is kept for it; several are recomputed.
 
 Invariant: the logits equal those of the model's own forward, including what a model does after the head (a soft cap, a
-scale). A model whose logits cannot be reproduced is refused, never scored wrongly.
-"""
+scale). A model whose logits cannot be reproduced is refused, never scored wrongly."""
 
 from __future__ import annotations
 

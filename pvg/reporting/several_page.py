@@ -19,7 +19,7 @@ from pvg.reporting.formats import (
     total_budget,
     value_text,
 )
-from pvg.reporting.run_page import UNSET, box_key, budget_rows, flat_settings, setting_cell, when, whole_budget
+from pvg.reporting.run_page import box_key, budget_rows, setting_cell, setting_differences, when, whole_budget
 from pvg.reporting.run_summary import RunSummary
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, elements, page
 from pvg.store.run_directory import RunDirectory
@@ -215,14 +215,6 @@ def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) 
     return PageSection(
         "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
     )
-
-
-def setting_differences(plains: Sequence[dict[str, object]]) -> dict[str, list[str]]:
-    """Key -> the value of every run as text, for the keys in which two runs differ."""
-    flats = [flat_settings(plain) for plain in plains]
-    keys = sorted({key for found in flats for key in found})
-    values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
-    return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
 def _notes(runs: Sequence[ComparedRun]) -> PageSection:

@@ -5,9 +5,6 @@
     await engine.load_weights(update)       # to all of them, with proof of arrival
     completion = await engine.generate(request)
 
-`ServedModel` (pvg.servers.served_model) chooses the servers, repeats failed requests and delivers weights. The engine
-builds requests and reads replies.
-
 Invariants:
 - Every call of `generate` ends with one completion or the error that prevented it. A request is retried only after a
   server fault, and nothing of a failed attempt is delivered. So it is delivered at most once.

@@ -1,15 +1,10 @@
 """The plan game on the full map: orders for one power that put a unit into a province whatever the others order.
 
-The question shows the position (pvg.games.diplomacy) and names the power and the province. The solution has orders
-and claims (pvg.tasks.diplomacy_claims). It is correct if no reply refutes a claim. The reply that does is the flaw's
-certificate, and the first false claim its location.
+The solution has orders and claims (pvg.tasks.diplomacy_claims). It is correct if no reply refutes a claim. All replies
+that can matter are tried if there are at most MOST_REPLIES, and the note begins with `proven`. Otherwise so many
+replies are drawn, and the note begins with `sampled`: such a plan may still have a refutation.
 
-All replies that can matter are tried if there are at most MOST_REPLIES, and the note begins with `proven`. Otherwise
-so many replies are drawn, and the note begins with `sampled`: such a plan may still have a refutation.
-
-A problem is kept only if some plan that tries to take or hold the province is proven and another one is refuted.
-Invariants: an id names its problem, by a digest of its position, power and province. No problem is drawn twice.
-"""
+Invariants: an id names its problem, by a digest of its position, power and province. No problem is drawn twice."""
 
 from __future__ import annotations
 

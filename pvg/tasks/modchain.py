@@ -3,13 +3,8 @@
     question  7+5+8+3+6?
     solution  7+5=2;2+8=0;0+3=3;3+6=9;A9
 
-Each step adds the next operand to the running value, modulo `modulus`; `A` gives the final answer. A solution is long
-enough to hide a flaw and short enough for a model with a million parameters.
-
-Invariants: an id names its problem (`modchain-10-7+5+8+3+6`: modulus, operands), so equal problems have equal ids. No
-problem is drawn twice, so train and test are disjoint. The draws are hashes, so they do not depend on
-a library's random numbers.
-"""
+Invariants: an id names its problem (`modchain-10-7+5+8+3+6`: modulus, operands). No problem is drawn twice, so train
+and test are disjoint. The draws are hashes, so they do not depend on a library's random numbers."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
 """One trainer for both players: take a batch, accumulate the gradients of its micro-batches, clip, step.
 
-    trainer = Trainer(module, objective, settings, source, executor=executor, precision="float32")
-    while report := await trainer.step():
-        ...
-
 Invariants: a loss or gradient that is not finite raises before any weight changes; `state` and `load_state` resume bit
-by bit; all computation runs in the executor's thread, never in the event loop.
-"""
+by bit; all computation runs in the executor's thread, never in the event loop."""
 
 from __future__ import annotations
 
