@@ -201,18 +201,18 @@ def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[Be
         raise MissingRequirementError("TRL's environment is not there.", "make peers")
     with tempfile.TemporaryDirectory(prefix="pvg-peers-") as scratch:
         folder = Path(scratch)
-        experiment, shared = prepare(row, folder)
+        _, shared = prepare(row, folder)
         found = sides(row, folder, shared, peer)
         trials = [_trial(row, name, side) for name, side in found.items()]
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        on_loop("asyncio", run_trials(trials))
+        on_loop(run_trials(trials))
     results = [trial.result() for trial in trials]
     variants = [variant for variant, _ in results]
     works = [work for _, work in results]
     failed = next((trial.error for trial in trials if trial.error is not None), None)
     if failed is None:
         _check_alike(row, [variant.derived for variant in variants])
-    environment = read_environment(experiment.telemetry.event_loop).model_copy(update={"threads": row.threads})
+    environment = read_environment().model_copy(update={"threads": row.threads})
     facts = found["TRL"].facts
     report = BenchReport(
         kind="sweep",

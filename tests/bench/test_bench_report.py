@@ -139,7 +139,7 @@ def test_a_full_disk_leaves_the_old_report_whole(folder: Path) -> None:
 
 def test_the_environment_is_this_process_and_loads_no_torch() -> None:
     program = (
-        "import sys; from pvg.bench.report import read_environment as r; e = r('asyncio');"
+        "import sys; from pvg.bench.report import read_environment as r; e = r();"
         "print(e.model_dump_json()); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -148,7 +148,7 @@ def test_the_environment_is_this_process_and_loads_no_torch() -> None:
     assert found["torch"] == version_of("torch")
     assert found["cores"] == len(os.sched_getaffinity(0))
     assert found["threads"] is None
-    assert found["event_loop"] == "asyncio"
+    assert found["event_loop"] == "uvloop"
     assert found["memory_gb"] > 0.1
 
 
