@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,9 +13,9 @@ from markupsafe import Markup
 
 from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
-from pvg.errors import StateError, counted
+from pvg.errors import StateError
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.charts import PROVER, VERIFIER, Mark, StepAxis, StripRow, budget_marks, spark, stacked_chart
+from pvg.reporting.charts import PROVER, VERIFIER, StepAxis, StripRow, budget_marks, spark, stacked_chart
 from pvg.reporting.evaluation import evaluation_section
 from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
@@ -29,7 +27,6 @@ from pvg.reporting.formats import (
     metric_text,
     percent,
     phase_label,
-    short_seconds,
     total_budget,
     value_text,
 )
@@ -40,7 +37,7 @@ from pvg.reporting.run_sections import (
     scores_section,
     throughput_section,
 )
-from pvg.reporting.run_summary import RunSummary, StepRecord, base_metrics
+from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import (
     RoundScores,
     SolutionPair,
@@ -63,7 +60,7 @@ from pvg.reporting.table import (
 )
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.spans import DRIVER, UNACCOUNTED
+from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
 
@@ -93,8 +90,6 @@ class RunData:
     experiment: Experiment
     scores: list[RoundScores] = field(default_factory=list)
     pairs: list[SolutionPair] = field(default_factory=list)
-    windows: list[StepWindow] = field(default_factory=list)
-    damaged_spans: int = 0
     problems: list[str] = field(default_factory=list)
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
@@ -102,11 +97,8 @@ class RunData:
     state: RunState | None = None
 
 
-def collect(run: RunDirectory, summary: RunSummary, examples: int, *, playing: bool = False) -> RunData:
-    """Read scores, solutions and spans. A damaged file is noted under `problems`.
-
-    `playing`: another process plays the run. Then the spans are not read: their file is large.
-    """
+def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
+    """Read scores, solutions and the evaluation. A damaged file is noted under `problems`."""
     data = RunData(summary, run.experiment())
     kind = data.experiment.task.kind
     try:
@@ -119,14 +111,6 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int, *, playing: b
             data = replace(data, drawing=SECTIONS[kind](run, kind, thresholds_of(data.scores), examples))
     except DamagedFileError as error:
         data.problems.append(str(error))
-    if not playing:
-        try:
-            run.verify_journal(run.load_state().state or {}, run.spans)
-        except StateError as error:
-            if str(error) not in summary.notes:
-                data.problems.append(str(error))
-        windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
-        data = replace(data, windows=windows, damaged_spans=damaged)
     try:
         return replace(data, evaluation=report_of(run))
     except StateError as error:
@@ -168,7 +152,6 @@ def _sections(data: RunData) -> list[PageSection]:
         *([data.drawing] if data.drawing else []),
         solutions_section(data),
         time_section(summary),
-        timeline_section(data.windows, data.damaged_spans),
         throughput_section(summary),
         machine_section(summary),
         settings_section(data.experiment),
@@ -242,6 +225,7 @@ def _onwards(data: RunData) -> PageSection:
         (f"pvg watch {name}", "follow the run and browse its solutions, live"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
+        (f"pvg profile --run {name}", "write a timeline of what ran when, for Perfetto"),
     ]
     lead = f"The folder of the run is {data.summary.path}."
     return PageSection("onwards", "Next steps", [elements.commands(commands)], lead)
@@ -300,7 +284,7 @@ def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-# Where the time went: by phase, by part, by step, and a few steps as they ran.
+# Where the time went: by phase, by part and by step.
 
 
 NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
@@ -403,149 +387,3 @@ def _step_charts(summary: RunSummary) -> list[Markup]:
         if steps:
             charts.append(stacked_chart(title, steps.columns(), steps.across(), unit="exposed seconds per step"))
     return charts
-
-
-# --- a few steps of a run as they ran ----------------------------------------------------------------------------
-
-STEPS_SHOWN = 3
-MOST_SPANS = 20_000  # kept of one window
-MOST_ROWS = 12  # per lane; more concurrent spans are counted instead of drawn
-CLOSE = 1e-3  # of the window: neighbours of one name with a smaller gap are one block
-LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
-SPAN_FIELDS = frozenset({"name", "start_s", "end_s", "round", "phase", "step"})
-
-
-@dataclass(frozen=True, slots=True)
-class StepWindow:
-    """Some neighbouring steps in the middle of a phase, and their lines of spans.jsonl."""
-
-    round: int
-    phase: str
-    steps: tuple[int, ...]
-    spans: list[dict[str, Any]] = field(default_factory=list)
-
-
-def timeline_section(windows: Sequence[StepWindow], damaged: int) -> PageSection:
-    body: list[object] = [timeline(window) for window in windows]
-    if damaged:
-        body.append(elements.empty(f"{counted(damaged, 'line')} of spans.jsonl could not be read."))
-    lead = "Steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
-    return PageSection("gantt", "Timeline of some steps", body, lead)
-
-
-def choose_windows(steps: Sequence[StepRecord]) -> list[StepWindow]:
-    """For every kind of phase STEPS_SHOWN neighbouring steps from the middle of the middle one of its rounds."""
-    played: dict[str, dict[int, list[int]]] = {}
-    for step in steps:
-        played.setdefault(step.phase, {}).setdefault(step.round, []).append(step.step)
-    windows = []
-    for phase, rounds in played.items():
-        most = max(len(numbers) for numbers in rounds.values())
-        full = [round_ for round_, numbers in rounds.items() if len(numbers) * 2 >= most]
-        round_ = full[len(full) // 2]
-        first = max(0, (len(rounds[round_]) - STEPS_SHOWN) // 2)
-        windows.append(StepWindow(round_, phase, tuple(rounds[round_][first : first + STEPS_SHOWN])))
-    return windows
-
-
-def read_windows(path: Path, windows: Sequence[StepWindow]) -> tuple[list[StepWindow], int]:
-    """The windows that have spans in the file, and the number of unreadable lines. The file may have hundreds of
-    megabytes: it is read line by line, and most lines are of other steps and are not parsed."""
-    wanted = {(window.round, window.phase, step): window for window in windows for step in window.steps}
-    damaged = 0
-    if not wanted or not path.is_file():
-        return [], 0
-    steps = "|".join(str(step) for step in sorted({step for _, _, step in wanted}))
-    likely = re.compile(rf'"step": ?(?:{steps})\b'.encode())
-    with open(path, "rb") as file:
-        for line in file:
-            if likely.search(line) is None:
-                continue
-            row = _row(line)
-            if row is None:
-                damaged += line.endswith(b"\n")  # an incomplete last line is normal
-                continue
-            window = wanted.get((row["round"], row["phase"], row["step"]))
-            if window is not None and len(window.spans) < MOST_SPANS:
-                window.spans.append(row)
-    return [window for window in windows if window.spans], damaged
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and row.keys() >= SPAN_FIELDS else None
-
-
-def timeline(window: StepWindow) -> Markup:
-    """The spans of a window in lanes over one time axis, with the steps above them."""
-    tracks: dict[str, list[dict[str, Any]]] = {}
-    for row in window.spans:
-        tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
-    # A span that began long before (such as a checkpoint in the background) is cut off where the steps begin.
-    driver = tracks.get(DRIVER, window.spans)
-    begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
-    seconds = max(end - begin, 1e-9)
-    starts = {step: min((r["start_s"] for r in driver if r["step"] == step), default=end) for step in window.steps}
-    lanes = [
-        StripRow("", [Mark("step", "", (at - begin) / seconds, text=f"step {step}") for step, at in starts.items()])
-    ]
-    parts = {part.name: part for part in in_order({str(row["name"]) for row in window.spans})}
-    missing = 0
-    for track in sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track)):
-        blocks, left_out = lane_of(tracks[track], begin, seconds)
-        marks = [_block_mark(block, parts[block.name], seconds) for block in blocks]
-        lanes.append(StripRow(track, marks, lines=1 + max((block.row for block in blocks), default=0)))
-        missing += left_out
-    return chart.figure(
-        f"{phase_label(window.phase).capitalize()}, round {window.round}",
-        chart.strips(lanes, ("0 s", value_text("seconds", seconds))),
-        keys=[box_key(part) for part in parts.values()],
-        note=f"{missing} spans are not drawn: too many ran at the same time." if missing else "",
-        look="wide",
-    )
-
-
-@dataclass(slots=True)
-class SpanBlock:
-    """`count` neighbouring spans of one name in a row of a lane. Seconds since the window began; `worked_s` is the
-    spans' own sum."""
-
-    name: str
-    row: int
-    start_s: float
-    end_s: float
-    worked_s: float
-    count: int = 1
-
-
-def lane_of(spans: Sequence[dict[str, Any]], begin: float, seconds: float) -> tuple[list[SpanBlock], int]:
-    """The blocks of a lane, and the number of spans without room. Each span goes to the first free row, so nested and
-    concurrent spans are below each other."""
-    blocks: list[SpanBlock] = []
-    last: list[SpanBlock] = []  # of each row
-    left_out = 0
-    for span in sorted(spans, key=lambda span: (span["start_s"], -span["end_s"])):
-        name, start, end = str(span["name"]), max(0.0, span["start_s"] - begin), min(seconds, span["end_s"] - begin)
-        if end <= start and span["end_s"] > span["start_s"]:
-            continue  # outside of the window
-        place = next((place for place, block in enumerate(last) if block.end_s <= start + 1e-9), len(last))
-        if place >= MOST_ROWS:
-            left_out += 1
-        elif place < len(last) and last[place].name == name and start - last[place].end_s < CLOSE * seconds:
-            block = last[place]
-            block.end_s, block.count, block.worked_s = end, block.count + 1, block.worked_s + end - start
-        else:
-            blocks.append(SpanBlock(name, place, start, end, end - start))
-            last[place : place + 1] = [blocks[-1]]
-    return blocks, left_out
-
-
-def _block_mark(block: SpanBlock, part: BudgetPart, seconds: float) -> Mark:
-    width = (block.end_s - block.start_s) / seconds
-    many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
-    hint = f"{many}{part.label}: {short_seconds(block.worked_s)}{together}"
-    text = part.label if width > LETTERS * (len(part.label) + 1) else ""
-    return Mark("bar", part.style, block.start_s / seconds, width, hint, text, block.row)
