@@ -29,7 +29,6 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from pvg.errors import MissingRequirementError, system_module
@@ -115,7 +114,6 @@ class Execution:
 
 
 # Determines by trial which isolation this machine offers, and whether it suffices.
-
 
 START_S = 60.0  # an interpreter starts in a tenth of a second on an idle machine
 GRACE_S = 60.0  # in addition to the wall-clock limit, which the keeper enforces
@@ -428,9 +426,7 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _submit(self, program: Program, limits: Limits, *, fresh: bool = False) -> Future[Execution]:
