@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
@@ -23,7 +23,6 @@ from pvg_cli.output import stderr
 from pvg_cli.run_display import RunBoard, RunWatcher
 
 if TYPE_CHECKING:
-    from pvg.config.experiment import Experiment
     from pvg.store.run_directory import RunDirectory
 
 Result = TypeVar("Result")
@@ -37,7 +36,6 @@ def drive(
     work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
     watcher: RunWatcher,
     killed_document: bytes = b"",
-    event_loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
@@ -47,7 +45,7 @@ def drive(
     with ExitStack() as stack:
         stack.enter_context(watcher)
         switch = stack.enter_context(StopSwitch(watcher, killed_document))
-        loop, notice = runner(event_loop)
+        loop, notice = runner()
         if notice:
             watcher.noticed(notice)
         with loop:
@@ -57,7 +55,6 @@ def drive(
 def drive_run(
     work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
     run: RunDirectory,
-    experiment: Experiment,
     board: RunBoard,
     lock: AbstractContextManager[object],
     *,
@@ -69,7 +66,7 @@ def drive_run(
     killed = killed_document(run.name, again, as_json)
     try:
         with lock:
-            return drive(work, RunWatcher(board, stderr()), killed, experiment.telemetry.event_loop)
+            return drive(work, RunWatcher(board, stderr()), killed)
     except StoppedAtStart:
         if run.path.exists():
             raise StoppedAtStart(f"Stopped while {run.name!r} was starting.", again) from None

@@ -97,7 +97,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=())
     lock = run.lock(waiting=say, work="evaluate")
     again = "The same command resumes the evaluation."
-    return drive_run(work, run, experiment, board, lock, again=again, as_json=as_json)
+    return drive_run(work, run, board, lock, again=again, as_json=as_json)
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

@@ -252,9 +252,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
         board.recall(read_run(run))
     lock = run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say)
     with stack:
-        return drive_run(
-            work, run, experiment, board, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json
-        )
+        return drive_run(work, run, board, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json)
 
 
 def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
@@ -349,7 +347,7 @@ def rollout(
     board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
     lock = run.lock(discard=lambda: not run.has_state, waiting=say)
     again = "Call pvg rollout again."
-    outcome = drive_run(work, run, resolved, board, lock, again=again, as_json=as_json)
+    outcome = drive_run(work, run, board, lock, again=again, as_json=as_json)
     _print_samples(outcome, as_json)
 
 

