@@ -68,7 +68,6 @@ ROUND_METRICS = (
     "verifier_auc_previous",
 )
 SECONDS_BETWEEN_LINES = 10.0  # so that the log of an hour stays readable
-MARKS = {"done": ("✓", HELPFUL), "now": ("●", "bold cyan"), "next": ("○", QUIET)}
 
 
 @dataclass
@@ -188,22 +187,6 @@ class RunBoard:
         totals = total_budget(self._budgets)
         return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
 
-    def phase_state(self, phase: str) -> str:
-        """`done`, `now` or `next` in the current round."""
-        if self.info is None:
-            return "next"
-        if (self.info.round, phase) in self.phase_seconds:
-            return "done"
-        if phase == self.info.phase:
-            return "now"
-        if (
-            phase in self.phases
-            and self.info.phase in self.phases
-            and self.phases.index(phase) < self.phases.index(self.info.phase)
-        ):
-            return "done"
-        return "next"
-
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
@@ -235,27 +218,17 @@ def draw(board: RunBoard, width: int, *, stopping: bool = False) -> Panel:
 
 
 def _header(board: RunBoard) -> Table:
-    """Round, phase chips, and the elapsed time. The chips take two lines where they do not fit into one."""
+    """Round, phase, and the elapsed time."""
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column()
     row.add_column(justify="right", no_wrap=True)
-    chips = Text()
-    if board.info is not None and board.info.parts:
-        part = Text.assemble((_part_number(board.info), "bold"), (f"   {board.info.label}", "cyan"))
-        row.add_row(part, Text(duration(board.elapsed), style=QUIET))
-        return row
-    if board.info is not None and len(board.phases) > 1:
-        number = board.info.round
-        chips = Text.assemble(
-            ("round ", QUIET), (str(number), "bold"), (f" ({number + 1} of {board.rounds})   ", QUIET)
-        )
-    before = board.info is not None and len(board.phases) > 1 and board.info.phase not in board.phases
-    shown = (board.info.phase, *board.phases) if board.info is not None and before else board.phases
-    for place, phase in enumerate(shown):
-        mark, style = MARKS[board.phase_state(phase)]
-        chips.append("  " if place else "")
-        chips.append(f"{mark} {phase_label(phase)}", style=style)
-    row.add_row(chips, Text(duration(board.elapsed), style=QUIET))
+    text, info = Text(), board.info
+    if info is not None and info.parts:
+        text = Text.assemble((_part_number(info), "bold"), (f"   {info.label}", "cyan"))
+    elif info is not None:
+        place = f" ({info.round + 1} of {board.rounds})   " if len(board.phases) > 1 else ""
+        text = Text.assemble((f"round {info.round}{place}" if place else "", QUIET), (phase_label(info.phase), "bold"))
+    row.add_row(text, Text(duration(board.elapsed), style=QUIET))
     return row
 
 

@@ -72,14 +72,6 @@ def test_json_is_the_report_alone_and_the_file_has_the_same() -> None:
     assert str(path) in called.err
 
 
-def test_out_names_the_file_and_replaces_what_was_there(tiny: Path) -> None:
-    for repeats in ("1", "2"):
-        assert pvg("bench", "-p", "tiny", "--out", "my report.json", "-s", f"repeats={repeats}").code == 0
-    assert read_report(tiny / "my report.json").repeats == 2
-    assert reports() == []
-    assert sorted(path.name for path in tiny.iterdir()) == ["my report.json", "profiles"]
-
-
 def test_beside_keeps_other_processes_busy_during_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
 

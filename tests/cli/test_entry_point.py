@@ -188,16 +188,3 @@ def test_a_pipe_is_told_on_stderr_what_loads(arguments: tuple[str, ...]) -> None
         at_import("torch", "os._exit(77)", (*arguments, *settings)), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (77, "", LOADING)
-
-
-@pytest.mark.parametrize(("arguments", "code"), [(("--version",), 0), (("train",), 3)])
-def test_a_system_without_file_locks_and_terminals_gets_a_clear_line(arguments: tuple[str, ...], code: int) -> None:
-    program = (
-        "import sys\nsys.modules |= {'fcntl': None, 'termios': None}\n"
-        f"from pvg_cli.main import app\napp({list(arguments)!r}, prog_name='pvg')"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    if code:
-        said = "error: This system has no Python module fcntl, which pvg needs.\npvg supports Linux and macOS."
-        assert said in done.stderr

@@ -96,14 +96,6 @@ def test_json_is_one_document_with_everything_else_on_stderr(calls: list[dict[st
     assert called.document["resume"] is None
 
 
-def test_an_experiment_file_and_a_folder_for_runs(calls: list[dict[str, Any]]) -> None:
-    Path("mine.toml").write_text('name = "mine"\nseed = 3\n')
-    called = pvg("train", "mine.toml", "-s", "store.root=else where")
-    assert called.code == 0
-    assert calls[0]["run"].path == Path("else where/mine")
-    assert "pvg report 'else where/mine'" in called.out
-
-
 # --- stopping and failing --------------------------------------------------------------------------------------------
 
 
@@ -185,12 +177,6 @@ def test_resume_by_name_or_path(calls: list[dict[str, Any]], words: tuple[str, .
     assert pvg("train", *words).code == 0
     assert calls[0]["run"].name == "here"
     assert calls[0]["experiment"].name == "other"
-
-
-def test_resume_may_change_what_does_not_change_the_outcome(calls: list[dict[str, Any]]) -> None:
-    unfinished("here")
-    assert pvg("train", "--resume", "-s", "store.commit_every=3").code == 0
-    assert calls[0]["experiment"].store.commit_every == 3
 
 
 @pytest.mark.parametrize(
