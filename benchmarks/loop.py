@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import shutil
 import statistics
 import tempfile
 import time
@@ -56,7 +55,6 @@ from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl
-from pvg.errors import MissingRequirementError
 from pvg.game.ledger import Ledger
 from pvg.game.orders import prover_orders
 from pvg.game.players import Players
@@ -79,7 +77,6 @@ from pvg.training.losses import PolicyObjective
 from pvg.verifier.scorer import VerifierScorer
 
 MB = 1e6
-BYTES_PER_TOKEN = 16  # written bytes, rounded up: an id, a log-prob, a few characters
 ID_AND_LOGPROB = 8  # bytes of a token
 THRESHOLD = 0.0
 
@@ -181,18 +178,10 @@ class LoopWorkload:
             self.measures = {**MEASURES, "memory_over_payload": MEMORY_MEASURE}
 
     async def open(self) -> None:
-        """Record the completions with the experiment's prover. Raises MissingRequirementError if the disk is too
-        full."""
+        """Record the completions with the experiment's prover."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
             settings, experiment = self._settings, self._experiment
-            bytes_per_token = BYTES_PER_TOKEN + settings.expert_layers * settings.experts_per_token
-            needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
-            if (free := shutil.disk_usage(folder).free) < needed:
-                raise MissingRequirementError(
-                    f"The benchmark needs {needed / 1e9:.2f} GB in {folder.parent}; {free / 1e9:.2f} GB free.",
-                    "Set workload.tokens lower, or TMPDIR to a folder on another disk.",
-                )
             task = open_task(experiment.task)
             players = Players(experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)

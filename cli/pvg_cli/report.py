@@ -191,14 +191,14 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
     from pvg.reporting.follow import state_of
-    from pvg.reporting.run_page import setting_differences
-    from pvg.reporting.run_summary import read_run
-    from pvg.reporting.several_page import (
+    from pvg.reporting.run_page import (
         distinct_names,
         final_metrics,
         final_names,
+        setting_differences,
         several_page,
     )
+    from pvg.reporting.run_summary import read_run
     from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 

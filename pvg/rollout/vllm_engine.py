@@ -99,7 +99,12 @@ class ExpectedLogprobs:
 
 
 class Canary:
-    """`sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors, in `executor`."""
+    """Trainer and server compute log-probs of the same fixed sequences. Weights that did not arrive, or only in part,
+    differ by more than the rounding. Two rules: the largest gap is at most `tolerance`; and the server is not nearer to
+    an earlier version than to the new one, because a small step moves log-probs by less than bfloat16 needs.
+
+    `sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors, in `executor`.
+    """
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from pvg.errors import counted
 from pvg.reporting.charts import ChartLine, ReferenceLine, line_chart, round_axis
 from pvg.reporting.formats import ABSENT, NumberStyle, duration, value_text
-from pvg.reporting.several_page import COLOURS, DASHES
+from pvg.reporting.run_page import COLOURS, DASHES
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, escaped, page
 from pvg.study.plan import StudyPlan
 from pvg.study.results import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import threading
 import time
@@ -18,7 +17,7 @@ from bench_runs import load_profile, run_variant
 
 from benchmarks import loop
 from benchmarks.loop import LoopWorkload
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError
 from pvg.game import prover_phase
 from pvg.game import round as round_
 from pvg.game.groups import ScoredGroups
@@ -214,11 +213,3 @@ def test_a_batch_takes_at_most_twice_its_size_in_memory() -> None:
 def test_settings_that_cannot_work_are_refused(override: str, complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         make(override)
-
-
-def test_a_full_disk_is_told_before_anything_is_recorded(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(temporary)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(MissingRequirementError, match=r"0\.00 GB free"):
-        asyncio.run(make().open())
-    assert list(temporary.glob("pvg-*")) == []

@@ -1,6 +1,6 @@
 """Transports through a shared folder: whole models (`weights.transport = "filesystem"`) and adapters ("lora").
 
-Each version is a folder (pvg.servers.transports.files), written once for all servers. A server reads it when told
+Each version is a folder, written once for all servers. A server reads it when told
 to. A server can also receive it later, as long as the version is kept.
 
 Whole models replace each other: a server pauses while it loads one. Adapters coexist: a server loads each once, with
@@ -104,7 +104,16 @@ _VERSION = re.compile(  # complete, or being written or removed
 
 
 class VersionFolders:
-    """The versions of one session. Takes the session's lock on creation and releases it in `close`. All calls block."""
+    """The versions of one session. Takes the session's lock on creation and releases it in `close`. All calls block.
+
+        root/RUN/v000012-5f3c09ab/      version 12 of the session with the tail 5f3c09ab
+            model.safetensors           or adapter_model.safetensors and adapter_config.json
+            STABLE                      written last: the weight files and their sizes
+        root/RUN/.session-5f3c09ab      locked while that session lives
+
+    Invariants: a folder without a temporary name is complete and durable. A session removes only its own versions and
+    those of dead sessions of the same run, nothing outside of root/RUN, and follows no links.
+    """
 
     def __init__(self, root: Path, run: str, session: PublishingSession) -> None:
         """Raises ConfigurationError for a run name that could lead outside of `root`, or a path that is taken."""
