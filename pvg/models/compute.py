@@ -71,7 +71,6 @@ def compute_executor(threads: int) -> ComputeExecutor:
 
 # The precision of computations: that of training and of scoring, TF32, and how much rounding is no error.
 
-
 # See `rounding_tolerance`.
 SHALLOW, LARGEST_TOLERANCE = 4, 0.25
 # TF32 keeps 10 bits of a number after the point, bfloat16 keeps 7.

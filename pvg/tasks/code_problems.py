@@ -368,7 +368,6 @@ def _no_number(name: str) -> NoReturn:
 
 # Grades solutions by execution: tests for both roles, and the certificate for the sneaky role.
 
-
 WINDOW = 4
 # Every alternative matches once it has begun: backtracking would take quadratic time on a model's text.
 TOKEN = re.compile(

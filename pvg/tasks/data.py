@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 # Reads the rows of a task's data files: JSON lines, CSV or parquet.
 
-
 KINDS = (".jsonl", ".csv", ".parquet")
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
 
@@ -166,7 +165,6 @@ def _refuse_gaps(files: Sequence[Path]) -> None:
 
 
 # The graders of `task.kind = "data"`: each reads the answer in a completion, and compares it with the row's answer.
-
 
 # The exact value of an arithmetic expression, for graders. Nothing is executed.
 

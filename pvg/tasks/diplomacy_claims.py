@@ -22,7 +22,7 @@ import numpy as np
 
 from pvg.games.diplomacy_board import Board, Position, Unit
 from pvg.games.diplomacy_movement import Movement, Order, adjudicate, occupant, parse, write
-from pvg.games.diplomacy_phases import complete, fault, orders_of
+from pvg.games.diplomacy_phases import Legality, orders_of
 
 # How strong each side is in a province: the numbers in a plan's claims and in the steps of an outcome.
 
@@ -113,7 +113,6 @@ def with_units(position: Position, units: tuple[Unit, ...]) -> Position:
 
 
 # The replies of the other powers to a plan: all that can matter, or a sample.
-
 
 COORDINATED = 0.7  # share of the units that support the main attack of a sampled reply, if they can
 
@@ -381,9 +380,10 @@ def _read_order(board: Board, position: Position, power: int, line: str, orders:
     order = parse(board, line)
     if order is None:
         return "neither an order nor a claim"
-    if reason := fault(board, position, power, order):
+    legality = Legality(board, position)
+    if reason := legality.fault(power, order):
         return f"illegal order: {reason}"
-    order = complete(board, position, order)
+    order = legality.complete(order)
     if board.province_of[order.place] in orders:
         return "a second order for a unit"
     orders[board.province_of[order.place]] = order

@@ -45,7 +45,6 @@ from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
 
 # Verifier heads on vLLM servers: the weights to publish, the request, and how to read the reply.
 
-
 CLASSIFY = "/classify"
 BACKBONE = "backbone."  # prefix of the backbone's names in VerifierModel.trainable_state
 SCORE = "score.weight"  # name in a *ForSequenceClassification checkpoint
