@@ -22,15 +22,13 @@ Three switches have a slow side, as research code often has it (benchmarks.loop_
 log-probs and experts. benchmarks/loop-large.toml measures it with the experts of a large model (384 bytes per token).
 
 `derived` shows where pvg itself stalls the loop: `rollout_stall_ms` while rollouts arrive, `batch_stall_ms` while pvg
-scores, rewards and records them, `commit_stall_ms` during the commit. `decode_ms` and `grade_ms` are the work for one
-rollout.
+scores, rewards and records them, `commit_stall_ms` during the commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import shutil
 import statistics
 import tempfile
 import time
@@ -57,7 +55,6 @@ from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import NoKl
-from pvg.errors import MissingRequirementError
 from pvg.game.ledger import Ledger
 from pvg.game.orders import prover_orders
 from pvg.game.players import Players
@@ -68,7 +65,7 @@ from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
-from pvg.records import Group, Int32, Problem
+from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Sampling
 from pvg.store.run_directory import RunDirectory
@@ -80,8 +77,6 @@ from pvg.training.losses import PolicyObjective
 from pvg.verifier.scorer import VerifierScorer
 
 MB = 1e6
-TIMED_ALONE = 16  # rollouts for `decode_ms` and `grade_ms`
-BYTES_PER_TOKEN = 16  # written bytes, rounded up: an id, a log-prob, a few characters
 ID_AND_LOGPROB = 8  # bytes of a token
 THRESHOLD = 0.0
 
@@ -152,18 +147,16 @@ def resident_bytes(name: Literal["VmRSS", "VmHWM"]) -> int:
 
 
 class WatchedDispatcher(Dispatcher):
-    """Measures the loop's lag while it samples (`during`) and afterwards (`after`), and keeps some completions."""
+    """Measures the loop's lag while it samples (`during`) and afterwards (`after`)."""
 
     hz = 100.0
     sampled = 0.0  # when sampling ended
-    some: Sequence[tuple[Problem, Int32]] = ()  # completions
 
     async def sample(self, orders: Sequence[GroupOrder], call: SampleCall) -> list[Group]:
         self.after = LoopLagMonitor(self.hz)
         async with LoopLagMonitor(self.hz) as self.during:
             groups = await super().sample(orders, call)
         self.sampled = time.perf_counter()
-        self.some = [(group.problem, one.completion_ids) for group in groups for one in group.rollouts][:TIMED_ALONE]
         self.after.start()
         return groups
 
@@ -185,18 +178,10 @@ class LoopWorkload:
             self.measures = {**MEASURES, "memory_over_payload": MEMORY_MEASURE}
 
     async def open(self) -> None:
-        """Record the completions with the experiment's prover. Raises MissingRequirementError if the disk is too
-        full."""
+        """Record the completions with the experiment's prover."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
             settings, experiment = self._settings, self._experiment
-            bytes_per_token = BYTES_PER_TOKEN + settings.expert_layers * settings.experts_per_token
-            needed = self._samples * settings.rollouts * settings.tokens * bytes_per_token
-            if (free := shutil.disk_usage(folder).free) < needed:
-                raise MissingRequirementError(
-                    f"The benchmark needs {needed / 1e9:.2f} GB in {folder.parent}; {free / 1e9:.2f} GB free.",
-                    "Set workload.tokens lower, or TMPDIR to a folder on another disk.",
-                )
             task = open_task(experiment.task)
             players = Players(experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)
@@ -317,21 +302,9 @@ class LoopWorkload:
 
     def derived(self) -> dict[str, float]:
         """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive
-        together in one turn.) Medians over some rollouts of decoding and of grading, timed separately. The mean tokens
-        of a rollout."""
-        decode_s, grade_s = [], []
-        tokenizer, task = self._session.players.base.tokenizer, self._session.task
-        for problem, completion_ids in self._dispatcher.some:
-            started = time.perf_counter()
-            text = tokenizer.decode(completion_ids)
-            decoded = time.perf_counter()
-            task.grade(problem, text)
-            decode_s.append(decoded - started)
-            grade_s.append(time.perf_counter() - decoded)
+        together in one turn.) The mean tokens of a rollout."""
         parts = ("rollout", "batch", "commit")
         return {
-            "decode_ms": statistics.median(decode_s) * 1e3,
-            "grade_ms": statistics.median(grade_s) * 1e3,
             **{
                 f"{part}_stall_ms": statistics.median(_longest_ms(getattr(stalls, part)) for stalls in self._stalls)
                 for part in parts

@@ -29,7 +29,7 @@ from pvg.bench.report import BenchReport, Samples, Variant, read_report
 from pvg.bench.workloads import WALL
 from pvg.errors import PvgError, UsageError
 from pvg.reporting.table import markdown_lines
-from pvg_cli.bench_tables import BETTER, cost_cells, has_updates, notes, number, update_cells
+from pvg_cli.bench_tables import BETTER, number
 from pvg_cli.compare_table import interval
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -44,6 +44,8 @@ KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's re
 SHOWN_PARTS = 6  # of a time budget
 LEAST_PART = 0.01
 OTHERS = 4  # measures of a sweep's table beside the headline
+
+SHOWN_OF_UPDATES = ("loaded_wall_p95_ms", "loaded_rpc_p95_ms", "tokens_per_s_before", "tokens_per_s_stepped")
 
 Reports = Mapping[str, BenchReport]  # by file name
 
@@ -86,8 +88,6 @@ def report_lines(report: BenchReport) -> Iterator[str]:
     if beside_text(report) and report.kind == "ablation":
         last = gains(report)[-1]
         yield f"{beside_text(report).capitalize()}: {ratio_text(last.whole)} in all."
-    elif has_updates(report):
-        yield from update_lines(report)
     elif report.kind == "bench":
         yield from measure_lines(report.variants[0])
     elif report.kind == "ablation":
@@ -127,15 +127,6 @@ def machine_of(report: BenchReport) -> str:
     return f"{', '.join(parts)}; {', '.join(versions)}; {environment.event_loop}."
 
 
-def update_lines(report: BenchReport) -> Iterator[str]:
-    """The weight updates of a `sync` benchmark on servers."""
-    for what, cells in (("An update, in ms", update_cells(report)), ("Tokens/s, and ms", cost_cells(report))):
-        yield from (f"{what}:", "")
-        yield from markdown_lines(cells.header, "l" + "r" * (len(cells.header) - 1), cells.rows)
-        yield ""
-    yield " ".join(notes(report))
-
-
 def measure_lines(variant: Variant) -> Iterator[str]:
     rows = [
         (with_unit(name, samples.unit), number(median(samples.values)), f"{number(min(samples.values))}–{number(most)}")
@@ -173,7 +164,9 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
 
 def sweep_lines(report: BenchReport) -> Iterator[str]:
     headline = headline_of(report)
-    others = [name for name in report.variants[0].samples if name not in (headline, WALL)][:OTHERS]
+    measured = report.variants[0].samples
+    shown = [name for name in SHOWN_OF_UPDATES if name in measured] or measured
+    others = [name for name in shown if name not in (headline, WALL)][:OTHERS]
     rows = [
         (
             gain.variant.label.partition("=")[2] or gain.variant.label,

@@ -125,7 +125,6 @@ def evaluate(
     with run.directory.lock(work="evaluate"):
         outcome = run_to_end(
             lambda: measure(experiment, run.directory, request, observer=watching, stop=asyncio.Event()),
-            experiment.telemetry.event_loop,
         )
     return outcome.report
 
@@ -224,6 +223,5 @@ def _played(directory: RunDirectory, experiment: Experiment, observer: Observer,
     with directory.lock(discard=lambda: not resume and not directory.has_state):
         run_to_end(
             lambda: play_run(experiment, directory, observer=observer, stop=asyncio.Event(), resume=resume),
-            experiment.telemetry.event_loop,
         )
     return Run(directory.path)

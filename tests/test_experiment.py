@@ -367,15 +367,10 @@ IMPOSSIBLE = [
     (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
     (["rollout.top_p=0.9"], "rollout.top_p < 1"),
     (["rollout.top_k=5"], "rollout.top_k > 0"),
-    (["rollout.concurrency=16"], "rollout.engine.max_rows = 256 is above rollout.concurrency = 16"),
     (["game.sneaky_share=0.0"], "game.sneaky_share = 0.0 leaves one"),
     (["game.reward=cgc", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
-    (
-        ["rollout.deadline=cut", "rollout.deadline.min_rollouts=9"],
-        "rollout.deadline.min_rollouts = 9 is above the 8 rollouts",
-    ),
     (
         ["rollout.deadline=cut", "rollout.deadline.min_rollouts=1"],
         "rollout.deadline.min_rollouts = 1 may leave a group of one",
@@ -410,10 +405,6 @@ IMPOSSIBLE = [
         "rollout.deadline = 'continue' trains on rollouts of several weights",
     ),
     (
-        ["rollout.deadline=continue", "rollout.deadline.min_rollouts=257"],
-        "rollout.deadline.min_rollouts = 257 is above the 256 rollouts",
-    ),
-    (
         ["rollout.deadline=continue", "training.minibatches=4"],
         "training.minibatches = 4 is above the 2 rollouts",
     ),
@@ -429,7 +420,6 @@ POSSIBLE = [
     ["verifier.score_tokens=49"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
-    ["rollout.concurrency=256"],
     ["game.sneaky_share=0.0", "game.reward=correctness"],
     ["game.sneaky_share=1.0", "game.reward=goodhart"],
     ["game.mint_samples=2"],
@@ -441,7 +431,6 @@ POSSIBLE = [
     ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc"],
     ["rollout.deadline=continue", "training.loss=spo"],
     ["rollout.deadline=cut", "rollout.deadline.min_rollouts=256", "training.loss=spo"],
-    ["rollout.deadline=continue", "rollout.deadline.min_rollouts=256"],
     ["rollout.deadline=continue", "rollout.deadline.min_rollouts=1"],
     ["rollout.deadline=cut", "rollout.prefetch=fresh"],
     ["rollout.deadline=continue", "training.router_replay=true"],
@@ -458,13 +447,6 @@ def test_what_cannot_work_is_refused(tmp_path: Path, overrides: list[str], says:
 @pytest.mark.parametrize("overrides", POSSIBLE, ids=lambda value: str(value)[:40])
 def test_what_just_works_is_taken(tmp_path: Path, overrides: list[str]) -> None:
     load_experiment(write(tmp_path, ""), overrides)
-
-
-def test_attacks_that_an_evaluation_will_refuse_are_told_before_the_training(tmp_path: Path) -> None:
-    told = load_experiment(write(tmp_path, ""), ["training.minibatches=32"]).warnings()
-    assert any("10 batches of 32 steps each do not fit" in line for line in told)
-    told = load_experiment(write(tmp_path, ""), ["training.minibatches=16"]).warnings()
-    assert not any("attack_window" in line for line in told)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"])
@@ -561,11 +543,6 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
     [
         ({"game": {"reward": {"kind": "decoupled", "floor": 0.5}}}, "game.reward.floor"),
         ({"game": {"reward": "cgc"}, "training": {"loss": "dapo", "kl": {"coefficient": 0.1}}}, "training.kl"),
-        (
-            {"game": {"reward": "cgc"}, "rollout": {"deadline": {"kind": "cut", "min_rollouts": 8}}},
-            "rollout.deadline.min_rollouts",
-        ),
-        ({"game": {"reward": "cgc"}, "training": {"importance": "decoupled"}}, "training.importance"),
         (
             {
                 "game": {"reward": "cgc"},

@@ -29,7 +29,6 @@ IMPOSSIBLE = [
     ),
     ({"importance": "decoupled"}, {"logprobs": "recomputed"}, "'decoupled' needs the sampler's log-probs"),
     ({"kl": {"coefficient": 0.0}}, {}, "training.kl.coefficient"),
-    ({"kl": "adaptive", "loss": "dapo"}, {}, "'dapo' has no KL term"),
     ({"loss": "rae"}, {"prefetch": "fresh", "engine": "vllm", "deadline": "cut"}, "so a batch has no deadline"),
 ]
 POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [

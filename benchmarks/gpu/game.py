@@ -38,7 +38,7 @@ def main() -> int:
         for name, value in sorted(_numbers(played).items()):
             results.figure(name, value, "")
         out = Path(folder) / "trainer.json"
-        repeats = ["--repeats", "2", "--warmup", "1"] if few else []
+        repeats = ["-s", "repeats=2", "-s", "warmup=1"] if few else []
         bench = [f"models.device={device}", *(["workload.rollouts=32"] if few else [])]
         _pvg(folder, "bench", "--profile", "trainer", "--out", str(out), "--json", *repeats, *_set(bench))
         report = json.loads(out.read_text(encoding="utf-8"))

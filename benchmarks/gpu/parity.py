@@ -228,7 +228,7 @@ def check_chunks(results: Results, sizes: Sizes, device: torch.device) -> None:
         for tokens in chunks:
             leaves = [hidden_ND.clone().requires_grad_(True), weight_VD.clone().requires_grad_(True)]
             with autocast(precision, device):
-                logprobs_N = token_logprobs(leaves[0], leaves[1], None, targets_N, LogitTransform(), tokens)
+                logprobs_N, _ = token_logprobs(leaves[0], leaves[1], None, targets_N, LogitTransform(), tokens)
             logprobs_N.square().sum().backward()  # type: ignore[no-untyped-call]
             found.append([logprobs_N.detach(), *[cast(Tensor, leaf.grad) for leaf in leaves]])
         for name, one, other in zip(("log-probs", "hidden gradient", "weight gradient"), *found, strict=True):

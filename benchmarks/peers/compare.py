@@ -22,11 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from sides import Side
 from work import CONTEXT, PARAMETERS, make_model, model_folder, solutions, write_work
 
 from pvg import spinning
-from pvg.bench.compare import gains, median
 from pvg.bench.report import BenchReport, read_environment, usable_cores, write_report
 from pvg.bench.runner import SampleTaken, VariantTrial, common_work, on_loop, run_trials
 from pvg.bench.workloads import BenchMetric
@@ -37,7 +37,7 @@ from pvg.game.roles import TAGS
 from pvg.records import Role
 from pvg.tasks import open_task, problems_of_half
 from pvg.training.trainer import OptimizerSettings
-from pvg_cli.bench_tables import number
+from pvg_cli.bench_tables import sweep_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -201,18 +201,18 @@ def compare(row: PeerComparison, *, command: str, peer: Path = PEER) -> tuple[Be
         raise MissingRequirementError("TRL's environment is not there.", "make peers")
     with tempfile.TemporaryDirectory(prefix="pvg-peers-") as scratch:
         folder = Path(scratch)
-        experiment, shared = prepare(row, folder)
+        _, shared = prepare(row, folder)
         found = sides(row, folder, shared, peer)
         trials = [_trial(row, name, side) for name, side in found.items()]
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        on_loop("asyncio", run_trials(trials))
+        on_loop(run_trials(trials))
     results = [trial.result() for trial in trials]
     variants = [variant for variant, _ in results]
     works = [work for _, work in results]
     failed = next((trial.error for trial in trials if trial.error is not None), None)
     if failed is None:
         _check_alike(row, [variant.derived for variant in variants])
-    environment = read_environment(experiment.telemetry.event_loop).model_copy(update={"threads": row.threads})
+    environment = read_environment().model_copy(update={"threads": row.threads})
     facts = found["TRL"].facts
     report = BenchReport(
         kind="sweep",
@@ -271,23 +271,6 @@ def _say(taken: SampleTaken) -> None:
     print(f"{taken.label} {taken.number}/{taken.of}{warmup}: {taken.wall_s:.2f} s", file=sys.stderr)
 
 
-def tell(report: BenchReport) -> None:
-    """The measures of both sides, and the headline's ratio."""
-    theirs, ours = report.variants
-    for name, samples in theirs.samples.items():
-        other = ours.samples[name]
-        print(
-            f"{name:>20} {samples.unit:<8} TRL {number(median(samples.values)):>8}  pvg {number(median(other.values))}"
-        )
-    for name, value in theirs.derived.items():
-        if name in ours.derived:
-            print(f"{name:>20}          TRL {number(value):>8}  pvg {number(ours.derived[name])}")
-    ratio = gains(report)[1].whole
-    if ratio is not None:
-        headline = report.config["profile"]["headline"]
-        print(f"pvg is better by {ratio.ratio:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) in {headline}")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", metavar="ROW", help=" or ".join(MEASURES))
@@ -306,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code:
         print(report.reason, file=sys.stderr)
     else:
-        tell(report)
+        Console().print(sweep_table(report))
     return code
 
 

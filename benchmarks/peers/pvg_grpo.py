@@ -144,7 +144,7 @@ async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, st
 def main(folder: Path) -> None:
     orders = Orders()
     experiment = build_experiment(read_work(folder)["experiment"])
-    on_loop(experiment.telemetry.event_loop, serve(orders, experiment, folder))
+    on_loop(serve(orders, experiment, folder))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def main(folder: Path) -> None:
     experiment = build_experiment(read_work(folder)["experiment"])
     with compute_executor(experiment.models.threads) as executor:
         side = VerifierSide(experiment, folder, executor)
-        on_loop(experiment.telemetry.event_loop, serve(orders, side))
+        on_loop(serve(orders, side))
         side.verifier.close()
 
 

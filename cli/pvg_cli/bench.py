@@ -56,9 +56,9 @@ def bench(
     interleave: Annotated[
         bool | None,
         typer.Option(
-            "--interleave/--one-by-one",
-            help="Take the samples of the variants in turn, or finish one variant before the next. In turn, all "
-            "variants see the same changes of the machine's speed, but all of them are in memory together.",
+            "--interleave",
+            help="Take the samples of the variants in turn: all see the same changes of the machine's speed, but all "
+            "of them are in memory together.",
             show_default=False,
         ),
     ] = None,
@@ -72,10 +72,6 @@ def bench(
             "--serve", help="Start a vLLM server and measure on it. Variants that need other servers get their own."
         ),
     ] = False,
-    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Samples per variant.")] = None,
-    warmup: Annotated[
-        int | None, typer.Option("--warmup", min=0, help="Samples per variant that are taken first and not kept.")
-    ] = None,
     beside: Annotated[
         int | None,
         typer.Option("--beside", metavar="N", min=0, help="Keep cores busy with N other processes during the samples."),
@@ -108,8 +104,7 @@ def bench(
         _list_profiles(as_json)
         return
     given = list(overrides or [])
-    own = {"repeats": repeats, "warmup": warmup, "beside": beside}
-    given += [f"{key}={value}" for key, value in own.items() if value is not None]
+    given += [] if beside is None else [f"beside={beside}"]
     urls = [url for given_url in server or [] for url in given_url.split(",")]
     plan = plan_bench(
         profile,

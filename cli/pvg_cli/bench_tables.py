@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -27,8 +26,6 @@ GAIN_BAR = 5  # cells
 def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:
     """The result of a benchmark: numbers, time budget, the path of the report, and the next commands."""
     parts: list[RenderableType] = [headline_text(report)]
-    if has_updates(report):
-        parts += update_tables(report)
     if report.kind == "bench":
         parts += one_variant(report.variants[0])
     else:
@@ -182,124 +179,3 @@ def number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 1 else f"{value:.3g}"
-
-
-# --- weight updates on vLLM servers ----------------------------------------------------------------------------------
-# The numbers cover the updates of all samples of a report. benchmarks/make_page.py uses them too.
-
-PROFILE = "sync"
-TIMES = ("wall", "rpc", "queue")
-PERCENTILES = (50, 95, 99)
-RATES = {"before": "before", "during": "back to back", "stepped": "once per step", "after": "after"}
-PARTS = ("stage", "arrival", "pause", "load", "resume")
-ENOUGH = 100  # updates; with fewer, the 99th percentile is hardly more than the maximum
-
-
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """A table as text: `header`, and `rows` with as many cells. The first cell is the client."""
-
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def has_updates(report: BenchReport) -> bool:
-    """Whether the report has the numbers of weight updates."""
-    return report.profile == PROFILE and any(_has_parts(variant) for variant in report.variants)
-
-
-def update_cells(report: BenchReport) -> Cells:
-    """Wall, RPC and queue time of an update under load, in ms, per client."""
-    header = ("client", *(f"{name} p{percentile}" for name in TIMES for percentile in PERCENTILES))
-    rows = [
-        (
-            client_of(report, variant),
-            *(_ms(variant.derived[f"{name}_p{percentile}_ms"]) for name in TIMES for percentile in PERCENTILES),
-        )
-        for variant in report.variants
-        if _has_parts(variant)
-    ]
-    return Cells(header, tuple(rows))
-
-
-def cost_cells(report: BenchReport) -> Cells:
-    """Per client: tokens/s of the streams before the updates, with updates back to back, with one update per step, and
-    after the updates; updates per second back to back (slow updates are fewer, so they cost less); the medians of
-    the parts of an update, in ms."""
-    rate_headers = (f"tokens/s {words}" for words in RATES.values())
-    header = ("client", *rate_headers, "updates /s", *(f"{part} p50" for part in PARTS))
-    rows = [
-        (
-            client_of(report, variant),
-            *(f"{median(variant.samples[f'tokens_per_s_{when}'].values):,.0f}" for when in RATES),
-            f"{variant.derived['updates_per_s']:.2g}",
-            *(_ms(variant.derived[f"{part}_p50_ms"]) for part in PARTS),
-        )
-        for variant in report.variants
-        if _has_parts(variant)
-    ]
-    return Cells(header, tuple(rows))
-
-
-def notes(report: BenchReport) -> list[str]:
-    """Sentences that explain the tables."""
-    counts = sorted({int(variant.derived["updates"]) for variant in report.variants if _has_parts(variant)})
-    listed = " or ".join(map(str, counts))
-    found = [f"Percentiles over the {listed} updates of all samples of a client, under {_streams(report)} streams."]
-    if counts[0] < ENOUGH:
-        found.append(f"With fewer than {ENOUGH} updates, p99 is hardly more than the maximum.")
-    found.append(f"Updates reduce the streams' tokens/s by {_costs(report)}.")
-    found += [f"{_client(value['label'])}: {value['says']}." for value in _sweep(report) if value.get("says")]
-    return found
-
-
-def _costs(report: BenchReport) -> str:
-    """The share of tokens/s that the streams lose to the updates of the last client, by update frequency."""
-    variant = next(variant for variant in reversed(report.variants) if _has_parts(variant))
-    rates = {when: median(variant.samples[f"tokens_per_s_{when}"].values) for when in RATES}
-    alone = (rates["before"] + rates["after"]) / 2
-    costs = [f"{100 * (1 - rates[when] / alone):.0f} % {RATES[when]}" for when in ("during", "stepped")]
-    return f"{' and '.join(costs)} ({client_of(report, variant)})"
-
-
-def client_of(report: BenchReport, variant: Variant) -> str:
-    """A short name of the client."""
-    if variant.label:
-        return _client(variant.label)
-    return str(report.config["experiment"]["weights"]["client"])
-
-
-def update_tables(report: BenchReport) -> list[RenderableType]:
-    parts = section("Update time under load, ms", _table(update_cells(report)))
-    parts += section("Cost for the streams, and parts of an update in ms", _table(cost_cells(report)))
-    return [*parts, Text(), *(Text(f"  {note}", style=QUIET, overflow="fold") for note in notes(report))]
-
-
-def _table(cells: Cells) -> Table:
-    columns = [Column(cells.header[0], wrap=False)]
-    for name in cells.header[1:]:
-        heading = "\n".join(name.split(" ", 1))
-        columns.append(Column(heading, "right", "strong" if name.startswith("queue") else "", wrap=False))
-    return Table(columns, list(cells.rows))
-
-
-def _has_parts(variant: Variant) -> bool:
-    return "load_p50_ms" in variant.derived
-
-
-def _client(label: str) -> str:
-    return label.partition("=")[2] or label
-
-
-def _sweep(report: BenchReport) -> Sequence[dict[str, str]]:
-    """The sweep of the profile, if the report measured it."""
-    labels = {variant.label for variant in report.variants}
-    return [value for value in report.config["profile"].get("sweep", []) if value["label"] in labels]
-
-
-def _streams(report: BenchReport) -> str:
-    return str(report.work.get("streams", "other numbers of"))
-
-
-def _ms(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"

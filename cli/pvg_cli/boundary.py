@@ -15,7 +15,6 @@ import functools
 import inspect
 import io
 import os
-import re
 import select
 import shlex
 import signal
@@ -265,14 +264,6 @@ class ErrorHandler:
                 _silence_stdout()
 
 
-def forget_unreadable_sizes() -> None:
-    """Unset COLUMNS and LINES unless they are numbers from 1 to 99999: rich fails on other digits, such as thousands of
-    them or those of other scripts."""
-    for name in ("COLUMNS", "LINES"):
-        if not re.fullmatch("0{0,4}[1-9][0-9]{0,4}", os.environ.get(name, "")):
-            os.environ.pop(name, None)
-
-
 def open_closed_streams() -> None:
     """Open /dev/null for each standard stream that the caller has closed, as in `pvg runs >&-`. Otherwise the next file
     gets its number, and a library that writes to stdout or stderr changes that file."""
@@ -339,7 +330,6 @@ class Commands(TyperGroup):
     """The group of all commands. With --json, a usage error is a JSON document too."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        forget_unreadable_sizes()
         open_closed_streams()
         outlive_readers_of_stderr()
         _called[:] = args

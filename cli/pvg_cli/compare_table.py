@@ -33,7 +33,6 @@ SECTION_STYLES = {"worse": "badge bad", "better": "badge good", "too few samples
 MOST_DIFFERENCES = 12  # differences of environment or settings that the terminal shows
 MOST_CHARACTERS = 44  # characters per value
 CODE = ("pvg", "git_commit", "git_dirty")  # the fields of the environment that describe the code
-WIDE = 0.1  # an interval that reaches this far from 1 may hide an important difference
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -197,12 +196,6 @@ def notes(comparison: ReportComparison) -> list[str]:
             f"Too few samples: fewer than {LEAST_SAMPLES} on a side, or fewer than the rank test needs for this many "
             "metrics. Take more samples: pvg bench -s repeats=10."
         )
-    widest = _widest(comparison)
-    if widest is not None and not comparison.same:
-        found.append(
-            f"No difference seen does not prove that there is none: {widest.name} may still differ by a factor of "
-            f"{interval(widest.ratio)}. More samples narrow it: pvg bench -s repeats=20."
-        )
     if comparison.with_verdict("worse") or comparison.with_verdict("better"):
         if _elsewhere(comparison):
             found.append("The environments differ, so the code need not be the reason for a difference.")
@@ -222,16 +215,6 @@ def _one_key(comparison: ReportComparison) -> str | None:
     """The setting that all variants are values of, as in a sweep; None otherwise."""
     keys = {metric.variant.partition("=")[0] if "=" in metric.variant else "" for metric in comparison.metrics}
     return (keys.pop() or None) if len(keys) == 1 else None
-
-
-def _widest(comparison: ReportComparison) -> MetricComparison | None:
-    def reach(metric: MetricComparison) -> float:
-        assert metric.ratio is not None
-        return max(metric.ratio.high - 1, 1 - metric.ratio.low)
-
-    unseen = [metric for metric in comparison.with_verdict("no difference seen") if metric.ratio is not None]
-    widest = max(unseen, key=reach, default=None)
-    return widest if widest is not None and reach(widest) > WIDE else None
 
 
 def failure_line(comparison: ReportComparison) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
 
 ABSENT = object()
-# Characters of columns: the longest name of a kind, a name of a model, and the space between three columns.
-TYPE, VALUE, GAPS = 19, 28, 4
 WIDEST_TYPE = 40
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
@@ -117,10 +114,9 @@ def schema(
 
 
 def print_schema(experiment: Experiment | None) -> None:
-    """Print all settings with their type and default, or with an experiment's value. A type is below its key where
-    three columns do not fit."""
+    """Print all settings with their type and default, or with an experiment's value."""
     from pvg.config.describe import settings, toml_value
-    from pvg.reporting.table import Column, Table, TableCell
+    from pvg.reporting.table import Column, Table
     from pvg_cli.output import stdout
 
     console, rows = stdout(), []
@@ -129,20 +125,9 @@ def print_schema(experiment: Experiment | None) -> None:
             rows.append((setting.label, setting.type, toml_value(setting.default)))
         elif (value := value_at(experiment, setting)) is not ABSENT:
             rows.append((setting.key, setting.type, toml_value(value)))
-    keys = max(len(key) for key, _, _ in rows)
-    key_column = Column("key", wrap=False)
-    value_column = Column("default" if experiment is None else experiment.name)
-    room = console.width - keys - VALUE - GAPS
-    if room >= TYPE:
-        type_column = Column("type", style="verifier", max_width=min(room, WIDEST_TYPE))
-        table = Table([key_column, type_column, value_column], narrow=True)
-        table.rows += rows
-    else:
-        table = Table([key_column, value_column], narrow=True)
-        for key, type_, value in rows:
-            table.add(
-                TableCell(key, below=textwrap.fill(type_, keys, initial_indent="  ", subsequent_indent="  ")), value
-            )
+    value = Column("default" if experiment is None else experiment.name)
+    columns = [Column("key", wrap=False), Column("type", style="verifier", max_width=WIDEST_TYPE), value]
+    table = Table(columns, list(rows), narrow=True)
     console.print(table)
 
 

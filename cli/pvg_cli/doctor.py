@@ -26,14 +26,14 @@ LEAST_DISK_GB = 1.0  # an embedded game writes about 100 MB
 LEAST_MEMORY_GB = 2.0  # torch, transformers and the embedded models need about 1 GB
 # The packages of each extra of pyproject.toml. Packages and not modules, because py-spy has no module.
 EXTRAS = {
-    "lora": ("peft",),
-    "cluster": ("ray",),
-    "reasoning-gym": ("reasoning-gym",),
-    "textarena": ("textarena",),
-    "profile": ("py-spy",),
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "trackio": ("trackio",),
+    "lora": "peft",
+    "cluster": "ray",
+    "reasoning-gym": "reasoning-gym",
+    "textarena": "textarena",
+    "profile": "py-spy",
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
 }
 GIB = 1024**3
 WORDS: dict[Verdict, str] = {"ok": "ok", "missing": "MISSING", "notice": "note"}
@@ -166,10 +166,9 @@ def why_not_loaded(package: str) -> str:
 
 
 def check_extras(runs: Path) -> Iterator[CheckResult]:
-    for extra, packages in EXTRAS.items():
-        absent = [package for package in packages if version_of(package) is None]
-        if absent:
-            yield CheckResult(f"extra {extra}", "notice", f"not installed ({', '.join(absent)})", install_extra(extra))
+    for extra, package in EXTRAS.items():
+        if version_of(package) is None:
+            yield CheckResult(f"extra {extra}", "notice", f"not installed ({package})", install_extra(extra))
         else:
             yield CheckResult(f"extra {extra}", "ok", "installed")
 
@@ -213,36 +212,25 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
-    """Disk space and write permission in the folder of runs."""
+    """Disk space, write permission and file locks in the folder of runs."""
     import shutil
     import tempfile
 
-    place = runs.absolute()
     try:
-        while not place.exists():
-            place = place.parent
-    except OSError as error:
-        yield CheckResult("runs folder", "missing", f"{shortened(str(runs))}: {error.strerror}", OTHER_FOLDER)
-        return
-    free = shutil.disk_usage(place).free / GIB
-    verdict: Verdict = "ok" if free >= LEAST_DISK_GB else "missing"
-    remedy = "" if verdict == "ok" else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
-    yield CheckResult("disk", verdict, f"{free:.1f} GB free in {place}", remedy)
-    try:
+        place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+        free = shutil.disk_usage(place).free / GIB
+        enough = free >= LEAST_DISK_GB
+        remedy = "" if enough else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
+        yield CheckResult("disk", "ok" if enough else "missing", f"{free:.1f} GB free in {place}", remedy)
         with tempfile.TemporaryFile(dir=place) as file:
             locks = _can_lock(file.fileno())
     except OSError as error:
-        yield CheckResult(
-            "runs folder",
-            "missing",
-            f"{runs} is not writable: {error.strerror}",
-            OTHER_FOLDER,
-        )
-    else:
-        yield CheckResult("runs folder", "ok", f"{runs} is writable")
-        if not locks:
-            remedy = "Do not resume a run while another process of this machine plays it, or move runs to another disk."
-            yield CheckResult("locks", "notice", f"the file system of {runs} cannot lock files", remedy)
+        yield CheckResult("runs folder", "missing", f"{shortened(str(runs))}: {error.strerror}", OTHER_FOLDER)
+        return
+    yield CheckResult("runs folder", "ok", f"{runs} is writable")
+    if not locks:
+        remedy = "Do not resume a run while another process of this machine plays it, or move runs to another disk."
+        yield CheckResult("locks", "notice", f"the file system of {runs} cannot lock files", remedy)
 
 
 def _can_lock(file: int) -> bool:
@@ -258,18 +246,11 @@ def _can_lock(file: int) -> bool:
 def check_workers(runs: Path) -> Iterator[CheckResult]:
     """The worker processes that the embedded game gets on this machine."""
     from pvg.config.experiment import Experiment
-    from pvg.errors import counted
     from pvg.workers.choice import with_workers
 
-    cluster = with_workers(Experiment()).cluster
-    workers = getattr(cluster, "workers", None)
+    workers = getattr(with_workers(Experiment()).cluster, "workers", None)
     none = "none by default: they need Linux, two cores, and no OMP_NUM_THREADS=1"
-    found = f"{counted(workers, 'worker')} by default" if workers else none
-    yield CheckResult("workers", "ok", found)
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads and not (threads.isdecimal() and int(threads)):
-        told = f"OMP_NUM_THREADS = {shortened(threads)!r} is no number of threads, so it has no effect"
-        yield CheckResult("threads", "notice", told, "unset OMP_NUM_THREADS")
+    yield CheckResult("workers", "ok", f"{counted(workers, 'worker')} by default" if workers else none)
 
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
@@ -290,32 +271,20 @@ def check_sandbox(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_machine(runs: Path) -> Iterator[CheckResult]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield CheckResult("cores", "ok", str(cores))
     import psutil
 
-    memory = psutil.virtual_memory().total / GIB
-    if memory >= LEAST_MEMORY_GB:
-        yield CheckResult("memory", "ok", f"{memory:.1f} GB")
-    else:
-        yield CheckResult("memory", "notice", f"{memory:.1f} GB", f"The embedded game needs {LEAST_MEMORY_GB:.0f} GB.")
-
-
-def check_bfloat16(runs: Path) -> Iterator[CheckResult]:
-    """Whether the CPU computes in bfloat16. Without such instructions it is 10 to 100 times slower than in float32."""
     from pvg.telemetry.cpu import native_bfloat16
 
-    native = native_bfloat16(Path("/"))
-    if native:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield CheckResult("cores", "ok", str(cores))
+    memory = psutil.virtual_memory().total / GIB
+    remedy = "" if memory >= LEAST_MEMORY_GB else f"The embedded game needs {LEAST_MEMORY_GB:.0f} GB."
+    yield CheckResult("memory", "notice" if remedy else "ok", f"{memory:.1f} GB", remedy)
+    if native_bfloat16(Path("/")):
         yield CheckResult("bfloat16", "ok", "the CPU has instructions for it")
     else:
-        found = "the CPU has no instructions for it" if native is False else "unknown for the CPU of this system"
-        remedy = (
-            "A new run computes in float32 here, also where its experiment says bfloat16."
-            if native is False
-            else "On the CPU, keep dtype and precision at 'float32', the default: bfloat16 may be far slower."
-        )
-        yield CheckResult("bfloat16", "notice", found, remedy)
+        found = "the CPU has no instructions for it, or they are unknown; without them it is 10 to 100 times slower"
+        yield CheckResult("bfloat16", "notice", found, "A new run on such a CPU computes in float32.")
 
 
 def check_gpu(runs: Path) -> Iterator[CheckResult]:
@@ -349,6 +318,5 @@ CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_sandbox,
     check_machine,
     check_workers,
-    check_bfloat16,
     check_gpu,
 )

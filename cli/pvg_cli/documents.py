@@ -53,11 +53,16 @@ def by_name(kind: Any) -> Any:
     return dict[str, kind]
 
 
-def document(about: str, *, more: bool = False, **of: Any) -> Any:
-    """A whole document. `more`: it may have further fields. A field (TYPE, DEFAULT) may be missing."""
+def each(kind: Any, *names: str) -> dict[str, Any]:
+    """Several fields of one type."""
+    return dict.fromkeys(names, kind)
+
+
+def document(command: str, about: str, *, more: bool = False, **of: Any) -> tuple[str, Any]:
+    """A whole document of a command. `more`: it may have further fields. A field (TYPE, DEFAULT) may be missing."""
     config = ConfigDict(extra="allow" if more else "forbid")
     found = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in of.items()}
-    return _model("Document", __config__=config, __doc__=about, schema_version=(Literal[1], ...), **found)
+    return command, _model("Document", __config__=config, __doc__=about, schema_version=(Literal[1], ...), **found)
 
 
 def fields_of(kind: type, **changed: Any) -> dict[str, Any]:
@@ -70,21 +75,22 @@ def fields_of(kind: type, **changed: Any) -> dict[str, Any]:
 def documents() -> dict[str, tuple[str, Any]]:
     """Name -> the command that prints the document, and its type."""
     round_ = part(round=int, metrics=Metrics)
-    question = part(question=str, answer=str, answered_by=Literal["prover", "task"], max_tokens=int | None)
+    question = part(**each(str, "question", "answer"), answered_by=Literal["prover", "task"], max_tokens=int | None)
     known = part(
-        solution=str, text=str, expected_correct=bool, correct=bool, well_formed=bool, answer=str | None, note=str
+        **each(str, "solution", "text", "note"),
+        **each(bool, "expected_correct", "correct", "well_formed"),
+        answer=str | None,
     )
     preview = part(
-        problem=str,
-        question=str,
+        **each(str, "problem", "question"),
         prompts=dict[str, ShownInput],
         challenge=question | None,
         verifier_input=ShownInput | None,
         graded=list_of(known),
     )
-    warm = part(demonstrations=int, held_out=int, epochs=float)
+    warm = part(**each(int, "demonstrations", "held_out"), epochs=float)
     run = fields_of(RunGlance, path=str)
-    ranges = by_name(part(mean=float, min=float, max=float, last=float))
+    ranges = by_name(part(**each(float, "mean", "min", "max", "last")))
     summary = fields_of(
         RunSummary,
         path=str,
@@ -97,181 +103,145 @@ def documents() -> dict[str, tuple[str, Any]]:
     )
     setting = {"kinds": list[str], "meaning": str, "range": str, "default": str}
     cell = part(
-        arm=str,
-        seed=int,
-        run=str,
+        **each(str, "arm", "run", "reason", "hash"),
+        **each(int, "seed", "steps", "steps_done"),
         status=Literal["new", "unfinished", "played", "complete", "damaged"],
-        reason=str,
-        steps=int,
-        steps_done=int,
-        hash=str,
     )
-    planned = part(stage=str, place=str, parts=Metrics, total=float, fits=bool | None)
-    named = part(name=str, path=str, about=str)
+    planned = part(**each(str, "stage", "place"), total=float, parts=Metrics, fits=bool | None)
+    named = part(**each(str, "name", "path", "about"))
     server: dict[str, Any] = {"for": Literal["prover", "verifier", "reference"], "pid": int, "server_pid": int}
     words = ("url", "experiment", "model", "runner", "log", "weights_root", "python", "vllm", "device")
     server |= dict.fromkeys(words, str)
     return {
-        "error": (
+        "error": document(
             "any command",
-            document(
-                "Any command that cannot do its work prints this document instead.",
-                error=part(type=str, message=str, remedy=str, exit_code=Literal[2, 3, 70, 130]),
-            ),
+            "Any command that cannot do its work prints this document instead.",
+            error=part(**each(str, "type", "message", "remedy"), exit_code=Literal[2, 3, 70, 130]),
         ),
-        "train": (
+        "train": document(
             "pvg train",
-            document(
-                "A run that is complete or was stopped. `seconds`: of this call. `resume`: the command to type.",
-                status=Ended,
-                run=str,
-                path=str,
-                experiment=str,
-                seconds=float,
-                rounds=list_of(round_),
-                alerts=list[AlertRecord],
-                resume=str | None,
-            ),
+            "A run that is complete or was stopped. `seconds`: of this call. `resume`: the command to type.",
+            **each(str, "run", "path", "experiment"),
+            seconds=float,
+            status=Ended,
+            rounds=list_of(round_),
+            alerts=list[AlertRecord],
+            resume=str | None,
         ),
-        "train-dry-run": (
+        "train-dry-run": document(
             "pvg train --dry-run",
-            document(
-                "What a run would be. `hash`: of what affects the result. `preview`: null before downloads.",
-                experiment=Settings,
-                arithmetic=BatchArithmetic,
-                hash=str,
-                run=str,
-                resume=bool,
-                downloads=dict[str, Download],
-                preview=preview | None,
-                warmup=(warm | None, None),
-            ),
+            "What a run would be. `hash`: of what affects the result. `preview`: null before downloads.",
+            **each(str, "hash", "run"),
+            resume=bool,
+            experiment=Settings,
+            arithmetic=BatchArithmetic,
+            downloads=dict[str, Download],
+            preview=preview | None,
+            warmup=(warm | None, None),
         ),
-        "rollout": (
+        "rollout": document(
             "pvg rollout",
-            document("Samples and their metrics.", status=Ended, run=str, path=str, seconds=float, metrics=Metrics),
+            "Samples and their metrics.",
+            **each(str, "run", "path"),
+            seconds=float,
+            status=Ended,
+            metrics=Metrics,
         ),
-        "task-check": (
+        "task-check": document(
             "pvg task check NAME",
-            document(
-                "Checks of a task, its prompts and its grader. `passed`: null if a check could not be made.",
-                task=str,
-                passed=bool,
-                checks=list_of(part(check=str, passed=bool | None, detail=str, warning=bool)),
-                preview=preview | None,
-                notice=str,
-            ),
+            "Checks of a task, its prompts and its grader. `passed`: null if a check could not be made.",
+            **each(str, "task", "notice"),
+            passed=bool,
+            checks=list_of(part(**each(str, "check", "detail"), warning=bool, passed=bool | None)),
+            preview=preview | None,
         ),
-        "runs-list": ("pvg runs list", document("The newest activity first.", runs=list_of(part(**run)))),
-        "runs-show": (
+        "runs-list": document("pvg runs list", "The newest activity first.", runs=list_of(part(**run))),
+        "runs-show": document(
             "pvg runs show RUN",
-            document("`sizes`: bytes by part of the folder.", **run, sizes=dict[str, int], commands=list[str]),
+            "`sizes`: bytes by part of the folder.",
+            **run,
+            sizes=dict[str, int],
+            commands=list[str],
         ),
-        "runs-tag": ("pvg runs tag RUN", document("The tags after the command.", run=str, tags=list[str])),
-        "runs-remove": ("pvg runs remove RUN", document("What was deleted.", removed=list[str], bytes=int)),
-        "report": (
+        "runs-tag": document("pvg runs tag RUN", "The tags after the command.", run=str, tags=list[str]),
+        "runs-remove": document("pvg runs remove RUN", "What was deleted.", bytes=int, removed=list[str]),
+        "report": document(
             "pvg report RUN",
-            document(
-                "One run. Times in seconds, `began` since 1970. `notes`: remarks on incomplete or damaged files.",
-                **summary,
-                evaluation=EvaluationReport | None,
-                examples=list[Example],
-                html=str | None,
-                rollouts_html=str | None,
-            ),
+            "One run. Times in seconds, `began` since 1970. `notes`: remarks on incomplete or damaged files.",
+            **summary,
+            evaluation=EvaluationReport | None,
+            examples=list[Example],
+            html=str | None,
+            rollouts_html=str | None,
         ),
-        "report-runs": (
+        "report-runs": document(
             "pvg report RUN RUN",
-            document(
-                "Several runs. `settings`: by key, the value of every run, for the keys in which two runs differ.",
-                runs=list_of(part(**summary, final=Metrics)),
-                settings=dict[str, list[str]],
-                html=str | None,
-            ),
+            "Several runs. `settings`: by key, the value of every run, for the keys in which two runs differ.",
+            runs=list_of(part(**summary, final=Metrics)),
+            settings=dict[str, list[str]],
+            html=str | None,
         ),
-        "report-benchmarks": (
-            "pvg report FILE",
-            document("Reports of `pvg bench`.", reports=list[BenchReport], html=str | None),
+        "report-benchmarks": document(
+            "pvg report FILE", "Reports of `pvg bench`.", reports=list[BenchReport], html=str | None
         ),
-        "evaluate": (
+        "evaluate": document(
             "pvg evaluate RUN",
-            document(
-                "`evaluation`: the content of `path`. `resume`: the command that resumes a stopped evaluation.",
-                status=Ended,
-                run=str,
-                path=str,
-                seconds=float,
-                evaluation=EvaluationReport,
-                resume=str | None,
-            ),
+            "`evaluation`: the content of `path`. `resume`: the command that resumes a stopped evaluation.",
+            **each(str, "run", "path"),
+            seconds=float,
+            status=Ended,
+            evaluation=EvaluationReport,
+            resume=str | None,
         ),
-        "score": (
+        "score": document(
             "pvg score RUN FILE.jsonl --out FILE",
-            document(
-                "The summary. The scores are in the file `out`, one object per line.",
-                run=str,
-                round=int,
-                rows=int,
-                accepted=int,
-                threshold=float,
-                calibrated=bool,
-                verifier_version=str,
-                out=str | None,
-            ),
+            "The summary. The scores are in the file `out`, one object per line.",
+            **each(str, "run", "verifier_version"),
+            **each(int, "round", "rows", "accepted"),
+            threshold=float,
+            calibrated=bool,
+            out=str | None,
         ),
-        "export": (
+        "export": document(
             "pvg export RUN --player prover --out DIR",
-            document(
-                "The facts of an export, which are also in its pvg.json. A verifier has more facts than a prover.",
-                more=True,
-                out=str,
-                url=str | None,
-                player=Literal["prover", "verifier"],
-                run=str,
-                round=int,
-            ),
+            "The facts of an export, which are also in its pvg.json. A verifier has more facts than a prover.",
+            more=True,
+            **each(str, "out", "run"),
+            round=int,
+            url=str | None,
+            player=Literal["prover", "verifier"],
         ),
         "bench": ("pvg bench --profile NAME", BenchReport),
-        "bench-profiles": (
-            "pvg bench",
-            document("The profiles.", profiles=list_of(part(name=str, workload=str, about=str, path=str))),
+        "bench-profiles": document(
+            "pvg bench", "The profiles.", profiles=list_of(part(**each(str, "name", "workload", "about", "path")))
         ),
-        "compare": (
+        "compare": document(
             "pvg compare A B",
-            document(
-                "`failed`: a metric is worse than --fail-above, and the exit code is 1.",
-                **fields_of(ReportComparison),
-                joint_confidence=float,
-                counts=dict[str, int],
-                failed=bool,
-            ),
+            "`failed`: a metric is worse than --fail-above, and the exit code is 1.",
+            joint_confidence=float,
+            failed=bool,
+            **fields_of(ReportComparison),
+            counts=dict[str, int],
         ),
-        "profile": (
+        "profile": document(
             "pvg profile",
-            document(
-                "`slower_by`: how much longer a pass took than the first one. `missing`: by tool.",
-                **fields_of(
-                    ProfileResult, folder=str, passes=list_of(part(name=str, walls_s=list[float])), slower_by=Metrics
-                ),
+            "`slower_by`: how much longer a pass took than the first one. `missing`: by tool.",
+            **fields_of(
+                ProfileResult, folder=str, passes=list_of(part(name=str, walls_s=list[float])), slower_by=Metrics
             ),
         ),
-        "plan": (
+        "plan": document(
             "pvg plan",
-            document(
-                "Times in seconds; `step_s`: of an optimizer step, at least. `fits`: null without a GPU.",
-                experiment=str,
-                machine=str,
-                workers=int,
-                slots=int,
-                concurrency=int,
-                inputs=by_name(part(value=float | None, unit=str, source=str)),
-                step_s=float,
-                bounds=dict[str, float | str | None],
-                memory=list_of(planned),
-                gpu_gb=float | None,
-                advice=list[str],
-                notes=list[str],
-            ),
+            "Times in seconds; `step_s`: of an optimizer step, at least. `fits`: null without a GPU.",
+            **each(str, "experiment", "machine"),
+            **each(int, "workers", "slots", "concurrency"),
+            step_s=float,
+            inputs=by_name(part(**each(str, "unit", "source"), value=float | None)),
+            bounds=dict[str, float | str | None],
+            memory=list_of(planned),
+            gpu_gb=float | None,
+            advice=list[str],
+            notes=list[str],
         ),
         "study": (
             "pvg study NAME",
@@ -279,74 +249,64 @@ def documents() -> dict[str, tuple[str, Any]]:
                 "Study", __base__=StudyResults, status=(Literal["complete", "failed", "stopped"], ...), html=(str, ...)
             ),
         ),
-        "study-list": ("pvg study", document("The studies.", studies=list_of(named))),
-        "study-plan": (
+        "study-list": document("pvg study", "The studies.", studies=list_of(named)),
+        "study-plan": document(
             "pvg study NAME --dry-run",
-            document(
-                "The work of a study. `warnings`: what its seeds cannot show.",
-                study=str,
-                warnings=list[str],
-                folder=str,
-                processes=int,
-                threads=int,
-                steps=int,
-                cells=list_of(cell),
-            ),
+            "The work of a study. `warnings`: what its seeds cannot show.",
+            **each(str, "study", "folder"),
+            **each(int, "processes", "threads", "steps"),
+            warnings=list[str],
+            cells=list_of(cell),
         ),
-        "diagnose": (
-            "pvg diagnose RUN",
-            document("The causes, the costliest first.", **fields_of(Diagnosis), nothing_stands_out=bool),
+        "diagnose": document(
+            "pvg diagnose RUN", "The causes, the costliest first.", nothing_stands_out=bool, **fields_of(Diagnosis)
         ),
-        "doctor": (
-            "pvg doctor",
-            document("If `healthy` is false, the exit code is 1.", healthy=bool, checks=list[CheckResult]),
+        "doctor": document(
+            "pvg doctor", "If `healthy` is false, the exit code is 1.", healthy=bool, checks=list[CheckResult]
         ),
-        "config-show": (
+        "config-show": document(
             "pvg config show",
-            document("All settings. `pvg config schema --json` is their schema.", more=True, name=str, seed=int),
+            "All settings. `pvg config schema --json` is their schema.",
+            more=True,
+            name=str,
+            seed=int,
         ),
-        "config-explain": (
+        "config-explain": document(
             "pvg config explain KEY",
-            document(
-                "A setting has `forms`; a table `kinds` and `settings`. `experiments`: the value that each sets.",
-                key=str,
-                forms=(list_of(part(**setting, type=str)), []),
-                meaning=(str, ""),
-                default=(str, ""),
-                kinds=(dict[str, str], {}),
-                settings=(list_of(part(**setting, key=str)), []),
-                experiments=(dict[str, str], {}),
-            ),
+            "A setting has `forms`; a table `kinds` and `settings`. `experiments`: the value that each sets.",
+            key=str,
+            forms=(list_of(part(type=str, **setting)), []),
+            meaning=(str, ""),
+            default=(str, ""),
+            kinds=(dict[str, str], {}),
+            settings=(list_of(part(key=str, **setting)), []),
+            experiments=(dict[str, str], {}),
         ),
-        "config-validate": (
+        "config-validate": document(
             "pvg config validate",
-            document("A valid experiment.", valid=Literal[True], name=str, hash=str, warnings=list[str]),
+            "A valid experiment.",
+            **each(str, "name", "hash"),
+            valid=Literal[True],
+            warnings=list[str],
         ),
-        "init": ("pvg init", document("`next`: by command, its purpose.", files=list[str], next=dict[str, str])),
-        "schemas": (
+        "init": document("pvg init", "`next`: by command, its purpose.", files=list[str], next=dict[str, str]),
+        "schemas": document(
             "pvg schemas",
-            document("The schemas that pvg makes.", schemas=list_of(part(name=str, version=int, about=str))),
+            "The schemas that pvg makes.",
+            schemas=list_of(part(**each(str, "name", "about"), version=int)),
         ),
-        "serve": (
+        "serve": document(
             "pvg serve EXPERIMENT",
-            document(
-                "Printed when the server is ready. `pid`: end this process to stop the server.",
-                **server,
-            ),
+            "Printed when the server is ready. `pid`: end this process to stop the server.",
+            **server,
         ),
-        "serve-verifier": (
-            "pvg serve RUN --player verifier",
-            document("Printed when the server is ready.", url=str, run=str, round=int),
+        "serve-verifier": document(
+            "pvg serve RUN --player verifier", "Printed when the server is ready.", **each(str, "url", "run"), round=int
         ),
-        "watch": (
+        "watch": document(
             "pvg watch RUN",
-            document(
-                "Printed when the page is ready. `forward`: an ssh command that shows it on another machine.",
-                url=str,
-                run=str,
-                path=str,
-                forward=str,
-            ),
+            "Printed when the page is ready. `forward`: an ssh command that shows it on another machine.",
+            **each(str, "url", "run", "path", "forward"),
         ),
     }
 

@@ -12,14 +12,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
-from pvg_cli.boundary import EXIT_STOPPED
-from pvg_cli.run_display import RunWatcher
+from pvg_cli.boundary import EXIT_STOPPED, SCHEMA_VERSION, error_document, json_text
+from pvg_cli.output import stderr
+from pvg_cli.run_display import RunBoard, RunWatcher
+
+if TYPE_CHECKING:
+    from pvg.store.run_directory import RunDirectory
 
 Result = TypeVar("Result")
 SHOW_CURSOR = b"\x1b[?25h\n"
@@ -32,7 +36,6 @@ def drive(
     work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
     watcher: RunWatcher,
     killed_document: bytes = b"",
-    event_loop: Literal["uvloop", "asyncio"] = "uvloop",
 ) -> Result:
     """Run `work(observer, stop)` to its end under the watcher.
 
@@ -42,11 +45,40 @@ def drive(
     with ExitStack() as stack:
         stack.enter_context(watcher)
         switch = stack.enter_context(StopSwitch(watcher, killed_document))
-        loop, notice = runner(event_loop)
+        loop, notice = runner()
         if notice:
             watcher.noticed(notice)
         with loop:
             return loop.run(switch.attached(work))
+
+
+def drive_run(
+    work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
+    run: RunDirectory,
+    board: RunBoard,
+    lock: AbstractContextManager[object],
+    *,
+    again: str,
+    as_json: bool,
+) -> Result:
+    """`drive` on a run under its `lock`, which removes the folder of a run that has committed nothing. `again`: how to
+    go on after a stop."""
+    killed = killed_document(run.name, again, as_json)
+    try:
+        with lock:
+            return drive(work, RunWatcher(board, stderr()), killed)
+    except StoppedAtStart:
+        if run.path.exists():
+            raise StoppedAtStart(f"Stopped while {run.name!r} was starting.", again) from None
+        raise StoppedAtStart(f"Stopped before {run.name!r} began. pvg removed its empty folder.") from None
+
+
+def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
+    """The JSON document of a command that a second Ctrl-C ends."""
+    if not as_json:
+        return b""
+    error = error_document("Killed", f"A second Ctrl-C ended the work on {run!r} at once.", remedy, EXIT_STOPPED)
+    return json_text({"schema_version": SCHEMA_VERSION, **error}) + b"\n"
 
 
 class StopSwitch:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg.errors import StoppedAtStart
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, guarded, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, SetOption
 
@@ -87,10 +86,8 @@ def _refuse_early(run: RunDirectory) -> None:
 
 
 def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:
-    from pvg_cli.driving import drive
-    from pvg_cli.output import stderr
-    from pvg_cli.run_display import RunBoard, RunWatcher
-    from pvg_cli.train import killed_document
+    from pvg_cli.driving import drive_run
+    from pvg_cli.run_display import RunBoard
 
     async def work(observer: RunWatcher, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
@@ -98,14 +95,9 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=())
-    watcher = RunWatcher(board, stderr())
+    lock = run.lock(waiting=say, work="evaluate")
     again = "The same command resumes the evaluation."
-    try:
-        with run.lock(waiting=say, work="evaluate"):
-            killed = killed_document(run.name, again, as_json)
-            return drive(work, watcher, killed, experiment.telemetry.event_loop)
-    except StoppedAtStart:
-        raise StoppedAtStart("Stopped while the evaluation was starting.", again) from None
+    return drive_run(work, run, board, lock, again=again, as_json=as_json)
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

@@ -223,12 +223,10 @@ def silent_control_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def framed(
-    parts: Sequence[RenderableType], width: int, title: Text, hint: str, *, stopping: bool, roomy: bool = True
-) -> Panel:
+def framed(parts: Sequence[RenderableType], width: int, title: Text, hint: str, *, stopping: bool) -> Panel:
     """The frame around what a command shows: a title at the top, what Ctrl-C does at the bottom."""
     return Panel(
-        Padding(Group(*parts), (1, 2) if roomy else (0, 2)),
+        Padding(Group(*parts), (1, 2)),
         box=ROUNDED,
         width=width,
         border_style=QUIET,

@@ -61,21 +61,14 @@ def report(
     if html is not None and no_html:
         raise UsageError("--html and --no-html cannot be used together.", "Use one of them.")
     with user_paths():
-        missing = next((t for t in targets if t.endswith(".json") and not Path(t).exists()), None)
         reports = [target for target in targets if Path(target).is_file()]
         if html is not None and html.is_dir():
             raise UsageError(
                 f"The page {html} cannot be written: it is a folder.",
                 "Name a file with --html FILE, or leave the page out with --no-html.",
             )
-    if missing:
-        raise UsageError(f"There is no report {missing}.", "To make one: pvg bench --profile NAME")
     if reports and len(reports) < len(targets):
-        others = ", ".join(target for target in targets if target not in reports)
-        raise UsageError(
-            f"Runs and benchmark reports cannot be shown together: {', '.join(reports)} are files, {others} are not.",
-            "Give either runs or reports.",
-        )
+        raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
     if reports:
         _show_reports([Path(target) for target in reports], None if no_html else html or _own(PAGE), as_json)
         return
@@ -198,14 +191,14 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
     from pvg.reporting import terminal
     from pvg.reporting.follow import state_of
-    from pvg.reporting.run_summary import read_run
-    from pvg.reporting.several_page import (
+    from pvg.reporting.run_page import (
         distinct_names,
         final_metrics,
         final_names,
         setting_differences,
         several_page,
     )
+    from pvg.reporting.run_summary import read_run
     from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 

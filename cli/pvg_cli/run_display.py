@@ -67,9 +67,7 @@ ROUND_METRICS = (
     "verifier_auc",
     "verifier_auc_previous",
 )
-COMFORTABLE_HEIGHT = 26  # rows; in a lower terminal the panel has no blank lines
 SECONDS_BETWEEN_LINES = 10.0  # so that the log of an hour stays readable
-MARKS = {"done": ("✓", HELPFUL), "now": ("●", "bold cyan"), "next": ("○", QUIET)}
 
 
 @dataclass
@@ -189,27 +187,11 @@ class RunBoard:
         totals = total_budget(self._budgets)
         return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
 
-    def phase_state(self, phase: str) -> str:
-        """`done`, `now` or `next` in the current round."""
-        if self.info is None:
-            return "next"
-        if (self.info.round, phase) in self.phase_seconds:
-            return "done"
-        if phase == self.info.phase:
-            return "now"
-        if (
-            phase in self.phases
-            and self.info.phase in self.phases
-            and self.phases.index(phase) < self.phases.index(self.info.phase)
-        ):
-            return "done"
-        return "next"
-
 
 # --- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = False) -> Panel:
+def draw(board: RunBoard, width: int, *, stopping: bool = False) -> Panel:
     """The panel for the current state of the board, `width` columns wide."""
     inner = width - 6
     parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
@@ -224,7 +206,7 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
         parts.append(_alerts(board))
     spaced: list[RenderableType] = []
     for part in parts:
-        if spaced and roomy:
+        if spaced:
             spaced.append(Text())
         spaced.append(part)
     if board.info is None:
@@ -232,31 +214,21 @@ def draw(board: RunBoard, width: int, *, roomy: bool = True, stopping: bool = Fa
     else:
         hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
     title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
-    return framed(spaced, width, title, hint, stopping=stopping, roomy=roomy)
+    return framed(spaced, width, title, hint, stopping=stopping)
 
 
 def _header(board: RunBoard) -> Table:
-    """Round, phase chips, and the elapsed time. The chips take two lines where they do not fit into one."""
+    """Round, phase, and the elapsed time."""
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column()
     row.add_column(justify="right", no_wrap=True)
-    chips = Text()
-    if board.info is not None and board.info.parts:
-        part = Text.assemble((_part_number(board.info), "bold"), (f"   {board.info.label}", "cyan"))
-        row.add_row(part, Text(duration(board.elapsed), style=QUIET))
-        return row
-    if board.info is not None and len(board.phases) > 1:
-        number = board.info.round
-        chips = Text.assemble(
-            ("round ", QUIET), (str(number), "bold"), (f" ({number + 1} of {board.rounds})   ", QUIET)
-        )
-    before = board.info is not None and len(board.phases) > 1 and board.info.phase not in board.phases
-    shown = (board.info.phase, *board.phases) if board.info is not None and before else board.phases
-    for place, phase in enumerate(shown):
-        mark, style = MARKS[board.phase_state(phase)]
-        chips.append("  " if place else "")
-        chips.append(f"{mark} {phase_label(phase)}", style=style)
-    row.add_row(chips, Text(duration(board.elapsed), style=QUIET))
+    text, info = Text(), board.info
+    if info is not None and info.parts:
+        text = Text.assemble((_part_number(info), "bold"), (f"   {info.label}", "cyan"))
+    elif info is not None:
+        place = f" ({info.round + 1} of {board.rounds})   " if len(board.phases) > 1 else ""
+        text = Text.assemble((f"round {info.round}{place}" if place else "", QUIET), (phase_label(info.phase), "bold"))
+    row.add_row(text, Text(duration(board.elapsed), style=QUIET))
     return row
 
 
@@ -404,8 +376,7 @@ class RunWatcher:
     def render(self) -> RenderableType:
         with self._lock:
             width = min(self._console.width, WIDEST)
-            roomy = self._console.height >= COMFORTABLE_HEIGHT + len(self.board.rounds_done)
-            return draw(self.board, width, roomy=roomy, stopping=self.stopping)
+            return draw(self.board, width, stopping=self.stopping)
 
     def _progress_text(self) -> str:
         board = self.board

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from pvg.config.experiment import (
-    CHUNK_SETTING,
     MEMORY_SETTINGS,
     UNHASHED_SECTIONS,
     Experiment,
-    why_kept,
     without_memory_settings,
 )
-from pvg.config.game import Game
 from pvg.config.load import (
     chosen_keys,
     differences,
     find_experiment,
-    leaves,
     load_experiment,
     overridden,
     read_override,
@@ -33,7 +29,6 @@ from pvg.config.operation import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
 from pvg.hub import pinned, pinned_as
-from pvg.inputs import expanded
 from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder, refuse_samples
@@ -54,37 +49,8 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
     experiment = load_experiment(path, settings)
     if note := switch_note(read_toml(path, "experiment"), overridden(path, settings)[0]):
         say(note)
-    _refuse_start_of_self_play(experiment, _written_keys(path, settings))
     check_references(experiment.own_code())
     return experiment
-
-
-def _refuse_start_of_self_play(experiment: Experiment, chosen: Collection[str]) -> None:
-    """Raises UsageError if the user asks for what self-play does not do. `chosen`: the keys that the user has written.
-    Not a rule of pvg.config.rules, because the value is also the default."""
-    if experiment.task.kind != "play" or experiment.game.start != "base":
-        return
-    if "game.start" in chosen:
-        raise UsageError(
-            "game.start = 'base' has no effect with task.kind = 'play': each round of self-play goes on from the "
-            "previous round's player.",
-            "Leave out game.start.",
-        )
-
-
-def _written_keys(path: Path, settings: Sequence[str]) -> frozenset[str]:
-    """The keys that the user has written, in files or in overrides. Not those of a resolved experiment, such as that of
-    a run: it contains all keys."""
-    files = [path, *(expanded(each[1:], "--set") for each in settings if each.startswith("@"))]
-    written = [frozenset(key for key, _ in leaves(read_toml(file, "settings"))) for file in files]
-    chosen = [keys for keys in written if not _is_resolved(keys)]
-    return chosen_keys([each for each in settings if not each.startswith("@")]).union(*chosen)
-
-
-def _is_resolved(keys: frozenset[str]) -> bool:
-    """Whether a file with these keys has all settings of a game."""
-    names = {".".join(key.split(".")[:2]) for key in keys}
-    return all(f"game.{name}" in names for name in Game.model_fields)
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:
@@ -165,10 +131,7 @@ def plan_resume(
     if not run_name:
         refuse_no_folder(root, OTHER_FOLDER)
     more_rounds = "game.rounds" in chosen_keys(overrides)
-    if run_name:
-        run = RunDirectory.open(run_name, root)
-    else:
-        run = _newest(root, given.name if given else DEFAULT_EXPERIMENT, complete=more_rounds)
+    run = RunDirectory.open(run_name, root) if run_name else _newest(root, given.name if given else DEFAULT_EXPERIMENT)
     state = run.load_state().state or {}  # raises an error if the state is damaged or lost
     refuse_samples(run, state)
     own = run.experiment()
@@ -193,13 +156,10 @@ def plan_resume(
         )
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
-        why = why_kept(changed)
-        again = f"pvg train {shlex.quote(str(run.experiment_file))} -s {CHUNK_SETTING}={experiment.rollout.chunk}"
+        again = resume_command(run, [*kept, *([f"game.rounds={experiment.game.rounds}"] if extended else [])])
         raise StateError(
-            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.{why}",
-            (f"A new run can have it: {again}. " if why else "")
-            + "Resume it with its own settings: "
-            + resume_command(run, [*kept, *([f"game.rounds={experiment.game.rounds}"] if extended else [])]),
+            f"The run {run.name!r} was started with other settings: {'; '.join(changed)}.",
+            f"Resume it with its own settings: {again}",
         )
     if not extended and has_ended(state, experiment):
         _refuse_complete(run, experiment.game.rounds, clean)
@@ -233,8 +193,7 @@ def report_command(run: RunDirectory) -> str:
     return f"pvg report {run.argument}"
 
 
-def _newest(root: Path, experiment: str, *, complete: bool) -> RunDirectory:
-    """`complete`: whether the user may mean a complete run, which needs its name."""
+def _newest(root: Path, experiment: str) -> RunDirectory:
     found = unfinished_runs(root, experiment)
     if found:
         return found[0]
@@ -243,9 +202,7 @@ def _newest(root: Path, experiment: str, *, complete: bool) -> RunDirectory:
         f"There is no unfinished run of {experiment!r} in {root}.",
         f"The newest unfinished run of another experiment: {resume_command(others[0])}"
         if others
-        else "To give a complete run more rounds, name it: pvg train --resume RUN -s game.rounds=N"
-        if complete
-        else f"Start one with: pvg train {experiment}",
+        else "To give a complete run more rounds, name it: pvg train --resume RUN -s game.rounds=N",
     )
 
 

@@ -87,8 +87,7 @@ def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool)
     from pvg.errors import user_paths
     from pvg.export.finished import score_rows
     from pvg.store.atomic import is_temporary, output_file
-    from pvg_cli.driving import cancelled_at_signals
-    from pvg_cli.train import killed_document
+    from pvg_cli.driving import cancelled_at_signals, killed_document
 
     calibration = finished.calibration()
     rows = accepted = 0

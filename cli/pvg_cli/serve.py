@@ -184,8 +184,7 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
     from pvg.export.finished import FinishedRound
     from pvg.servers.process import check_port
     from pvg.store.run_directory import RunDirectory
-    from pvg_cli.driving import cancelled_at_signals
-    from pvg_cli.train import killed_document
+    from pvg_cli.driving import cancelled_at_signals, killed_document
 
     finished = FinishedRound.open(RunDirectory.open(name, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier

@@ -1,5 +1,5 @@
-"""The display of `pvg serve`: what the server does at its start, then its load. A terminal has both in one line that is
-drawn in place. Elsewhere they are lines, at most one every 30 seconds."""
+"""The display of `pvg serve`: the newest line of the server's log. A terminal has it in place.
+Elsewhere lines are at least 30 seconds apart."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from pvg.errors import shortened
-from pvg.reporting.formats import compact, duration
+from pvg.reporting.formats import duration
 from pvg.reporting.terminal import QUIET
 from pvg.servers.command import ServerSpec
-from pvg.servers.control import ServerLoad
-from pvg.servers.pool import ServerFault
 from pvg.servers.process import VllmServer
 from pvg_cli.output import LivePanel, PlainLines, Screen, is_live, stdout
 
-LOOK_S = 2.0  # between two reads of /metrics
+LOOK_S = 2.0  # between two looks at the log
 LINE_S = 30.0  # minimum time between two lines without a terminal
 USES = {"generate": "for sampling", "pooling": "for scoring"}
 
@@ -84,16 +82,12 @@ class ServeWatcher:
         self._screen.line("stopping")
 
     async def watch(self, server: VllmServer) -> None:
-        """Read the server's metrics until it ends by itself, which raises ServerFailedError."""
+        """Follow the server's log until it ends by itself, which raises ServerFailedError."""
         ended = asyncio.ensure_future(server.ended())
-        last: ServerLoad | None = None
         try:
             while not ended.done():
-                try:
-                    found = await server.current_load()
-                    self._now, last = activity(last or found, found), found
-                except ServerFault as fault:
-                    self._now = f"no answer: {fault.what}"
+                if line := server.newest_line():
+                    self._now = shortened(line)
                 self._screen.tick(self._change)
                 await asyncio.wait([ended], timeout=LOOK_S)
             await ended
@@ -116,12 +110,3 @@ class ServeWatcher:
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
-
-
-def activity(before: ServerLoad, now: ServerLoad) -> str:
-    """Requests, and tokens per second since the reading `before`."""
-    sampled, read = now.rates(before)
-    if not (now.running or now.waiting or sampled or read):
-        return f"idle, {compact(now.generated or now.read)} tokens so far"
-    rate = f"{compact(sampled)} tokens/s" if sampled else f"{compact(read)} tokens read/s"
-    return f"{now.running} running  {now.waiting} waiting  {rate}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -137,17 +135,11 @@ def _list(as_json: bool) -> None:
     from pvg_cli.output import names_table, stdout
 
     paths = known_files("studies")
+    about = {name: read_study(path).about for name, path in paths.items()}
     if as_json:
-        emit({"studies": [{"name": name, "path": str(path), **_about(path)} for name, path in paths.items()]})
+        emit({"studies": [{"name": name, "path": str(path), "about": about[name]} for name, path in paths.items()]})
     else:
-        about = {name: read_study(path).about for name, path in paths.items()}
         stdout().print(names_table(about, "To play one", "pvg study NAME"))
-
-
-def _about(path: Path) -> dict[str, str]:
-    from pvg.study.plan import read_study
-
-    return {"about": read_study(path).about}
 
 
 def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> None:
@@ -185,23 +177,19 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
 
 
 class StopRequests:
-    """Counts SIGINT and SIGTERM. `play_cells` reads the count."""
+    """Counts SIGINT and SIGTERM while entered. `play_cells` reads the count."""
 
-    def __init__(self) -> None:
-        self.requests = 0
+    requests = 0
 
     def count(self, number: int, frame: FrameType | None) -> None:
         self.requests += 1
 
+    def __enter__(self) -> StopRequests:
+        self._before = {number: signal.signal(number, self.count) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
 
-@contextmanager
-def counted_stops() -> Iterator[StopRequests]:
-    stop = StopRequests()
-    before = {number: signal.signal(number, stop.count) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
@@ -230,7 +218,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     for sentence in plan_cautions(plan):
         say(f"warning: {sentence}")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with StudyWatcher(plan, now, stderr()) as watcher, counted_stops() as stop:
+    with StudyWatcher(plan, now, stderr()) as watcher, StopRequests() as stop:
         return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
 
 

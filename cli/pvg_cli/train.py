@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from pvg.errors import StoppedAtStart
 from pvg_cli import completion
 from pvg_cli.boundary import (
     EXIT_STOPPED,
-    SCHEMA_VERSION,
     announce_loading,
     emit,
-    error_document,
     guarded,
-    json_text,
     say,
 )
 from pvg_cli.options import (
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.game.run import GameOutcome
     from pvg.game.warm_start import Demonstrations
-    from pvg.store.run_directory import RunDirectory
     from pvg.workers.torchrun import Meeting
     from pvg_cli.run_display import RunWatcher
     from pvg_cli.runs import RunPlan
@@ -222,9 +217,8 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
-    from pvg_cli.driving import drive
-    from pvg_cli.output import stderr
-    from pvg_cli.run_display import PHASES, PLAY_PHASES, RunBoard, RunWatcher
+    from pvg_cli.driving import drive_run
+    from pvg_cli.run_display import PHASES, PLAY_PHASES, RunBoard
     from pvg_cli.runs import create
 
     run = plan.run if plan.resume else create(plan)
@@ -241,6 +235,8 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
+        if plan.extended:
+            run.set_rounds(experiment.game.rounds)
         ranks = None
         if meeting is not None:
             from pvg.workers.torchrun_supply import TorchrunSupply  # imports torch
@@ -254,23 +250,9 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     board = RunBoard(experiment.name, run.name, experiment.game.rounds, effort=experiment.game.effort, phases=phases)
     if plan.resume:
         board.recall(read_run(run))
-    watcher = RunWatcher(board, stderr())
-    resuming = f"To resume it: {plan.resume_command}"
-    try:
-        with stack, run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say):
-            if plan.extended:
-                run.set_rounds(experiment.game.rounds)
-            killed = killed_document(run.name, resuming, as_json)
-            return drive(work, watcher, killed, experiment.telemetry.event_loop)
-    except StoppedAtStart:
-        raise _nothing_played(run, resuming) from None
-
-
-def _nothing_played(run: RunDirectory, remedy: str) -> StoppedAtStart:
-    """What a stop during the start says. `remedy`: for a run that was kept."""
-    if run.path.exists():
-        return StoppedAtStart(f"Stopped while {run.name!r} was starting.", remedy)
-    return StoppedAtStart(f"Stopped before {run.name!r} began. pvg removed its empty folder.")
+    lock = run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say)
+    with stack:
+        return drive_run(work, run, board, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json)
 
 
 def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
@@ -278,14 +260,6 @@ def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
     if not stop.is_set():
         stop.set()
         observer.stop_requested()
-
-
-def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
-    """The JSON document of a command that a second Ctrl-C ends."""
-    if not as_json:
-        return b""
-    error = error_document("Killed", f"A second Ctrl-C ended the work on {run!r} at once.", remedy, EXIT_STOPPED)
-    return json_text({"schema_version": SCHEMA_VERSION, **error}) + b"\n"
 
 
 def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
@@ -335,9 +309,6 @@ def rollout(
     role: Annotated[
         Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
     ] = "both",
-    split: Annotated[
-        Literal["train", "test"], typer.Option("--split", help="The split that the problems come from.")
-    ] = "test",
     cluster: ClusterOption = None,
     metrics_port: MetricsPortOption = None,
     as_json: JsonOption = False,
@@ -350,9 +321,8 @@ def rollout(
     from pvg.config.load import chosen_keys
     from pvg.hub import fetch_all
     from pvg.telemetry.cpu import bfloat16_warnings
-    from pvg_cli.driving import drive
-    from pvg_cli.output import stderr
-    from pvg_cli.run_display import RunBoard, RunWatcher
+    from pvg_cli.driving import drive_run
+    from pvg_cli.run_display import RunBoard
     from pvg_cli.runs import create, plan_new, resolve
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
@@ -370,16 +340,14 @@ def rollout(
     async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import sample_only
 
-        return await sample_only(resolved, run, observer=observer, stop=stop, problems=problems, role=role, split=split)
+        return await sample_only(
+            resolved, run, observer=observer, stop=stop, problems=problems, role=role, split="test"
+        )
 
     board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
+    lock = run.lock(discard=lambda: not run.has_state, waiting=say)
     again = "Call pvg rollout again."
-    try:
-        with run.lock(discard=lambda: not run.has_state, waiting=say):
-            killed = killed_document(run.name, again, as_json)
-            outcome = drive(work, RunWatcher(board, stderr()), killed, resolved.telemetry.event_loop)
-    except StoppedAtStart:
-        raise _nothing_played(run, again) from None
+    outcome = drive_run(work, run, board, lock, again=again, as_json=as_json)
     _print_samples(outcome, as_json)
 
 

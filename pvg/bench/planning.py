@@ -133,9 +133,9 @@ def versions(infos: Iterable[ServerInfo]) -> str | None:
 
 
 def start_settings(experiment: Experiment) -> bytes:
-    """Equal for variants that can share a server (and the event loop that supervises it)."""
+    """Equal for variants that can share a server."""
     plain = experiment.plain()
-    found = {key: _value(plain, key) for key in sorted(FIXED_AT_START | {"telemetry.event_loop"})}
+    found = {key: _value(plain, key) for key in sorted(FIXED_AT_START)}
     return orjson.dumps(found)
 
 
@@ -169,7 +169,7 @@ def with_servers(experiment: Experiment, urls: tuple[str, ...]) -> Experiment:
 Kind = Literal["bench", "sweep", "ablation"]
 
 # Settings of the whole process: variants with different values cannot be open at once.
-PROCESS_WIDE = frozenset({"models.threads", "telemetry.event_loop"})
+PROCESS_WIDE = frozenset({"models.threads"})
 ALL_SLOW = "all slow"
 
 

@@ -346,7 +346,7 @@ def profile_stage(
     """
     made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {counted(steps, 'step')}")
     work = _passes(settings, stage, made, steps, py_spy, on_pass, workloads)
-    on_loop(settings.experiment.telemetry.event_loop, work)
+    on_loop(work)
     _write_figures(made)
     return made
 

@@ -36,7 +36,7 @@ GIB = 1024**3
 CODE = ("pvg", "cli", "profiles", "experiments", "benchmarks", "pyproject.toml")
 
 
-def read_environment(event_loop: str) -> MachineInfo:
+def read_environment() -> MachineInfo:
     """The machine and the versions. Threads are known only once torch is loaded; see `torch_threads`."""
     commit, dirty = git_state(Path(pvg.__file__).parent.parent)
     gpu, driver = gpu_and_driver()
@@ -55,7 +55,7 @@ def read_environment(event_loop: str) -> MachineInfo:
         memory_gb=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1),
         gpu=gpu,
         driver=driver,
-        event_loop=event_loop,
+        event_loop="uvloop" if version_of("uvloop") else "asyncio",
     )
 
 

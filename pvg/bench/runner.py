@@ -20,7 +20,6 @@ interleaved: a server has one set of weights, those of the session that publishe
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -53,6 +52,7 @@ from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
 from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, trained_seconds
+from pvg.telemetry.waits import runner
 
 RESET = "reset"  # the span in which a workload returns to its start or calibrates itself; real steps have none
 
@@ -266,7 +266,7 @@ def run_plan(
     """
     profile, experiment = plan.base.profile, plan.base.experiment
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    environment = read_environment(experiment.telemetry.event_loop)
+    environment = read_environment()
     clock = None if environment.gpu is None else cuda_clock(plan.base)  # not every workload needs torch
     trial = partial(_trial, plan, on_sample, clock)
     infos: list[ServerInfo] = []
@@ -337,7 +337,7 @@ def _run_interleaved(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
     experiment = plan.base.experiment
     with _shared_executor(experiment) as executor:
         trials = [trial(choice, executor, None) for choice in plan.choices]
-        on_loop(experiment.telemetry.event_loop, run_trials(trials))
+        on_loop(run_trials(trials))
     return trials
 
 
@@ -345,7 +345,7 @@ def _run_one_by_one(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
     trials = []
     for choice in plan.choices:
         trials.append(trial(choice, None, None))
-        on_loop(choice.settings.experiment.telemetry.event_loop, run_trials(trials[-1:]))
+        on_loop(run_trials(trials[-1:]))
     return trials
 
 
@@ -373,7 +373,7 @@ def _run_on_own_servers(
     done: list[VariantTrial] = []
     for _, group in groupby(plan.choices, key=lambda choice: start_settings(choice.settings.experiment)):
         choices = list(group)
-        done += on_loop(choices[0].settings.experiment.telemetry.event_loop, measure(choices))
+        done += on_loop(measure(choices))
     return done
 
 
@@ -384,7 +384,7 @@ def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
     for choice in filter(is_served, plan.choices):
         experiment = choice.settings.experiment
         if not set(experiment.serving.servers) <= found.keys():
-            infos = on_loop("asyncio", look(experiment, given))
+            infos = on_loop(look(experiment, given))
             found |= dict(zip(experiment.serving.servers, infos, strict=True))
     return list(found.values())
 
@@ -427,19 +427,10 @@ def common_work(works: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return alike | ({"by_variant": rest} if any(rest.values()) else {})
 
 
-def on_loop(event_loop: str, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end in a new event loop of the kind that `telemetry.event_loop` names."""
-    with asyncio.Runner(loop_factory=_loop_factory(event_loop)) as runner:
-        return runner.run(work)
-
-
-def _loop_factory(event_loop: str) -> Callable[[], asyncio.AbstractEventLoop]:
-    if event_loop == "uvloop":
-        import uvloop
-
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-        return factory
-    return asyncio.new_event_loop
+def on_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end in a new event loop of the kind that runs use."""
+    with runner()[0] as loop:
+        return loop.run(work)
 
 
 def cuda_clock(settings: BenchSettings) -> DeviceClock | None:

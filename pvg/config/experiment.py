@@ -10,7 +10,7 @@ cannot work is refused here, before any model loads.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ MEMORY_SETTINGS = {
 }
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
 # commit counts chunks. So it is not one of MEMORY_SETTINGS.
-CHUNK_SETTING = "rollout.engine.max_rows"
 
 
 TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
@@ -181,14 +180,6 @@ def without_memory_settings(hashed: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for key, value in hashed.items()
     }
-
-
-def why_kept(changed: Sequence[str]) -> str:
-    """Why a run keeps a setting that seems to bound memory only, as the end of an error message. `changed`: lines of
-    `differences`. "" without such a setting, also where another engine has none."""
-    if not any(line.startswith(f"{CHUNK_SETTING}: ") and "unset" not in line for line in changed):
-        return ""
-    return f" Another {CHUNK_SETTING} changes the sampled solutions: each chunk of so many has its own random numbers."
 
 
 # Assumed prompt length in tokens; pvg checks the true longest prompt when it renders the problems.

@@ -258,7 +258,6 @@ class Evaluate(Section):
 class Telemetry(Section):
     """What pvg monitors, and when it raises an alert. These settings do not change results."""
 
-    event_loop: Literal["uvloop", "asyncio"] = Field("uvloop", description="The asyncio event loop that pvg uses.")
     stall_s: Positive = Field(600.0, description="Alert when no step has ended for this many seconds.")
     sinks: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False), BeforeValidator(_names)

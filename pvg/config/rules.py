@@ -14,7 +14,7 @@ from pvg.config.game import (
     SimultaneousSchedule,
 )
 from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers, ranks_of, shards_of
-from pvg.config.rollout import TEXTS_FOR_A_TASK, SamplingAhead, TorchSampling, WordedPrompts
+from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
 from pvg.config.training import SOLUTIONS_PER_PROBLEM, FixedKl
@@ -114,16 +114,12 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
                 f"{key} = {budget} is too small: {what} may need {rows * longest} tokens or more "
                 f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it, or lower rollout.max_tokens"
             )
-    if isinstance(rollout.engine, TorchSampling) and rollout.engine.max_rows > rollout.concurrency:
-        yield (
-            f"rollout.engine.max_rows = {rollout.engine.max_rows} is above rollout.concurrency = "
-            f"{rollout.concurrency}, so a batch is never full; lower the first, or raise the second"
-        )
     pairs = (SOLUTIONS_PER_PROBLEM // 2) ** 2
     if verifier.pairing == "problem" and verifier.pairs < pairs:
         yield f"verifier.pairs = {verifier.pairs} is below the {pairs} pairs of one problem; raise it"
-    if training.kl.kind == "adaptive" and training.loss == "dapo":
-        yield "training.kl = 'adaptive' has no effect: training.loss = 'dapo' has no KL term; set training.kl to 'none'"
+
+
+def _attacks(experiment: AllSections) -> Iterator[str]:
     window, steps = experiment.evaluate.attack_window, experiment.evaluate.attack_steps
     if experiment.evaluate.attacks and window > steps:
         yield (
@@ -176,11 +172,6 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
         yield (
             f"{alone} with training.loss = {training.loss!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
-        )
-    if least > whole:
-        yield (
-            f"rollout.deadline.min_rollouts = {least} is above the {whole} rollouts that the deadline is for; set it "
-            f"to at most {whole}"
         )
     if least == 1 and not training.groupless and deadline.kind == "cut":
         yield (
@@ -561,7 +552,7 @@ def _warmup(experiment: AllSections) -> Iterator[str]:
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
     *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
-    _warmup,
+    *(_warmup, _attacks),
 )
 
 
@@ -580,11 +571,6 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
         return
     if isinstance(reward, DecoupledReward) and reward.floor >= 0:
         yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
-    if reward.kind == "composite":
-        yield (
-            "game.reward = 'composite' may pay a convincing solution that fails some tests more than an aligned one "
-            "(by design); 'gated' never does"
-        )
 
 
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
@@ -596,41 +582,20 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
             "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
             "shows it"
         )
-    section, minibatches = experiment.evaluate, experiment.training.minibatches
-    if section.attacks and section.attack_window * minibatches > section.attack_steps:
-        yield (
-            f"`pvg evaluate` will refuse the attacks: evaluate.attack_window = {section.attack_window} batches of "
-            f"{minibatches} steps each do not fit into evaluate.attack_steps = {section.attack_steps}; raise the "
-            "steps, or lower the window"
-        )
 
 
 def _server_warnings(experiment: AllSections) -> Iterator[str]:
-    serving, verifier = experiment.serving, experiment.verifier
     if experiment.weights.transport.kind == "nccl":
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
-    if verifier.engine == "torch":
-        for key in ("verifier_servers", "reference_servers"):
-            if getattr(serving, key):
-                yield f"serving.{key} has no effect with verifier.engine = 'torch'; set that to 'vllm'"
-    elif serving.reference_servers and verifier.head.kind != "implicit":
-        yield f"serving.reference_servers has no effect with verifier.head = {verifier.head.kind!r}"
 
 
 def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
     training, rollout, prefetch = experiment.training, experiment.rollout, experiment.rollout.prefetch
-    if isinstance(prefetch, SamplingAhead):
-        if rollout.engine.kind == "torch":
-            yield (
-                "rollout.prefetch gains nothing with rollout.engine = 'torch', which samples in the thread that "
-                "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
-            )
-        if prefetch.staleness_budget < prefetch.batches:
-            yield (
-                f"rollout.prefetch.max_staleness = {prefetch.staleness_budget} drops most of what "
-                f"rollout.prefetch.batches = {prefetch.batches} samples ahead; raise it to {prefetch.batches + 1}, or "
-                "lower the batches"
-            )
+    if prefetch.kind != "none" and rollout.engine.kind == "torch":
+        yield (
+            "rollout.prefetch gains nothing with rollout.engine = 'torch', which samples in the thread that "
+            "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
+        )
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
     if stale and training.loss == "rloo" and training.importance == "none":
         yield (
@@ -642,14 +607,6 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
             "training.loss = 'rloo' has no ratio, so later minibatches ignore that the weights have changed; set "
             "training.minibatches to 1, or training.loss to 'grpo'"
         )
-    if not stale and training.importance in ("decoupled", "unweighted"):
-        yield (
-            f"training.importance = {training.importance!r} has no effect without rollout.prefetch: no rollout is stale"
-        )
-    deadline = rollout.deadline
-    if deadline.kind != "none" and deadline.min_rollouts == rollouts_of_deadline(experiment):
-        whole = "batch" if training.groupless or deadline.kind == "continue" else "group"
-        yield f"rollout.deadline has no effect: rollout.deadline.min_rollouts is the whole {whole}"
 
 
 def _protocol_warnings(experiment: AllSections) -> Iterator[str]:

@@ -68,7 +68,7 @@ class AttackStop:
         self.rates = [*self.rates, metrics["sneaky_error_rate"]][-self.window :]
         self.scores = [*self.scores, score if math.isfinite(score) else None][-self.window :]
         gap = self.gap
-        if len(self.rates) < self.window or gap is None or self.pooled_rate < self.error_rate - ROUNDING:
+        if len(self.rates) < self.window or gap is None or pooled_rate(self.rates) < self.error_rate - ROUNDING:
             return False
         if self.closest is None or gap < self.closest:
             self.closest, self.closest_step = gap, self.steps
@@ -77,32 +77,20 @@ class AttackStop:
         return self.found is not None
 
     @property
-    def pooled_rate(self) -> float:
-        """The share of wrong solutions in the window; all batches have the same size."""
-        return pooled_rate(self.rates)
-
-    @property
     def gap(self) -> float | None:
         """The reference minus the mean score of the window's wrong solutions; None without wrong solutions."""
         score = pooled_score(self.rates, self.scores)
         return None if score is None else self.reference - score
 
     def state(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "rates": self.rates,
-            "scores": self.scores,
-            "closest": self.closest,
-            "closest_step": self.closest_step,
-            "found": self.found,
-            "had_signal": self.had_signal,
-        }
+        return {name: getattr(self, name) for name in KEPT}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.found = state["steps"], state["found"]
-        self.rates, self.scores = list(state["rates"]), list(state["scores"])
-        self.closest, self.closest_step = state["closest"], state["closest_step"]
-        self.had_signal = state["had_signal"]
+        for name in KEPT:
+            setattr(self, name, state[name])
+
+
+KEPT = ("steps", "rates", "scores", "closest", "closest_step", "found", "had_signal")  # in a commit
 
 
 def pooled_rate(rates: Sequence[float]) -> float:

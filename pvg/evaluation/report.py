@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pvg.config.experiment import Experiment, why_kept, without_memory_settings
+from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.game import CgcReward, PlainReward, SrcReward
 from pvg.config.load import build_experiment, did_you_mean, differences
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
@@ -124,7 +124,7 @@ def check_settings_of_run(name: str, own: Experiment, experiment: Experiment) ->
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
         raise StateError(
-            f"The run {name!r} was played with other settings: {'; '.join(changed)}.{why_kept(changed)}",
+            f"The run {name!r} was played with other settings: {'; '.join(changed)}.",
             "Change evaluate.*, serving.*, telemetry.* and the settings that bound memory only, such as "
             "training.micro_batch_tokens. The other settings belong to the run.",
         )
@@ -413,68 +413,33 @@ def read_report(path: Path) -> EvaluationReport:
 
 
 def notes(experiment: Experiment) -> list[str]:
-    found = []
-    rollout = experiment.rollout
-    if rollout.top_p < 1.0 or rollout.top_k > 0:
-        found.append(
-            f"Solutions are sampled from a part of the distribution (rollout.top_p = {rollout.top_p}, rollout.top_k = "
-            f"{rollout.top_k}), so the estimate of the KL is biased."
-        )
-    if experiment.verifier.loss != "cross_entropy":
-        found.append(
-            f"verifier.loss = {experiment.verifier.loss!r} does not fix the offset of a score, so sigmoid(score) is "
-            "not a probability. The fitted calibration is one if the log-odds are linear in the score."
-        )
-    if (ensemble := experiment.verifier.ensemble).kind != "none":
-        found.append(
-            f"verifier.ensemble = {ensemble.kind!r} combines the scores of {ensemble.size} members. No loss makes "
-            "sigmoid of the result a probability."
-        )
-    return found + _notes_of_roles(experiment) + _notes_of_attacks(experiment) + _notes_of_translators(experiment)
-
-
-def _notes_of_roles(experiment: Experiment) -> list[str]:
-    share, found = experiment.game.sneaky_share, []
-    if share in (0.0, 1.0):
-        role = "sneaky" if share == 0.0 else "helpful"
-        found.append(
-            f"game.sneaky_share = {share} never trained the {role} role: its figures here come from a prover that "
-            "was trained only for the other role."
-        )
-    if experiment.prompts.kind == "plain":
-        found.append(
-            "prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky "
-            "solutions differ only by chance, and a separability of 0.5 says nothing."
-        )
-    return found
-
-
-def _notes_of_attacks(experiment: Experiment) -> list[str]:
-    found = []
-    if experiment.rollout.deadline.kind != "none":
-        found.append(
-            "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights "
-            "them equally."
-        )
-    if experiment.training.curriculum != "none" or experiment.training.dynamic_sampling:
-        found.append(
-            "Attackers, and a baseline of the tax that pvg trains, use neither the run's curriculum nor its dynamic"
-            " sampling."
-        )
-    return found
-
-
-def _notes_of_translators(experiment: Experiment) -> list[str]:
-    if experiment.game.protocol.kind != "decoupled":
-        return []
-    found = [
+    rollout, training, loss = experiment.rollout, experiment.training, experiment.verifier.loss
+    share, decoupled = experiment.game.sneaky_share, experiment.game.protocol.kind == "decoupled"
+    untrained = "sneaky" if share == 0.0 else "helpful"
+    unearned = [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]
+    found = {
+        "Solutions are sampled from a part of the distribution (rollout.top_p, rollout.top_k), so the estimate of the "
+        "KL is biased.": rollout.top_p < 1.0 or rollout.top_k > 0,
+        f"verifier.loss = {loss!r} does not fix the offset of a score, so sigmoid(score) is not a probability. The "
+        "fitted calibration is one if the log-odds are linear in the score.": loss != "cross_entropy",
+        "verifier.ensemble combines scores of several members. No loss makes sigmoid of the result a probability.": (
+            experiment.verifier.ensemble.kind != "none"
+        ),
+        f"game.sneaky_share = {share} never trained the {untrained} role: its figures here come from a prover that was "
+        "trained only for the other role.": share in (0.0, 1.0),
+        "prompts = 'plain' gives both roles one prompt, so they are one policy: helpful and sneaky solutions differ "
+        "only by chance, and a separability of 0.5 says nothing.": experiment.prompts.kind == "plain",
+        "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights them "
+        "equally.": rollout.deadline.kind != "none",
+        "Attackers, and the baseline of the tax, use neither the run's curriculum nor its dynamic sampling.": (
+            training.curriculum != "none" or training.dynamic_sampling > 0
+        ),
         "The solutions are translations, and a translation with the correct answer counts as correct: a faithful "
         "translator is correct as often as its solver. A wrong translation counts as a flaw whether or not it keeps "
-        "the solver's answer. A cgc attacker is rewarded only for those that do not."
-    ]
-    if without_reward := [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]:
-        found.append(f"No {', '.join(without_reward)} attackers: a translator cannot earn these rewards.")
-    return found
+        "the solver's answer. A cgc attacker is rewarded only for those that do not.": decoupled,
+        f"No {', '.join(unearned)} attackers: a translator cannot earn these rewards.": decoupled and bool(unearned),
+    }
+    return [text for text, holds in found.items() if holds]
 
 
 def notes_of_results(rounds: Sequence[Mapping[str, Any]], error_rate: float) -> list[str]:

@@ -107,27 +107,28 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
     directory = RunDirectory(folder)
     for part in (directory.manifest, directory.rollouts, directory.checkpoints, directory.weights):
         make_directory(part)
-    ledger = Ledger(directory, training.experiment, context.code_version)
-    try:
-        for notice in ledger.notices:
-            context.observer.noticed(notice)
-        if elsewhere := ledger.record_machine(context.players.machine):
-            context.observer.noticed(elsewhere)
-        watcher = RenamingObserver(context.observer, phase=training.phase, unit=training.unit)
-        session = session_of(
-            training.experiment,
-            context.task,
-            ledger,
-            context.players,
-            context.prompts,
-            watcher,
-            context.stop,
-            context.tracer,
-            Session,
-        )
-        yield session
-    finally:
-        ledger.close()
+    with directory.lock(work="evaluate"):
+        ledger = Ledger(directory, training.experiment, context.code_version)
+        try:
+            for notice in ledger.notices:
+                context.observer.noticed(notice)
+            if elsewhere := ledger.record_machine(context.players.machine):
+                context.observer.noticed(elsewhere)
+            watcher = RenamingObserver(context.observer, phase=training.phase, unit=training.unit)
+            session = session_of(
+                training.experiment,
+                context.task,
+                ledger,
+                context.players,
+                context.prompts,
+                watcher,
+                context.stop,
+                context.tracer,
+                Session,
+            )
+            yield session
+        finally:
+            ledger.close()
 
 
 async def train(

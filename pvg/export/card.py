@@ -107,8 +107,8 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
     parts = [
         f"# {player.capitalize()} of the run {facts['run']}, round {facts['round']}",
         f"The {player} of a prover-verifier game on the task `{facts['task']}`, exported by pvg "
-        f"{facts['pvg_version']}. It was trained from `{base}`{_warm_start(finished, player)}. This is round "
-        f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.{_start(finished, player)}",
+        f"{facts['pvg_version']}. It was trained from `{base}`. This is round "
+        f"{facts['round']} of {finished.experiment.game.rounds}, counted from 0.",
         "## Load it",
         f"```python\n{loading_code(facts, folder, repository)}```",
         *([_verdicts(facts)] if player == "verifier" else _prompts(facts)),
@@ -120,19 +120,6 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
         _licence(base),
     ]
     return "\n".join(head) + "\n" + "\n\n".join(parts) + "\n"
-
-
-def _warm_start(finished: FinishedRound, player: str) -> str:
-    warm = player == "prover" and finished.experiment.warmup.kind != "none"
-    return ", first on demonstrations (`[warmup]`)" if warm else ""
-
-
-def _start(finished: FinishedRound, player: str) -> str:
-    experiment = finished.experiment
-    goes_on = experiment.game.start == "previous" or experiment.task.kind == "play"
-    if player != "prover" or not goes_on:
-        return ""
-    return " Each round's prover goes on from the previous round's."
 
 
 def loading_code(facts: dict[str, Any], folder: str, repository: str = "") -> str:

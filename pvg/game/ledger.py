@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from pvg.config.experiment import Experiment, digest_of, why_kept, without_memory_settings
+from pvg.config.experiment import Experiment, digest_of, without_memory_settings
 from pvg.config.load import differences
 from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
@@ -410,7 +410,7 @@ def check_same_configuration(state: GameState, experiment: Experiment) -> list[s
     changed = differences(without_memory_settings(before), without_memory_settings(now))
     if changed:
         raise StateError(
-            f"The configuration differs from the one this run started with: {'; '.join(changed)}.{why_kept(changed)}",
+            f"The configuration differs from the one this run started with: {'; '.join(changed)}.",
             "Resume without the change, or start a new run with --name.",
         )
     return differences(before, now)

@@ -168,6 +168,4 @@ def about_test_problems(wanted: int, section: object, task: Task, problems: Sequ
 
 
 def _remedy(section: object) -> str:
-    if hasattr(section, "test_path"):
-        return "add problems, or set task.test_path to a file with test problems"
     return "raise task.test_problems" if hasattr(section, "test_problems") else "add test problems"

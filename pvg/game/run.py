@@ -327,7 +327,6 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
         first_step=session.ledger.steps_before,
         load=session.players.workers.measured if session.players.workers is not None else None,
         workers_here=experiment.cluster.kind == "local",
-        threads=session.players.threads,
     )
 
 

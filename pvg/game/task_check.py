@@ -553,7 +553,7 @@ def _can_be_written(experiment: Experiment, found: CheckedProblems, models: Play
 
 
 def _verifier_input(experiment: Experiment, found: CheckedProblems, models: PlayerModels | None) -> TaskCheck:
-    """Invariant 3 as a user can break it: by a role's instructions in a question, or in prompts.frame."""
+    """Invariant 3 as a user can break it: by a role's instructions in a question."""
     name, problem, text = "the verifier's input does not tell the role", found.train[0], ""
     size = "the question alone: the models' tokenizers are not here"
     if models is None:

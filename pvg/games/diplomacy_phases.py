@@ -22,16 +22,6 @@ _STAGES = {"M": ("hold", "move", "support", "convoy"), "R": ("move", "disband"),
 _POWER = bytes(code >> 1 for code in range(256))  # 2 * power + fleet -> power
 
 
-def fault(board: Board, position: Position, power: int, order: Order) -> str:
-    """Why the order of the power is illegal, in a few words; "" for a legal order."""
-    return Legality(board, position).fault(power, order)
-
-
-def complete(board: Board, position: Position, order: Order) -> Order:
-    """The order with the unit's letter and coast, and with the destination's coast if only one is possible."""
-    return Legality(board, position).complete(order)
-
-
 def orders_of(board: Board, position: Position, power: int) -> dict[int, tuple[Order, ...]]:
     """All legal orders of a power: place of the unit, or of the build -> its orders, complete and in a fixed order.
 
@@ -65,6 +55,7 @@ class Legality:
         return sum(1 << place for place in self.position.units[::2]) & self.board.seas
 
     def fault(self, power: int, order: Order) -> str:
+        """Why the order of the power is illegal, in a few words; "" for a legal order."""
         unit = self._at.get(order.place)
         if unit is not None and unit.power == power and order.unit == "AF"[unit.fleet]:
             return self._movement_fault(unit, order)  # the usual case first: a step checks every order
@@ -78,6 +69,7 @@ class Legality:
         return self._unit_fault(unit, power, order) or self._act_fault(unit, order)
 
     def complete(self, order: Order) -> Order:
+        """With the unit's letter and coast, and with the destination's coast if only one is possible."""
         board, province = self.board, self.board.province_of[order.place]
         if order.act == "build":
             if order.unit or (order.place == province and board.kinds[province] == "coast"):

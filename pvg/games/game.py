@@ -110,7 +110,6 @@ class PlaysByScript(Protocol[S_contra]):
 
 # `CheckedGame`: a game in a user's file. Its errors name the file and the method.
 
-
 R = TypeVar("R")
 
 
@@ -162,7 +161,6 @@ class CheckedGame:
 
 
 # `ReplayedGame`: an environment that changes with every step, as a `Game` whose states are values.
-
 
 LIVE = 64  # environments that a game keeps open
 LONGEST_MOVE = 20_000  # characters; a longer completion is cut

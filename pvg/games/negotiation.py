@@ -8,8 +8,7 @@ offers in turn. A deal is made when an offer meets the other side's last one: th
 asked, or the seller asks at most what the buyer offered. The deal has the price of the earlier offer. Each offer after
 the first reduces the gains by a tenth, and without a deal after `OFFERS` offers both gain nothing.
 
-A completion without a digit loses its turn.
-"""
+A completion without a digit loses its turn."""
 
 from __future__ import annotations
 

@@ -1,16 +1,8 @@
-"""A client of OpenEnv's protocol, and an environment of a server as a game.
-
-    with OpenEnvClient("http://127.0.0.1:8010") as client:
-        reply = client.reset(seed=7)
-        reply = client.step({"message": "[4]"})     # reply.observation, reply.reward, reply.done
+"""A client of OpenEnv's protocol, and an environment of a server as a game: `task.game = "openenv:URL"`.
 
 OpenEnv's protocol is JSON over a WebSocket at /ws. A request is {"type": "reset" | "step" | "state" | "close", "data":
 ...}, and each gets one reply: {"type": "observation" | "state" | "error", "data": ...}. One connection is one session.
-This was found by reading openenv 0.10 and 0.3, and is tested against openenv 0.10.
-
-`task.game = "openenv:http://127.0.0.1:8010"` is the game. Such a game has one seat, "player", and its value is the sum
-of the rewards.
-"""
+The game has one seat, "player", and its value is the sum of the rewards."""
 
 from __future__ import annotations
 

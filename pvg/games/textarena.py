@@ -1,14 +1,8 @@
-"""TextArena's environments as games (extra `textarena`): text games for 1 to 15 players.
+"""TextArena's environments as games (extra `textarena`): text games for 1 to 15 players, such as `LiarsDice-v0/4`.
 
-    game = open_textarena("LiarsDice-v0/4")         # four players
-    game = open_textarena("TicTacToe-v0-train")     # the variant whose prompt has only the current board
-
-`task.game = "textarena:TicTacToe-v0"` names the same. TextArena draws from Python's and numpy's global random numbers.
-pvg seeds them before each step and restores them afterwards, so a game does not disturb other parts of the program.
-
-Rewards come at the end of a game: until then all values are 0. TextArena ends a game after repeated illegal moves, with
-the reward -1 for the player who made them. All this was found by reading and trying TextArena 0.7.4.
-"""
+TextArena draws from Python's and numpy's global random numbers. pvg seeds them before each step and restores them
+afterwards. Rewards come at the end of a game. TextArena ends a game after repeated illegal moves, with the reward -1
+for the player who made them. All this was found by reading and trying TextArena 0.7.4."""
 
 from __future__ import annotations
 

@@ -1,17 +1,11 @@
 """Low-rank adapters: a frozen model whose linear layers each learn a small product B A, in peft's format.
 
-    learner = attach_adapters(base, rank=16, alpha=16.0, seed=7)
-    learner.require_gradients()  # of the adapters only
-    learner.weights()            # the whole model's tensors with adapters merged in: W + (alpha / rank) B A
-    learner.adapter()            # only the adapters, as peft saves them and vLLM loads them
-
-Adapters are never switched on and off. A model with adapters is a separate tree of modules over the frozen weights, and
-the model without them is another tree over the same weights, which are in memory once. Each forward pass goes through
-one tree, so threads do not affect each other. With adapters for prover and verifier there are three trees.
+A model with adapters is a separate tree of modules over the frozen weights, and the model without them is another tree
+over the same weights, which are in memory once. Each forward pass goes through one tree, so threads do not affect each
+other.
 
 Invariants: `weights()` has the same form as for a fully trained model. Initial adapters are a function of their seed
-and change nothing (B is zero). A forward pass uses only its own model's adapters.
-"""
+and change nothing (B is zero). A forward pass uses only its own model's adapters."""
 
 from __future__ import annotations
 

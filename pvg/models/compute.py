@@ -1,20 +1,11 @@
 """The thread in which a process computes, and how many threads torch uses in it.
 
-    executor = compute_executor(experiment.models.threads)      # 0: the width of the first model decides
-    threads = executor.settle(width_of(model.module))
-
-The default comes from `default_threads`, not from the number of cores. Each operation ends in a barrier where every
-thread waits for all others. On a busy machine the kernel often suspends one of them, and the barrier takes
-milliseconds. An operation of a small model takes 0.01 to 0.5 ms. On two cores, a step of the embedded game with two
-threads takes ten to twelve times as long beside one busy process as on an idle machine; with one thread, hardly longer
-(docs/benchmarks/contention.json). One thread has no barriers and computes the same bits on any number of cores.
-Operations of a wide model take milliseconds and gain from every core.
+Each operation ends in a barrier where every thread waits for all others. On a busy machine the kernel often suspends
+one of them, and the barrier takes milliseconds, while an operation of a small model takes 0.01 to 0.5 ms. So narrow
+models compute in one thread (`default_threads`), which also gives the same bits on any number of cores.
 
 libgomp keeps a pool of threads for every thread that ever computed in parallel. Once all pools together have more
-threads than the machine has cores, they sleep between operations instead of spinning. A GRPO step of 256 rollouts,
-0.86M parameters and 2 threads then switches contexts 7,000 times instead of 30, and decoding takes 1.7 times as long.
-So only one thread has a pool, and all other threads compute alone.
-"""
+threads than the machine has cores, they sleep between operations instead of spinning. So only one thread has a pool."""
 
 from __future__ import annotations
 
@@ -79,7 +70,6 @@ def compute_executor(threads: int) -> ComputeExecutor:
 
 
 # The precision of computations: that of training and of scoring, TF32, and how much rounding is no error.
-
 
 # See `rounding_tolerance`.
 SHALLOW, LARGEST_TOLERANCE = 4, 0.25

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 # The tokenizers of the embedded models: one token per character; pad and end are the only special tokens.
 
-
 PAD, EOS = "<pad>", "<eos>"
 # Digits, the symbols of a trace (`7+5=2;2+8=0;A0`), the question mark that ends a prompt, and the two role tags.
 CHARACTERS = "0123456789+=;?AHS"
@@ -77,7 +76,6 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 
 # The training rows and figures of the embedded models of the plan game on the mini board
 # (pvg.tasks.diplomacy_mini).
-
 
 Row = tuple[str, str]  # prompt, completion
 

@@ -1,13 +1,9 @@
 """Verifier heads: turn a causal language model into one score (a logit) per problem and solution.
 
-    verifier = build_verifier(experiment.verifier, open_model(experiment.models.verifier, device))
-    scores_B = verifier(input_ids_BL, lengths_B, prompt_lengths_B)
-
 Rows are padded on the right, where a causal model does not look, so no attention mask is needed.
 
 Invariants: a row's score depends only on the row and the weights. Scores are float32 for any model dtype and autocast.
-A verifier's version is the digest of `trainable_state`.
-"""
+A verifier's version is the digest of `trainable_state`."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from torch import Tensor, nn
 from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
-from pvg.models.language_model import LanguageModel, ModelClosedError
+from pvg.models.language_model import LanguageModel, ModelClosedError, digest_weights
 from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits, refuse_without_head
 from pvg.models.shared_prompts import last_hidden, why_not_last
 from pvg.models.tokenizer import Tokenizer
@@ -131,10 +127,7 @@ class VerifierModel(nn.Module, ABC):
     def version(self) -> str:
         """A digest of `trainable_state`: names, dtypes, shapes and bytes. Equal weights have equal versions."""
         digest = hashlib.blake2b(digest_size=16)
-        for name, weight in sorted(self.trainable_state().items()):
-            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-            # As bytes: numpy has no bfloat16.
-            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest_weights(self.trainable_state(), digest)
         return digest.hexdigest()
 
     def start_elsewhere(self, seed: int) -> None:

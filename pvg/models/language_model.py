@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
@@ -54,6 +53,14 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+def digest_weights(weights: Mapping[str, Tensor], digest: Any) -> None:
+    """Add names, dtypes, shapes and bytes of the weights, sorted by name, to a digest of hashlib."""
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        # As bytes: numpy has no bfloat16.
+        digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 class LanguageModel:
@@ -159,10 +166,7 @@ class LanguageModel:
     def fingerprint(self) -> str:
         """sha256 in hex over names, dtypes, shapes and bytes of the weights, sorted by name."""
         digest = hashlib.sha256()
-        for name, weight in sorted(self.weights().items()):
-            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-            # As bytes: numpy has no bfloat16.
-            digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest_weights(self.weights(), digest)
         return digest.hexdigest()
 
     def save(self, directory: Path) -> None:
@@ -197,9 +201,7 @@ class LanguageModel:
     def __enter__(self) -> LanguageModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _save_module(self, directory: Path) -> None:

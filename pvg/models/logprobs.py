@@ -1,17 +1,11 @@
 """Log-probs of completion tokens, without the [tokens, vocabulary] matrix of a whole batch.
 
 The output head is applied only to hidden states that predict completion tokens, one chunk at a time. The gradient is in
-closed form:
-
-    d log p(t) / d logits = onehot(t) - p
-    d H / d logits        = -p (log p + H),   H = -sum p log p the entropy of p
-
-so the backward pass needs only the logits. A single chunk is kept for it; several are recomputed. Softmax, gather and
-their gradients take one pass over the logits each, where autograd takes several.
+closed form, d log p(t) / d logits = onehot(t) - p and d H / d logits = -p (log p + H) with the entropy H of p, so the
+backward pass needs only the logits. A single chunk is kept for it; several are recomputed.
 
 Invariant: the logits equal those of the model's own forward, including what a model does after the head (a soft cap, a
-scale). A model whose logits cannot be reproduced is refused, never scored wrongly.
-"""
+scale). A model whose logits cannot be reproduced is refused, never scored wrongly."""
 
 from __future__ import annotations
 
@@ -58,34 +52,27 @@ class LogitTransform:
 
 
 def token_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
-) -> Tensor:
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    finish: LogitTransform,
+    chunk: int,
+    *,
+    entropies: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """log p(targets_N), float32 [N] in nats, under the softmax of the finished logits, computed for `chunk` tokens at a
-    time.
+    time; and with `entropies` the entropy of each softmax, float32 [N] in nats, which costs one more pass.
 
     Under autocast the matrix products use its dtype, forward and backward. The softmax is always float32.
     """
     kind = hidden_ND.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     with torch.autocast(kind, enabled=False):
-        found, _ = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype, False
-        )
-        return cast(Tensor, found)
-
-
-def token_logprobs_and_entropies(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the entropy of each softmax: float32 [N] in nats. This costs one more pass over the logits
-    forward, and one backward if it has a gradient."""
-    kind = hidden_ND.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
-    with torch.autocast(kind, enabled=False):
         found = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype, True
+            hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype, entropies
         )
-        return cast(tuple[Tensor, Tensor], found)
+        return cast("tuple[Tensor, Tensor | None]", found)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -255,7 +242,6 @@ def completion_outputs(
     entropies: bool = False,
 ) -> CompletionOutputs:
     """`completion_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
-    _check_lengths(input_ids_BL, lengths_B, prompt_lengths_B, temperature)
     check_logits(module)
     model = cast(Any, module)
     hidden_BLD = model.get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
@@ -354,16 +340,6 @@ def check_logits(module: nn.Module) -> None:
     module.__dict__[_CHECKED] = True
 
 
-def _check_lengths(input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, temperature: float) -> None:
-    rows, longest = input_ids_BL.shape
-    if lengths_B.shape != (rows,) or prompt_lengths_B.shape != (rows,):
-        raise ValueError(f"lengths {tuple(lengths_B.shape)} and {tuple(prompt_lengths_B.shape)} for {rows} rows")
-    if not bool(((prompt_lengths_B >= 1) & (prompt_lengths_B <= lengths_B) & (lengths_B <= longest)).all()):
-        raise ValueError("lengths must satisfy 1 <= prompt length <= length <= width of input_ids")
-    if not temperature > 0.0:
-        raise ValueError(f"temperature must be above 0, not {temperature}")
-
-
 def _chunked_outputs(
     module: nn.Module,
     hidden_ND: Tensor,
@@ -376,9 +352,7 @@ def _chunked_outputs(
     head = cast(Any, module).get_output_embeddings()
     tokens = chunk_tokens(head.weight.shape[0], _gpu_bytes(head.weight.device), logits_chunk)
     finish = replace(_finish_of(module), temperature=temperature)
-    if entropies:
-        return token_logprobs_and_entropies(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
-    return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens), None
+    return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens, entropies=entropies)
 
 
 def chunk_tokens(vocabulary: int, gpu_bytes: int, logits_chunk: int | None = None) -> int:

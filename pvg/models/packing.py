@@ -3,12 +3,9 @@
 Packing puts the distinct prompts first, then the completions, without padding. numpy computes the layout, so nothing
 waits for a device.
 
-Padding is on the right; batches have a token budget and reproducible shapes. The result of a row must not depend on its
-batch; on a GPU, up to rounding. On a CPU, a matrix product with an odd number of rows takes another path through its
-kernels and rounds differently. So rows are padded to widths and batches to heights whose paths agree (`pad_batch`): 0
-of 900 scores on the CPU changed with the batch, against 1 in 5 without padding (by up to 2e-5). A resumed run needs
-this: its cache is empty, so its batches differ from those of the uninterrupted run, but scores and weights must be
-equal."""
+The result of a row must not depend on its batch; on a GPU, up to rounding. On a CPU, a matrix product with an odd
+number of rows rounds differently, so rows are padded to widths and batches to heights that agree (`pad_batch`). A
+resumed run needs this: its cache is empty, so its batches differ, but scores and weights must be equal."""
 
 from __future__ import annotations
 

@@ -1,17 +1,9 @@
 """Records which experts a mixture-of-experts model chooses while it samples, and replays them in training.
 
-    with recorded_experts(module) as recorder:
-        module(input_ids=ids_BL)
-        experts_TMK = recorder.take()        # [B * L tokens, layers, experts per token]
-    with replayed_experts(module, experts_TMK):
-        module(input_ids=ids_BL)             # the same experts, weighted by the current router
+Rounding can change which k experts win. Sampler and trainer would then compute a token with different experts. A replay
+fixes the sampler's choice; the current router still weights it, with gradients.
 
-Rounding can change which k experts win. Sampler and trainer would then compute a token with different experts, and
-their log-probs would differ a lot. A replay fixes the sampler's choice; the current router still weights it, with
-gradients.
-
-Invariant: models with unknown routers are refused, never replayed wrongly.
-"""
+Invariant: models with unknown routers are refused, never replayed wrongly."""
 
 from __future__ import annotations
 

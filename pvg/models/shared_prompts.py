@@ -1,15 +1,10 @@
 """One forward pass over rows that share prompts: each distinct prompt is computed once, without padding.
 
-The tokens of a batch form one long row: the distinct prompts, then the completions. All parts of a transformer except
-attention work on single tokens, so packing does not affect them. In attention, prompts attend to themselves, and each
-completion attends to its prompt and itself, with gradients.
-
-    packed = pack_rows(sequences, prompt_lengths, device)
-    hidden_TD = packed_hidden(module, packed, fused_layers)
+All parts of a transformer except attention work on single tokens, so packing does not affect them. In attention,
+prompts attend to themselves, and each completion attends to its prompt and itself, with gradients.
 
 Invariant: the hidden states equal those of the same rows in a padded batch. A model for which they differ (tokens that
-interact outside of attention, a custom attention) is refused, never computed wrongly.
-"""
+interact outside of attention, a custom attention) is refused, never computed wrongly."""
 
 from __future__ import annotations
 

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 # Opens a player of another run as a model: `run:RUN[/round-N][/prover|/verifier]`.
 
-
 BACKBONE = "backbone."  # marks the language model's tensors in a verifier's (pvg.models.heads.VerifierModel)
 
 

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from pvg.games.diplomacy_board import NOBODY, Board, Position, Unit, mini_board, place, standard_board
 from pvg.games.diplomacy_movement import Order, parse, parse_orders, write
-from pvg.games.diplomacy_phases import PhaseOutcome, Result, complete, step
+from pvg.games.diplomacy_phases import Legality, PhaseOutcome, Result, step
 from pvg.records import Role, Rollout
 from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
@@ -326,7 +326,7 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
     position = place(board, units, head[0], owners)
     parts = [part.strip() for part in re.split("[\n;]", rollout.solution)]
     found = [(part, parse(board, part)) for part in parts if part]
-    orders = [complete(board, position, order) for _, order in found if order]
+    orders = [Legality(board, position).complete(order) for _, order in found if order]
     claims = "; ".join(part for part, order in found if order is None)
     refuted, reply = _REPLY.search(rollout.grade.note), dict[int, list[Order]]()
     powers = {board.province_of[unit.place]: unit.power for unit in position.unit_list()}

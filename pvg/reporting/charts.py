@@ -2,8 +2,8 @@
 
     line_chart("KL", [ChartLine("prover", [[(1.0, 0.1), (2.0, 0.2)]], "ink")], XAxis(0.0, 2.0, "step"), "number")
 
-uPlot (templates/uplot, MIT licence) has the axes, the legend and the values under the pointer. Rows of bars, dots and
-spans are plain HTML (`StripRow`). A chart with nothing to show is empty markup.
+uPlot (templates/uplot, MIT licence) has the axes, the legend and the values under the pointer. Rows of bars and
+dots are plain HTML (`StripRow`). A chart with nothing to show is empty markup.
 """
 
 from __future__ import annotations
@@ -343,17 +343,14 @@ class Mark(NamedTuple):
     left: float
     width: float = 0.0
     hint: str = ""
-    text: str = ""
-    row: int = 0
 
 
 class StripRow(NamedTuple):
-    """A row: its name, its marks, what is written behind it, and how many lines of marks it has."""
+    """A row: its name, its marks, and what is written behind it."""
 
     name: str
     marks: Sequence[Mark]
     value: str = ""
-    lines: int = 1
     remark: str = ""
 
 

@@ -349,7 +349,6 @@ ADVICE: dict[str, tuple[str, tuple[str, ...]]] = {
         ("rollout.prefetch.kind",),
     ),
     "budget": ("The time budget of `pvg report` shows what the steps wait for.", ()),
-    "uvloop": ("Use uvloop, which does the same work in less time.", ("telemetry.event_loop",)),
     "profile": ("To see which functions run on the event loop: pvg profile EXPERIMENT --stage e2e", ()),
     "fewer-idle-workers": ("Fewer worker processes cost no time here.", ("cluster.max_workers",)),
     "equal-shares": (
@@ -511,7 +510,7 @@ def loop_lag(times: RunTimes) -> Finding | str | None:
         advice = _for_cores(times)
     else:
         says += ". Something computes on it that should run in a thread."
-        advice = ["profile", "uvloop", "fewer-requests"]
+        advice = ["profile", "fewer-requests"]
     evidence = f"lag_{name}_s" if ratio > 1.0 else "lag_max_s"
     return _finding(times, "loop-lag", says, criterion, times.lagged_s, *advice, evidence)
 

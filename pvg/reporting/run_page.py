@@ -1,13 +1,11 @@
-"""The page of one run."""
+"""The page of one run, and the page of several runs side by side."""
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -17,10 +15,23 @@ from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
 from pvg.errors import StateError, counted
 from pvg.evaluation.report import EvaluationReport, report_of
-from pvg.reporting.charts import PROVER, VERIFIER, Mark, StepAxis, StripRow, budget_marks, spark, stacked_chart
+from pvg.reporting.charts import (
+    PROVER,
+    VERIFIER,
+    WINDOW,
+    RoundAxis,
+    StepAxis,
+    StripRow,
+    budget_marks,
+    line_chart,
+    round_axis,
+    spark,
+    stacked_chart,
+)
 from pvg.reporting.evaluation import evaluation_section
-from pvg.reporting.follow import RunState, state_word
+from pvg.reporting.follow import RunState, state_of, state_word
 from pvg.reporting.formats import (
+    ABSENT,
     HOME_PHASES,
     BudgetPart,
     duration,
@@ -29,7 +40,6 @@ from pvg.reporting.formats import (
     metric_text,
     percent,
     phase_label,
-    short_seconds,
     total_budget,
     value_text,
 )
@@ -40,7 +50,7 @@ from pvg.reporting.run_sections import (
     scores_section,
     throughput_section,
 )
-from pvg.reporting.run_summary import RunSummary, StepRecord, base_metrics
+from pvg.reporting.run_summary import RunSummary, base_metrics
 from pvg.reporting.solutions import (
     RoundScores,
     SolutionPair,
@@ -63,7 +73,8 @@ from pvg.reporting.table import (
 )
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.spans import DRIVER, UNACCOUNTED
+from pvg.telemetry.catalogue import METRICS
+from pvg.telemetry.spans import UNACCOUNTED
 
 markup = TemplateMacros("run.html.j2")
 
@@ -93,8 +104,6 @@ class RunData:
     experiment: Experiment
     scores: list[RoundScores] = field(default_factory=list)
     pairs: list[SolutionPair] = field(default_factory=list)
-    windows: list[StepWindow] = field(default_factory=list)
-    damaged_spans: int = 0
     problems: list[str] = field(default_factory=list)
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
@@ -102,11 +111,8 @@ class RunData:
     state: RunState | None = None
 
 
-def collect(run: RunDirectory, summary: RunSummary, examples: int, *, playing: bool = False) -> RunData:
-    """Read scores, solutions and spans. A damaged file is noted under `problems`.
-
-    `playing`: another process plays the run. Then the spans are not read: their file is large.
-    """
+def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
+    """Read scores, solutions and the evaluation. A damaged file is noted under `problems`."""
     data = RunData(summary, run.experiment())
     kind = data.experiment.task.kind
     try:
@@ -119,14 +125,6 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int, *, playing: b
             data = replace(data, drawing=SECTIONS[kind](run, kind, thresholds_of(data.scores), examples))
     except DamagedFileError as error:
         data.problems.append(str(error))
-    if not playing:
-        try:
-            run.verify_journal(run.load_state().state or {}, run.spans)
-        except StateError as error:
-            if str(error) not in summary.notes:
-                data.problems.append(str(error))
-        windows, damaged = read_windows(run.spans, choose_windows(summary.steps))
-        data = replace(data, windows=windows, damaged_spans=damaged)
     try:
         return replace(data, evaluation=report_of(run))
     except StateError as error:
@@ -168,7 +166,6 @@ def _sections(data: RunData) -> list[PageSection]:
         *([data.drawing] if data.drawing else []),
         solutions_section(data),
         time_section(summary),
-        timeline_section(data.windows, data.damaged_spans),
         throughput_section(summary),
         machine_section(summary),
         settings_section(data.experiment),
@@ -242,6 +239,7 @@ def _onwards(data: RunData) -> PageSection:
         (f"pvg watch {name}", "follow the run and browse its solutions, live"),
         (f"pvg report {name} OTHER", "compare with another run"),
         (f"pvg diagnose {name}", "find what slowed the run down"),
+        (f"pvg profile --run {name}", "write a timeline of what ran when, for Perfetto"),
     ]
     lead = f"The folder of the run is {data.summary.path}."
     return PageSection("onwards", "Next steps", [elements.commands(commands)], lead)
@@ -266,36 +264,27 @@ UNSET = "unset"
 
 
 def settings_section(experiment: Experiment) -> PageSection:
-    changed = changed_settings(experiment)
+    """The defaults of a task are those of its kind."""
+    default = Experiment.model_construct(**{**dict(Experiment()), "task": TASKS[experiment.task.kind]()}).plain()
+    default["task"]["kind"] = Experiment().task.kind
     table = Table([Column("setting"), Column("value"), Column("default")], look="settings")
-    for key, values in changed.items():
-        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
-    body = [
-        table if changed else elements.empty("All settings have their defaults."),
-        elements.details("The whole configuration", [elements.toml(experiment.to_toml())]),
-    ]
-    return PageSection(
-        "settings",
-        "Settings",
-        body,
-        f"Settings with other values than the defaults. Digest of the settings: {experiment.hash()}.",
-    )
+    for key, values in setting_differences([experiment.plain(), default]).items():
+        table.add(TableCell(key, "code"), *map(setting_cell, values))
+    body = [table, elements.details("The whole configuration", [elements.toml(experiment.to_toml())])]
+    lead = f"Settings with other values than the defaults. Digest of the settings: {experiment.hash()}."
+    return PageSection("settings", "Settings", body, lead)
 
 
 def setting_cell(value: str) -> TableCell:
     return TableCell(value, "quiet" if value == UNSET else "code")
 
 
-def changed_settings(experiment: Experiment) -> dict[str, tuple[str, str]]:
-    """Key -> (value, default) of each setting with another value than its default (for a task: that of its kind)."""
-    task = TASKS[experiment.task.kind]()
-    own, default = (
-        flat_settings(experiment.plain()),
-        flat_settings(Experiment.model_construct(**{**dict(Experiment()), "task": task}).plain()),
-    )
-    default["task.kind"] = toml_text(Experiment().task.kind)
-    keys = [key for key in sorted({*own, *default}) if own.get(key, UNSET) != default.get(key, UNSET)]
-    return {key: (own.get(key, UNSET), default.get(key, UNSET)) for key in keys}
+def setting_differences(plains: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
+    """Key -> the value of every configuration as text, for the keys in which two of them differ."""
+    flats = [flat_settings(plain) for plain in plains]
+    keys = sorted({key for found in flats for key in found})
+    values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
+    return {key: found for key, found in values.items() if len(set(found)) > 1}
 
 
 def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -305,15 +294,11 @@ def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             found |= flat_settings(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = toml_text(value)
+            found[f"{prefix}{key}"] = orjson.dumps(value, default=str).decode()
     return found
 
 
-def toml_text(value: Any) -> str:
-    return orjson.dumps(value, default=str).decode()
-
-
-# Where the time went: by phase, by part, by step, and a few steps as they ran.
+# Where the time went: by phase, by part and by step.
 
 
 NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
@@ -329,7 +314,7 @@ def time_section(summary: RunSummary) -> PageSection:
         parts_table(budget, summary.busy, summary.budget),
         elements.subheading("By phase"),
         _phases(summary),
-        *_step_charts(summary),
+        *_budget_charts(summary),
     ]
     return PageSection("time", "Time", body, _lead(summary, budget))
 
@@ -408,7 +393,7 @@ def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
     )
 
 
-def _step_charts(summary: RunSummary) -> list[Markup]:
+def _budget_charts(summary: RunSummary) -> list[Markup]:
     """Only phases whose steps are optimizer steps: their bars can be compared with each other."""
     charts = []
     for phase, title in ((PROVER, "Time per prover step"), (VERIFIER, "Time per verifier step")):
@@ -418,147 +403,202 @@ def _step_charts(summary: RunSummary) -> list[Markup]:
     return charts
 
 
-# --- a few steps of a run as they ran ----------------------------------------------------------------------------
-
-STEPS_SHOWN = 3
-MOST_SPANS = 20_000  # kept of one window
-MOST_ROWS = 12  # per lane; more concurrent spans are counted instead of drawn
-CLOSE = 1e-3  # of the window: neighbours of one name with a smaller gap are one block
-LETTERS = 0.0075  # of the chart's width, roughly, that one letter takes
-SPAN_FIELDS = frozenset({"name", "start_s", "end_s", "round", "phase", "step"})
+# The page of several runs: curves over each other, one colour per run, and what differs between them.
 
 
-@dataclass(frozen=True, slots=True)
-class StepWindow:
-    """Some neighbouring steps in the middle of a phase, and their lines of spans.jsonl."""
+COLOURS = 6
+DASHES = ("", "dashed", "dotted")
 
-    round: int
-    phase: str
-    steps: tuple[int, ...]
-    spans: list[dict[str, Any]] = field(default_factory=list)
-
-
-def timeline_section(windows: Sequence[StepWindow], damaged: int) -> PageSection:
-    body: list[object] = [timeline(window) for window in windows]
-    if damaged:
-        body.append(elements.empty(f"{counted(damaged, 'line')} of spans.jsonl could not be read."))
-    lead = "Steps from the middle of each phase. Each lane is a task or thread, with nested spans below each other."
-    return PageSection("gantt", "Timeline of some steps", body, lead)
+BY_STEP = {
+    PROVER: ["helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap", "reward_mean", "kl", "tokens_per_s"],
+    VERIFIER: ["pair_accuracy", "pairs_per_s"],
+}
+BY_ROUND = (
+    *("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "fooled_rate_previous", "fooled_rate_base"),
+    *("accepted_helpful", "verifier_auc", "score_gap", "malformed"),
+)
 
 
-def choose_windows(steps: Sequence[StepRecord]) -> list[StepWindow]:
-    """For every kind of phase STEPS_SHOWN neighbouring steps from the middle of the middle one of its rounds."""
-    played: dict[str, dict[int, list[int]]] = {}
-    for step in steps:
-        played.setdefault(step.phase, {}).setdefault(step.round, []).append(step.step)
-    windows = []
-    for phase, rounds in played.items():
-        most = max(len(numbers) for numbers in rounds.values())
-        full = [round_ for round_, numbers in rounds.items() if len(numbers) * 2 >= most]
-        round_ = full[len(full) // 2]
-        first = max(0, (len(rounds[round_]) - STEPS_SHOWN) // 2)
-        windows.append(StepWindow(round_, phase, tuple(rounds[round_][first : first + STEPS_SHOWN])))
-    return windows
+class ComparedRun:
+    """A run with its name, colour and dash on this page."""
+
+    def __init__(self, name: str, summary: RunSummary, place: int, state: RunState) -> None:
+        self.name = name
+        self.summary = summary
+        self.state = state
+        self.style = f"run-{place % COLOURS}"
+        self.dash = DASHES[place // COLOURS % len(DASHES)]
+
+    @property
+    def key(self) -> LegendKey:
+        return LegendKey(self.name, self.style, self.dash)
 
 
-def read_windows(path: Path, windows: Sequence[StepWindow]) -> tuple[list[StepWindow], int]:
-    """The windows that have spans in the file, and the number of unreadable lines. The file may have hundreds of
-    megabytes: it is read line by line, and most lines are of other steps and are not parsed."""
-    wanted = {(window.round, window.phase, step): window for window in windows for step in window.steps}
-    damaged = 0
-    if not wanted or not path.is_file():
-        return [], 0
-    steps = "|".join(str(step) for step in sorted({step for _, _, step in wanted}))
-    likely = re.compile(rf'"step": ?(?:{steps})\b'.encode())
-    with open(path, "rb") as file:
-        for line in file:
-            if likely.search(line) is None:
-                continue
-            row = _row(line)
-            if row is None:
-                damaged += line.endswith(b"\n")  # an incomplete last line is normal
-                continue
-            window = wanted.get((row["round"], row["phase"], row["step"]))
-            if window is not None and len(window.spans) < MOST_SPANS:
-                window.spans.append(row)
-    return [window for window in windows if window.spans], damaged
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and row.keys() >= SPAN_FIELDS else None
-
-
-def timeline(window: StepWindow) -> Markup:
-    """The spans of a window in lanes over one time axis, with the steps above them."""
-    tracks: dict[str, list[dict[str, Any]]] = {}
-    for row in window.spans:
-        tracks.setdefault(str(row.get("track", DRIVER)), []).append(row)
-    # A span that began long before (such as a checkpoint in the background) is cut off where the steps begin.
-    driver = tracks.get(DRIVER, window.spans)
-    begin, end = min(row["start_s"] for row in driver), max(row["end_s"] for row in driver)
-    seconds = max(end - begin, 1e-9)
-    starts = {step: min((r["start_s"] for r in driver if r["step"] == step), default=end) for step in window.steps}
-    lanes = [
-        StripRow("", [Mark("step", "", (at - begin) / seconds, text=f"step {step}") for step, at in starts.items()])
+def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
+    names = distinct_names(directories)
+    runs = [
+        ComparedRun(name, summary, place, state_of(directory))
+        for place, (name, summary, directory) in enumerate(zip(names, summaries, directories, strict=True))
     ]
-    parts = {part.name: part for part in in_order({str(row["name"]) for row in window.spans})}
-    missing = 0
-    for track in sorted(tracks, key=lambda track: (track != DRIVER, track != "loop", track)):
-        blocks, left_out = lane_of(tracks[track], begin, seconds)
-        marks = [_block_mark(block, parts[block.name], seconds) for block in blocks]
-        lanes.append(StripRow(track, marks, lines=1 + max((block.row for block in blocks), default=0)))
-        missing += left_out
-    return chart.figure(
-        f"{phase_label(window.phase).capitalize()}, round {window.round}",
-        chart.strips(lanes, ("0 s", value_text("seconds", seconds))),
-        keys=[box_key(part) for part in parts.values()],
-        note=f"{missing} spans are not drawn: too many ran at the same time." if missing else "",
-        look="wide",
+    header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
+    sections = [
+        _rounds(runs),
+        PageSection(
+            "learning",
+            "Learning",
+            [elements.grid(_step_charts(runs))],
+            f"Step by step. Each line is the mean over {WINDOW} points.",
+        ),
+        _final(runs),
+        _time(runs),
+        _settings([directory.experiment().plain() for directory in directories], runs),
+        _notes(runs),
+    ]
+    return page(f"{', '.join(names)}: pvg report", header, sections)
+
+
+def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
+    """Each run's name, or its path where two have the same name."""
+    names = [directory.name for directory in directories]
+    return [
+        name if names.count(name) == 1 else str(directory.path)
+        for name, directory in zip(names, directories, strict=True)
+    ]
+
+
+def _runs_table(runs: Sequence[ComparedRun]) -> Table:
+    titles = ("run", "", "rounds", "time in phases", "started", "pvg", "machine")
+    table = Table([Column(title) for title in titles], look="runs")
+    for run in runs:
+        found = run.summary
+        word, kind = state_word(run.state, found.status, found.damaged)
+        table.add(
+            TableCell(run.name, "strong", key=run.key),
+            TableCell(word, f"badge {kind}"),
+            f"{len(found.rounds)} of {found.rounds_planned}",
+            duration(found.seconds),
+            when(found.began) or ABSENT,
+            found.code_version or ABSENT,
+            found.machine or ABSENT,
+        )
+    return table
+
+
+def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
+    """A column of names, and one of numbers per run."""
+    return [Column(first), *(Column(run.name, "right", key=run.key) for run in runs)]
+
+
+# --- curves ------------------------------------------------------------------------------------------------------
+
+
+def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
+    charts = []
+    for phase, metrics in BY_STEP.items():
+        lengths: dict[int, int] = {}
+        for run in runs:
+            for round_, length in StepAxis(run.summary.steps, phase).lengths.items():
+                lengths[round_] = max(length, lengths.get(round_, 0))
+        axes = [(StepAxis(run.summary.steps, phase, lengths), run) for run in runs]
+        for metric in metrics:
+            lines = [axis.line(metric, run.name, run.style, run.dash, bare=True) for axis, run in axes]
+            charts.append(
+                line_chart(metric_display(metric).label, lines, axes[0][0].across(), metric_display(metric).style)
+            )
+    return charts
+
+
+def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
+    numbers = sorted({number for run in runs for number in run.summary.rounds})
+    axes = [RoundAxis(run.summary.rounds) for run in runs]
+    x = round_axis(numbers, base=any(axis.base for axis in axes))
+    charts = []
+    for metric in BY_ROUND if len(numbers) > 1 else ():
+        lines = [axis.line(metric, run.name, run.style, run.dash) for axis, run in zip(axes, runs, strict=True)]
+        charts.append(line_chart(metric_display(metric).label, lines, x, metric_display(metric).style))
+    lead = "At the end of each round, on problems that no model trained on."
+    return PageSection("rounds", "Rounds", [elements.grid(charts)], lead)
+
+
+# --- differences -------------------------------------------------------------------------------------------------
+
+
+def final_metrics(summary: RunSummary) -> dict[str, float]:
+    """The metrics of the last round, the time in phases, and the medians of rates and step times."""
+    metrics = dict(summary.rounds[max(summary.rounds)]) if summary.rounds else {}
+    for name, phase in (("tokens_per_s", PROVER), ("pairs_per_s", VERIFIER)):
+        values = summary.series(name, phase)
+        if values:
+            metrics[name] = statistics.median(values)
+    for phase, label in ((PROVER, "prover_step_s"), (VERIFIER, "verifier_step_s")):
+        walls = [sum(step.budget.values()) for step in summary.steps if step.phase == phase and step.budget]
+        if walls:
+            metrics[label] = statistics.median(walls)
+    if summary.seconds:
+        metrics["time_in_phases_s"] = summary.seconds
+    return metrics
+
+
+def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
+    """The metrics of all runs in the order of the catalogue, then the others; without those of the base prover."""
+    order = {metric.short: place for place, metric in enumerate(METRICS.values())}
+    names = dict.fromkeys(name for metrics in finals for name in metrics if not name.startswith("base_"))
+    return sorted(names, key=lambda name: order.get(name, len(order)))
+
+
+def _final(runs: Sequence[ComparedRun]) -> PageSection:
+    """Final metrics side by side, each with the difference to the first run."""
+    finals = [final_metrics(run.summary) for run in runs]
+    table = Table(_columns("", runs))
+    for name in final_names(finals):
+        first = finals[0].get(name)
+        others = (_difference(name, metrics.get(name), first) for metrics in finals[1:])
+        table.add(metric_display(name).label, metric_text(name, first), *others)
+    last = ", ".join(f"{run.name}: {max(run.summary.rounds)}" for run in runs if run.summary.rounds)
+    lead = f"After each run's last finished round ({last}); differences to {runs[0].name}."
+    return PageSection("final", "Final metrics", [table], lead)
+
+
+def _difference(name: str, value: float | None, first: float | None) -> TableCell:
+    """The value and its difference to the first run; a percentage for rates and times. Coloured if one direction is
+    better."""
+    text = metric_text(name, value)
+    if value is None or first is None:
+        return TableCell(text)
+    change, shown = value - first, metric_display(name)
+    if shown.style in ("seconds", "rate") and first:
+        note, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
+    elif shown.style == "share":
+        note, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
+    else:
+        note, noteworthy = f"{change:+.{3 if shown.style == 'auc' else 2}f}", abs(change) > 0.01
+    verdict = "better" if (change > 0) == shown.higher_is_better else "worse"
+    return TableCell(text, verdict if noteworthy and shown.higher_is_better is not None else "", note=note)
+
+
+def _time(runs: Sequence[ComparedRun]) -> PageSection:
+    budgets = [whole_budget(run.summary) for run in runs]
+    if not any(budgets):
+        return PageSection("time", "Time", [])
+    rows = budget_rows({run.name: (budget, "") for run, budget in zip(runs, budgets, strict=True)})
+    table = Table(_columns("part", runs))
+    for part in in_order(total_budget(budgets)):
+        seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
+        table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
+    return PageSection("time", "Time", [rows, table], "Exposed seconds by part, over the whole run.")
+
+
+def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) -> PageSection:
+    columns = [Column("setting"), *(Column(run.name, key=run.key) for run in runs)]
+    table = Table(columns, look="settings")
+    for key, values in setting_differences(plains).items():
+        table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
+    return PageSection(
+        "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
     )
 
 
-@dataclass(slots=True)
-class SpanBlock:
-    """`count` neighbouring spans of one name in a row of a lane. Seconds since the window began; `worked_s` is the
-    spans' own sum."""
-
-    name: str
-    row: int
-    start_s: float
-    end_s: float
-    worked_s: float
-    count: int = 1
-
-
-def lane_of(spans: Sequence[dict[str, Any]], begin: float, seconds: float) -> tuple[list[SpanBlock], int]:
-    """The blocks of a lane, and the number of spans without room. Each span goes to the first free row, so nested and
-    concurrent spans are below each other."""
-    blocks: list[SpanBlock] = []
-    last: list[SpanBlock] = []  # of each row
-    left_out = 0
-    for span in sorted(spans, key=lambda span: (span["start_s"], -span["end_s"])):
-        name, start, end = str(span["name"]), max(0.0, span["start_s"] - begin), min(seconds, span["end_s"] - begin)
-        if end <= start and span["end_s"] > span["start_s"]:
-            continue  # outside of the window
-        place = next((place for place, block in enumerate(last) if block.end_s <= start + 1e-9), len(last))
-        if place >= MOST_ROWS:
-            left_out += 1
-        elif place < len(last) and last[place].name == name and start - last[place].end_s < CLOSE * seconds:
-            block = last[place]
-            block.end_s, block.count, block.worked_s = end, block.count + 1, block.worked_s + end - start
-        else:
-            blocks.append(SpanBlock(name, place, start, end, end - start))
-            last[place : place + 1] = [blocks[-1]]
-    return blocks, left_out
-
-
-def _block_mark(block: SpanBlock, part: BudgetPart, seconds: float) -> Mark:
-    width = (block.end_s - block.start_s) / seconds
-    many, together = (f"{block.count} × ", " in all") if block.count > 1 else ("", "")
-    hint = f"{many}{part.label}: {short_seconds(block.worked_s)}{together}"
-    text = part.label if width > LETTERS * (len(part.label) + 1) else ""
-    return Mark("bar", part.style, block.start_s / seconds, width, hint, text, block.row)
+def _notes(runs: Sequence[ComparedRun]) -> PageSection:
+    alerts = [(run.name, counted(len(run.summary.alerts), "alert")) for run in runs if run.summary.alerts]
+    notes = [(run.name, note) for run in runs for note in run.summary.notes]
+    return PageSection("remarks", "Remarks", [elements.facts(alerts), elements.notes(notes)])

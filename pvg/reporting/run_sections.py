@@ -195,7 +195,7 @@ def rounds_section(summary: RunSummary) -> PageSection:
 def learning_section(summary: RunSummary) -> PageSection:
     prover, verifier = StepAxis(summary.steps, PROVER), StepAxis(summary.steps, VERIFIER)
     thresholds = {p.round: p.metrics["threshold"] for p in summary.phases if "threshold" in p.metrics}
-    levels = {"Scores by kind": prover.level(thresholds, "threshold", "verifier")}
+    levels = {"Mean score by kind": prover.level(thresholds, "threshold", "verifier")}
     charts = [*drawn(prover, LEARNING[PROVER], levels), *drawn(verifier, LEARNING[VERIFIER]), *_warmup_charts(summary)]
     others = [elements.grid(_other_charts(axis)) for axis in (prover, verifier)]
     body = [elements.grid(charts), elements.details("All other metrics of the steps", others)]

@@ -105,11 +105,10 @@ class LiveRun:
         return run_page(data, [live], replace(LIVE, sheets=sheets))
 
     def _report(self, summary: RunSummary, now: RunSituation) -> RunData:
-        """The data of the page. Scores and solutions are read again when a phase ends, the timeline of some steps only
-        when nothing plays the run: both need whole files."""
-        key = (summary.phase, len(summary.rounds), summary.status, now.ended, self._files[2:])
+        """The data of the page. Scores and solutions are read again when a phase ends."""
+        key = (summary.phase, len(summary.rounds), summary.status, self._files[2:])
         if self._data is None or (key != self._collected and now.state != "removed"):
-            self._data, self._collected = collect(self.run, summary, EXAMPLES, playing=not now.ended), key
+            self._data, self._collected = collect(self.run, summary, EXAMPLES), key
         return replace(self._data, summary=summary, state=now.state, rollouts=ROLLOUTS)
 
 

@@ -2,19 +2,12 @@
 
 `decode` works for every architecture. pvg.rollout.lean_rows is faster, but supports only Llama-like models.
 
-- The prefill computes each distinct prompt once, without its last token. The last token is the input of the first
-  decoding step. The last sampled token is never computed.
-- Finished rows leave the batch, so the work follows the number of live rows.
-- Decoding runs no Python per row.
+The prefill computes each distinct prompt once, without its last token, which is the input of the first decoding step.
+Prompts are aligned at their right ends, so in each step every row writes the same column of the preallocated KV cache.
+Finished rows leave the batch. Decoding runs no Python per row.
 
-Invariant: a row gets the same result as if decoded alone, up to rounding. The shape of a matrix product changes the
-order of its sums, so two tokens with almost equal probability may swap.
-
-The KV cache is preallocated, filled from shared prompts, and compacted as rows finish. Prompts are aligned at their
-right ends, so in each decoding step every row writes the same column. A prompt that several rows share is computed once
-and copied to each of them.
-
-Invariant: columns before a row's first token hold zeros and are masked, so they cannot affect the row's result.
+Invariants: a row gets the same result as if decoded alone, up to rounding, which may swap two tokens with almost equal
+probability. Columns before a row's first token hold zeros and are masked, so they cannot affect its result.
 """
 
 from __future__ import annotations

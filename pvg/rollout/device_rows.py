@@ -4,15 +4,12 @@ Between the steps of a turn the host reads nothing and sends nothing: a step wri
 have ended. At the end of a turn, one blocking copy tells the host which rows ended, and a second one brings their
 tokens. So the GPU never waits for Python, and a step can be one CUDA graph (`StepGraphs`).
 
-Unlike pvg.rollout.lean_rows, every row has a row of the cache. Finding equal rows would need the tokens on the host in
-each step, and it would save little: on a GPU, a step's time is mostly that of reading the weights. Prompts are still
-computed once (pvg.rollout.lean_rows).
+Unlike in pvg.rollout.lean_rows, every row has a row of the cache. Finding equal rows would need the tokens on the host
+in each step, and save little: on a GPU, a step's time is mostly that of reading the weights.
 
 A step computes the first rows of the state, rounded up to a power of two, and the first columns of the cache, rounded
 up to COLUMN_STEP. So there are few shapes, each with a graph. A row that has ended, or was never used, computes its
-last token again, in its own columns. Nothing reads the result.
-
-It runs on a CPU too, without graphs, which is how most of its tests run. `make gpu` tests it on a GPU.
+last token again, in its own columns. It runs on a CPU too, without graphs. `make gpu` tests it on a GPU.
 
 Invariant: as in LeanRows, the rows of a step depend only on the requests, their order of admission and the sampled
 tokens. The only exception: rows whose callers have left (`dropped_N`).
@@ -240,11 +237,8 @@ class DeviceRows:
     def _grow_cache(self, columns: int) -> None:
         self.graphs.clear()
         try:
-            if self._cache is not None and self._slots:
-                self._cache = self._decoder.widened(self._cache, columns)
-            else:
-                self._cache = None  # frees it first
-                self._cache = self._decoder.new_cache(self._max_rows, columns, by_layer=True)
+            self._cache = self._cache if self._slots else None  # frees an empty one first
+            self._cache = self._decoder.new_cache(self._max_rows, columns, self._cache)
         except torch.OutOfMemoryError:
             raise MissingRequirementError(
                 f"The GPU has too little memory for the keys and values of {self._max_rows} rows of {columns} tokens.",

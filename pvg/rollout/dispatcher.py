@@ -286,7 +286,13 @@ class _Cut:
 
 
 class PartialSampling:
-    """Keeps about `groups` groups of `size` rollouts in the engine, or up to `size` - 1 rollouts more if those carried
+    """When the time of a call is up and enough rollouts are in complete groups, all others are cut, and the next call
+    continues from their tokens. A group is carried as a whole, so its mean covers all its members. When its oldest
+    token is more than `versions` behind, its finished rollouts are used if they are two or more; the rest counts as
+    cancelled. Every ordered rollout is returned once, or counted once as cancelled, or carried (and lost if the process
+    is killed).
+
+    Keeps about `groups` groups of `size` rollouts in the engine, or up to `size` - 1 rollouts more if those carried
     are not a whole number of groups. `whole`: return whole groups; otherwise each rollout separately.
 
     `metrics` describe the newest batch. Raises StateError if the engine cannot cut requests.

@@ -243,20 +243,6 @@ def _complaint(request: GenerationRequest) -> str:
         f"top_k is {sampling.top_k}, but must be 0 (no cut) or more": sampling.top_k < 0,
         f"the seed is {request.seed}, but must not be negative": request.seed < 0,
         "the prompt has no tokens": prompt.ndim != 1 or len(prompt) == 0,
-        "resumed_from is not an unfinished completion": request.resumed_from is not None
-        and not _can_go_on(request.resumed_from, len(prompt), sampling),
+        "resumed_from has all tokens already": request.tokens_resumed >= max(sampling.max_tokens, 1),
     }
     return next((complaint for complaint, is_so in complaints.items() if is_so), "")
-
-
-def _can_go_on(partial: PartialCompletion, prompt: int, sampling: Sampling) -> bool:
-    ids, spans, experts = partial.token_ids, partial.spans, partial.routed_experts
-    return (
-        0 < len(ids) < sampling.max_tokens
-        and len(partial.logprobs) == len(ids)
-        and not np.isin(ids, sampling.stop_ids).any()
-        and bool(spans)
-        and spans[0].start == 0
-        and spans[-1].start < len(ids)
-        and (experts is None or len(experts) == prompt + len(ids) - 1)
-    )

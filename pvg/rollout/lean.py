@@ -5,30 +5,19 @@ weights.
     cache = lean.new_cache(rows=256, columns=64)
     logits_RV = lean.step(token_R, position_R, cache, columns=40)
 
-Compared with the module, this saves the Python of about twenty submodules per layer, separate query, key, value, gate
-and up projections (fused into two products), one mask per layer, and the attention kernel where other operators are
-faster. It is plain torch, chosen by device. It has run on CPUs and on one GPU; `make gpu` compares it there.
+Compared with the module, this saves the Python of about twenty submodules per layer, separate projections (fused into
+two products), one mask per layer, and the attention kernel where other operators are faster. `make gpu` compares it on
+a GPU.
 
 Invariants:
 - The weights are the module's own: its parameters become views of fused matrices, so in-place loads reach both.
 - `LeanDecoder.over` has compared its logits with the module's.
 - Each row's cache columns start at 0, so rows of any age can run together.
 
-Attention of one new token per row over the cached columns has two implementations, each with its own memory layout:
-
-    kv = attention.buffer(zeros, layers)                      # keys and values [layers, 2, rows, columns, K, D]
-    attention.prepare(position_R, columns, prefix)            # once per step, for all layers
-    attention.write(keys_RCKD, new_RKD)                       # the new token's keys; values likewise
-    out_RX = attention.attend(q_RHD, keys_RCKD, values_RCKD)  # once per layer
-
-`KernelAttention` uses torch's fused kernel, for any device and dtype. In its cache the tokens of one head are
-contiguous.
-
-`SparseAttention` takes less than half the time on a CPU in float32. Reading the cache dominates the cost of attention,
-so the heads of one token are contiguous: a new token is one write, and a row is read in order. The cache is a table
-with one row per token and head. A list of places in it tells which of them each query sees:
-- Scores: products of the queries and these table rows only, which torch has as `sampled_addmm`.
-- Values: a weighted sum of these table rows, which torch has as `embedding_bag`, with prefetching.
+Attention of one new token per row over the cached columns has two implementations, each with its own memory layout.
+`KernelAttention` uses torch's fused kernel, for any device and dtype. `SparseAttention` takes less than half the time
+on a CPU in float32: the heads of one token are contiguous, and a list of places in the table of all tokens and heads
+tells which of them each query sees (`sampled_addmm` for the scores, `embedding_bag` for the values).
 """
 
 from __future__ import annotations
@@ -61,8 +50,8 @@ class Attention(Protocol):
     """R rows, C columns of the cache, T columns in use, H query heads, K key heads, D head width, X = K D. A cache may
     have more rows than a step, which uses the first ones."""
 
-    def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        """Keys and values [layers, 2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
+    def buffer(self, zeros: Zeros) -> Tensor:
+        """A layer's keys and values [2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
         ...
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
@@ -90,8 +79,8 @@ class SparseAttention:
         token_R1C = torch.arange(rows * columns).view(rows, 1, columns)
         self._places_RHC = (token_R1C * kv_heads + head_H1).to(torch.int32)
 
-    def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        return zeros((layers, 2, *self._shape))
+    def buffer(self, zeros: Zeros) -> Tensor:
+        return zeros((2, *self._shape))
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
         rows, heads = len(position_R), self._places_RHC.shape[1]
@@ -140,10 +129,10 @@ class KernelAttention:
     def __init__(self, rows: int, columns: int, kv_heads: int, width: int) -> None:
         self._shape = (rows, kv_heads, columns, width)
 
-    def buffer(self, zeros: Zeros, layers: int) -> Tensor:
-        kv = zeros((layers, 2, *self._shape))
+    def buffer(self, zeros: Zeros) -> Tensor:
+        kv = zeros((2, *self._shape))
         self._dtype = kv.dtype
-        return kv.transpose(3, 4)
+        return kv.transpose(2, 3)
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
         del prefix  # the kernel reads the columns of every row
@@ -200,11 +189,11 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class LeanCache:
-    """Keys and values [layers, 2, rows, columns, K heads, D]; zero where nothing was written, because masked values are
-    multiplied by 0 and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype. `attention`
-    defines the memory layout. On a GPU `kv` is a list of layers, so that a cache can grow layer by layer."""
+    """Each layer's keys and values [2, rows, columns, K heads, D]; zero where nothing was written, because masked
+    values are multiplied by 0 and must be finite. `cos_T1D`, `sin_T1D`: the rotary table, in the model's dtype.
+    `attention` defines the memory layout."""
 
-    kv: Tensor | list[Tensor]
+    kv: list[Tensor]
     cos_T1D: Tensor
     sin_T1D: Tensor
     attention: Attention
@@ -217,16 +206,8 @@ class LeanCache:
     def columns(self) -> int:
         return self.kv[0].shape[2]
 
-    def take(self, smaller: LeanCache) -> None:
-        """Copy the contents of another cache."""
-        for layer, source in zip(self.kv, smaller.kv, strict=True):
-            layer[:, : smaller.rows, : smaller.columns] = source
-
     def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
         """Copy row `sources_M[m]` to row `targets_M[m]`, up to `columns`."""
-        if isinstance(self.kv, Tensor):
-            self.kv[:, :, targets_M, :columns] = self.kv[:, :, sources_M, :columns]
-            return
         for layer in self.kv:
             layer[:, targets_M, :columns] = layer[:, sources_M, :columns]
 
@@ -263,34 +244,22 @@ class LeanDecoder:
     def device(self) -> torch.device:
         return self._embedding.device
 
-    def new_cache(self, rows: int, columns: int, *, by_layer: bool = False) -> LeanCache:
-        """A cache of zeros. `by_layer`: each layer is a separate tensor (see `widened`)."""
-        cos_T1D, sin_T1D, attention = self._parts(rows, columns)
-        if by_layer:
-            layers = [attention.buffer(self._zeros, 1)[0] for _ in self._layers]
-            return LeanCache(layers, cos_T1D, sin_T1D, attention)
-        return LeanCache(attention.buffer(self._zeros, len(self._layers)), cos_T1D, sin_T1D, attention)
-
-    def widened(self, cache: LeanCache, columns: int) -> LeanCache:
-        """A cache with more columns and the contents of `cache`, which was made `by_layer` and loses them. Only one
-        layer at a time exists twice."""
-        assert isinstance(cache.kv, list)
-        cos_T1D, sin_T1D, attention = self._parts(cache.rows, columns)
-        old, wide = cache.columns, list[Tensor]()
-        while cache.kv:
-            wide.append(attention.buffer(self._zeros, 1)[0])
-            wide[-1][:, :, :old] = cache.kv.pop(0)
-        return LeanCache(wide, cos_T1D, sin_T1D, attention)
-
-    def _parts(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Attention]:
-        """The rotary table and the attention of a cache."""
+    def new_cache(self, rows: int, columns: int, old: LeanCache | None = None) -> LeanCache:
+        """A cache of zeros, with the contents of a smaller one, which loses them: only one layer at a time exists
+        twice."""
         cos_1TD, sin_1TD = self._rotary(self._embedding, torch.arange(columns, device=self.device)[None])
         attention: Attention = (
             SparseAttention(rows, columns, self._heads, self._kv_heads, self._width)
             if self._sparse
             else KernelAttention(rows, columns, self._kv_heads, self._width)
         )
-        return cos_1TD[0, :, None], sin_1TD[0, :, None], attention
+        layers: list[Tensor] = []
+        for _ in self._layers:
+            layers.append(attention.buffer(self._zeros))
+            if old is not None:
+                smaller = old.kv.pop(0)
+                layers[-1][:, : smaller.shape[1], : smaller.shape[2]] = smaller
+        return LeanCache(layers, cos_1TD[0, :, None], sin_1TD[0, :, None], attention)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         return _zeros(shape, self._embedding.dtype, self.device)

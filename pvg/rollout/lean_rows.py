@@ -258,11 +258,8 @@ class LeanRows:
         new.requests[: len(old.requests)] = old.requests
         self._slots = new
         if (rows, columns) != have:
-            self._cache = None if self._extent == 0 else cache  # free an empty old cache first
-            grown = self._decoder.new_cache(rows, columns)
-            if self._cache is not None:
-                grown.take(self._cache)
-            self._cache = grown
+            self._cache = cache = cache if self._extent else None  # frees an empty old cache first
+            self._cache = self._decoder.new_cache(rows, columns, cache)
 
     # --- decoding ----------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -68,14 +68,7 @@ class _Pending:
     cut: bool = False
 
 
-@dataclass(slots=True)
-class _Batch:
-    number: int
-    started: float
-    running: dict[int, _Pending] = field(default_factory=dict)  # by ticket
-    completions: int = 0
-    tokens: int = 0
-    longest_s: float = 0.0
+_Batch = dict[int, _Pending]  # the running requests by ticket
 
 
 class TorchEngine(Engine):
@@ -113,7 +106,7 @@ class TorchEngine(Engine):
         self._rows: RunningRows | None = None  # created in the executor by the first batch; discarded after an error
         self._events = events or SilentEvents()
         self._queue: deque[_Pending] = deque()
-        self._batch: _Batch | None = None
+        self._batch: _Batch = {}
         self._dropped_N: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)  # by ticket
         self._loads_waiting = 0
         self._in_flight = 0
@@ -179,7 +172,7 @@ class TorchEngine(Engine):
                 _fail(pending, CutShort(pending.request.resumed_from))
             else:
                 self._queue.append(pending)
-        for ticket, pending in self._batch.running.items() if self._batch is not None else ():
+        for ticket, pending in self._batch.items():
             if pending.request.id in wanted:
                 pending.cut = self._dropped_N[ticket] = True
 
@@ -223,41 +216,25 @@ class TorchEngine(Engine):
         return taken
 
     async def _run(self, newcomers: list[_Pending]) -> None:
-        batch = self._batch = _Batch(int(self._stats.batches), time.perf_counter())
-        self._events.event(
-            "gen", event="batch.start", batch=batch.number, inflight=self._in_flight, target_batch=self._max_rows
-        )
-        before = self._stats
+        batch = self._batch
         try:
-            while newcomers or batch.running:
+            while newcomers or batch:
                 if error := await self._turn(batch, newcomers):
-                    for pending in batch.running.values():
+                    for pending in batch.values():
                         _fail(pending, error)
                     return
                 newcomers = await self._joining(batch)
         finally:
             self._dropped_N[:] = True  # either all rows are done, or this task was cancelled and the thread must stop
-            self._batch = None
-            if batch.running:
+            self._batch = {}
+            if batch:
                 self._rows = None
-        ended = time.perf_counter()
         self._stats = replace(self._stats, batches=self._stats.batches + 1)
-        steps, live = self._stats.steps - before.steps, self._stats.live_rows - before.live_rows
-        self._events.event(
-            "gen",
-            event="batch.done",
-            batch=batch.number,
-            completions=batch.completions,
-            tokens=batch.tokens,
-            rows=round(live / steps, 1),
-            dur_ms=(ended - batch.started) * 1e3,
-            longest_ms=batch.longest_s * 1e3,
-        )
 
     async def _joining(self, batch: _Batch) -> list[_Pending]:
         """Requests that join the running rows. None while weights wait; otherwise the weights might wait forever."""
-        free = self._max_rows - len(batch.running)
-        if not batch.running or not free or self._rows is None or not self._rows.joins:
+        free = self._max_rows - len(batch)
+        if not batch or not free or self._rows is None or not self._rows.joins:
             return []
         await self._gather(free)
         return [] if self._loads_waiting or self._closed else self._take(free)
@@ -315,32 +292,28 @@ class TorchEngine(Engine):
         return ModuleRows(model.module, model.device, routed_experts=self._routed_experts)
 
     def _admit(self, batch: _Batch, newcomers: list[_Pending]) -> list[DecodingJob]:
-        free = (ticket for ticket in range(self._max_rows) if ticket not in batch.running)
+        free = (ticket for ticket in range(self._max_rows) if ticket not in batch)
         jobs, now = [], time.perf_counter()
         for ticket, pending in zip(free, newcomers, strict=False):
             jobs.append(DecodingJob(ticket, pending.request))
             self._dropped_N[ticket] = pending.future.done()
             pending.admitted = now
             pending.future.add_done_callback(partial(self._drop, ticket, pending))
-        batch.running.update((job.ticket, pending) for job, pending in zip(jobs, newcomers, strict=True))
+        batch.update((job.ticket, pending) for job, pending in zip(jobs, newcomers, strict=True))
         return jobs
 
     def _drop(self, ticket: int, pending: _Pending, _future: asyncio.Future[Completion]) -> None:
         """The caller of a row has left or was served. Its ticket may already belong to another request."""
-        if self._batch is not None and self._batch.running.get(ticket) is pending:
+        if self._batch.get(ticket) is pending:
             self._dropped_N[ticket] = True
 
     def _deliver(self, batch: _Batch, jobs: list[DecodingJob], turn: TurnResult, seconds: float) -> None:
         delivered = 0
         now = time.perf_counter()
         for ticket, result in turn.finished:
-            pending = batch.running.pop(ticket)
-            sampled = len(result.token_ids) - pending.request.tokens_resumed
-            batch.completions += 1
-            batch.tokens += sampled
-            batch.longest_s = max(batch.longest_s, now - pending.arrived)
+            pending = batch.pop(ticket)
             if not pending.future.done():
-                delivered += sampled
+                delivered += len(result.token_ids) - pending.request.tokens_resumed
                 self._hand_over(pending, result, now)
         stats = self._stats
         prompts = [job.request.known_ids for job in jobs]
@@ -422,8 +395,7 @@ class TorchEngine(Engine):
 
     def _refuse(self, error: BaseException) -> None:
         """Raise `error` in every caller that waits or whose row is being decoded, and stop decoding."""
-        running = [] if self._batch is None else self._batch.running.values()
-        waiting, self._queue = [*running, *self._queue], deque()
+        waiting, self._queue = [*self._batch.values(), *self._queue], deque()
         for pending in waiting:
             _fail(pending, error)
         self._dropped_N[:] = True

@@ -5,9 +5,6 @@
     await engine.load_weights(update)       # to all of them, with proof of arrival
     completion = await engine.generate(request)
 
-`ServedModel` (pvg.servers.served_model) chooses the servers, repeats failed requests and delivers weights. The engine
-builds requests and reads replies.
-
 Invariants:
 - Every call of `generate` ends with one completion or the error that prevented it. A request is retried only after a
   server fault, and nothing of a failed attempt is delivered. So it is delivered at most once.
@@ -102,7 +99,12 @@ class ExpectedLogprobs:
 
 
 class Canary:
-    """`sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors, in `executor`."""
+    """Trainer and server compute log-probs of the same fixed sequences. Weights that did not arrive, or only in part,
+    differ by more than the rounding. Two rules: the largest gap is at most `tolerance`; and the server is not nearer to
+    an earlier version than to the new one, because a small step moves log-probs by less than bfloat16 needs.
+
+    `sequences` int32 [L] each. `reference` computes the trainer's log-probs from tensors, in `executor`.
+    """
 
     def __init__(
         self,

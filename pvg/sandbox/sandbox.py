@@ -29,7 +29,6 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from pvg.errors import MissingRequirementError, system_module
@@ -115,7 +114,6 @@ class Execution:
 
 
 # Determines by trial which isolation this machine offers, and whether it suffices.
-
 
 START_S = 60.0  # an interpreter starts in a tenth of a second on an idle machine
 GRACE_S = 60.0  # in addition to the wall-clock limit, which the keeper enforces
@@ -409,12 +407,9 @@ class Sandbox:
         waiting: list[Future[Execution]] = []
         try:
             for program in programs:
-                if fresh:
-                    waiting.append(self._submit(program, chosen, fresh=True))
-                else:
-                    if program not in of_program:
-                        of_program[program] = self._submit(program, chosen)
-                    waiting.append(of_program[program])
+                if fresh or program not in of_program:
+                    of_program[program] = self._submit(program, chosen, fresh=fresh)
+                waiting.append(of_program[program])
             return [future.result() for future in waiting]
         except BaseException:  # the other results are no longer needed
             for future in waiting:
@@ -428,20 +423,16 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _submit(self, program: Program, limits: Limits, *, fresh: bool = False) -> Future[Execution]:
-        if fresh:
-            return self._pool.submit(_execute, self._wardens, program, limits)
         key = program.digest(limits, self._python)
-        if (known := self._cache.get(key)) is not None:
+        if not fresh and (known := self._cache.get(key)) is not None:
             done: Future[Execution] = Future()
             done.set_result(known.execution(program))
             return done
-        return self._pool.submit(_execute_once, self._wardens, self._cache, key, program, limits)
+        return self._pool.submit(_execute, self._wardens, None if fresh else self._cache, program, limits, key)
 
 
 class _Wardens:
@@ -544,18 +535,14 @@ def _close(pool: ThreadPoolExecutor, wardens: _Wardens) -> None:
     wardens.close()
 
 
-def _execute_once(wardens: _Wardens, cache: _Cache, key: str, program: Program, limits: Limits) -> Execution:
-    """Runs in a thread of the pool."""
-    known = cache.get(key)  # it may have been computed while this call waited
+def _execute(wardens: _Wardens, cache: _Cache | None, program: Program, limits: Limits, key: str) -> Execution:
+    """Runs in a thread of the pool. Without a cache, the program runs in any case."""
+    known = None if cache is None else cache.get(key)  # it may have been computed while this call waited
     if known is None:
         known = _answer(wardens, program, limits)
-        if known.header["status"] in DETERMINISTIC:
+        if cache is not None and known.header["status"] in DETERMINISTIC:
             cache.keep(key, known)
     return known.execution(program)
-
-
-def _execute(wardens: _Wardens, program: Program, limits: Limits) -> Execution:
-    return _answer(wardens, program, limits).execution(program)
 
 
 def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:

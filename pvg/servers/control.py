@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -187,46 +187,6 @@ def _milliseconds(reply: Reply, key: str, value: Any) -> float:
     if not isinstance(value, (int, float)):
         raise MalformedReply(reply.url, f"{key} is not a number")
     return float(value)
-
-
-# --- metrics ---------------------------------------------------------------------------------------------------------
-
-# The metrics that pvg reads from vLLM's /metrics, and their fields in ServerLoad. Values of several engines are added
-# up.
-READ = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:generation_tokens_total": "generated",
-    "vllm:prompt_tokens_total": "read",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """A server's load: requests being computed and queued; tokens sampled and read since its start."""
-
-    running: int = 0
-    waiting: int = 0
-    generated: int = 0
-    read: int = 0
-    at: float = field(default_factory=time.monotonic)  # seconds
-
-    def rates(self, before: ServerLoad) -> tuple[float, float]:
-        """Tokens per second sampled and read since `before`."""
-        seconds = max(self.at - before.at, 1e-9)
-        return (self.generated - before.generated) / seconds, (self.read - before.read) / seconds
-
-
-def parse_server_load(text: str) -> ServerLoad:
-    """Parse Prometheus' text format. Missing metrics count as 0."""
-    found = dict.fromkeys(READ.values(), 0.0)
-    for line in text.splitlines():
-        name, brace, rest = line.partition("{")
-        if not brace:
-            name, _, rest = line.partition(" ")
-        if name in READ:
-            found[READ[name]] += float(rest.rpartition("}")[2].split()[0])
-    return ServerLoad(**{key: int(value) for key, value in found.items()})
 
 
 # `Connections`: HTTP connections to servers, and the key that the control routes require.

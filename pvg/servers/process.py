@@ -31,7 +31,7 @@ from typing import IO, Any
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError, user_paths
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
-from pvg.servers.control import KEY_VARIABLE, ServerLoad, parse_server_load
+from pvg.servers.control import KEY_VARIABLE
 from pvg.servers.pool import HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
@@ -155,10 +155,9 @@ class VllmServer:
             await asyncio.sleep(POLL_S)
         raise self._failure("ended")
 
-    async def current_load(self) -> ServerLoad:
-        """The server's current load. Raises a ServerFault."""
-        reply = await self.pool.request("GET", f"{self.url}/metrics", timeout_s=HEALTH_S)
-        return parse_server_load(reply.body.decode(errors="replace"))
+    def newest_line(self) -> str:
+        """The newest line of its log since the last call; "" if there is none."""
+        return self._log.newest()
 
     async def stop(self) -> None:
         """End the server and all its processes. A second call does nothing."""

@@ -5,9 +5,6 @@
     await served.publish(update, expect)            # to all servers that answer, with a proof of arrival
     reply = await served.request(send, ...)         # on one server; after a fault on another one
 
-The engine of the prover (pvg.rollout.vllm_engine) and the scorer of the verifier (pvg.verifier) use it alike. They
-differ only in their requests and in their proofs.
-
 Invariants:
 - A request is sent only to a server that has proven the newest weights.
 - A server that missed an update, was restarted or was added gets the newest weights and proves them before its first

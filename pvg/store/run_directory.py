@@ -155,6 +155,16 @@ def free_name(root: Path, name: str) -> str:
 BEFORE_THE_FIRST_COMMIT = frozenset({"device", "loop", "workers", "alert"})
 
 
+class _Inside:
+    """A file or a folder of a run, by its name in the run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: object = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
     """The paths of one run. The constructor does not touch the disk; use `create` or `open`."""
@@ -170,68 +180,21 @@ class RunDirectory:
         """How a command names this run: its name in the default folder, its path elsewhere. Quoted for a shell."""
         return shlex.quote(self.name if self.path == Store().root / self.name else str(self.path))
 
-    @property
-    def experiment_file(self) -> Path:
-        return self.path / "experiment.toml"
-
-    @property
-    def state(self) -> Path:
-        """The game's state; the previous commit is next to it (pvg.store.state)."""
-        return self.path / "state.json"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def spans(self) -> Path:
-        return self.path / "spans.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def code(self) -> Path:
-        """Copies of the user's files that the experiment names."""
-        return self.path / "code"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def rollouts_page(self) -> Path:
-        return self.path / "rollouts.html"
-
-    @property
-    def tags(self) -> Path:
-        """The user's tags (pvg.store.run_directory)."""
-        return self.path / "tags.json"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.path / "lock"
+    experiment_file = _Inside("experiment.toml")
+    state = _Inside("state.json")  # the previous commit is next to it (pvg.store.state)
+    manifest = _Inside("manifest")
+    rollouts = _Inside("rollouts")
+    metrics = _Inside("metrics.jsonl")
+    spans = _Inside("spans.jsonl")
+    events = _Inside("events.log")
+    checkpoints = _Inside("checkpoints")
+    weights = _Inside("weights")
+    code = _Inside("code")  # copies of the user's files that the experiment names
+    evaluation = _Inside("evaluation")
+    report = _Inside("report.html")
+    rollouts_page = _Inside("rollouts.html")
+    tags = _Inside("tags.json")
+    lock_file = _Inside("lock")
 
     @classmethod
     def create(cls, root: Path, name: str, experiment: Experiment) -> RunDirectory:
@@ -282,12 +245,6 @@ class RunDirectory:
             if os.path.lexists(run.experiment_file) or (run.path.is_dir() and run.has_state):
                 found = "is not a file" if os.path.lexists(run.experiment_file) else "is missing"
                 raise StateError(f"{run.experiment_file} {found}.", "Restore it from a copy, or delete the folder.")
-        for candidate in candidates:
-            if inside := runs_in(candidate):
-                raise UsageError(
-                    f"{candidate} is a folder of runs, not a run.",
-                    f"Name a run in it, such as {cls(candidate / inside[0]).argument}",
-                )
         name = Path(path_or_name).name
         known = runs_in(root)
         raise UsageError(

@@ -21,7 +21,6 @@ from pvg.config.game import DecoupledProtocol
 from pvg.config.load import did_you_mean
 from pvg.errors import PvgError, StateError, UsageError, counted, user_paths
 from pvg.inputs import expanded
-from pvg.records import source_of_round
 from pvg.store.checkpoints import read_checkpoint_meta
 from pvg.store.run_directory import RunDirectory, runs_in
 
@@ -33,8 +32,14 @@ DIGITS = 16  # hex digits of a digest in a source
 PLAYERS: tuple[Player, ...] = ("prover", "verifier")
 
 
+def _round_name(round_: int) -> str:
+    from pvg.records import source_of_round  # imports numpy, which a command loads after its first line
+
+    return source_of_round(round_)
+
+
 def prover_weights_name(round_: int) -> str:
-    return f"{source_of_round(round_)}-prover"
+    return f"{_round_name(round_)}-prover"
 
 
 def adapter_name(weights_name: str) -> str:
@@ -42,12 +47,12 @@ def adapter_name(weights_name: str) -> str:
 
 
 def verifier_weights_name(round_: int) -> str:
-    return f"{source_of_round(round_)}-verifier"
+    return f"{_round_name(round_)}-verifier"
 
 
 def final_verifier_name(round_: int) -> str:
     """The weights of a verifier that kept learning, saved when the round's prover was done."""
-    return f"{source_of_round(round_)}-verifier-final"
+    return f"{_round_name(round_)}-verifier-final"
 
 
 def saved_verifier_name(weights: Collection[str], round_: int) -> str | None:
@@ -129,10 +134,9 @@ def _open(run_id: RunId) -> RunDirectory:
             "--resume and pvg evaluate also take its new path: -s models.prover.source=run:/NEW/PATH (or verifier).",
         )
     known, name = runs_in(run.path.parent), run.path.name
-    hint = f"Known there: {', '.join(known)}." if known else "A path that is not absolute starts in the current folder."
     raise UsageError(
         f"{RunId(run_id.folder)}: there is no run in {run.path}.{did_you_mean(name, known)}",
-        f"{hint} If the run has moved, give its new path: run:PATH/round-N",
+        "If the run has moved, give its new path: run:PATH/round-N",
     )
 
 

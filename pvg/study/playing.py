@@ -204,25 +204,16 @@ def steps_done(cell: Cell, state: dict[str, Any]) -> int:
 
 def refuse_other_settings(cells: Sequence[Cell]) -> None:
     """Raises StateError with every existing cell that has other settings, and with these settings."""
-    found = {}
-    for cell in cells:
-        if cell.run.experiment_file.is_file():
-            changed = differences(cell.run.experiment().hashed(), cell.experiment.hashed())
-            if changed:
-                found[cell.name] = changed
-    if not found:
-        return
     by_change: dict[str, list[str]] = {}
-    for name, changed in found.items():
-        by_change.setdefault("; ".join(changed), []).append(name)
-    changes = [
-        f"{', '.join(names[:MOST_NAMED])}{' and others' if len(names) > MOST_NAMED else ''}: {what}"
-        for what, names in by_change.items()
-    ]
-    raise StateError(
-        f"{len(found)} cells were played with other settings. {' | '.join(changes)}.",
-        "Give the changed study another name, move its folder away, or undo the change.",
-    )
+    for cell in (cell for cell in cells if cell.run.experiment_file.is_file()):
+        if changed := differences(cell.run.experiment().hashed(), cell.experiment.hashed()):
+            by_change.setdefault("; ".join(changed), []).append(cell.name)
+    if by_change:
+        changes = " | ".join(f"{', '.join(names[:MOST_NAMED])}: {what}" for what, names in by_change.items())
+        raise StateError(
+            f"{sum(map(len, by_change.values()))} cells were played with other settings. {changes}.",
+            "Give the changed study another name, move its folder away, or undo the change.",
+        )
 
 
 def write_settings(cell: Cell, folder: StudyFolder) -> None:

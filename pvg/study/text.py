@@ -8,15 +8,16 @@ study_page(results)
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from markupsafe import Markup
 
 from pvg.errors import counted
-from pvg.reporting.charts import ChartLine, ReferenceLine, dot_strips, line_chart, round_axis
+from pvg.reporting.charts import ChartLine, ReferenceLine, line_chart, round_axis
 from pvg.reporting.formats import ABSENT, NumberStyle, duration, value_text
-from pvg.reporting.several_page import COLOURS, DASHES
+from pvg.reporting.run_page import COLOURS, DASHES
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, escaped, page
 from pvg.study.plan import StudyPlan
 from pvg.study.results import (
@@ -178,23 +179,14 @@ def cautions(results: StudyResults) -> list[str]:
     return found
 
 
-def _on_p_values(results: StudyResults) -> list[str]:
-    """What the seeds that were played cannot show. A sentence that is not about all tested measures names its own."""
+def _on_p_values(results: StudyResults) -> Iterator[str]:
+    """What the seeds that were played can show of no measure."""
     compared = [(found.measure, found.comparison.n) for found in results.comparisons if found.comparison.p is not None]
     trends = [(found.measure, found.trend.n) for found in results.results if found.trend and found.trend.p is not None]
-    labels = {measure.name: measure.label for measure in results.measures}
-    sentences = []
     for tests, effect in ((compared, DIFFERENCE), (trends, TREND)):
-        seeds: dict[str, list[int]] = {}  # of each test of a measure
-        for measure, n in tests:
-            seeds.setdefault(measure, []).append(n)
-        measures: dict[str, list[str]] = {}
-        for measure, numbers in seeds.items():
-            measures.setdefault(shortfall(max(numbers), len(numbers), effect), []).append(labels[measure])
-        for sentence, names in measures.items():
-            if sentence:
-                sentences.append(sentence if len(measures) == 1 else f"For {', '.join(names)}: {sentence}")
-    return sentences
+        families = Counter(measure for measure, _ in tests)
+        if families and (said := shortfall(max(n for _, n in tests), min(families.values()), effect)):
+            yield said
 
 
 def plan_cautions(plan: StudyPlan) -> list[str]:
@@ -348,7 +340,6 @@ def study_page(results: StudyResults) -> str:
     sections = [
         *result_sections(results, keys),
         _curves(results, keys),
-        _seeds(results, keys),
         _arms(results, keys),
         _games(results),
         _made_by(results),
@@ -427,24 +418,6 @@ def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLi
     return ChartLine(key.label, [points], key.style, key.dash, dots=True, spread=spread)
 
 
-def _seeds(results: StudyResults, keys: dict[str, LegendKey]) -> PageSection:
-    """Every seed as a dot."""
-    charts = []
-    for measure in results.measures:
-        rows, hidden = [], 0
-        for arm in results.arms:
-            values = results.result(arm.name, measure.name).values.values()
-            hidden += sum(value.censored for value in values)
-            if known := [value.number for value in values if not value.censored]:
-                rows.append((arm.name, known, keys[arm.name].style))
-        if rows:
-            note = f"{hidden} values were not found within their limit and are not shown." if hidden else ""
-            charts.append(
-                dot_strips(measure.label, rows, cast(NumberStyle, measure.style), unit="a dot per seed", note=note)
-            )
-    return PageSection("seeds", "Seeds", charts, "One dot per seed, after its last round. The mark is the median.")
-
-
 # --- what made it ------------------------------------------------------------------------------------------------
 
 
@@ -473,15 +446,14 @@ def _games(results: StudyResults) -> PageSection:
 
 
 def _made_by(results: StudyResults) -> PageSection:
-    versions = sorted({cell.code_version for cell in results.cells if cell.code_version})
-    machines = sorted({cell.machine for cell in results.cells if cell.machine})
-    done: Sequence[CellRecord] = [cell for cell in results.cells if cell.status == "complete"]
+    played = [cell for cell in results.cells if cell.status == "complete"]
+    versions, machines = ({cell.code_version for cell in played} - {""}, {cell.machine for cell in played} - {""})
     lines = [(results.command, "play missing games and write this page")]
-    if done:
-        lines.append((f"pvg report {shlex.quote(done[0].run)}", "the report of a single game"))
+    lines += [(f"pvg report {shlex.quote(cell.run)}", "the report of a single game") for cell in played[:1]]
+    by, on = ", ".join(sorted(versions)), "; ".join(sorted(machines))
     body = [
         elements.commands(lines),
-        elements.facts([("games played by", ", ".join(versions)), ("on", "; ".join(machines)), ("file", results.file)]),
+        elements.facts([("games played by", by), ("on", on), ("file", results.file)]),
         elements.note(f"Settings changed on the command line: {', '.join(results.overrides)}")
         if results.overrides
         else None,

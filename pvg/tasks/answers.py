@@ -4,25 +4,17 @@
     extract("#### 7 or 8")                              -> None: two numbers are not an answer
     same_number("1 1/2", "1.50")                        -> True
 
-Three markers announce an answer:
-
-- `####` with a number after it (GSM8K's published form; a heading such as `#### Step` is not an answer),
-- `\\boxed{...}`,
-- "answer is", "answer:", "answer =" with a number after it.
-
-Rules:
+Three markers announce an answer: `####` with a number after it, `\\boxed{...}`, and "answer is", "answer:" or
+"answer =" with a number after it. Rules:
 
 1. The last marked answer counts, whatever its marker. So a later answer replaces an earlier one.
 2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
-   signs, markup and a few filler words may surround it. With a second number, a calculation, a range or an "or" the
-   text has no answer. So a solution that names several candidates earns nothing.
-3. If a text has no marker, its last number is the answer. If that is not a valid number (`3/0`, `1,2,3`), there is no
-   answer.
+   signs, markup and a few filler words may surround it. So a solution that names several candidates earns nothing.
+3. If a text has no marker, its last number is the answer.
 
 A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Nothing is evaluated.
 
-Invariants: for any text, these functions do not raise and take time linear in its length. Values are exact rationals,
-so `0.1 + 0.2` problems do not exist and `0.33` is not one third.
+Invariants: for any text, these functions do not raise and take time linear in its length. Values are exact rationals.
 """
 
 from __future__ import annotations

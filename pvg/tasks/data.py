@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import orjson
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 
 # Reads the rows of a task's data files: JSON lines, CSV or parquet.
-
 
 KINDS = (".jsonl", ".csv", ".parquet")
 SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
@@ -166,7 +165,6 @@ def _refuse_gaps(files: Sequence[Path]) -> None:
 
 
 # The graders of `task.kind = "data"`: each reads the answer in a completion, and compares it with the row's answer.
-
 
 # The exact value of an arithmetic expression, for graders. Nothing is executed.
 
@@ -491,6 +489,14 @@ LONGEST_QUESTION = 100_000  # characters, more than any context
 EXACT_FLOAT = 2.0**53  # from here on a float may have lost digits of the number in the file
 
 
+class DataRow(NamedTuple):
+    """`answer`: as problems carry it. `written`: as the file has it."""
+
+    place: str
+    answer: str
+    written: str
+
+
 class Data:
     """The task of one section. Reads the files once, when problems are first needed."""
 
@@ -557,24 +563,26 @@ class Data:
                 )
         return {"train": self._problems("train", train), "test": self._problems("test", test)}
 
-    def _problems(self, split: Split, rows: dict[str, tuple[str, str]]) -> list[Problem]:
+    def _problems(self, split: Split, rows: dict[str, DataRow]) -> list[Problem]:
         wording = {"wording": self._grader.wording}
         return [
-            Problem(f"data-{split}-{_digest(question)[:ID_DIGITS]}", question, answer, wording)
-            for question, (_, answer) in rows.items()
+            Problem(f"data-{split}-{digest_of(question)[:ID_DIGITS]}", question, row.answer, wording)
+            for question, row in rows.items()
         ]
 
-    def _rows(self, files: Sequence[Path]) -> dict[str, tuple[str, str]]:
-        """Question -> (place, answer) of each row."""
-        found: dict[str, tuple[str, str]] = {}
+    def _rows(self, files: Sequence[Path]) -> dict[str, DataRow]:
+        """Question -> row."""
+        found: dict[str, DataRow] = {}
         for file in files:
             for where, row in rows_of(file, (self._section.question, self._section.answer)):
                 place = f"{file}, {where}"
-                question, answer = self._fields(row, place)
-                earlier = found.setdefault(question, (place, answer))
-                if not self._grader.same(earlier[1], answer):
+                question, written = self._fields(row, place)
+                answer = self._reference(written, place)
+                earlier = found.setdefault(question, DataRow(place, answer, written))
+                if not self._grader.same(earlier.answer, answer):
                     raise ConfigurationError(
-                        f"{place}: repeats the question of {earlier[0]} with another answer.", "Remove one of the rows."
+                        f"{place}: repeats the question of {earlier.place} with another answer.",
+                        "Remove one of the rows.",
                     )
         if not found:
             raise ConfigurationError(f"{files[0]} has no rows.", "Add problems to it.")
@@ -589,9 +597,11 @@ class Data:
                 f"{place}: the question has {len(question):,} characters.",
                 f"At most {LONGEST_QUESTION:,} are possible.",
             )
-        answer = _text(row, self._section.answer, "task.answer", place)
+        return question, _text(row, self._section.answer, "task.answer", place)
+
+    def _reference(self, written: str, place: str) -> str:
         try:
-            return question, self._grader.reference(answer)
+            return self._grader.reference(written)
         except ValueError as error:
             raise ConfigurationError(
                 f"{place}: {error}.", f"Correct the row, or set another task.grader than {self._section.grader!r}."
@@ -630,20 +640,20 @@ def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     return str(value)
 
 
-def _refuse_shared(train: dict[str, tuple[str, str]], test: dict[str, tuple[str, str]]) -> None:
-    for question, (place, _) in test.items():
+def _refuse_shared(train: dict[str, DataRow], test: dict[str, DataRow]) -> None:
+    for question, row in test.items():
         if question in train:
             raise ConfigurationError(
-                f"{place}: this test question is also a training question ({train[question][0]}).",
+                f"{row.place}: this test question is also a training question ({train[question].place}).",
                 "Remove one of the two rows.",
             )
 
 
-def _digest(question: str) -> str:
+def digest_of(question: str) -> str:
     return hashlib.sha256(question.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _held_out(question: str) -> bool:
     """True for one of HELD_OUT questions. Not the bits that choose a problem's half (pvg.tasks.task), which are of its
     id's digest."""
-    return int(_digest(question)[-8:], 16) % HELD_OUT == 0
+    return int(digest_of(question)[-8:], 16) % HELD_OUT == 0

@@ -22,7 +22,7 @@ import numpy as np
 
 from pvg.games.diplomacy_board import Board, Position, Unit
 from pvg.games.diplomacy_movement import Movement, Order, adjudicate, occupant, parse, write
-from pvg.games.diplomacy_phases import complete, fault, orders_of
+from pvg.games.diplomacy_phases import Legality, orders_of
 
 # How strong each side is in a province: the numbers in a plan's claims and in the steps of an outcome.
 
@@ -67,39 +67,10 @@ class Contest:
         """The power whose unit stands in the province after the movement; -1 without one."""
         return occupant(self.movement.units, self._board, province)
 
-    def result(self, at: int) -> tuple[bool, str]:
-        """Of the unit in province `at`: whether its order succeeded, and why not (pvg.games.diplomacy_movement)."""
-        return self._results[at]
-
     def against(self, province: int, power: int) -> int:
         """The largest strength of another power's unit that stays in the province or moves to it."""
         others = (at for at, unit in self._units.items() if unit.power != power)
         return max((self._strength(at, province) for at in others), default=0)
-
-    def attack(self, at: int) -> tuple[int, int]:
-        """(strength of the unit in `at`, which moves; the largest strength that opposes it). Any other unit that stays
-        in the goal or moves to it opposes it, except one that the unit from the goal drives back. The move succeeds if
-        the first number is larger."""
-        goal, most = self._goals[at], 0
-        for other in self._units:
-            if other == at or self._driven_back(goal, other):
-                continue
-            strength = self._strength(other, goal)
-            if other == goal and self._head_to_head(at, goal):
-                strength = self._supported(goal)
-            most = max(most, strength)
-        return self._attacking(at, goal), most
-
-    def _attacking(self, at: int, goal: int) -> int:
-        """The strength of the unit from `at` against the unit in its goal, if that stays: a power does not drive out
-        its own units, and its supports do not help others to do so."""
-        strength, defender = self._strength(at, goal), self._units.get(goal)
-        leaves = goal in self._goals and self._results[goal][0] and not self._head_to_head(at, goal)
-        if not strength or defender is None or leaves:
-            return strength
-        if defender.power == self._units[at].power:
-            return 0
-        return strength - self._supports.get(at, []).count(defender.power)
 
     def _supported(self, at: int) -> int:
         return 1 + len(self._supports.get(at, ()))
@@ -114,14 +85,6 @@ class Contest:
         if goal is None:
             return self._supported(at)
         return 0 if self._results[at][0] else 1
-
-    def _head_to_head(self, at: int, other: int) -> bool:
-        """Whether the two units move to each other's province, without a convoy."""
-        opposite = self._goals.get(at) == other and self._goals.get(other) == at
-        return opposite and not {at, other} & self.movement.routes.keys()
-
-    def _driven_back(self, goal: int, at: int) -> bool:
-        return self._head_to_head(goal, at) and self._results[goal][0]
 
 
 def own_strength(board: Board, orders: UnitOrders, own: Mapping[int, Unit], province: int) -> tuple[int, bool]:
@@ -150,7 +113,6 @@ def with_units(position: Position, units: tuple[Unit, ...]) -> Position:
 
 
 # The replies of the other powers to a plan: all that can matter, or a sample.
-
 
 COORDINATED = 0.7  # share of the units that support the main attack of a sampled reply, if they can
 
@@ -418,9 +380,10 @@ def _read_order(board: Board, position: Position, power: int, line: str, orders:
     order = parse(board, line)
     if order is None:
         return "neither an order nor a claim"
-    if reason := fault(board, position, power, order):
+    legality = Legality(board, position)
+    if reason := legality.fault(power, order):
         return f"illegal order: {reason}"
-    order = complete(board, position, order)
+    order = legality.complete(order)
     if board.province_of[order.place] in orders:
         return "a second order for a unit"
     orders[board.province_of[order.place]] = order

@@ -1,17 +1,13 @@
-"""The plan game on the mini map (see pvg.tasks.diplomacy_mini for the map and the orders).
+"""The plan game on the mini map (pvg.games.diplomacy_board).
 
     question  deg/bf>d?     own armies d, e, g; enemy armies b, f; target d
     solution  d.;e+d;g.     one order for each own army, in the order of the question
 
 A plan is *sound* if an own army stands in the target whatever the enemy orders. The task tries all replies, so the
 grade is exact. A solution may end with a certificate, `!` and the reply that refutes it: `d.;ef;g.!bd;f+bd`. The
-verifier does not read the certificate. A sneaky solution counts as a flaw only if its plan works when all enemy armies
-hold, and its certificate is right (pvg.records.Rollout.proven).
+verifier does not read it.
 
-Problems are positions of three own and two enemy armies: see `usable_problems`. Invariants: an id names its problem
-(`diplomacy-mini-deg/bf>d`). No problem is in both splits. The order of the problems is that of the hashes of 0 and
-id.
-"""
+Invariants: an id names its problem (`diplomacy-mini-deg/bf>d`). No problem is in both splits."""
 
 from __future__ import annotations
 

@@ -1,20 +1,15 @@
 """The plan game on the full map: orders for one power that put a unit into a province whatever the others order.
 
-The question shows the position (pvg.games.diplomacy) and names the power and the province. The solution has orders
-and claims (pvg.tasks.diplomacy_claims). It is correct if no reply refutes a claim. The reply that does is the flaw's
-certificate, and the first false claim its location.
+The solution has orders and claims (pvg.tasks.diplomacy_claims). It is correct if no reply refutes a claim. All replies
+that can matter are tried if there are at most MOST_REPLIES, and the note begins with `proven`. Otherwise so many
+replies are drawn, and the note begins with `sampled`: such a plan may still have a refutation.
 
-All replies that can matter are tried if there are at most MOST_REPLIES, and the note begins with `proven`. Otherwise
-so many replies are drawn, and the note begins with `sampled`: such a plan may still have a refutation.
-
-A problem is kept only if some plan that tries to take or hold the province is proven and another one is refuted.
-Invariants: an id names its problem, by a digest of its position, power and province. No problem is drawn twice.
-"""
+Invariants: an id names its problem, by a digest of its position, power and province. No problem is drawn twice."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -49,22 +44,6 @@ LAST_PHASE = 12  # movement phases of a game: six years
 GREEDY = 0.6  # share of the units that go to a centre if they can
 SUPPORTING = 0.6  # share of the others that support one of the moves of their power, if they can
 ALONE = 0.8  # share of the rest that hold or move, without supports and convoys
-
-
-class DrawnProblems:
-    """The problems of both splits. The first call for a split draws them with `draw(split, count, taken)`, later calls
-    return the same ones. `taken` has the ids of the test problems, which the training split must not contain."""
-
-    def __init__(self, section: DiplomacyPlanTask, draw: Callable[[Split, int, set[str]], list[Problem]]) -> None:
-        self._section, self._draw = section, draw
-        self._kept: dict[Split, list[Problem]] = {}
-
-    def of(self, split: Split) -> Iterator[Problem]:
-        if split not in self._kept:
-            count = self._section.problems if split == "train" else self._section.test_problems
-            taken = {problem.id for problem in self.of("test")} if split == "train" else set[str]()
-            self._kept[split] = self._draw(split, count, taken)
-        return iter(self._kept[split])
 
 
 def played_positions(board: Board, seed: int, kind: str, every: int) -> Iterator[Position]:
@@ -153,12 +132,16 @@ class DiplomacyPlan:
     def __init__(self, section: DiplomacyPlanTask) -> None:
         self._section = section
         self._board = standard_board()
-        self._problems = DrawnProblems(section, self._drawn)
+        self._kept: dict[Split, list[Problem]] = {}
         self._judged = lru_cache(maxsize=4096)(self._judge)
 
     def problems(self, split: Split) -> Iterator[Problem]:
         """The problems of `split`, whose positions come from other games than those of the other split."""
-        return self._problems.of(split)
+        if split not in self._kept:
+            count = self._section.problems if split == "train" else self._section.test_problems
+            taken = {problem.id for problem in self.problems("test")} if split == "train" else set[str]()
+            self._kept[split] = self._drawn(split, count, taken)
+        return iter(self._kept[split])
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         """Correct: no reply refutes a claim. Well-formed: legal orders, then claims, the last one for the province of

@@ -3,13 +3,8 @@
     question  7+5+8+3+6?
     solution  7+5=2;2+8=0;0+3=3;3+6=9;A9
 
-Each step adds the next operand to the running value, modulo `modulus`; `A` gives the final answer. A solution is long
-enough to hide a flaw and short enough for a model with a million parameters.
-
-Invariants: an id names its problem (`modchain-10-7+5+8+3+6`: modulus, operands), so equal problems have equal ids. No
-problem is drawn twice, so train and test are disjoint. The draws are hashes, so they do not depend on
-a library's random numbers.
-"""
+Invariants: an id names its problem (`modchain-10-7+5+8+3+6`: modulus, operands). No problem is drawn twice, so train
+and test are disjoint. The draws are hashes, so they do not depend on a library's random numbers."""
 
 from __future__ import annotations
 
@@ -78,7 +73,7 @@ class Modchain:
             correct=answer == problem.answer,
             well_formed=True,
             answer=answer,
-            note=first_flaw(parsed, operands, modulus),
+            note=first_flaw(parsed, operands, modulus)[1],
         )
 
     def steps(self, completion: str) -> list[tuple[int, int]]:
@@ -99,7 +94,7 @@ class Modchain:
         chain that ends too early is wrong at its answer."""
         operands, modulus = operands_of(problem)
         parsed = parse_solution(completion, modulus)
-        return None if isinstance(parsed, str) else first_wrong_step(parsed, operands, modulus)
+        return None if isinstance(parsed, str) else first_flaw(parsed, operands, modulus)[0]
 
     def written(self, problem: Problem, correct: bool) -> str:
         """A flawless chain, or one with a wrong sum (pvg.tasks.task.WritesSolutions)."""
@@ -222,8 +217,9 @@ def parse_solution(text: str, modulus: int) -> ModchainSolution | str:
     return ModchainSolution(tuple(steps), int(final[1]))
 
 
-def first_flaw(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> str:
-    """The first flaw of a well-formed solution in a few words, or "".
+def first_flaw(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> tuple[int | None, str]:
+    """The first flaw of a well-formed solution: its index among the steps and the answer, and a few words. (None, "")
+    without a flaw.
 
     A wrong second operand is *swapped* if it occurs in the problem, and *wrong* (invented) if not. If leaving out or
     adding steps explains all later operands, the flaw is a dropped or an extra step.
@@ -233,30 +229,15 @@ def first_flaw(solution: ModchainSolution, operands: Sequence[int], modulus: int
     running = operands[0]
     for index, (first, second, total) in enumerate(solution.steps):
         if index == len(expected):
-            return "extra step"
+            return index, "extra step"
         if (first, second) != (running, expected[index]):
-            return _operand_flaw(index, first, running, used, operands)
+            return index, _operand_flaw(index, first, running, used, operands)
         if total != (first + second) % modulus:
-            return f"wrong sum in step {index + 1}"
+            return index, f"wrong sum in step {index + 1}"
         running = total
     if len(used) < len(expected):
-        return "dropped step"
-    return "" if solution.answer == running else "wrong final answer"
-
-
-def first_wrong_step(solution: ModchainSolution, operands: Sequence[int], modulus: int) -> int | None:
-    """The index of the first flaw of a well-formed solution among its steps and its answer; None without a flaw."""
-    running, expected = operands[0], operands[1:]
-    for index, (first, second, total) in enumerate(solution.steps):
-        if (
-            index == len(expected)
-            or (first, second) != (running, expected[index])
-            or total != (first + second) % modulus
-        ):
-            return index
-        running = total
-    complete = len(solution.steps) == len(expected) and solution.answer == running
-    return None if complete else len(solution.steps)
+        return len(used), "dropped step"
+    return (None, "") if solution.answer == running else (len(used), "wrong final answer")
 
 
 def _operand_flaw(index: int, first: int, running: int, used: Sequence[int], operands: Sequence[int]) -> str:

@@ -58,7 +58,6 @@ class Play:
 
 # Environments of an OpenEnv server as a task: a problem is the prompt of `reset`, a grade the reward of one `step`.
 
-
 REPLY_S = 60.0  # longest wait for a reply
 DRAWS_PER_PROBLEM = 2  # seeds that pvg tries per problem, to replace repeated prompts
 FIRST_SEED: dict[Split, int] = {"test": 0, "train": 2**30}

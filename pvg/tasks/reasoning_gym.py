@@ -1,21 +1,12 @@
 """Datasets of the reasoning-gym package (extra `reasoning-gym`), graded by its graders, with unsafe answers refused.
 
-The package makes problem i of a dataset from `seed + i`, so adjacent seeds share almost all problems. Therefore train
-and test begin at distant seeds. Repeated questions are left out over both splits together, so no question is in two
-halves, or in train and test, under two ids. A completion's answer is the content of its last `<answer>` tag (an
-unclosed tag extends to the end), otherwise its last line that is not blank. So an answer of several lines needs the
-tag.
+The package makes problem i of a dataset from `seed + i`, so train and test begin at distant seeds. No question is in
+both splits or comes twice. A completion's answer is the content of its last `<answer>` tag, otherwise its last line.
 
-Some graders pass the answer to Python's `eval`: `n_queens`, `binary_matrix`, `spiral_matrix` and `string_insertion`, to
-give part of the score to an answer written as a Python list; `countdown`, `puzzle24` and `polynomial_multiplication`
-through sympy's parser. A model that is rewarded for whatever the grader accepts writes this answer, so `refusal` lets
-only harmless answers pass: data without names for the first group, a formula without powers of numbers for the second.
-It also refuses `nan`, because a grader's test for "the distance is too large" is false for it. Datasets whose graders
-cannot be made safe are not opened (`UNSAFE_GRADERS`). All this was found by reading and trying reasoning-gym 0.1.19.
-
-    refusal("countdown", "__import__('os').system('...')", reference)    -> "not plain arithmetic"
-    refusal("countdown", "5*(52 - 11)", reference)                       -> ""
-"""
+Some graders pass the answer to Python's `eval` or to sympy's parser. A model that is rewarded for whatever the grader
+accepts may write code, so `refusal` lets only harmless answers pass. It also refuses `nan`, because a grader's test for
+"the distance is too large" is false for it. Datasets whose graders cannot be made safe are not opened
+(`UNSAFE_GRADERS`). All this was found by reading and trying reasoning-gym 0.1.19."""
 
 from __future__ import annotations
 

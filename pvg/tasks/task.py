@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from pvg.config.task import CustomTask
@@ -298,10 +297,8 @@ class CheckedResource(CheckedTask):
         called(KEY, self._source, self._task.__enter__)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        called(KEY, self._source, self._task.__exit__, kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        called(KEY, self._source, self._task.__exit__, *error)
 
 
 def open_custom(section: CustomTask) -> CheckedTask:
@@ -312,7 +309,6 @@ def open_custom(section: CustomTask) -> CheckedTask:
 
 
 # Solutions whose grade is known: the reference answer in the documented form, and near misses.
-
 
 OTHERS = 8  # answers of other problems that are tried
 NONSENSE = "?"

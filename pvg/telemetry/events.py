@@ -1,4 +1,4 @@
-"""The event log: one line per event, `[tag] key=value ...`, with monotonic time. `pvg diagnose` reads it.
+"""The event log: one line per event, `[tag] key=value ...`, with monotonic time.
 
 A line is one `write` in append mode, so lines of several threads never interleave. If a full disk or a kill cuts a line
 short, the next event begins a new line.

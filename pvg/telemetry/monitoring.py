@@ -56,7 +56,7 @@ class Monitoring:
     alert that begins to hold: `announce` shows it, from any thread, also while the loop is blocked; `alert` records it,
     on the loop. `first_step`: the number of steps in earlier processes of the run, from which the step axis of the
     sinks continues. `load()`: the metrics of the worker processes since its last call; None without workers.
-    `workers_here`: they run on this machine. `threads`: compute threads of this process.
+    `workers_here`: they run on this machine.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -78,7 +78,6 @@ class Monitoring:
         first_step: int = 0,
         load: Callable[[], dict[str, float]] | None = None,
         workers_here: bool = True,
-        threads: int = 1,
     ) -> None:
         self._section = section
         self._record, self._notice = record, notice
@@ -89,7 +88,6 @@ class Monitoring:
         self._steps = first_step
         self._load = load
         self._workers_here = workers_here
-        self._threads = threads
         self.workers: Mapping[str, float] = {}  # the newest metrics of the worker processes
         self._stepped = time.monotonic()  # when the newest step ended
         self._of_steps: Collection[str] = ()  # names of the newest step's metrics
@@ -308,8 +306,7 @@ class Monitoring:
         """Gives at most one notice per process; the metric core_wait has the details."""
         cores, workers = self._cores, self._cores_of_workers
         together = None if cores is None or workers is None else cores + workers
-        up = int(self.workers.get("up", 0)) if self._workers_here else 0
-        message = crowding(metrics, together, threads=self._threads, workers=up)
+        message = crowding(metrics, together)
         self._crowded = 0 if message is None else self._crowded + 1
         if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_noticed:
             self._crowding_noticed = True

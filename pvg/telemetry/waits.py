@@ -12,7 +12,7 @@ ready to run while the core ran something else. A thread that sleeps or waits fo
 
 The event loop of a run is uvloop if installed, otherwise asyncio's:
 
-    run, notice = runner(experiment.telemetry.event_loop)       # the notice says if another loop than asked is used
+    run, notice = runner()                 # the notice says if uvloop is missing
     with run:
         run.run(main())
 
@@ -43,8 +43,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
-
-import psutil
 
 from pvg.telemetry.alerts import Alert, AlertKind
 
@@ -167,35 +165,22 @@ class CoreWaits:
         return found
 
 
-def crowding(
-    metrics: Mapping[str, float], waits: CoreTime | None = None, *, threads: int = 1, workers: int = 0
-) -> str | None:
-    """The notice for a "device" record in which this process's threads waited for cores; None if they did not. If other
-    processes used no cores, pvg has more threads than cores. `waits`: of this process and its workers; None: there are
-    no workers. `threads`: compute threads of this process. `workers`: worker processes on this machine."""
+def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str | None:
+    """The notice for a "device" record in which this process's threads waited for cores; None if they did not.
+    `waits`: of this process and its workers; None: there are no workers."""
     share = metrics.get("core_wait", 0.0) if waits is None else waits.share
-    own = metrics.get("process_cpu", 0.0)
-    if share <= SHARED or own < LEAST_CPU or "cpu" not in metrics:
+    if share <= SHARED or metrics.get("process_cpu", 0.0) < LEAST_CPU:
         return None
-    cores = psutil.cpu_count() or 1
-    others = max(0.0, metrics["cpu"] * cores - own)
-    says = f"pvg's threads waited for a core {share:.0%} of the time in which they were ready to run"
-    if others < LEAST_CPU:
-        usable = usable_cores()
-        change = [f"lower models.threads (now {threads})"] if threads > 1 else []
-        change += [f"set cluster.max_workers to {usable}"] if workers > usable else []
-        remedy = f" To change that, {' or '.join(change)}." if change else ""
-        return f"{says}, while hardly anything else ran: pvg has more threads and child processes than cores.{remedy}"
     return (
-        f"The machine is shared: {says}, while other processes used {others:.1f} of {cores} cores. Steps take longer; "
-        "results stay the same."
+        f"The cores are shared: pvg's threads waited for a core {share:.0%} of the time in which they were ready to "
+        "run. Steps take longer; results stay the same. `pvg diagnose RUN` says why, and what to change."
     )
 
 
 Kind = Literal["uvloop", "asyncio"]
 
 
-def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
+def runner(kind: Kind = "uvloop") -> tuple[asyncio.Runner, str | None]:
     """A runner with an event loop of `kind`, and a notice if another had to be used (uvloop does not run on
     Windows)."""
     if kind == "asyncio":
@@ -207,7 +192,7 @@ def runner(kind: Kind) -> tuple[asyncio.Runner, str | None]:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop), None
 
 
-def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "asyncio") -> Result:
+def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "uvloop") -> Result:
     """Run the coroutine of `work()` in a new event loop of `kind` and return its result.
 
     If this thread already runs an event loop, as in a notebook, another thread runs the new one.

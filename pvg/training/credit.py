@@ -1,16 +1,11 @@
 """Credit assignment: rewards to advantages, as pure functions of arrays without loops over groups.
 
-Invariant: a group is the set of rows with one group id *and* one role. No group statistic mixes roles, even if a caller
-gives groups of both roles the same ids.
+Invariant: a group is the set of rows with one group id *and* one role. No group statistic mixes roles.
 
 Formulas: the table of docs/learning.md (arXiv: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, GSPO 2507.18071,
-CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232, SPIRAL's RAE 2506.24119).
-
-Standard deviations are those of the population (divided by n, not n - 1): the group is the whole population, and a
-group of one has a deviation of 0.
-
-Losses without groups have baselines per problem and role (`ValueTracker`, spo) or per role (`RoleBaseline`, rae).
-"""
+CISPO 2506.13585, RLOO 2402.14740, REINFORCE++ 2501.03262, SPO 2509.13232, SPIRAL's RAE 2506.24119). Standard deviations
+are those of the population (divided by n). Losses without groups have baselines per problem and role (`ValueTracker`,
+spo) or per role (`RoleBaseline`, rae)."""
 
 from __future__ import annotations
 
@@ -37,23 +32,15 @@ HALF_LIFE = 100.0  # versions: within the steps of one round, the policy changes
 class ValueTracker:
     """v, the expected reward of each (problem, role). `half_life`: in versions of the policy.
 
-        tracker = ValueTracker()
-        values_N = tracker.observe(keys, rewards_N, versions_N)     # v before these rewards; then it learns them
-
     Source: Single-stream Policy Optimization (arXiv 2509.13232). For rewards in [0, 1] its tracker is a Beta whose
-    counts decay: alpha <- rho alpha + R, beta <- rho beta + 1 - R, v = alpha / (alpha + beta). With n = alpha + beta
-    this is
+    counts decay. With n = alpha + beta this is
 
         v <- v + (R - v) / (rho n + 1),   n <- rho n + 1
 
     which is also a moving average for rewards of any sign. rho = 2^(-D / half_life), clamped. D is how far the policy
-    has moved since the problem's last rollout: the paper uses a KL divergence, which costs another forward pass; pvg
-    uses the number of versions published since.
-
-    A problem without rollouts in a role starts at the role's level with the weight of `PRIOR` rollouts. The level is a
-    moving average over batches, read before its update. The curriculum (pvg.game.orders) tracks success rates with
-    this class.
-    """
+    has moved since the problem's last rollout: in pvg, the number of versions published since. A problem without
+    rollouts in a role starts at the role's level, a moving average over batches, with the weight of `PRIOR` rollouts.
+    The curriculum (pvg.game.orders) tracks success rates with this class."""
 
     def __init__(self, half_life: float = HALF_LIFE) -> None:
         self._half_life = half_life
@@ -124,16 +111,6 @@ def _means(keys: Sequence[Key], rewards_N: Float32 | Float64) -> dict[Role, floa
 DECAY = 0.95  # SPIRAL's value; remembers about 20 batches
 
 
-def corrected_mean(total: float, weight: float) -> float:
-    """The moving average total / weight, both from `updated`; NaN before the first value."""
-    return total / weight if weight > 0.0 else float("nan")
-
-
-def updated(total: float, weight: float, value: float) -> tuple[float, float]:
-    """total <- d total + (1 - d) value, weight <- d weight + (1 - d), which is 1 - d^n after n values from (0, 0)."""
-    return DECAY * total + (1.0 - DECAY) * value, DECAY * weight + (1.0 - DECAY)
-
-
 def means_of_others(rewards_N: Float64) -> Float64:
     """float64 [N]: the mean of all other rows. Exactly the row's own reward if all are equal or the row is alone, so
     that no rounding error becomes an advantage."""
@@ -147,28 +124,18 @@ def means_of_others(rewards_N: Float64) -> Float64:
 class RoleBaseline:
     """b, the average reward of each role.
 
-        baseline = RoleBaseline()
-        baselines_N = baseline.observe(roles, rewards_N)            # b before these rewards; then it learns them
-        advantages_N = credit.baseline_advantages(rewards_N, baselines_N, role_ids_N)
-
     Source: role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b_role, then
-    b_role <- d b_role + (1 - d) R. SPIRAL's R is the reward of one game. Here it is the mean over the role's rows of a
-    batch, so that advantages do not depend on the order of rows.
-
-    An average that starts at 0 stays too close to 0 for about 20 batches. With rewards of one sign, all advantages
-    would then have that sign. So
-
-    - the average is divided by its total weight, 1 - d^n after n batches (Adam's correction, arXiv 1412.6980);
-    - in a role's first batch, a row's baseline is the mean of the role's *other* rows (RLOO, arXiv 2402.14740). It does
-      not depend on the row's own reward, so it adds no bias. A single row has an advantage of 0.
-    """
+    b_role <- d b_role + (1 - d) R. Here R is the mean over the role's rows of a batch. An average that starts at 0
+    stays too close to 0 for about 20 batches, so it is divided by its total weight, 1 - d^n after n batches. In a
+    role's first batch, a row's baseline is the mean of the role's *other* rows; a single row has an advantage of 0."""
 
     def __init__(self) -> None:
         self._averages: dict[Role, tuple[float, float]] = {}  # total, weight
 
     def value(self, role: Role) -> float:
         """b of the role; NaN before its first batch."""
-        return corrected_mean(*self._averages.get(role, (0.0, 0.0)))
+        total, weight = self._averages.get(role, (0.0, 0.0))
+        return total / weight if weight > 0.0 else math.nan
 
     def observe(self, roles: Sequence[Role], rewards_N: Float32 | Float64) -> Float64:
         """float64 [N]: the baseline of each row before these rewards (first batch: see the class); then learns each
@@ -181,8 +148,9 @@ class RoleBaseline:
                 continue
             known = role in self._averages
             baselines_N[rows_N] = self.value(role) if known else means_of_others(paid_N[rows_N])
-            before = self._averages.get(role, (0.0, 0.0))
-            self._averages[role] = updated(*before, float(paid_N[rows_N].mean()))
+            total, weight = self._averages.get(role, (0.0, 0.0))
+            mean = float(paid_N[rows_N].mean())
+            self._averages[role] = DECAY * total + (1.0 - DECAY) * mean, DECAY * weight + (1.0 - DECAY)
         return baselines_N
 
     # --- resuming ----------------------------------------------------------------------------------------------------

@@ -6,24 +6,16 @@ Invariant: the row weights depend on the whole batch. `PolicyObjective.prepare` 
 losses and gradients of any micro-batches add up to those of the unsplit batch.
 
 Formulas: the table of docs/learning.md. r_t = pi / pi_sampled of token t, A is the row's advantage, clips are to
-[1 - low, 1 + high]. beta and c may adapt from step to step (pvg.training.losses).
+[1 - low, 1 + high].
 
-*Decoupled clipping* (decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298) clips rows around the
-policy at batch start: r_t = pi / pi_start, and each token's objective is multiplied by the detached weight rho_t. This
-applies to stale rows (training.importance = "decoupled") or to all rows ("truncated", "masked"). If pi_start equals
-pi_sampled, the result is the plain loss.
+*Decoupled clipping* (arXiv 2110.00641, AReaL 2505.24298) clips rows around the policy at batch start: r_t = pi /
+pi_start, and each token's objective is multiplied by the detached weight rho_t. This applies to stale rows
+(training.importance = "decoupled") or to all rows ("truncated", "masked").
 
 *Importance weights* correct for pi_start / pi_sampled, which is not 1 if a rollout is stale, or if a server's
-arithmetic differs from the trainer's. The variance of this ratio is unbounded, so rho is bounded:
-
-- `truncated`: min(ratio, high) (truncated importance sampling: Ionides 2008; for separate samplers Yao et al. 2025, for
-  stale rollouts AReaL);
-- `masked`: the ratio if low <= ratio <= high, else 0 (IcePop, Ring-1T, arXiv 2510.18855). Row weights use lengths
-  before masking, so masking removes gradient and never gives other tokens more weight.
-
-The ratio is per token; for losses of whole sequences (gspo) it is the geometric mean over the tokens, whose variance
-does not grow with the length.
-"""
+arithmetic differs from the trainer's. The ratio is per token, or the geometric mean over the tokens for losses of whole
+sequences (gspo). Its variance is unbounded, so rho is bounded: `truncated` is min(ratio, high); `masked` is the ratio
+if low <= ratio <= high, else 0 (IcePop, arXiv 2510.18855). Row weights use lengths before masking."""
 
 from __future__ import annotations
 

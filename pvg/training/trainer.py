@@ -1,12 +1,7 @@
 """One trainer for both players: take a batch, accumulate the gradients of its micro-batches, clip, step.
 
-    trainer = Trainer(module, objective, settings, source, executor=executor, precision="float32")
-    while report := await trainer.step():
-        ...
-
 Invariants: a loss or gradient that is not finite raises before any weight changes; `state` and `load_state` resume bit
-by bit; all computation runs in the executor's thread, never in the event loop.
-"""
+by bit; all computation runs in the executor's thread, never in the event loop."""
 
 from __future__ import annotations
 
@@ -33,16 +28,11 @@ from pvg.training.batch import BatchSource
 # The optimizer: AdamW, learning-rate schedules as pure functions of the step, and mixed precision.
 
 
-def _constant(progress: float) -> float:
-    return 1.0
-
-
-def _linear(progress: float) -> float:
-    return 1.0 - progress
-
-
 # Progress after warm-up (0 at its end, 1 after the last step) -> factor of the learning rate.
-SCHEDULES: dict[str, Callable[[float], float]] = {"constant": _constant, "linear": _linear}
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
+    "linear": lambda progress: 1.0 - progress,
+}
 
 
 def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: int) -> float:
@@ -51,8 +41,6 @@ def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: 
     Warm-up steps have factors 1/warmup, 2/warmup, ... 1. Then the schedule falls from 1 towards 0 and reaches it one
     step after the last, so no step has a factor of 0. Later steps have factor 0 (constant: 1).
     """
-    if schedule not in SCHEDULES:
-        raise ConfigurationError(f"There is no schedule {schedule!r}.", f"Known: {', '.join(SCHEDULES)}.")
     if step < warmup:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, total_steps - warmup)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -58,12 +58,10 @@ class VerifierTemplate:
         encoded from text, because otherwise the tokenization would reveal which ones were cut.
 
         Raises ConfigurationError for style "chat" without a chat template."""
-        self._tokenizer = tokenizer
-        render = _chat if style == "chat" else _plain
-        self._render: Render = partial(render, asks=YES_NO_QUESTION if head == "yes_token" else "")
+        self._tokenizer, self._style, self._head = tokenizer, style, head
+        self._asks = YES_NO_QUESTION if head == "yes_token" else ""
         # Cached: solutions of a problem share its question, and training repeats problems.
-        self._prompt: Prompt = lru_cache(PROMPTS_KEPT)(partial(OPENINGS.get(style, _question), tokenizer))
-        self._head = head
+        self._prompt = lru_cache(PROMPTS_KEPT)(self._opening)
         rules = [FORM, style == "chat", head, YES_NO_QUESTION, tokenizer.fingerprint, tokenizer.eos_id]
         if style == "chat":  # the tokenizer's fingerprint does not cover the chat template, so render something with it
             rules.append(tokenizer.chat([{"role": "user", "content": "problem"}]).tolist())
@@ -92,9 +90,7 @@ class VerifierTemplate:
             completion_text, completion_ids = self._shown(completion_text), None
         shared = completion_ids is not None and source_tokenizer_fingerprint == self._tokenizer.fingerprint
         solution_ids = completion_ids if shared else None
-        prompt_ids, rest_ids = self._render(
-            self._tokenizer, self._head, self._prompt, question, completion_text, solution_ids
-        )
+        prompt_ids, rest_ids = self._render(question, completion_text, solution_ids)
         if not prompt_ids.size:
             raise ConfigurationError(
                 "A problem has an empty question, so its solutions cannot be verified.",
@@ -102,50 +98,22 @@ class VerifierTemplate:
             )
         return np.concatenate([prompt_ids, rest_ids]), len(prompt_ids)
 
-
-Prompt = Callable[[str], Int32]  # question -> ids; callers must not change the array
-Render = Callable[[Tokenizer, str, Prompt, str, str, Int32 | None], tuple[Int32, Int32]]
-
-
-def _plain(
-    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None, *, asks: str
-) -> tuple[Int32, Int32]:
-    solution_ids = tokenizer.without_end(tokenizer.encode(text) if ids is None else ids)
-    if asks:
-        return prompt(question), np.concatenate([solution_ids, tokenizer.encode(f"\n{asks}\n")])
-    return prompt(question), _with_end(tokenizer, solution_ids)
-
-
-def _chat(
-    tokenizer: Tokenizer, head: str, prompt: Prompt, question: str, text: str, ids: Int32 | None, *, asks: str
-) -> tuple[Int32, Int32]:
-    if head == "implicit":
+    def _render(self, question: str, text: str, ids: Int32 | None) -> tuple[Int32, Int32]:
+        """What is before the solution, and the rest."""
+        tokenizer = self._tokenizer
+        if self._style == "chat" and self._head != "implicit":
+            content = framed(question, tokenizer.without_controls(text))
+            content += f"\n\n{self._asks}" if self._asks else ""
+            return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
         solution_ids = tokenizer.without_end(tokenizer.encode(text) if ids is None else ids)
-        return prompt(question), _with_end(tokenizer, solution_ids)
-    content = framed(question, tokenizer.without_controls(text))
-    if asks:
-        content += f"\n\n{asks}"
-    return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
+        end_ids = tokenizer.encode(f"\n{self._asks}\n") if self._asks else np.array([tokenizer.eos_id], dtype=np.int32)
+        return self._prompt(question), np.concatenate([solution_ids, end_ids])
 
-
-def _question(tokenizer: Tokenizer, question: str) -> Int32:
-    return tokenizer.opening(question)
-
-
-def _with_blank_line(tokenizer: Tokenizer, question: str) -> Int32:
-    return tokenizer.opening(f"{question}\n\n" if question else "")
-
-
-def _opened_chat(tokenizer: Tokenizer, question: str) -> Int32:
-    """The question as the user's message, followed by the start of the assistant's message."""
-    return tokenizer.chat([{"role": "user", "content": question}])
-
-
-OPENINGS = {"chat": _opened_chat, "text": _with_blank_line}  # style -> what is before the solution
-
-
-def _with_end(tokenizer: Tokenizer, ids: Int32) -> Int32:
-    return np.append(ids, np.int32(tokenizer.eos_id)).astype(np.int32, copy=False)
+    def _opening(self, question: str) -> Int32:
+        """What is before the solution; callers must not change the array."""
+        if self._style == "chat":  # the user's message, followed by the start of the assistant's message
+            return self._tokenizer.chat([{"role": "user", "content": question}])
+        return self._tokenizer.opening(f"{question}\n\n" if question and self._style == "text" else question)
 
 
 @dataclass(slots=True)

@@ -1,31 +1,24 @@
 """Verifier losses for equal quality in every environment: V-REx, IRMv1, group DRO, and balanced environments.
 
-A pair's environment is its source: the base prover or the prover of an earlier round that wrote its solutions. R_e is
-the mean loss over the pairs of environment e, weighted by w. E environments have pairs in the batch; others are left
-out. W_e is the sum of w over the pairs of e.
+A pair's environment is its source: the base prover or the prover of an earlier round. R_e is the mean loss over the
+pairs of environment e, weighted by w; E environments have pairs in the batch. W_e is the sum of w over the pairs of e.
 
-    R_e = sum of w_m l_m / W_e over the pairs m of environment e         (w: a batch's pair weights, or 1)
+    R_e = sum of w_m l_m / W_e  over the pairs m of environment e        (w: a batch's pair weights, or 1)
 
     balanced     mean_e R_e
     vrex         mean_e R_e + s Var_e(R_e), Var with divisor E                 arXiv 2003.00688
     irm          mean_e R_e + s mean_e g_e^2,  g_e = d R_e(a V) / d a at a = 1 arXiv 1907.02893 (IRMv1)
     group_dro    sum_e q_e R_e,  q_e <- q_e exp(s R_e) / sum                   arXiv 1911.08731, algorithm 1
 
-s is `verifier.robust.strength`. The penalties of vrex and irm grow to it over the first `verifier.robust.warmup` steps,
-because an untrained verifier is equally bad everywhere. V-REx gives an environment the weight (1 + 2 s (R_e - mean)) /
-E. It is negative if R_e is far below the mean, which would train the verifier to be worse there. Such weights become 0.
-
-IRMv1's multiplier a scales the *scores*, so g_e is a mean over pairs, like R_e.
+s is `verifier.robust.strength`; the penalties grow to it over the first `verifier.robust.warmup` steps. V-REx gives an
+environment the weight (1 + 2 s (R_e - mean)) / E; negative weights become 0. IRMv1's multiplier a scales the *scores*.
 
 Neither penalty is a sum over pairs, but its gradient is that of a weighted sum whose weights are constants of the whole
 batch. So two passes are exact for any micro-batches: `measure` and `weigh` compute R_e or g_e of the whole batch
 without gradient, then training uses sum_m weight_m value_m:
 
     d Var_e(R_e)   = sum_m  w_m / W_e  2 (R_e - mean_e R_e) / E   d l_m                     (`vrex_weights`)
-    d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)
-
-Only first derivatives: V-REx treats the mean as a constant, whose gradient cancels.
-"""
+    d mean_e g_e^2 = sum_m  w_m / W_e  2 g_e / E                  d (d l_m(aV)/da)          (`irm_weights`)"""
 
 from __future__ import annotations
 

@@ -1,16 +1,10 @@
 """The scorer: rollouts to scores; computes each distinct solution once.
 
-    scorer = VerifierScorer(verifier, template, verifier.version(), cache_entries=100_000, token_budget=16_384,
-                            executor=executor, prover_fingerprint=prover.tokenizer.fingerprint)
-    scores = await scorer.score(rollouts)
-
-Concurrent calls share a queue, batches, and solutions in computation. A thread prepares the verifier's input. For 256
-solutions of 16,384 tokens this takes 50 ms, or seconds if their text must be tokenized for another vocabulary.
+Concurrent calls share a queue, batches, and solutions in computation. A thread prepares the verifier's input.
 
 Invariant 2: a returned score comes only from the scorer's current version. The cache's key includes the version. When
 the version changes, the scorer discards work in flight, because its weights are unknown, and callers that wait for it
-start again. With torch on a CPU, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`).
-"""
+start again. With torch on a CPU, a score's bits do not depend on its batch (see `pvg.models.packing.pad_batch`)."""
 
 from __future__ import annotations
 

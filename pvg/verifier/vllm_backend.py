@@ -1,15 +1,9 @@
 """Scores from vLLM servers, for `verifier.engine = "vllm"`.
 
-    serving = VerifierServing(experiment, executor, events, run="modchain")      # one for all scorers of a run
-    scorer = VerifierScorer(verifier, ..., backend=VllmBackend(serving, verifier, template.key, references))
-    scores = await scorer.score(rollouts)
-    await serving.close()
-
 The first request for a score of a new version publishes the verifier's weights and proves their arrival on every
 server. A digest identifies a version, so a second scorer with the same weights publishes nothing.
 
-Invariant 2: servers hold one verifier at a time, and a scorer has them exclusively until its scores have arrived.
-"""
+Invariant 2: servers hold one verifier at a time, and a scorer has them exclusively until its scores have arrived."""
 
 from __future__ import annotations
 
@@ -50,7 +44,6 @@ from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
 
 
 # Verifier heads on vLLM servers: the weights to publish, the request, and how to read the reply.
-
 
 CLASSIFY = "/classify"
 BACKBONE = "backbone."  # prefix of the backbone's names in VerifierModel.trainable_state

@@ -10,7 +10,7 @@ from tiny_workload import PROFILE, Settings, write_profile
 
 from pvg.bench.workloads import WORKLOADS, make_workload, workload_settings
 from pvg.config.load import find_experiment, known_files, load_experiment, shipped_directories
-from pvg.errors import ConfigurationError, PvgError, UsageError
+from pvg.errors import ConfigurationError, PvgError
 
 
 @pytest.fixture(autouse=True)
@@ -101,13 +101,6 @@ def test_a_wrong_file_names_the_key(folder: Path, old: str, new: str, words: lis
         workload_settings(Settings, load_profile("tiny"))
     for word in words:
         assert word in str(caught.value)
-
-
-def test_a_file_may_lie_anywhere(folder: Path) -> None:
-    path = write_profile(folder).rename(folder / "elsewhere.toml")
-    assert load_profile(str(path)).profile.name == "tiny"
-    with pytest.raises(UsageError, match=r"no profile file gone\.toml"):
-        load_profile("gone.toml")
 
 
 def test_a_profile_of_this_folder_hides_the_shipped_one_of_its_name(folder: Path) -> None:

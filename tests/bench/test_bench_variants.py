@@ -102,9 +102,9 @@ def test_samples_in_turn_are_the_default_for_small_models_in_a_ladder_alone() ->
 
 
 def test_settings_of_the_whole_process_are_never_taken_in_turn(folder: Path) -> None:
-    sweep = "telemetry.event_loop=asyncio,uvloop"
+    sweep = "models.threads=1,2"
     assert not planned(sweep=sweep).interleave
-    with pytest.raises(UsageError, match=r"telemetry\.event_loop applies to the whole process"):
+    with pytest.raises(UsageError, match=r"models\.threads applies to the whole process"):
         planned(sweep=sweep, interleave=True)
     more = '\n[[ladder]]\nswitch = "models.threads"\nslow = 1\nfast = 2\n'
     write_profile(folder, PROFILE + more)

@@ -7,7 +7,6 @@ import sys
 import time
 
 import psutil
-import pytest
 
 from pvg.bench import busy
 from pvg.bench.busy import busy_processes
@@ -39,12 +38,6 @@ def test_they_compute_until_the_block_ends() -> None:
             before = process.cpu_times().user
             while process.cpu_times().user < before + 0.05:
                 time.sleep(0.01)
-    assert not any(map(psutil.pid_exists, numbers))
-
-
-def test_they_end_with_a_block_that_fails() -> None:
-    with pytest.raises(ZeroDivisionError), busy_processes(1) as numbers:
-        raise ZeroDivisionError
     assert not any(map(psutil.pid_exists, numbers))
 
 

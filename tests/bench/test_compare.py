@@ -146,30 +146,6 @@ def crowd(count: int, values: list[float]) -> dict[str, Samples]:
     return {f"n{place}": lower(list(order)) for place, order in enumerate(orders)}
 
 
-def test_names_of_one_quantity_count_once() -> None:
-    """A time, the rates that are made of it, and something else that was measured beside it."""
-    b, other = times(1.2), [5.0, 7.0, 6.0, 5.5, 6.5, 7.5]
-    rates = ({"rate": higher([1 / v for v in BASE])}, {"rate": higher([1 / v for v in b])})
-    alone = compared({"s": lower(BASE)}, {"s": lower(b)})
-    both = compared({"s": lower(BASE)} | rates[0], {"s": lower(b)} | rates[1])
-    assert (both.tested, of(both, "s").ratio) == (1, of(alone, "s").ratio)
-    assert {of(both, name).verdict for name in ("s", "rate")} == {"worse"}
-    third = compared(
-        {"s": lower(BASE), "o": lower(other)} | rates[0], {"s": lower(b), "o": lower(other[::-1])} | rates[1]
-    )
-    assert third.tested == 2
-
-
-def test_from_nothing_to_something_is_worse_than_any_threshold_and_the_reverse_is_not() -> None:
-    some, none = lower([3.0, 4.0, 5.0, 6.0, 7.0]), lower([0.0] * 5)
-    assert [metric.name for metric in compared({"copied": none}, {"copied": some}, fail_above=10).failing] == ["copied"]
-    assert not compared({"copied": some}, {"copied": none}, fail_above=0).failing
-    now_and_then = lower([0.0, 3.0, 4.0, 5.0, 6.0])  # no interval, but medians: 4 against 40
-    often = lower([30.0, 35.0, 40.0, 45.0, 50.0])
-    assert compared({"copied": now_and_then}, {"copied": often}, fail_above=8.9).failing
-    assert not compared({"copied": now_and_then}, {"copied": often}, fail_above=9.1).failing
-
-
 def test_the_interval_is_adjusted_for_the_metrics_that_could_differ() -> None:
     one = compared({"s": lower(BASE)}, {"s": lower(times(1.01))})
     constant = {f"c{place}": lower([2.0] * 6) for place in range(5)}
@@ -208,18 +184,6 @@ def test_samples_of_zero_have_no_ratio_and_the_rank_test_decides() -> None:
     others = crowd(9, BASE[:4])
     few = compared({"lag": lower([0.0] * 4)} | others, {"lag": lower([1.0, 2.0, 3.0, 4.0])} | others)
     assert of(few, "lag").verdict == "too few samples"  # but not below 0.5 %
-
-
-def test_the_same_report_twice() -> None:
-    report = ten_metrics(np.random.default_rng(0), 6)
-    comparison = compare_reports(report, report, fail_above=0.0)
-    assert comparison.same
-    assert not comparison.failing
-    for metric in comparison.metrics:
-        assert metric.verdict == "no difference seen"
-        assert metric.ratio is not None
-        assert metric.ratio.ratio == metric.p == 1.0
-    assert not compare_reports(report, ten_metrics(np.random.default_rng(1), 6)).same
 
 
 positive = st.lists(st.floats(0.1, 10), min_size=4, max_size=8)
@@ -314,21 +278,6 @@ def test_other_work_is_refused_key_by_key() -> None:
     assert "seed is absent in A and none in B" in message
     assert "prompt" not in message
     assert "model" not in message
-
-
-def test_sweeps_over_the_amount_of_work_compare_value_by_value() -> None:
-    def sweep(by_variant: dict[str, dict[str, int]]) -> BenchReport:
-        work = {"model": "m", "by_variant": by_variant}
-        return made_report(*[variant({"s": lower(BASE)}, label) for label in by_variant], work=work)
-
-    a = sweep({"n=1": {"rollouts": 1}, "n=2": {"rollouts": 2}})
-    assert compare_reports(a, sweep({"n=2": {"rollouts": 2}, "n=3": {"rollouts": 3}})).tested == 1
-    # A sweep of one value has its work in the common part.
-    alone = made_report(
-        variant({"s": lower(BASE)}, "n=2"), kind="sweep", work={"model": "m", "rollouts": 2}, command="another"
-    )
-    assert compare_reports(a, alone).left_out == ("the variant n=1: only in A",)
-    assert "rollouts is 2 in A and 5 in B" in refused(a, sweep({"n=2": {"rollouts": 5}, "n=4": {"rollouts": 4}}))
 
 
 def test_differences_of_nested_tables() -> None:

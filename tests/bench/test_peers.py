@@ -55,13 +55,6 @@ def test_solutions_are_different_of_one_length_and_as_right_as_they_say(terms: l
         assert (grade.correct, grade.well_formed) == (correct, True), text
 
 
-def test_pairs_are_all_of_a_right_and_a_wrong_solution() -> None:
-    problem = {"question": "1+2?", "solutions": [["a", True], ["b", False], ["c", True], ["d", False]]}
-    assert [(pair["prompt"], pair["chosen"] + pair["rejected"]) for pair in work.pairs_of(problem)] == [
-        ("1+2?", "ab"), ("1+2?", "ad"), ("1+2?", "cb"), ("1+2?", "cd"),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("stops", [True, False])
 def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,18 +66,6 @@ def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bo
     assert (tokenizer.eos_token_id < model.config.vocab_size) == stops
     assert tokenizer.pad_token_id == 0
     assert tokenizer.decode(tokenizer("H7+5?")["input_ids"]) == "H7+5?"
-
-
-def test_settings_find_their_place() -> None:
-    row = compare.read_comparison(
-        "grpo", ["training.kl=none", "work.stops=true", "trl.cache_implementation=static", "repeats=3"]
-    )
-    assert (row.experiment.training.kl.kind, row.work["stops"], row.repeats) == ("none", True, 3)
-    assert row.trl["cache_implementation"] == "static"
-    assert row.threads == row.experiment.cluster.workers > 0  # type: ignore[union-attr]
-    assert row.experiment.models.threads == 1
-    alone = compare.read_comparison("grpo", ["cluster=none"])
-    assert alone.threads == alone.experiment.models.threads == row.threads
 
 
 @pytest.mark.parametrize(

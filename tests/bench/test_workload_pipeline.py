@@ -14,7 +14,7 @@ import pytest
 from bench_runs import load_profile, run_variant
 
 from benchmarks import pipeline
-from benchmarks.pipeline import DelayedEngine, MeasuredSteps, drawn_time
+from benchmarks.pipeline import DelayedEngine, drawn_time
 from pvg.bench.planning import plan_bench
 from pvg.config.load import build_experiment
 from pvg.config.operation import LocalCluster
@@ -99,31 +99,6 @@ def test_the_engine_answers_in_its_own_time_and_with_the_versions_of_its_moments
         assert engine.stats.tokens == 6
 
     asyncio.run(work())
-
-
-def test_each_sample_draws_its_latencies_anew_and_alike_in_all_variants() -> None:
-    """Else all samples replay one tail, and their spread is that of the trainer alone."""
-    assert draws_of(pipeline.make(load_profile("benchmarks/pipeline.toml", TINY)), samples=3) == [0, 1, 2]
-    assert len({drawn_time(f"{draw}/00001/00000/00", 1.0, 8) for draw in (0, 1, 2)}) == 3
-
-
-def draws_of(workload: Any, samples: int) -> list[int]:
-    """What the engine draws, without playing a step."""
-    told: list[int] = []
-
-    async def nothing(session: Any, steps: int, skip: int) -> MeasuredSteps:
-        return MeasuredSteps(1.0, [0.5], 0.0, [])
-
-    def pace(median_s: float, sigma: float, longest: int, draw: int = 0) -> None:
-        if median_s > 0.0:  # else it is for the synchronous steps
-            told.append(draw)
-
-    workload._play = nothing
-    workload._session = workload._synchronous = None
-    workload._engine = SimpleNamespace(pace=pace)
-    for index in range(samples):
-        asyncio.run(workload.sample(index))
-    return told
 
 
 def request(id_: str) -> GenerationRequest:

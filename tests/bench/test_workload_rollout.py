@@ -48,15 +48,6 @@ def test_the_measures_agree_with_each_other() -> None:
     use("rollout", [*FEW, "rollout.engine.max_rows=8"], look, samples=2)
 
 
-def test_the_shared_part_of_the_prompts() -> None:
-    def share(*overrides: str) -> float:
-        return float(use("rollout", [*FEW, *overrides], lambda w, _: w.derived()["prefix_share"]))
-
-    # The engine reads the prompt of four rows once.
-    assert share() == pytest.approx(3 / 4)
-    assert share("workload.engine=transformers") == 0.0
-
-
 def test_the_peer_samples_the_same_prompts_to_the_same_lengths() -> None:
     def look(workload: object, measured: list[dict[str, float]]) -> tuple[dict[str, object], float]:
         return workload.work(), workload.derived()["completion_length"]  # type: ignore[attr-defined]

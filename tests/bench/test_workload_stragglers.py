@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,6 @@ from bench_runs import load_profile, run_variant
 from benchmarks import stragglers
 from benchmarks.stragglers import Stragglers, drawn_lengths
 from pvg.bench.planning import plan_bench
-from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError
 from pvg.rollout.engine import GenerationRequest
 
 TINY = (
@@ -58,14 +55,6 @@ def test_without_a_deadline_every_rollout_is_waited_for() -> None:
     assert variant.derived["length_kept"] == pytest.approx(1.0)
     assert all(0.0 < value < 1.0 for value in variant.samples["trainer_idle"].values)
     assert work["rollouts_ordered"] == 16
-
-
-def test_spo_trains_on_the_first_of_the_same_rollouts() -> None:
-    whole, work = ran(*SMALL)
-    first, same_work = ran(*FIRST_12)
-    assert same_work == work
-    assert all(12.0 <= value <= 16.0 for value in first.samples["batch_rollouts"].values)
-    assert first.derived["length_kept"] <= whole.derived["length_kept"]
 
 
 def test_partial_rollouts_lose_no_token_and_go_on_from_sample_to_sample() -> None:
@@ -112,17 +101,6 @@ def test_each_sample_draws_its_lengths_anew_and_alike_in_all_variants() -> None:
     assert first == whole
 
 
-def test_partial_rollouts_take_the_same_lengths_in_their_order() -> None:
-    """They order fewer in a sample than the others; none is left out, none has another length when it goes on."""
-    whole = {place: length for sample in asked(3, *SMALL) for place, length in sample.items()}
-    deadline = ("rollout.deadline=continue", "rollout.deadline.seconds=0.003", "rollout.deadline.max_versions=99")
-    partial = asked(3, *SMALL, *deadline)
-    places = sorted({place for sample in partial for place in sample})
-    assert places == list(range(len(places)))
-    assert 32 < len(places) <= 96
-    assert all(whole[place] == length for sample in partial for place, length in sample.items())
-
-
 def test_the_profile_compares_variants_that_order_the_same() -> None:
     plan = plan_bench("benchmarks/stragglers.toml", list(TINY))
     assert [choice.label.partition("=")[0] for choice in plan.choices] == ["rollout.deadline"] * 5
@@ -145,9 +123,3 @@ def test_lengths_have_the_tail_that_was_asked_for() -> None:
     assert lengths.min() >= 1
     assert drawn_lengths(9, 100, 0.0, 3200, 1).tolist() == [100] * 9
     np.testing.assert_array_equal(drawn_lengths(50, 9, 1.0, 99, 3), drawn_lengths(50, 9, 1.0, 99, 3))
-
-
-def test_another_task_is_refused() -> None:
-    settings = load_profile("benchmarks/stragglers.toml")
-    with pytest.raises(ConfigurationError, match="knows only modchain's alphabet"):
-        stragglers.make(replace(settings, experiment=build_experiment({"task": {"kind": "gsm8k"}})))

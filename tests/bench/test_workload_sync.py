@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from bench_runs import load_profile, run_variant
@@ -160,12 +159,6 @@ def test_what_updates_cost_is_set_against_before_and_after() -> None:
     found = sync.lost_shares(samples)
     assert found == {"lost_back_to_back": pytest.approx(0.25), "lost_once_a_step": pytest.approx(0.05)}
     assert sync.lost_shares([]) == {}
-
-
-def test_updates_come_at_all_moments_of_a_batch() -> None:
-    moments = np.sort([number * sync.GOLDEN % 1 for number in range(1, 21)])
-    gaps = np.diff([0.0, *moments, 1.0])
-    assert gaps.max() < 2 / 20  # no twentieth of a batch is left out by more than its neighbour
 
 
 def test_an_engine_that_cannot_take_it_says_so() -> None:

@@ -141,15 +141,6 @@ def test_a_full_disk_after_the_first_commit_loses_nothing(mounted: list[Path], m
     assert list(run.path.rglob(".tmp-*")) == []
 
 
-def test_the_event_log_names_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def play(experiment: Experiment, run: RunDirectory, **_: Any) -> Any:
-        run.events.symlink_to("/dev/full")
-        return a_few_commits(experiment, run)
-
-    monkeypatch.setattr("pvg.game.run.play", play)
-    assert_refused(pvg("train"), 3, "runs/modchain/events.log: No space left on device")
-
-
 # --- folders that move away --------------------------------------------------------------------------------------
 
 
@@ -259,23 +250,3 @@ def test_a_run_that_lost_its_state_is_refused_before_anything_is_loaded(monkeypa
         assert called.code == 0
         assert "no state.json" in called.out
     assert_refused(pvg("train", "--resume"), 2, "no unfinished run")
-
-
-def test_what_a_killed_process_left_in_a_complete_run_is_removed_on_request() -> None:
-    run = played(Path("runs"))
-    left = [
-        run.path / ".tmp-state.json-0123abcd",
-        run.manifest / ".tmp-round-000-mint.json-0123abcd",
-        run.checkpoints / "round-000-mint-00001" / "meta.json",
-    ]
-    for path in left:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"{}")
-    mine = run.path / "notes.txt"
-    mine.write_text("mine")
-    assert_refused(pvg("train", "--resume", "first", "--dry-run"), 2, "is complete")
-    assert all(path.exists() for path in left)
-    assert_refused(pvg("train", "--resume", "first"), 2, "is complete. Removed 3 unfinished files")
-    assert not any(path.exists() for path in left)
-    assert mine.exists()
-    assert_refused(pvg("train", "--resume", "first"), 2, "is complete")

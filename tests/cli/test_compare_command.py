@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 from calling import pvg, pvg_process
-from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
+from made_reports import ENVIRONMENT, PROFILE, higher, lower, made_report, saved, variant
 
 from pvg.bench.report import read_report
 from pvg.errors import UsageError
@@ -107,22 +107,6 @@ def test_markdown_never_overwrites_a_report(reports: tuple[str, str]) -> None:
     assert pvg("compare", *reports, "--markdown", "--json").code == 2
 
 
-def test_a_sweep_names_its_variants_by_value() -> None:
-    for name, slow in (("a", 1.0), ("b", 2.0)):
-        variants = [
-            variant(
-                {"wall_s": lower([value * (slow if rows == 8 else 1) for value in BASE])},
-                f"rollout.engine.max_rows={rows}",
-            )
-            for rows in (8, 64)
-        ]
-        saved(made_report(*variants), Path(f"{name}.json"))
-    called = pvg("compare", "a.json", "b.json", "--fail-above", "5%")
-    assert called.out.index("wall_s @8") < called.out.index("No difference seen") < called.out.index("wall_s @64")
-    assert "@: the value of rollout.engine.max_rows" in called.out
-    assert "wall_s rollout.engine.max_rows=8." in called.err
-
-
 def test_what_is_no_report(reports: tuple[str, str]) -> None:
     (Path("runs") / "first").mkdir(parents=True)
     (Path("runs") / "first" / "experiment.toml").touch()
@@ -143,17 +127,6 @@ def test_what_is_no_report(reports: tuple[str, str]) -> None:
             assert called.code == 2
             assert said in called.err
             assert not called.out
-
-
-def test_refusals_are_exit_code_two_and_json(reports: tuple[str, str]) -> None:
-    saved(failed_report(), Path("failed.json"))
-    called = pvg("compare", reports[0], "failed.json", "--json")
-    assert called.code == 2
-    assert called.document["error"]["message"] == "The benchmark of failed.json failed: No model of that name."
-    other = read_report(Path("a.json")).model_copy(update={"work": {"rollouts": 1}})
-    saved(other, Path("other.json"))
-    assert "rollouts is 256 in A and 1 in B" in pvg("compare", reports[0], "other.json").err
-    assert pvg("compare", reports[0]).code == 2
 
 
 def test_shares() -> None:

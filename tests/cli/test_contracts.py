@@ -7,10 +7,9 @@ from pathlib import Path
 
 import jsonschema
 import orjson
-import pytest
-from calling import Called, pvg, pvg_process
+from calling import pvg
 from run_samples import begin, played
-from shipped_schemas import GROUPS, document_name, schemas, validator
+from shipped_schemas import GROUPS, document_name, schemas
 
 from pvg.config.describe import json_schema as settings_schema
 from pvg.errors import EXIT_CHECK_FAILED, EXIT_ENVIRONMENT, EXIT_USAGE
@@ -54,35 +53,6 @@ def test_schemas_lists_and_prints_them() -> None:
     assert "'train'" in wrong.document["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "no-such"),
-        ("train", "--bogus"),
-        ("report", "no-such"),
-        ("config", "show", "-s", "seed=x"),
-        ("no-such-command",),
-        ("runs", "show", "no-such"),
-        ("evaluate", "no-such"),
-    ],
-)
-def test_errors_follow_the_schema_of_errors(arguments: tuple[str, ...]) -> None:
-    called = pvg(*arguments, "--json")
-    assert called.document["error"]["exit_code"] == called.code == 2
-    assert called.document["schema_version"] == 1
-
-
-def test_a_document_with_another_field_or_without_one_is_refused() -> None:
-    """The schemas are strict enough to notice a change."""
-    for name, document in (
-        ("doctor", {"schema_version": 1, "healthy": True, "checks": [], "extra": 1}),
-        ("doctor", {"schema_version": 1, "healthy": True}),
-        ("doctor", {"schema_version": 2, "healthy": True, "checks": []}),
-        ("error", {"schema_version": 1, "error": {"type": "UsageError", "message": "x", "remedy": "", "exit_code": 5}}),
-    ):
-        assert not validator(name).is_valid(document)
-
-
 def test_the_settings_of_a_dry_run_follow_the_schema_of_settings() -> None:
     shown = dict(pvg("config", "show", "--json").document)
     del shown["schema_version"]
@@ -124,12 +94,6 @@ def test_documents_of_commands_that_look() -> None:
         assert called.code == 0, (line, called.err)
         seen.add(document_name(called.arguments, called.document))
     assert len(seen) == 16
-
-
-def test_a_process_prints_one_document_and_nothing_else() -> None:
-    called: Called = pvg_process("config", "validate", "--json")
-    assert called.document["valid"] is True
-    assert called.err == ""
 
 
 def test_the_page_has_the_versions_and_exit_codes_of_the_code() -> None:

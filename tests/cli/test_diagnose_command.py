@@ -14,7 +14,7 @@ def test_a_run_by_its_name_or_its_folder() -> None:
     recorded(Path("runs"), "plain", lag_s=0.06)
     late, plain = pvg("diagnose", "late"), pvg("diagnose", "runs/plain")
     assert (late.code, plain.code) == (0, 0)
-    for shown in ("loop-lag", "lag_max_s 6", "telemetry.event_loop"):  # the finding, its evidence, the setting
+    for shown in ("loop-lag", "lag_max_s 6", "rollout.concurrency"):  # the finding, its evidence, the setting
         assert shown in late.out
     assert "Nothing stands out." in plain.out
 

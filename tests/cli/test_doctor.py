@@ -64,7 +64,5 @@ def test_a_process_is_healthy_here_and_names_variables_that_have_no_effect() -> 
     assert {"python", "torch", "transformers", "disk", "runs folder", "cores", "memory"} <= checks.keys()
     assert checks["torch"]["verdict"] == "ok"
     assert sum(name.startswith("gpu") for name in checks) >= 1
-    assert checks["threads"]["verdict"] == "notice"
-    assert "OMP_NUM_THREADS = 'many'" in checks["threads"]["found"]
     assert checks["vllm"]["verdict"] == "notice"
     assert "PVG_VLLM_PYTHON = '/no/such/python' is not an executable file" in checks["vllm"]["found"]

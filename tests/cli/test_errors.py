@@ -45,7 +45,6 @@ HOSTILE_FILES = {
     "deep.json": "[" * 5000,
     "nested.json": '{"schema_version": 1, "a": ' + "[" * 500 + "]" * 500 + "}",
     "digits.json": '{"schema_version": 1, "repeats": ' + BIG + "}",
-    "start.toml": '[game.start]\nkind = "base"\n',
     "mine.py": "X = 5\ndef f(a, b):\n    return a\nasync def g(): ...\n",
 }
 
@@ -77,7 +76,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("train", "--name", "a", "--resume", "b"), "--resume"),
     (("train", "--resume"), "'modchain'"),
     (("train", "--resume", "gone"), "'gone'"),
-    (("train", "negotiation", "-s", "@start.toml"), "game.start"),
     (("rollout", "modchian"), "'modchain'"),
     (("report", "gone"), "'gone'"),
     (("report", "n" * 300), "File name too long"),
@@ -93,11 +91,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("config", "show", "modchian"), "'modchain'"),
     (("config", "schema", "modchian"), "'modchain'"),
     (("config", "validate", ""), "''"),
-    *(
-        (("config", "validate", name), name)
-        for name in HOSTILE_FILES
-        if name.endswith(".toml") and name != "start.toml"
-    ),
+    *((("config", "validate", name), name) for name in HOSTILE_FILES if name.endswith(".toml")),
     (("config", "validate", "fifo.toml"), "fifo.toml"),
     (("config", "validate", "large.toml"), "large.toml"),
 ]
@@ -168,7 +162,7 @@ def test_samples_without_a_game_are_no_run_to_go_on_with(arguments: tuple[str, .
     refused(pvg(*arguments, "--json"), 2, "pvg rollout")
 
 
-@pytest.mark.parametrize("arguments", [("train",), ("report", "first"), ("study", "quick", "--dry-run")])
+@pytest.mark.parametrize("arguments", [("train",), ("report", "first")])
 def test_a_file_in_place_of_the_folder_of_runs_is_named(arguments: tuple[str, ...]) -> None:
     Path("runs").touch()
     refused(pvg(*arguments, "--json"), 2, "runs is not a folder")

@@ -12,8 +12,6 @@ import pytest
 from calling import ENTRY, pvg
 
 from pvg.config.load import load_experiment
-from pvg.records import Role
-from pvg.tasks import open_task
 
 FILES = ["data.jsonl", "experiment.toml", "task.py", "test_task.py"]
 
@@ -28,20 +26,6 @@ def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path, mon
     python = next(line.split(" -m pytest")[0].strip() for line in called.out.splitlines() if " -m pytest" in line)
     subprocess.run([*shlex.split(python), "-c", "import pvg"], cwd=tmp_path / "my game!", check=True)
     assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game-"
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"), [("round-1", "my-round-1"), ("verifier", "my-verifier"), ("rounds", "rounds")]
-)
-def test_the_name_is_one_that_a_run_may_have(tmp_path: Path, folder: str, name: str) -> None:
-    assert pvg("init", str(tmp_path / folder)).code == 0
-    assert load_experiment(tmp_path / folder / "experiment.toml").name == name
-
-
-def test_a_folder_that_cannot_be_made_is_named() -> None:
-    called = pvg("init", "/proc/x", "--json")
-    assert called.code == 2
-    assert "/proc/x" in called.document["error"]["message"]
 
 
 def test_nothing_is_replaced_or_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,13 +44,6 @@ def test_the_scaffolds_own_test_passes(tmp_path: Path) -> None:
     done = subprocess.run(pytest_, cwd=tmp_path / "new", capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "4 passed" in done.stdout
-
-
-def test_the_task_says_its_wording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pvg("init", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    problem = next(iter(open_task(load_experiment(Path("experiment.toml")).task).problems("train")))
-    assert "modulo 10" in problem.metadata["wording"].instructions[Role.HELPFUL]
 
 
 @pytest.mark.parametrize("named", [["experiment.toml"], ["task.py:MyTask", "-s", "task.settings.path=data.jsonl"]])

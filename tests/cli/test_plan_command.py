@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from calling import pvg, pvg_process
+from calling import pvg
 
 MODEL = {
     "model_type": "llama",
@@ -95,26 +95,6 @@ def test_in_turns_it_tries_prefetch(served: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "excluding", ["game.schedule=simultaneous", "training.dynamic_sampling=2", "rollout.deadline=continue"]
-)
-def test_it_does_not_advise_what_would_not_load(served: str, excluding: str) -> None:
-    called = pvg("plan", served, "-s", "rollout.prefetch=none", "-s", excluding, *SLOW_SAMPLING, "--json")
-    advice = " ".join(called.document["advice"])
-    assert "= 'fresh'" not in advice
-    assert "exclude sampling ahead" in advice
-
-
-def test_memory_advice_names_nothing_that_is_set(served: str) -> None:
-    settings = ["training.adapters=lora", "training.gradient_checkpointing=true"]
-    words = [word for setting in settings for word in ("-s", setting)]
-    called = pvg("plan", served, "--gpu-gb", "17", *words, "--json")
-    lines = [line for line in called.document["advice"] if "'train the prover' needs" in line]
-    assert lines
-    assert "training.adapters" not in lines[0]
-    assert "gradient_checkpointing" not in lines[0]
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no-such-experiment"], "no-such-experiment"),
@@ -140,19 +120,3 @@ def test_a_config_that_is_not_json_is_refused(served: str) -> None:
     assert "is not JSON" in pvg("plan", served).err
     Path("eight/config.json").write_text("{}")
     assert "has no hidden_size" in pvg("plan", served).err
-
-
-def test_help_is_a_process_of_its_own() -> None:
-    called = pvg_process("plan", "--help")
-    assert called.code == 0
-    assert "--workers" in called.out
-
-
-def test_it_says_that_a_warm_start_comes_first_and_how_long(served: str) -> None:
-    warm = ("-s", "warmup=demonstrations", "-s", "warmup.path=d.jsonl", "-s", "warmup.steps=50")
-    (note,) = pvg("plan", served, *warm, "-i", "mean_tokens=100", "-i", "train_token_s=1e-4", "--json").document[
-        "notes"
-    ]
-    assert "the warm start comes before the first step" in note
-    assert "50 steps of 32 solutions, about 16 s" in note
-    assert pvg("plan", served, "--json").document["notes"] == []

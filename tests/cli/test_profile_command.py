@@ -42,15 +42,6 @@ def test_a_torn_last_span_is_passed_over() -> None:
     assert "decode" not in {event["name"] for event in events}
 
 
-def test_a_line_that_is_no_span_is_told_before_anything_is_made() -> None:
-    with_spans()
-    with JsonLines(Path("runs/first/spans.jsonl")) as lines:
-        lines.append({"name": 1})
-    called = pvg("profile", "--run", "first", "--out", "here")
-    assert (called.code, "not a span" in called.err) == (2, True)
-    assert not Path("here").exists()
-
-
 def test_a_stage_of_the_embedded_game() -> None:
     """The real work, as a process: two groups of two short rollouts."""
     settings = ["training.groups=2", "rollout.group_size=2", "rollout.max_tokens=4"]
@@ -84,13 +75,3 @@ def test_mistakes_are_usage_errors(arguments: tuple[str, ...], message: str) -> 
     assert called.code == 2
     assert message in called.err
     assert not list(Path().glob("profile-*"))
-
-
-def test_damaged_spans_leave_no_folder_behind() -> None:
-    with_spans()
-    path = Path("runs/first/spans.jsonl")
-    path.write_bytes(b"\xff\n" + path.read_bytes())
-    called = pvg("profile", "--run", "first", "--out", "made")
-    assert called.code == 2
-    assert "line 1, is damaged" in called.err
-    assert not Path("made").exists()

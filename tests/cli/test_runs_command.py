@@ -37,13 +37,6 @@ run_folders.remove_run(RunDirectory(Path(sys.argv[1])), print)
 """
 
 
-def test_without_runs_it_says_how_to_start_one() -> None:
-    called = pvg("runs")
-    assert (called.code, called.out) == (0, "")
-    assert "Start one with: pvg train" in called.err
-    assert pvg("runs", "--json").document["runs"] == []
-
-
 @pytest.mark.parametrize("reaped", [True, False])
 def test_a_run_whose_process_was_killed_has_died_at_once(reaped: bool) -> None:
     commit(begin(RUNS, "killed"), state("train_verifier"))
@@ -115,16 +108,6 @@ def test_a_damaged_run_has_the_same_state_in_all_views(file: str) -> None:
     assert pvg("report", "first", "--json").document["damaged"] is True
     assert re.search(r"^first  experiment .* damaged$", pvg("report", "first", "whole").out, re.MULTILINE)
     assert 'badge bad">damaged<' in Path("report.html").read_text()
-
-
-def test_show_names_the_state_the_sizes_and_the_next_command() -> None:
-    run = begin(RUNS)
-    commit(run, state("train_prover", rounds=[]))
-    called = pvg("runs", "show", "first")
-    assert "resume: pvg train --resume first" in called.out
-    document = pvg("runs", "show", "first", "--json").document
-    assert sum(document["sizes"].values()) == document["size_bytes"]
-    assert pvg("runs", "show", "frist").code == 2
 
 
 def test_a_run_that_a_process_plays_is_running_and_is_not_removed() -> None:

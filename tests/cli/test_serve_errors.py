@@ -9,8 +9,7 @@ import pytest
 from calling import pvg
 
 from pvg.installation import install_extra
-from pvg.servers.command import Interpreter, ServerSpec
-from pvg_cli.serve import next_commands
+from pvg.servers.command import Interpreter
 
 
 def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -40,38 +39,6 @@ def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tm
 
 
 @pytest.mark.parametrize(
-    ("purpose", "port", "expected"),
-    [
-        ("prover", 8000, "pvg train small -s weights.root=w -s rollout.engine=vllm"),
-        (
-            "prover",
-            8001,
-            "pvg train small -s weights.root=w -s rollout.engine=vllm -s serving.servers=http://127.0.0.1:8001",
-        ),
-        (
-            "verifier",
-            8000,
-            "pvg train small -s weights.root=w -s verifier.engine=vllm "
-            "-s serving.verifier_servers=http://127.0.0.1:8000",
-        ),
-    ],
-)
-def test_what_to_type_next_names_this_server(tmp_path: Path, purpose: str, port: int, expected: str) -> None:
-    spec = ServerSpec(
-        command=(),
-        environment={},
-        host="127.0.0.1",
-        port=port,
-        model="m",
-        runner="generate",
-        interpreter=Interpreter(tmp_path, "0.32.0", "cpu", "a test"),
-        log=tmp_path,
-        startup_s=1.0,
-    )
-    assert list(next_commands("small", ["weights.root=w"], purpose, spec)) == [expected]
-
-
-@pytest.mark.parametrize(
     ("native", "dtype", "warned"),
     [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0), (None, "bfloat16", 0)],
 )
@@ -85,22 +52,6 @@ def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
     called = pvg("serve", _experiment(tmp_path), "--port", str(_free_port()), *settings)
     assert "nowhere" in called.err  # nothing is started
     assert called.err.count("give this to pvg serve and to pvg train: -s rollout.dtype=float32.") == warned
-
-
-@pytest.mark.parametrize("purpose", ["verifier", "reference"])
-def test_the_advice_for_a_server_of_the_verifiers_model_helps(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, purpose: str
-) -> None:
-    interpreter = Interpreter(tmp_path, "0.32.0", "cpu", "a test")
-    monkeypatch.setattr("pvg.servers.command.find_interpreter", lambda: interpreter)
-    monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: False)
-    words = ("serve", _experiment(tmp_path), "--for", purpose, "--port", str(_free_port()))
-    words += ("-s", "verifier.adapters=lora", "-s", "models.verifier.source=nowhere")
-    called = pvg(*words, "-s", "models.verifier.dtype=bfloat16")
-    advice = "-s models.verifier.dtype=float32."
-    assert f"give this to pvg serve and to pvg train: {advice}" in called.err
-    assert "nowhere" in called.err
-    assert "warning" not in pvg(*words, *advice.removesuffix(".").split()).err
 
 
 def _experiment(folder: Path) -> str:

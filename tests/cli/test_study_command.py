@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +18,6 @@ from calling import ENTRY, pvg
 sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
 from study_samples import PVG, SMALL
-
-from pvg.study.plan import load_study
 
 TINY = """
 name = "tiny"
@@ -62,15 +59,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def behave(**behaviour: str) -> None:
     Path("behaviour.json").write_text(json.dumps({name.replace("_", "-"): how for name, how in behaviour.items()}))
-
-
-def test_a_place_without_room_for_the_tables_is_refused_before_anything_is_played(small: str) -> None:
-    for option in ("--markdown", "--csv"):
-        for place, says in (("studies", f"{option} studies is a folder."), ("no/paper.md", "mkdir -p no")):
-            refused = pvg("study", small, option, place)
-            assert refused.code == 2
-            assert says in refused.err
-            assert not Path("played.txt").exists()
 
 
 def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
@@ -144,19 +132,6 @@ def test_changed_settings_are_refused_with_their_names(small: str) -> None:
     assert "2 of 6 games to play" in more.err
 
 
-def test_games_that_are_only_to_be_evaluated_are_counted_apart(small: str) -> None:
-    assert pvg("study", small, "--seeds", "1").code == 0
-    file = Path("studies/small.toml")
-    file.write_text(file.read_text().replace("threads = 1", 'threads = 1\nevaluate = ["exploit"]'))
-    plan = load_study(small)
-    Path("hashes.json").write_text(json.dumps({cell.name: cell.experiment.hash() for cell in plan.cells}))
-    only = pvg("study", small, "--seeds", "1")
-    assert (only.code, "2 of 2 games to evaluate, 1 at a time." in only.err) == (0, True), only.err
-    shutil.rmtree("runs/small/cgc-seed-000/evaluation")
-    both = pvg("study", small)
-    assert "2 of 4 games to play and 1 to evaluate, 32 optimizer steps, 1 at a time." in both.err
-
-
 def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     called = pvg("study", small, "--dry-run")
     assert called.code == 0
@@ -179,45 +154,12 @@ def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     assert pvg("study", small, "--dry-run", "--only-table").code == 2
 
 
-@pytest.mark.parametrize(
-    ("evaluate", "said"),
-    [
-        ("", "1 thread each."),
-        ("evaluate = true", "evaluated afterwards."),
-        ('evaluate = {rounds = "last"}', "(its last round)."),
-        ("evaluate = {rounds = [1, 0]}", "(rounds 0, 1)."),
-    ],
-)
-def test_a_dry_run_tells_what_is_evaluated(small: str, evaluate: str, said: str) -> None:
-    file = Path("studies/small.toml")
-    file.write_text(file.read_text().replace("threads = 1", f"threads = 1\n{evaluate}"))
-    assert said in " ".join(pvg("study", small, "--dry-run").out.split())
-
-
 def test_without_a_name_the_studies_are_listed(small: str) -> None:
     called = pvg("study")
     assert called.code == 0
     for name in ("small", "quick", "published-shape", "robust", "pvg study NAME"):
         assert name in called.out
     assert {"small", "quick"} <= {found["name"] for found in pvg("study", "--json").document["studies"]}
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('measures = ["helpful_acuracy"]', "There is no measure 'helpful_acuracy'. Did you mean 'helpful_accuracy'?"),
-        ("procesess = 2", "Unknown key 'procesess' (mine.toml). The nearest valid key is 'processes'."),
-        ("[common]\ngame.raunds = 2", "Unknown key 'game.raunds' ([common] of mine.toml). The nearest valid key is"),
-        ("[common\n", "mine.toml is not valid TOML"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(text: str, said: str) -> None:
-    Path("mine.toml").write_text(f'name = "mine"\n{text}\n')
-    called = pvg("study", "mine.toml")
-    assert called.code == 2
-    assert said in called.err
-    assert "Traceback" not in called.err
-    assert not Path("runs").exists()
 
 
 def test_report_points_to_a_studys_page(small: str) -> None:

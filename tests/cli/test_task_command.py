@@ -207,19 +207,6 @@ def few_characters(*more: str) -> list[str]:
 CAN_WRITE = "the models can write a correct solution"
 
 
-def test_a_form_that_the_model_cannot_write_fails_the_check_and_both_ways_to_train() -> None:
-    settings = few_characters()
-    checked = pvg("task", "check", *settings, "--json")
-    assert checked.code == 1
-    assert [name for name, passed in checks(checked.document).items() if passed is False] == [CAN_WRITE]
-    message = "models.prover.source = 'embedded:modchain-prover' cannot write '<', 'a', 'n', 's', 'w', 'e', 'r', '>'"
-    for called in (pvg("train", "--dry-run", *settings), pvg("train", *settings, "-s", "cluster=none")):
-        assert called.code == 2
-        assert message in called.err
-        assert "task.grader=number" in called.err
-    assert not list(Path("runs/modchain").glob("rollouts/*"))
-
-
 @pytest.mark.parametrize(
     ("more", "passed"),
     [(["task.grader=number"], True), (["task.grader=regex", "task.pattern=A([0-9]+)$", "task.form=A"], None)],

@@ -88,28 +88,12 @@ def test_the_next_run_gets_the_next_free_number_and_says_so(calls: list[dict[str
     assert "this run is modchain-3" in called.err
 
 
-def test_a_named_run_is_not_renumbered(calls: list[dict[str, Any]]) -> None:
-    assert pvg("train", "--name", "mine").code == 0
-    called = pvg("train", "--name", "mine")
-    assert called.code == 2
-    assert "already exists" in called.err
-    assert len(calls) == 1
-
-
 def test_json_is_one_document_with_everything_else_on_stderr(calls: list[dict[str, Any]]) -> None:
     called = pvg("train", "--json")
     assert called.document["status"] == "complete"
     assert called.document["run"] == "modchain"
     assert called.document["rounds"] == [{"round": 0, "metrics": {"helpful_accuracy": 0.875}}]
     assert called.document["resume"] is None
-
-
-def test_an_experiment_file_and_a_folder_for_runs(calls: list[dict[str, Any]]) -> None:
-    Path("mine.toml").write_text('name = "mine"\nseed = 3\n')
-    called = pvg("train", "mine.toml", "-s", "store.root=else where")
-    assert called.code == 0
-    assert calls[0]["run"].path == Path("else where/mine")
-    assert "pvg report 'else where/mine'" in called.out
 
 
 # --- stopping and failing --------------------------------------------------------------------------------------------
@@ -153,16 +137,6 @@ def test_a_run_that_fails_before_its_first_commit_leaves_no_folder(monkeypatch: 
     assert not Path("runs/modchain").exists()
 
 
-def test_a_run_that_fails_later_keeps_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def failing(experiment: Experiment, run: RunDirectory, **_: Any) -> GameOutcome:
-        commit(run, state("mint"))
-        raise MissingRequirementError("The disk is full.")
-
-    replace_play(monkeypatch, failing)
-    assert pvg("train").code == 3
-    assert RunDirectory(Path("runs/modchain")).state.is_file()
-
-
 def test_a_run_is_locked_while_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -203,12 +177,6 @@ def test_resume_by_name_or_path(calls: list[dict[str, Any]], words: tuple[str, .
     assert pvg("train", *words).code == 0
     assert calls[0]["run"].name == "here"
     assert calls[0]["experiment"].name == "other"
-
-
-def test_resume_may_change_what_does_not_change_the_outcome(calls: list[dict[str, Any]]) -> None:
-    unfinished("here")
-    assert pvg("train", "--resume", "-s", "store.commit_every=3").code == 0
-    assert calls[0]["experiment"].store.commit_every == 3
 
 
 @pytest.mark.parametrize(
@@ -264,13 +232,6 @@ def test_resume_says_that_a_setting_is_wrong_and_changes_nothing(
     assert calls == []
 
 
-def test_resume_with_an_experiment_compares_with_it(calls: list[dict[str, Any]]) -> None:
-    unfinished("modchain", seed=11)
-    called = pvg("train", "modchain", "--resume")
-    assert called.code == 2
-    assert "seed: 11 -> 0" in called.err
-
-
 def test_a_complete_run_gets_more_rounds(calls: list[dict[str, Any]]) -> None:
     run = played(Path("runs"), "done")
     rounds = run.experiment().game.rounds
@@ -280,17 +241,6 @@ def test_a_complete_run_gets_more_rounds(calls: list[dict[str, Any]]) -> None:
     assert called.code == 0
     assert f"Resuming done. It will have {rounds + 1} rounds." in called.err
     assert calls[0]["experiment"].game.rounds == run.experiment().game.rounds == rounds + 1
-
-
-def test_a_run_whose_new_rounds_are_only_in_its_file_goes_on(calls: list[dict[str, Any]]) -> None:
-    """Its process was killed before the first commit of the new round."""
-    run = played(Path("runs"), "done")
-    planned = run.experiment()
-    commit(run, state("complete", rounds=[{"helpful_accuracy": 0.5}], config=planned.hashed()))
-    assert pvg("train", "--resume", "done").code == 2
-    run.set_rounds(9)
-    assert pvg("train", "--resume", "done").code == 0
-    assert calls[0]["experiment"].game.rounds == 9
 
 
 def test_a_run_gets_no_rounds_that_were_not_asked_for(calls: list[dict[str, Any]]) -> None:

@@ -19,30 +19,25 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from verifier.tiny_verifiers import beginning_tokenizer, english_tokenizer, language_model, perturb, verifier
+from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, verifier
 
 import pvg
-from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_model
 from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
-from pvg.evaluation.opened_run import OpenedRun
 from pvg.export.card import intervals
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, _set_generation, export_player, exported_template
-from pvg.models import open_model
+from pvg.export.folders import LOADER, WRITERS, export_player
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Role
 from pvg.verifier.data import VerifierTemplate
 
 QUESTION_OF_TEST = "7+5+8+3+6?"
@@ -79,12 +74,6 @@ def scalar(folder: Path) -> FinishedRound:
         "verifier.head": "scalar",
     }
     return FinishedRound.open(pvg.play("small.toml", settings, name="scalar").directory)
-
-
-def first_prompts(finished: FinishedRound) -> list[tuple[Role, str]]:
-    tags = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
-    stored = list(OpenedRun.open(finished.run).read_rollouts(finished.round, "checkpoint"))
-    return [(role, tags[role] + next(each.question for each in stored if each.role is role)) for role in Role]
 
 
 def loader(folder: Path) -> Any:
@@ -134,26 +123,6 @@ def test_a_prover_opens_as_a_causal_language_model(implicit: FinishedRound, fold
     assert model.generation_config.temperature == implicit.experiment.rollout.temperature
     assert model.generation_config.max_new_tokens == implicit.experiment.rollout.max_tokens
     assert model.config.pvg["run"] == "implicit"
-
-
-def test_a_prover_samples_as_in_the_run_whatever_its_base_prefers(implicit: FinishedRound) -> None:
-    section = implicit.experiment.models.prover
-    with open_model(section, torch.device("cpu")) as model:
-        model.module.generation_config = GenerationConfig(repetition_penalty=1.3, min_p=0.2, suppress_tokens=[5])
-        _set_generation(model, implicit)
-        found, rollout = model.module.generation_config.to_diff_dict(), implicit.experiment.rollout
-    assert not {"repetition_penalty", "min_p", "suppress_tokens"} & found.keys()
-    assert (found["do_sample"], found["max_new_tokens"], found["eos_token_id"]) == (True, rollout.max_tokens, 1)
-
-
-def test_the_card_of_a_prover_shows_the_prompts_of_both_roles(implicit: FinishedRound, folder: Path) -> None:
-    facts = export_player(implicit, "prover", folder / "prompted")
-    config = orjson.loads((folder / "prompted" / "config.json").read_bytes())
-    asked = {role.value: shown for role, shown in first_prompts(implicit)}
-    assert facts["example_prompts"] == config["pvg"]["example_prompts"] == asked
-    assert {text[0] for text in asked.values()} == {"H", "S"}
-    card = (folder / "prompted" / "README.md").read_text()
-    assert all(f"```text\n{text}\n```" in card for text in asked.values())
 
 
 def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: FinishedRound, folder: Path) -> None:
@@ -274,21 +243,6 @@ def test_every_head_on_every_family_scores_the_same(tmp_path: Path, family: Any,
     # For Qwen 2, AutoTokenizer replaces the tokenizer of characters by Qwen's own rules.
     exported.tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert [exported.score(*row) for row in rows] == pytest.approx(scores_of(model, style, rows), abs=2e-4)
-
-
-@pytest.mark.parametrize("style", ["text", "plain", "chat"])
-def test_a_text_begins_and_ends_with_the_models_own_tokens_as_in_pvg(tmp_path: Path, style: str) -> None:
-    fast = beginning_tokenizer()._fast
-    tokenizer = Tokenizer(fast, "two ends", GenerationConfig(eos_token_id=fast.convert_tokens_to_ids("<|end|>")))
-    model = build_verifier(Verifier(head="implicit"), language_model(tokenizer, context=128))
-    perturb(model)
-    facts = facts_of(model, "implicit", style)
-    facts["template"] |= exported_template(Experiment(prompts="tag" if style == "plain" else style), tokenizer)
-    assert facts["template"]["end_ids"] == list(tokenizer.end_ids)
-    WRITERS[type(model)](model, tmp_path, facts)
-    (tmp_path / LOADER).write_bytes((Path(pvg.__file__).parent / "export" / LOADER).read_bytes())
-    rows = [("7 + 5?", "It is 12."), ("", "no"), ("7 + 5?", "It is 12.<|eos|><|end|>")]
-    assert [loader(tmp_path).score(*row) for row in rows] == pytest.approx(scores_of(model, style, rows), abs=2e-4)
 
 
 def test_an_ensemble_is_refused(implicit: FinishedRound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

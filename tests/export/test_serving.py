@@ -11,7 +11,6 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -263,41 +262,6 @@ def stopped(*arguments):
     os.kill(os.getpid(), signal.SIGINT)
     return scored(*arguments)
 rows._scored = stopped
-app(prog_name="pvg")
-"""
-
-
-def test_a_second_ctrl_c_ends_the_server_at_once(run: Run) -> None:
-    """While the event loop is busy, so that only the signal's handler can end the process."""
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED_SERVER, "serve", "mine", "--player", "verifier", "--port", "0", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        lines: list[str] = []
-        while not lines or not lines[-1].startswith("}"):
-            lines.append(process.stdout.readline())
-            assert lines[-1], process.communicate()
-        with pytest.raises((OSError, HTTPException)):
-            urllib.request.urlopen(json.loads("".join(lines))["url"] + "/health", timeout=120)
-        out, errors = process.communicate(timeout=120)
-    assert (process.returncode, out) == (130, ""), errors  # no second document
-    assert "Ctrl-C again quits at once." in errors
-    assert "Stopped." not in errors
-
-
-INTERRUPTED_SERVER = """
-import os, signal, time
-from pvg.export.finished import FinishedRound
-from pvg.export.reward_server import RewardServer
-from pvg_cli.main import app
-def interrupted(*arguments):
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(600)
-RewardServer._health = interrupted
 app(prog_name="pvg")
 """
 

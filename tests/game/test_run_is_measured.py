@@ -98,7 +98,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
         observer.cached_in.add(threading.current_thread().name)
         return cache_state(scorer)
 
-    loop, notice = runner(experiment.telemetry.event_loop)
+    loop, notice = runner()
     assert notice is None
     with loop, run.lock(), pytest.MonkeyPatch.context() as patched:
         patched.setattr(VerifierScorer, "cache_state", noted)
@@ -264,7 +264,6 @@ def test_the_event_log_pairs(measured: tuple[RunDirectory, Scraping]) -> None:
     updates = events["weights", "client.send"]
     assert updates > 0
     assert {events["weights", name] for name in ("server.recv", "rpc.start", "rpc.done", "client.done")} == {updates}
-    assert events["gen", "batch.start"] == events["gen", "batch.done"] > 0
     steps = [r for r in records(run, "step") if r["phase"].startswith("train_")]
     assert events["step", "done"] == len(steps)
     assert events["run", "start"] == events["run", "stop"] == 1
@@ -277,17 +276,8 @@ def logged(run: RunDirectory, tag: str, event: str) -> list[dict[str, str]]:
     return [fields for fields in found if fields["event"] == event]
 
 
-def test_the_figures_of_the_event_log_are_what_the_run_did(measured: tuple[RunDirectory, Scraping]) -> None:
+def test_the_share_of_truncated_rollouts_is_a_share(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
-    (whole,) = records(run, "run")
-    told = [*records(run, "step"), *records(run, "phase")]
-    batches = logged(run, "gen", "batch.done")
-    decoded_ms = 1e3 * sum(record.get("busy", record["budget"]).get("decode", 0.0) for record in told)
-    assert decoded_ms <= sum(float(batch["dur_ms"]) for batch in batches) <= 1e3 * whole["seconds"]
-    assert all(float(batch["longest_ms"]) > 0 for batch in batches)
-    assert sum(int(batch["completions"]) for batch in batches) == sum(
-        len(RolloutShards(run.rollouts).read(path)) for path in run.rollouts.rglob("*.arrow")
-    )
     truncated = [r["metrics"]["truncated"] for r in records(run, "step") if r["phase"] == "train_prover"]
     assert any(0 < share < 1 for share in truncated)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import StateError
-from pvg.games.diplomacy import LONGEST_TEXT, Diplomacy
+from pvg.games.diplomacy import Diplomacy
 from pvg.games.diplomacy_board import Board, Position, mini_board, packed, place, standard_board
 from pvg.games.diplomacy_movement import LONGEST_ORDER, Order, adjudicate, parse, parse_orders, write
 from pvg.games.diplomacy_phases import Legality, deciders, orders_of, step
@@ -208,17 +208,6 @@ def test_reading_takes_linear_time() -> None:
     assert parse(BOARD, "par H".ljust(LONGEST_ORDER + 1)) is None
 
 
-@pytest.mark.parametrize("board", [BOARD, mini_board()], ids=lambda board: board.name)
-def test_written_orders_are_read_back(board: Board) -> None:
-    position = board.start
-    for power in range(len(board.powers)):
-        for listed in orders_of(board, position, power).values():
-            for order in listed:
-                assert parse(board, write(board, order)) == order
-                bare = order._replace(unit="")
-                assert parse(board, write(board, bare)) == bare
-
-
 @pytest.mark.parametrize(
     ("text", "written"),
     [
@@ -341,24 +330,6 @@ def test_winter_orders_that_do_not_fit_the_number_of_centres(
     assert outcome.position == game.step(state, {"France": action}, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "kept", "note"),
-    [
-        ("stp/nc B", "F stp/nc B", ""),
-        ("war B", "A war B", ""),
-        ("A stp B", "A stp B", ""),
-        ("sev B", "", "sev B: name the unit, A or F; no legal order"),
-        ("F stp B", "", "F stp B: name the coast; no legal order"),
-        ("F war B", "", "F war B: this unit cannot be built there; no legal order"),
-        ("A stp/nc B", "", "A stp/nc B: this unit cannot be built there; no legal order"),
-    ],
-)
-def test_builds_without_their_unit_or_coast(text: str, kept: str, note: str) -> None:
-    state = place(BOARD, {"Russia": ["A mos"]}, "W1901A", {"Russia": ["mos", "stp", "war", "sev"]})
-    action = Diplomacy().parse(state, "Russia", text)
-    assert (action.text, action.note) == (kept, note)
-
-
 def test_the_orders_of_the_instructions_are_legal() -> None:
     game = Diplomacy()
     winter_orders = ("A par B", "F stp/nc B", "par D", "waive")
@@ -375,15 +346,6 @@ def test_the_orders_of_the_instructions_are_legal() -> None:
 def completed(state: Position, text: str) -> list[Order]:
     legality = Legality(BOARD, state)
     return [legality.complete(order) for order in parse_orders(BOARD, text).orders]
-
-
-def test_a_second_order_and_a_text_that_is_too_long_are_noted() -> None:
-    game = Diplomacy()
-    twice = game.parse(BOARD.start, "France", "par-bur\npar-pic")
-    assert (twice.text, twice.note) == ("A par-bur", "A par-pic: the unit has an order")
-    long = game.parse(BOARD.start, "France", "par-bur\n" + "\n" * LONGEST_TEXT)
-    assert (long.text, long.legal) == ("A par-bur", False)
-    assert f"{LONGEST_TEXT:,} characters are read" in long.note
 
 
 @settings(max_examples=25, deadline=None)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pvg.games import open_game
 from pvg.games.game import ReplayedGame, ReplayedState
-from pvg.games.textarena import REFUSED, open_textarena
+from pvg.games.textarena import open_textarena
 from pvg.records import Role
 
 # Moves of a game of tic-tac-toe that player 0 wins with 4, 1 and 7, the middle column.
@@ -99,35 +96,3 @@ def test_a_move_on_which_textarena_fails_loses(monkeypatch: pytest.MonkeyPatch) 
     end = play(game, state, "[0]")
     assert game.values(end) == {"player-0": 0.0, "player-1": -1.0}
     assert end.shown.note == "TextArena failed on this move (IndexError: no such cell)"
-
-
-@pytest.mark.drill
-@pytest.mark.usefixtures("_textarena")
-def test_exactly_the_refused_environments_use_the_network(tmp_path: Path) -> None:
-    """Opens one environment of each module, in a process without network and without word lists of nltk."""
-    program = """
-import contextlib, io, socket, sys
-def refuse(*_, **__): raise SystemExit("network")
-socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
-from textarena.envs.registration import ENV_REGISTRY
-import textarena
-modules = {str(spec.entry_point): name for name, spec in reversed(ENV_REGISTRY.items())}
-found = set()
-for entry, name in modules.items():
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        try:
-            textarena.make(name)
-        except SystemExit:
-            found.add(entry.split(".")[2])
-        except ValueError as error:
-            if "API key" not in str(error): raise
-            found.add(entry.split(".")[2])
-        except (ImportError, OSError, SyntaxError):
-            pass  # it cannot be opened here at all, and pvg says so with these errors
-print(*sorted(found))
-"""
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path
-    )
-    assert done.stdout.split() == sorted(REFUSED)

@@ -66,12 +66,6 @@ def test_what_no_repository_is_called_is_refused_with_the_key(source: str) -> No
         experiment(source)
 
 
-def test_only_two_tasks_read_a_dataset_of_the_hub() -> None:
-    build_experiment({"task": {"kind": "gsm8k", "path": "hf:openai/gsm8k"}})
-    with pytest.raises(ConfigurationError, match=r"kinds 'gsm8k' and 'data'"):
-        build_experiment({"task": {"kind": "code", "path": "hf:openai/gsm8k"}})
-
-
 def test_only_safetensors_and_text_are_downloaded(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
     commit = hub.add("tiny/prover", model)
     said: list[str] = []
@@ -103,14 +97,6 @@ def test_a_revision_is_resolved_to_its_commit(hub: Hub, here: Path, model: dict[
     (found,) = hub_ids(pinned(experiment(f"hf:tiny/prover@{revision}").sources(), QUIET)).values()
     assert found == f"hf:tiny/prover@{expected}"
     assert fetch(f"hf:tiny/prover@{revision}", "model", QUIET).name == expected
-
-
-def test_two_models_of_a_process_are_of_one_commit(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
-    commit = hub.add("tiny/prover", model)
-    first = pinned(experiment("hf:tiny/prover").sources(), QUIET)
-    hub.add("tiny/prover", model)
-    assert hub_ids(pinned(experiment("hf:tiny/prover").sources(), QUIET)) == hub_ids(first)
-    assert first["models.prover.source"].endswith(commit)
 
 
 def test_a_resumed_run_keeps_its_commit_unless_another_revision_is_named(here: Path) -> None:
@@ -224,28 +210,6 @@ def test_a_hub_that_does_not_answer_is_told_and_the_cache_serves(
     assert said[0].endswith(f". hf:tiny/prover is commit {commit}, from the cache.")
     with pytest.raises(MissingRequirementError, match=r"http://127\.0\.0\.1:9: .*Check the network"):
         fetch("hf:tiny/other", "model", QUIET)
-
-
-FILL = """
-import resource, signal, sys
-from pvg.errors import MissingRequirementError
-from pvg.hub import fetch
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-try:
-    fetch("hf:tiny/prover", "model")
-except MissingRequirementError as error:
-    print(error)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
-def test_a_full_disk_is_told(hub: Hub, environment: Path, model: dict[str, bytes]) -> None:
-    hub.add("tiny/prover", model)
-    done = subprocess.run([sys.executable, "-c", FILL], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith(f"{environment}: "), done.stderr
-    assert "HF_HOME" in done.stdout
-    assert "it/s" not in done.stderr  # no progress bars where no terminal is
 
 
 def test_huggingface_hub_is_loaded_for_a_download_alone() -> None:

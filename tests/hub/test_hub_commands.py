@@ -21,7 +21,6 @@ from pvg import hub as pvg_hub
 from pvg.config.load import load_experiment
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError
-from pvg.servers.command import model_folder, model_name
 from pvg.store.run_directory import RunDirectory
 from pvg.study.plan import load_study
 from pvg.tasks import open_task
@@ -67,13 +66,6 @@ def test_a_dry_run_prints_the_commit_and_the_size_and_downloads_nothing(
     assert not Path("runs").exists()
 
 
-def test_validate_checks_the_form_and_asks_no_hub(hub: Hub, here: Path) -> None:
-    assert pvg("config", "validate", *PROVER).code == 0
-    called = pvg("config", "validate", "-s", "models.prover.source=hf:a/b/c")
-    assert (called.code, "models.prover.source: 'hf:a/b/c' is not an id" in called.err) == (2, True)
-    assert hub.seen == []
-
-
 def test_a_run_keeps_the_commit_that_it_began_with(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
     commit = hub.add("tiny/prover", model)
     toml = pvg("train", "--dry-run", *PROVER).out.partition("\n\nderived")[0]
@@ -112,16 +104,6 @@ def test_problems_of_a_dataset_of_the_hub(hub: Hub, here: Path, dataset: dict[st
     hub.add("tiny/nothing", {"README.md": b""}, kind="datasets")
     with pytest.raises(ConfigurationError, match="has no train and test files"):
         open_task(Gsm8kTask(path=Path("hf:tiny/nothing")))
-
-
-def test_a_server_gets_the_folder_in_the_cache(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
-    commit = hub.add("tiny/prover", model)
-    toml = pvg("config", "show", *PROVER).out
-    Path("served.toml").write_text(toml)
-    experiment = load_experiment(Path("served.toml"))
-    folder = model_folder(experiment, "prover")
-    assert folder == here / "models--tiny--prover" / "snapshots" / commit
-    assert model_name(experiment, "prover", folder) == "prover"
 
 
 @pytest.mark.drill

@@ -115,38 +115,6 @@ def teacher_forced(
     return chosen[:, 0].numpy()
 
 
-def test_updates_that_wait_behind_generation_are_measured(
-    folder: Path, server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`weights.client = "shared"` and a few connections for 24 requests: an update waits for its turn among them."""
-    for floor in ("FLOOR_TOTAL", "FLOOR_PER_HOST"):
-        monkeypatch.setattr(f"pvg.servers.pool.{floor}", 4)
-
-    async def play(players: Players, kept: Kept) -> None:
-        await players.publish(moved(players, 0.0), 1)
-        over, wanted = asyncio.Event(), requests(players, 24, tokens=64)
-
-        async def keep_asking(request: GenerationRequest) -> None:
-            for number in itertools.count():
-                if over.is_set():
-                    return
-                await players.engine.generate(replace(request, id=f"{request.id}-{number}"))
-
-        asking = [asyncio.create_task(keep_asking(request)) for request in wanted]
-        await asyncio.sleep(0)
-        for version in range(2, 14):  # many, because the first one pays for opening connections
-            await players.publish(moved(players, 0.01 * version), version)
-        over.set()
-        await asyncio.gather(*asking)
-
-    kept = Kept()
-    few = {"rollout__concurrency": 4, "serving__probe_timeout_s": 60}
-    run(experiment(folder, server.url, weights__client="shared", **few), play, kept)
-    assert [fields["inflight"] for fields in kept.named("client.send")][-5:] == [24] * 5
-    done = kept.named("client.done")[1:]  # the first one opens connections
-    assert sum(fields["queue_ms"] for fields in done) > 0.5 * sum(fields["wall_ms"] for fields in done)
-
-
 def test_log_probs_are_those_of_the_distribution_that_was_sampled(folder: Path, server: Served) -> None:
     async def play(players: Players, kept: Kept) -> None:
         wanted = requests(players, 16, temperature=0.6)

@@ -104,9 +104,7 @@ def test_a_prover_answers_and_sigterm_ends_it_in_order(tmp_path: Path) -> None:
         assert f"Port {port} of 127.0.0.1 cannot be used" in second.stderr
         server.process.terminate()
         assert server.ended() == 130
-    said = (tmp_path / "stderr").read_text()
-    for stage in ("importing vLLM", "No process of the server is left"):
-        assert stage in said
+    assert "No process of the server is left" in (tmp_path / "stderr").read_text()
 
 
 def test_nothing_survives_when_pvg_serve_is_killed(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import shutil
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ def two_versions(server: Server) -> dict[str, Any]:
     for name, values in tensors.items():
         publish(server.root, name, values)
     return {name: language_model(EMBEDDED, values) for name, values in tensors.items()}
+
+
+@pytest.fixture
+def scratch(server: Server) -> Iterator[Path]:
+    """A separate folder below the root."""
+    folder = server.root / "scratch"
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
 
 
 async def refusal(control: ControlClient, name: str, label: WeightLabel) -> tuple[int, str]:

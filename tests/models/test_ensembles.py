@@ -5,13 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_ensembles import inputs, member
 
 from pvg.config.base import kinds_of
 from pvg.config.training import EnsembleOfVerifiers
-from pvg.models.heads import AGGREGATIONS, HEADS, ScoreScales, VerifierEnsemble
+from pvg.models.heads import AGGREGATIONS, ScoreScales, VerifierEnsemble
 from pvg.models.language_model import ModelClosedError
 
 SCORES = torch.tensor([[1.0, -2.0, 0.5], [4.0, 0.0, 0.5], [-2.0, -1.0, 3.5], [3.0, 7.0, 0.5]], dtype=torch.float64)
@@ -40,35 +38,6 @@ def test_an_ensemble_aggregates_its_members_on_the_common_scale() -> None:
         assert found_B.dtype == torch.float32
         assert not found_B.requires_grad
         np.testing.assert_allclose(found_B.numpy(), expected_B, rtol=1e-6)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_equal_members_score_like_one_of_them_bit_by_bit(head: str, aggregation: str, count: int) -> None:
-    rows = inputs(9)
-    with torch.no_grad():
-        alone_B = member(head, 1)(*rows)
-    assert alone_B.std() > 1e-3
-    ensemble = VerifierEnsemble([member(head, 1) for _ in range(count)], aggregation, ScoreScales.none(count))
-    assert torch.equal(ensemble(*rows), alone_B)
-    assert torch.equal(ensemble(*rows, ensemble.reference(*rows)), alone_B)
-
-
-@given(
-    st.lists(st.lists(st.floats(-50, 50, width=32), min_size=4, max_size=4), min_size=1, max_size=6),
-    st.permutations(range(4)),
-)
-def test_aggregations_do_not_look_at_other_solutions_and_are_ordered(
-    scores: list[list[float]], order: list[int]
-) -> None:
-    scores_KN = torch.tensor(scores, dtype=torch.float64)
-    found = {name: aggregate(scores_KN) for name, aggregate in AGGREGATIONS.items()}
-    for name, aggregate in AGGREGATIONS.items():
-        assert torch.equal(aggregate(scores_KN[:, order]), found[name][order])
-        assert torch.equal(aggregate(scores_KN[:, :1]), found[name][:1])
-    assert bool((found["min"] <= found["median"]).all())
-    assert bool((found["min"] <= found["mean"] + 1e-12).all())
 
 
 def test_a_version_is_of_the_members_the_scales_and_the_aggregation() -> None:

@@ -6,14 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
-from transformers import LlamaConfig
 
 from pvg.config.experiment import Experiment
 from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources
-from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.heads import build_verifier
 from pvg.tasks import open_task
 
@@ -34,25 +32,6 @@ def test_a_saved_directory_opens_with_the_same_weights_and_tokens(saved):
         assert not model.module.training
         assert model.module.config._attn_implementation == "sdpa"
         assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
-
-
-def test_the_end_tokens_of_the_models_own_settings_end_a_completion_too(saved):
-    section = ModelSection(source=str(saved[0]))
-    (saved[0] / "generation_config.json").write_text('{"eos_token_id": [1, 0, 7]}')  # 7 is a digit
-    with open_model(section, CPU) as model:
-        assert model.tokenizer.end_ids == (1, 0)
-        model.save(saved[0].with_name("again"))
-    assert sources.open_without_weights(section).tokenizer.end_ids == (1, 0)
-    assert sources.open_without_weights(ModelSection(source=str(saved[0].with_name("again")))).tokenizer.end_ids == (
-        1,
-        0,
-    )
-    (saved[0] / "generation_config.json").unlink()
-    (saved[0] / "config.json").write_text(
-        (saved[0] / "config.json").read_text().replace('"eos_token_id": 1', '"eos_token_id": [0]')
-    )
-    with open_model(section, CPU) as model:
-        assert model.tokenizer.end_ids == sources.open_without_weights(section).tokenizer.end_ids == (1, 0)
 
 
 def test_a_pickle_is_refused_without_being_opened(saved):
@@ -109,21 +88,6 @@ def test_a_weight_that_is_missing_or_misshapen_is_refused(saved, change, message
         open_model(ModelSection(source=str(saved[0])), CPU)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"),
-        ("config.json", b'{"model_type": "llama", "max_position_embeddings": null}'),
-        ("config.json", b'{"model_type": "llama", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}'),
-    ],
-)
-def test_a_damaged_file_is_refused_in_one_line(saved, name, content):
-    (saved[0] / name).write_bytes(content)
-    with pytest.raises(ConfigurationError, match="tiny cannot be opened") as caught:
-        open_model(ModelSection(source=str(saved[0])), CPU)
-    assert "\n" not in str(caught.value)
-
-
 def test_code_that_comes_with_a_model_is_never_run(saved, tmp_path):
     directory, mark = saved[0], tmp_path / "ran"
     (directory / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: ...\nclass M: ...\n")
@@ -152,16 +116,6 @@ def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path, monkeypatc
         with open_model(ModelSection(source=str(tmp_path / "copy"), dtype="bfloat16"), CPU) as reopened:
             assert reopened.fingerprint() == model.fingerprint()
             assert reopened.tokenizer.fingerprint == model.tokenizer.fingerprint
-
-
-def test_a_gguf_tokenizer_ends_as_its_file_says():
-    fast = modchain_tokenizer()
-    end = fast.eos_token_id
-    fast.eos_token = fast.convert_ids_to_tokens(end + 3)  # as transformers 5.17 reads SmolLM2's file
-    sources.end_as_configured(fast, LlamaConfig(eos_token_id=end))
-    assert fast.eos_token_id == end
-    sources.end_as_configured(fast, LlamaConfig(eos_token_id=[end + 3, end + 4]))  # several: the tokenizer's own stays
-    assert fast.eos_token_id == end
 
 
 def test_pick_device():

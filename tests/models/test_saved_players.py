@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from game.kill_drill import small_experiment
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import pvg
 from pvg.config.base import RunId, parse_run_id
@@ -22,8 +21,6 @@ from pvg.config.training import Models, ModelSection
 from pvg.errors import StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
-from pvg.game.ledger import check_same_configuration
-from pvg.game.states import GameState
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.memory import read_shape
@@ -173,22 +170,6 @@ def test_a_server_gets_a_folder_with_the_player(folder: Path) -> None:
         assert all(torch.equal(served.weights()[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("run:bas", "there is no run in runs/bas. Did you mean 'base'?"),
-        ("run:elsewhere/base", "A path that is not absolute starts in the current folder."),
-        ("run:base/round-7", "round 7 of the run 'base' is not finished. It has 2 finished rounds: 0 to 1."),
-        ("run:base/warmup", "has no finished warm start"),
-    ],
-)
-def test_a_player_that_does_not_exist_is_refused_in_one_line(folder: Path, source: str, says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        open_model(ModelSection(source=source), CPU)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def pinned(experiment: Experiment) -> Experiment:
     return experiment.with_sources(pinned_players(experiment.sources()))
 
@@ -221,27 +202,3 @@ def test_a_resumed_run_keeps_the_weights_of_its_start(folder: Path) -> None:
     start = pinned(with_models("run:growing/round-0"))
     resumed = pinned_players_as(with_models("run:growing").sources(), start.sources())
     assert resumed["models.prover.source"] == start.models.prover.source
-
-
-@pytest.mark.parametrize("player", ["prover", "verifier"])
-def test_a_run_resumes_with_the_settings_that_its_commits_hold(folder: Path, player: str) -> None:
-    """A commit holds the sources without the place of their runs."""
-    wanted = f"run:base/round-0/{player}"
-    experiment = pinned(Experiment(models=Models(prover=ModelSection(source=wanted))))
-    check_same_configuration(GameState("", experiment.hashed(), ""), experiment)
-    other = pinned(Experiment(models=Models(prover=ModelSection(source=f"run:base/round-1/{player}"))))
-    with pytest.raises(StateError, match=r"models\.prover\.source"):
-        check_same_configuration(GameState("", experiment.hashed(), ""), other)
-
-
-@pytest.mark.parametrize(("run", "weights"), [("base", "round-001-prover"), ("lora", "round-000-prover")])
-def test_transformers_opens_the_weights_of_a_prover_in_the_folder_of_the_run(
-    folder: Path, run: str, weights: str
-) -> None:
-    place = Path("runs", run, "weights", weights)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
-    state, wanted = model.state_dict(), saved_weights(run, weights)
-    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
-    assert tokenizer.decode(tokenizer("H7+5?").input_ids) == "H7+5?"
-    with open_model(ModelSection(source=str(place)), CPU) as opened:
-        assert all(torch.equal(opened.weights()[name], tensor) for name, tensor in wanted.items())

@@ -120,21 +120,6 @@ def test_what_is_saved_of_a_verifier_is_its_adapters_and_its_head(head: str) -> 
         assert torch.equal(again(*inputs(5)), verifier(*inputs(5)))
 
 
-def test_members_of_an_ensemble_of_adapters_share_one_base() -> None:
-    base = language("implicit")
-    members = [judge("implicit", base, 1)]
-    with members[0].start_model() as start:
-        members.append(judge("implicit", start, 2))
-    base.close()
-    one, two = (m.backbone for m in members)
-    assert one is not None
-    assert two is not None
-    frozen = [{id(p) for n, p in module.named_parameters() if ".lora_" not in n} for module in (one, two)]
-    assert frozen[0] == frozen[1]
-    with torch.no_grad():
-        members[1](*inputs(3))  # its base's owner has closed
-
-
 def test_closing_frees_what_is_its_own_and_the_rest_with_the_last_owner() -> None:
     base = language("implicit")
     verifier = judge("implicit", base, 2)

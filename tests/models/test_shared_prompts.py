@@ -11,7 +11,6 @@ from pvg.errors import ConfigurationError
 from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
 from pvg.models.packing import JoinedRows, distinct_prompts, pack_rows, pad_right, shared_prompt_batches
 from pvg.models.shared_prompts import check_packing
-from pvg.training.trainer import checkpoint_layers
 
 VOCABULARY = 37
 SIZES = {
@@ -91,19 +90,6 @@ def test_values_and_all_gradients_are_those_of_the_padded_rows(family):
     assert_same(build(family), *rows_of(MIXED), temperature=0.7)
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        [(5, [6, 6]), (5, [6, 6])],  # nothing is of another length: no row is moved
-        [(5, [4, 6]), (5, [1, 2])],  # one mask for all
-        [(3, [1, 1])],  # no completion token predicts another
-        [(1, [3])],
-    ],
-)
-def test_shapes_that_take_shorter_ways(groups):
-    assert_same(build(), *rows_of(groups))
-
-
 def test_a_prompt_is_the_same_where_its_tokens_are_whatever_the_group():
     rows, prompt_lengths = rows_of([(4, [2, 3]), (4, [2])])
     rows[2] = np.concatenate([rows[0][:4], rows[2][4:]])
@@ -115,25 +101,6 @@ def test_a_prompt_is_the_same_where_its_tokens_are_whatever_the_group():
     assert packed.ids_1T.shape == (1, 4 + 1 + 2 + 1)
     assert packed.positions_1T[0].tolist() == [0, 1, 2, 3, 4, 4, 5, 4]
     assert_same(build(), rows, prompt_lengths)
-
-
-def test_without_gradients_the_values_are_the_same_bits():
-    model, rows = build(), rows_of(MIXED)
-    with torch.no_grad():
-        found = shared_prompt_logprobs(model, *rows)
-    assert not found.requires_grad
-    assert torch.equal(found, shared_prompt_logprobs(model, *rows))
-
-
-def test_checkpointed_layers_give_the_same_gradients():
-    rows = rows_of(MIXED)
-    plain = build()
-    expected = gradients(plain, shared_prompt_logprobs(plain, *rows))
-    model = build()
-    checkpoint_layers(model)
-    for name, gradient in gradients(model, shared_prompt_logprobs(model, *rows)).items():
-        assert torch.equal(gradient, expected[name])
-    assert model.config._attn_implementation == "sdpa"
 
 
 # --- models that cannot ----------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pvg.models.logprobs import LogitTransform, token_logprobs, token_logprobs_and_entropies
+from pvg.models.logprobs import LogitTransform, token_logprobs
 
 FINISHES = [
     LogitTransform(),
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_autograd(finish, chunk):
     inputs = given()
     weights_N = torch.linspace(-1.0, 2.0, 7)
     expected = by_autograd(*inputs, finish)
-    found = token_logprobs(*inputs, finish, chunk)
+    found, _ = token_logprobs(*inputs, finish, chunk)
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad((weights_N * expected).sum(), inputs[:3])
     for _ in range(2):  # what is kept for the backward pass is not written into
@@ -51,7 +51,7 @@ def test_under_autocast_only_the_products_are_bfloat16():
     inputs = given()
     expected = by_autograd(*inputs, LogitTransform())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = token_logprobs(*inputs, LogitTransform(), 3)
+        found, _ = token_logprobs(*inputs, LogitTransform(), 3)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
     assert not torch.equal(found, expected)
@@ -67,8 +67,8 @@ def test_entropies_and_their_gradients_are_those_of_autograd(finish, chunk):
     hidden_ND, weight_VD, bias_V, targets_N = inputs
     logprobs_NV = all_by_autograd(hidden_ND, weight_VD, bias_V, finish)
     wanted_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)
-    found_N, entropies_N = token_logprobs_and_entropies(*inputs, finish, chunk)
-    assert torch.equal(found_N, token_logprobs(*inputs, finish, chunk))
+    found_N, entropies_N = token_logprobs(*inputs, finish, chunk, entropies=True)
+    assert torch.equal(found_N, token_logprobs(*inputs, finish, chunk)[0])
     torch.testing.assert_close(entropies_N, wanted_N)
     by_logprob, by_entropy = torch.linspace(-1.0, 2.0, 7), torch.linspace(0.5, -1.5, 7)
     expected_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]

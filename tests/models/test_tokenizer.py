@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Rules
-from tokenizers import decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from pvg.errors import ConfigurationError, UsageError
 from pvg.models.embedded_training import CHARACTERS, modchain_tokenizer
@@ -114,32 +114,6 @@ def test_the_next_turn_is_what_the_template_puts_between_two_answers(template):
     whole = tokenizer.chat([{"role": role, "content": said} for role, said in rows])
     assert whole[-len(found) :].tolist() == found.tolist()
     assert whole[-len(found) - 1] == tokenizer.eos_id
-
-
-def test_a_turn_may_end_with_another_token_than_a_text():
-    """As Gemma's and Phi-3's do. Token 40 is part of a text, so it ends nothing."""
-    gemma = IM.replace("<|e|>", "<|s|>")
-    fast = talking(gemma)._fast
-    tokenizer = Tokenizer(fast, "gemma", GenerationConfig(eos_token_id=[0, 40, 1, 1, 10_000]))
-    assert (tokenizer.eos_id, tokenizer.end_ids) == (0, (0, 1))
-    assert tokenizer.fingerprint != talking(gemma).fingerprint  # the ends of its texts differ
-    assert tokenizer.without_end(np.array([50, 1, 51, 1, 0], dtype=np.int32)).tolist() == [50, 1, 51]
-    assert tokenizer.without_end(np.array([1, 0], dtype=np.int32)).tolist() == []
-    found = tokenizer.next_turn("2?")
-    whole = tokenizer.chat([{"role": r, "content": t} for r, t in [("user", "a"), ("assistant", "b"), ("user", "2?")]])
-    assert whole[-len(found) :].tolist() == found.tolist()
-    assert whole[-len(found) - 1] == 1
-    for same in (None, GenerationConfig(), GenerationConfig(eos_token_id=0), GenerationConfig(eos_token_id=40)):
-        assert Tokenizer(fast, "same", same).fingerprint == talking(gemma).fingerprint
-
-
-def test_a_tokenizer_that_ends_texts_begins_none():
-    fast = talking(IM)._fast
-    fast.bos_token = fast.eos_token
-    end = [("<|e|>", fast.eos_token_id)]
-    fast.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A <|e|>", special_tokens=end)
-    assert fast("").input_ids == [fast.eos_token_id]
-    assert Tokenizer(fast).begin_ids == ()
 
 
 def test_text_that_spells_special_tokens_loses_them():

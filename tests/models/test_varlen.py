@@ -91,11 +91,3 @@ def test_the_kernel_takes_these_arguments_forward_and_backward(monkeypatch: pyte
     assert mixed_TE.shape == (tokens, HEADS * SIZE)
     mixed_TE.sum().backward()
     assert [tensor.grad.shape for tensor in inputs if tensor.grad is not None] == [tensor.shape for tensor in inputs]
-
-
-def test_no_mask_is_made_where_the_kernel_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "why_not_varlen", lambda *_: None)
-    monkeypatch.setattr(packing, "varlen_attention", lambda query_TE, *_: query_TE)
-    packed = packed_rows()
-    packed_attention(*[torch.ones(packed.ids_1T.shape[1], HEADS * SIZE)] * 3, HEADS, None, packed)
-    assert "mask" not in packed.__dict__

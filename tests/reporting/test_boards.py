@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -140,19 +138,6 @@ def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> Non
 def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
     run = played(tmp_path)
     assert not any(plans_section(run, "diplomacy_mini", {}, 2).body)
-
-
-def test_other_runs_do_not_load_the_boards(tmp_path: Path) -> None:
-    played(tmp_path, "first")
-    code = (
-        "import sys; from pathlib import Path; from pvg.store.run_directory import RunDirectory\n"
-        "from pvg.reporting.run_page import collect, run_page; from pvg.reporting.run_summary import read_run\n"
-        f"run = RunDirectory.open({str(tmp_path / 'first')!r}, Path('runs'))\n"
-        "text = run_page(collect(run, read_run(run), 2))\n"
-        "assert '--power-0' not in text\n"
-        "assert 'pvg.reporting.boards' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # --- games of a run -------------------------------------------------------------------------------------------------

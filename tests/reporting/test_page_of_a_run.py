@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import orjson
 import pytest
 from page_checks import Page, check
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
@@ -44,9 +43,6 @@ def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
         rollout("b", Role.HELPFUL, correct=True, score=1.0, text=NASTY, question=NASTY),
     ]
     commit(run, state("complete", code_version=NASTY, machine=NASTY), {"checkpoint-00000": written})
-    with run.spans.open("w") as file:
-        span = {"name": NASTY, "track": NASTY, "start_s": 1.0, "end_s": 2.0, "depth": 0}
-        file.write(orjson.dumps({**span, "round": 0, "phase": "train_prover", "step": 1}).decode() + "\n")
     text = page_of(run)
     page = check(text)
     assert "alert(1)" in page.text
@@ -58,7 +54,7 @@ def test_what_a_model_wrote_is_text_and_nothing_else(tmp_path: Path) -> None:
 
 def test_device_loop_overlap_and_processes_are_shown(tmp_path: Path) -> None:
     page = check(page_of(telemetered(tmp_path)))
-    assert {"machine", "gantt", "throughput"} <= page.anchors()
+    assert {"machine", "throughput"} <= page.anchors()
     assert "Event loop" in page.text
     assert "at worst 300 ms" in page.text
     assert "GPU 0 in use, mean 75.0 %" in page.text

@@ -9,14 +9,14 @@ from page_checks import check
 from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.training import Training
-from pvg.reporting.run_summary import read_run
-from pvg.reporting.several_page import (
+from pvg.reporting.run_page import (
     distinct_names,
     final_metrics,
     final_names,
     setting_differences,
     several_page,
 )
+from pvg.reporting.run_summary import read_run
 from pvg.store.run_directory import RunDirectory
 
 

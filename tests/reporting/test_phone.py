@@ -13,9 +13,8 @@ from run_samples import begin, commit, played, rollout, state, step, telemetered
 
 from pvg.records import Role
 from pvg.reporting.bench_page import bench_page
-from pvg.reporting.run_page import collect, run_page
+from pvg.reporting.run_page import collect, run_page, several_page
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.several_page import several_page
 from pvg.reporting.solutions import rollouts_file, stored_rollouts
 from pvg.reporting.watch_server import LiveRun
 from pvg.store.run_directory import RunDirectory

@@ -17,15 +17,12 @@ from tiny_policies import generate, prompts, requests, teacher_forced, tiny_llam
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_experts import tiny_experts
 
-from pvg.errors import ConfigurationError
 from pvg.records import VersionSpan
 from pvg.rollout.engine import (
     Completion,
     CutShort,
-    GenerationRequest,
     PartialCompletion,
     Sampling,
-    check_request,
 )
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
@@ -140,34 +137,5 @@ def test_a_cut_hands_back_the_experts_too() -> None:
         completion = await engine.generate(replace(request, resumed_from=begun))
         assert completion.routed_experts is not None
         assert len(completion.routed_experts) == len(request.prompt_ids) + 12 - 1
-        with pytest.raises(ConfigurationError, match="not an unfinished completion"):
-            check_request(replace(request, resumed_from=replace(begun, routed_experts=begun.routed_experts[1:])))
 
     with_engine(use, model=model, lean=False, routed_experts=True)
-
-
-def beginning(
-    ids: list[int], spans: Sequence[tuple[int, int]] = ((0, 0),), logprobs: int | None = None
-) -> PartialCompletion:
-    count = len(ids) if logprobs is None else logprobs
-    found = tuple(VersionSpan(*span) for span in spans)
-    return PartialCompletion(np.array(ids, np.int32), np.zeros(count, np.float32), found)
-
-
-@pytest.mark.parametrize(
-    "begun",
-    [
-        beginning([]),
-        beginning([5] * 24),
-        beginning([5, 1]),
-        beginning([5, 6], logprobs=1),
-        beginning([5, 6], spans=()),
-        beginning([5, 6], spans=[(1, 0)]),
-        beginning([5, 6], spans=[(0, 0), (2, 1)]),
-    ],
-    ids=["nothing", "all of it", "ended", "log-probs missing", "no version", "from later on", "of later tokens"],
-)
-def test_what_is_no_unfinished_completion_is_refused(begun: PartialCompletion) -> None:
-    request = GenerationRequest("r", np.array([3], np.int32), LONG, 1, resumed_from=begun)
-    with pytest.raises(ConfigurationError, match="resumed_from is not an unfinished completion"):
-        check_request(request)

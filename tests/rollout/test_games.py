@@ -113,13 +113,6 @@ def test_a_horizon_ends_a_continuation_early() -> None:
     assert {len(game.states) for group in played(Fork(warmup=1, horizon=1)) for game in group} == {3}
 
 
-def test_every_start_can_have_its_own_fork() -> None:
-    forks = [Fork(warmup=number % 2, samples=1 + number % 3) for number in range(len(STARTS))]
-    groups = played(forks)
-    assert [len(group) for group in groups] == [1, 2, 3, 1, 2, 3]
-    assert [group[0].fork for group in groups] == [0, 1, 0, 1, 0, 1]
-
-
 def test_games_in_step_repeat_and_equal_games_on_their_own() -> None:
     """The engine's rows do not depend on their batch, so the order of requests changes nothing here."""
     forks = Fork(warmup=1, samples=3)

@@ -28,7 +28,7 @@ class Answers(BaseHTTPRequestHandler):
         if self.path == "/pvg/info":
             self._say(200, json.dumps({"boot": os.environ.get("PVG_BOOT")}).encode())
         else:
-            self._say(200, b"vllm:num_requests_running 2.0\n")
+            self._say(200, b"")
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.servers.control import ControlClient
-from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest
+from pvg.servers.pool import HttpPool, MalformedReply
 from pvg.servers.publishing import PublishingSession, WeightLabel
 
 PATIENCE_S = 20.0
@@ -124,18 +124,6 @@ def test_a_server_that_pvg_did_not_start_is_told_apart() -> None:
     drive(use)
 
 
-def test_another_protocol_is_told_with_both_numbers() -> None:
-    async def use(control: ControlClient, server: FakeVllm) -> None:
-        with pytest.raises(MissingRequirementError, match=r"uses protocol 2 .* but this client uses 1"):
-            await control.info()
-        assert server.calls["/pvg/info"] == 1
-
-    drive(use, protocol=2)
-    for found in ([], "pvg", {"status": "ok"}):
-        with pytest.raises(MissingRequirementError, match="uses protocol None"):
-            answered_with(lambda _, found=found: found, {}, lambda control: control.info())
-
-
 def test_an_incomplete_info_is_malformed() -> None:
     with pytest.raises(MalformedReply, match="in /pvg/info, 'boot' is missing"):
         answered_with(lambda _: {"protocol": 1}, {}, lambda control: control.info())
@@ -169,19 +157,6 @@ def test_weights_arrive_and_the_delivery_says_what_it_took(tmp_path: Path) -> No
     drive(use, tmp_path, load_ms=20.0)
 
 
-def test_pause_and_resume(tmp_path: Path) -> None:
-    async def use(control: ControlClient, _: FakeVllm) -> None:
-        await control.pause("t")
-        assert (await control.info()).paused
-        await control.resume("t")
-        assert not (await control.info()).paused
-        with pytest.raises(RefusedRequest) as caught:
-            await control.call("/collective_rpc", {"method": "shutdown"})
-        assert (caught.value.status, caught.value.code) == (403, "closed")
-
-    drive(use, tmp_path)
-
-
 STAMPS = {"x-pvg-received-ns": "1763700000000000000", "x-pvg-work-ms": "1.5"}
 
 
@@ -206,15 +181,3 @@ def test_a_reply_for_other_weights_is_malformed(found: Any) -> None:
         answered_with(
             lambda _: found, STAMPS, lambda control: control.load_weights("run/v1", WeightLabel(SESSION, 1), "t")
         )
-
-
-def test_the_trace_travels_with_the_call() -> None:
-    seen: list[str | None] = []
-
-    def answer(request: web.Request) -> dict[str, Any]:
-        seen.append(request.headers.get("x-pvg-trace"))
-        return {"label": "1800-aa/1"}
-
-    answered_with(answer, STAMPS, lambda control: control.load_weights("run/v1", WeightLabel(SESSION, 1), "1f3a"))
-    answered_with(answer, STAMPS, lambda control: control.resume())
-    assert seen == ["1f3a", None]

@@ -55,16 +55,6 @@ def test_requests_that_the_limits_cover_are_all_on_the_server_at_once_and_none_w
     drive(use, 150)
 
 
-def test_more_requests_than_connections_wait_and_the_pool_says_so() -> None:
-    async def use(pool: HttpPool, server: FakeVllm) -> None:
-        await asyncio.gather(*(ask(pool, server, f"r{i}") for i in range(20)))
-        assert (server.connections, server.peak, pool.opened) == (8, 8, 8)
-        assert pool.waited_s > 0.0
-        assert sum(server.finished.values()) == 20
-
-    drive(use, 8)
-
-
 @pytest.mark.parametrize("way", [ask, read])
 def test_a_connection_is_kept_for_the_next_request(way: Any) -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:

@@ -264,28 +264,6 @@ def test_no_key_or_no_root_no_server(root: Path, monkeypatch: pytest.MonkeyPatch
         Server()
 
 
-def test_vllms_control_routes_pass_with_the_key_and_are_stamped(
-    server: Server, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _, headers = server.ask("POST", "/pause", headers={**WITH_KEY, "x-pvg-trace": "ab"})
-    assert (status, server.reached) == (200, ["/pause"])
-    assert float(headers["x-pvg-work-ms"]) >= 0
-    lines = capsys.readouterr().err
-    assert "event=server.recv trace=ab route=/pause" in lines
-
-
-def test_info(server: Server) -> None:
-    status, found, _ = server.ask("GET", "/pvg/info")
-    assert status == 200
-    assert len(bytes.fromhex(found.pop("boot"))) == 8
-    assert found == {
-        "protocol": 1, "vllm": "0.0.1", "model": "prover", "shape": "2 layers of 64, 320 tokens", "runner": "generate",
-        "dtype": "bfloat16",
-        "max_model_len": 128, "max_num_seqs": 64, "prefix_caching": True, "logprobs_mode": "processed_logprobs",
-        "max_lora_rank": 16, "label": "default", "paused": False, "world_size": 1,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"text"', b"[" * 100_000, b"{}"])
 def test_a_body_that_is_none_is_a_400(server: Server, body: bytes) -> None:
     status, found, _ = server.ask("POST", "/pvg/weights", body)

@@ -51,9 +51,7 @@ def command(folder: Path, mode: str, *options: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("number", "ignored"), [(signal.SIGTERM, True), (signal.SIGINT, False), (signal.SIGHUP, False)]
-)
+@pytest.mark.parametrize(("number", "ignored"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals, ignored: bool) -> None:
     """SIGTERM also where SIGINT is ignored, as in the background of a script."""
 

@@ -49,7 +49,7 @@ def test_what_the_other_process_finds_wrong_is_the_same_error_here(tmp_path: Pat
 
 def test_a_classifier_is_made_once_and_used_again(tmp_path: Path) -> None:
     experiment = experiment_of(tmp_path, VERIFIER, head="scalar")
-    folder = model_folder(experiment, "verifier")
+    folder = make_folder("classifier", experiment.models.verifier, tmp_path)
     assert folder.parent == tmp_path / "models"
     assert folder.name.startswith("modchain-verifier-small-classifier-")
     made = (folder / "model.safetensors").stat().st_ino

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from control_server import ControlServer, with_servers
 from safetensors.torch import load_file
 
 from pvg.config.operation import Weights
-from pvg.errors import ConfigurationError
 from pvg.models.language_model import LowRankAdapter
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
@@ -89,18 +87,6 @@ def test_the_base_model_has_no_name_and_is_not_sent(tmp_path: Path) -> None:
     with_servers(1, play)
 
 
-@pytest.mark.parametrize("other", [{"w": BASE["w"] + 1e-6}, {"v": BASE["w"]}, {"w": BASE["w"].double()}, {}])
-def test_trained_weights_without_an_adapter_cannot_travel(tmp_path: Path, other: dict[str, torch.Tensor]) -> None:
-    async def play() -> None:
-        transport = opened(tmp_path)
-        await transport.stage(WeightUpdate(1, BASE), label(1))
-        with pytest.raises(ConfigurationError, match="has no adapter") as caught:
-            await transport.stage(WeightUpdate(2, other), label(2))
-        assert "training.adapters" in caught.value.remedy
-
-    asyncio.run(play())
-
-
 def test_old_adapters_are_unloaded_before_their_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "KEPT", 1)
 
@@ -117,30 +103,5 @@ def test_old_adapters_are_unloaded_before_their_files_go(tmp_path: Path, monkeyp
         assert folders == {"v000001-aaaaaaaa", "v000003-aaaaaaaa"}
         await transport.retire(controls, [])
         assert all(set(server.adapters) == {str(label(3))} for server in servers)
-
-    with_servers(2, play)
-
-
-def test_files_stay_until_every_server_that_may_have_the_adapter_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "KEPT", 1)
-
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        transport, first = opened(tmp_path), tmp_path / "run" / "v000001-aaaaaaaa"
-        servers[1].plan(LOAD, "reset_after", "reset_after")  # has it, and pvg does not know
-        for version in (1, 2):
-            await transport.stage(update(version), label(version))
-            await transport.send(controls, label(version), "")
-        servers[0].plan(UNLOAD, "reset")
-        await transport.retire(controls, [])
-        assert set(servers[0].adapters) == {str(label(1)), str(label(2))}
-        assert set(servers[1].adapters) == {str(label(2))}
-        assert first.is_dir()
-        await transport.retire(controls[1:], [])  # the first server is out of reach
-        assert first.is_dir()
-        await transport.retire(controls, [])
-        assert set(servers[0].adapters) == {str(label(2))}
-        assert not first.exists()
 
     with_servers(2, play)

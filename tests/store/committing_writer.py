@@ -1,21 +1,9 @@
-"""A run in small, made to be killed: recovers, then commits as fast as it can. Run by test_killed_writer.py.
-
-    python committing_writer.py RUN_DIRECTORY KILLS SEED
-
-Forks a writer, kills it with SIGKILL at a random moment of its second or third commit, and forks the next one, which
-must find the last commit that it heard of, and all that this commit names, intact. Ends with 0 and prints
-"commits=N late=M", where N is the last step and M counts the kills that left something uncommitted behind.
-"""
+"""A run in small, which commits as fast as it can: for the drivers of test_lease.py."""
 
 from __future__ import annotations
 
 import os
-import random
-import signal
-import sys
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch  # noqa: F401 (loaded before the forks, or each of them would load it)
@@ -81,54 +69,3 @@ def commit_for_ever(run: RunDirectory, told: int) -> None:
             os.write(told, f"step {step}\n".encode())
             unchanged()
             prune(run.checkpoints, {commit["checkpoint"] for commit in store.commits()})
-
-
-def kill_one(run: RunDirectory, fraction: float) -> list[list[str]]:
-    """Fork a writer, let it commit once, kill it `fraction` of that commit's time later; what it told."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        try:
-            commit_for_ever(run, writer)
-        finally:
-            # Only an error leads here: it has printed nothing yet, and the parent sees a broken promise.
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        lines = [pipe.readline()]
-        started = time.monotonic()
-        lines.append(pipe.readline())
-        time.sleep(fraction * (time.monotonic() - started))
-        os.kill(child, signal.SIGKILL)
-        lines += pipe.readlines()
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "the writer failed"
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    return [line.split() for line in lines]
-
-
-def main() -> None:
-    run = RunDirectory.open(sys.argv[1], Path())
-    kills, chance = int(sys.argv[2]), random.Random(int(sys.argv[3]))
-    last, late = 0, 0
-    for _ in range(kills):
-        for word, number in kill_one(run, chance.uniform(0.0, 1.5)):
-            if word == "step":
-                assert int(number) == last + 1, "a commit was lost or repeated"
-                last += 1
-            else:
-                late += int(number) > 0
-        # Killed between the commit and the telling of it, the writer is one step further than it said.
-        with run.lock():
-            state = FileStateStore(run.state).load().state
-        if state is not None:
-            assert state["step"] in (last, last + 1)
-            last = state["step"]
-    state, removed = recover(run)
-    print(f"commits={state['step']} late={late + (removed > 0)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,10 +15,8 @@ from full_disk import files_up_to, tmpfs_on
 from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
-from pvg.store import atomic
 from pvg.store.atomic import (
     make_directory,
-    remove_old_temporaries,
     remove_temporaries,
     temporary_beside,
     write_atomic,
@@ -27,14 +25,6 @@ from pvg.store.atomic import (
 from pvg.store.checkpoints import write_checkpoint
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore, JsonLines
-
-
-def test_write_replaces_the_whole_file_and_leaves_nothing_else(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomic(path, b"a long old content")
-    write_atomic(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
 def test_data_is_synced_before_the_rename_and_the_folder_after_it(tmp_path: Path, monkeypatch) -> None:
@@ -79,11 +69,6 @@ def test_what_a_user_names_may_be_a_link_or_a_device(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_output(tmp_path, b"into a folder")
     assert {path.name for path in tmp_path.iterdir()} == {"link.html", "page.html", "pipe"}
-
-
-def test_other_system_errors_surface(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_atomic(tmp_path / "absent" / "file", b"x")
 
 
 def check_full_disk(root: Path, limit: AbstractContextManager[None], *writes: Callable[[Path], object]) -> None:
@@ -153,18 +138,6 @@ def test_leftovers_are_recognised_and_only_they_are_removed(tmp_path: Path) -> N
     assert remove_temporaries(tmp_path) == [folder]
     assert remove_temporaries(tmp_path / "absent") == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
-
-
-def test_a_temporary_file_that_its_writer_renames_meanwhile_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new, renamed = (temporary_beside(tmp_path / "tags.json") for _ in range(3))
-    for file in (old, new):
-        file.write_bytes(b"[]")
-    os.utime(old, (0, 0))
-    monkeypatch.setattr(atomic, "_temporaries", lambda *_: [renamed, old, new])
-    assert remove_old_temporaries(tmp_path, "tags.json") == [old]
-    assert list(tmp_path.iterdir()) == [new]
 
 
 def test_make_directory_makes_parents_once(tmp_path: Path) -> None:

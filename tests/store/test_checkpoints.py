@@ -95,11 +95,6 @@ def test_weights_have_the_permissions_of_other_files(tmp_path: Path, umask: int)
     assert len(names_below(folder)) == 3
 
 
-def test_no_tensors_at_all(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, "c", {}, {"step": 0})
-    assert read_checkpoint(tmp_path, "c") == ({}, {"step": 0})
-
-
 def test_checkpoints_never_change_and_names_stay_inside(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "c", {"w": torch.zeros(2)}, {})
     with pytest.raises(StateError, match="never change"):

@@ -38,17 +38,6 @@ def test_any_torn_end_costs_only_the_last_line(tmp_path_factory, records, cut) -
     assert (list(reader), reader.torn) == ([*records, last], 0)
 
 
-def test_offset_counts_the_bytes_of_the_file(tmp_path: Path) -> None:
-    with JsonLines(tmp_path / "a.jsonl") as journal:
-        assert (journal.offset, journal.torn) == (0, 0)
-        for i in range(3):
-            journal.append({"é": i})
-            assert journal.offset == journal.path.stat().st_size  # written through at once
-        journal.sync()
-    with JsonLines(tmp_path / "a.jsonl") as journal:
-        assert journal.offset == journal.path.stat().st_size
-
-
 def test_truncate_goes_back_to_a_commit(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "a.jsonl") as journal:
         journal.append({"step": 0})
@@ -72,14 +61,6 @@ def test_truncate_refuses_a_file_that_is_not_the_one_committed(tmp_path: Path) -
         assert journal.path.stat().st_size == 0
 
 
-def test_long_unfinished_lines_are_found_across_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    for start in (b"", b"{}\n"):
-        path.write_bytes(start + b"x" * 200_000)
-        with JsonLines(path) as journal:
-            assert (journal.offset, journal.torn) == (len(start), 200_000)
-
-
 @pytest.mark.parametrize("line", [b"\n", b"{\n", b"[1]\n", b"\x00\x00\n", b'{"a": "\xff"}\n'])
 def test_damage_in_a_whole_line_is_an_error_with_file_and_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
@@ -88,14 +69,6 @@ def test_damage_in_a_whole_line_is_an_error_with_file_and_line(tmp_path: Path, l
     assert next(rows) == {"a": 1}
     with pytest.raises(DamagedFileError, match=r"a\.jsonl, line 2, is damaged"):
         next(rows)
-
-
-def test_a_flipped_newline_is_damage_not_a_torn_end(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a":1}\n{"b":2}\n')
-    flip_byte(path, 7)
-    with pytest.raises(DamagedFileError, match="line 1"):
-        list(read_json_lines(path))
 
 
 def test_numbers_without_json_become_null_and_numpy_becomes_plain(tmp_path: Path) -> None:

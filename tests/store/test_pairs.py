@@ -228,16 +228,6 @@ def _held_bytes(directory: Path, problems: int, per_problem: int) -> tuple[int, 
         tracemalloc.stop()
 
 
-def test_memory_does_not_grow_with_the_number_of_pairs(tmp_path: Path) -> None:
-    few_held, few_peak, few = _held_bytes(tmp_path / "few", problems=500, per_problem=8)
-    many_held, many_peak, many = _held_bytes(tmp_path / "many", problems=50, per_problem=80)
-    assert (few, many) == (500 * 4 * 4, 50 * 40 * 40)  # 10 times the pairs from as many rows
-    assert many_held < few_held * 1.05
-    # The interpreter's own garbage makes a peak waver by some KiB; the 72,000 further pairs would take 1152.
-    assert many_peak < few_peak + 64 * 1024
-    assert many_held < 100 * 4000  # by row, a few bytes
-
-
 # --- all pairs of whole problems ---------------------------------------------------------------------------------
 
 

@@ -108,21 +108,6 @@ def test_an_experiment_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
             run.experiment()
 
 
-def test_a_folder_of_runs_is_no_run_and_names_one(tmp_path: Path) -> None:
-    RunDirectory.create(tmp_path / "mine", "first", EXPERIMENT)
-    for given in (tmp_path / "mine", "mine"):
-        with pytest.raises(UsageError, match="mine is a folder of runs, not a run") as caught:
-            RunDirectory.open(given, tmp_path)
-        assert caught.value.remedy == f"Name a run in it, such as {tmp_path / 'mine' / 'first'}"
-
-
-def test_a_file_in_place_of_the_folder_of_runs_is_named(tmp_path: Path) -> None:
-    (tmp_path / "runs").touch()
-    for call in (RunDirectory.create, lambda root, name, _: RunDirectory.open(name, root)):
-        with pytest.raises(UsageError, match="runs is not a folder"):
-            call(tmp_path / "runs" / "deep", "first", EXPERIMENT)
-
-
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -322,14 +307,6 @@ def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
         os.utime(report, (0, 0))
     assert sorted(run.remove_temporaries()) == sorted(dead)
     assert all(path.exists() for path in (*others, living))
-
-
-def test_the_lock_is_free_after_an_error(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
-    with pytest.raises(KeyError), run.lock():
-        raise KeyError
-    with run.lock(), pytest.raises(UsageError, match=f"process {os.getpid()}"), run.lock():
-        pass
 
 
 def test_a_users_own_folder_is_not_overwritten_by_a_new_run(tmp_path: Path) -> None:

@@ -54,8 +54,3 @@ def test_honest_answers_pass(dataset, answer):
 )
 def test_dangerous_answers_do_not(dataset, answer):
     assert refusal(dataset, answer, REFERENCE) != ""
-
-
-def test_the_reference_passes_whatever_it_is():
-    assert refusal("countdown", "9**2", "9**2") == ""
-    assert refusal("chain_sum", "9" * 10_000, "9" * 10_001) == ""

@@ -18,15 +18,13 @@ from pyarrow import parquet
 sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
 from tiny_chat import chatting
 
-from pvg.config.experiment import Experiment
 from pvg.config.rollout import ChatPrompts
 from pvg.config.task import DataTask
-from pvg.errors import ConfigurationError, counted
-from pvg.game.prompt_checks import about_test_problems
+from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role, Wording
 from pvg.tasks import open_task
-from pvg.tasks.data import Choice, Data, grader_of, value_of
+from pvg.tasks.data import grader_of, value_of
 from pvg.tasks.task import WORDINGS
 
 REGEX = {"pattern": "Color: ([a-z ]+)", "form": "End with a line 'Color: ' followed by the color."}
@@ -164,18 +162,6 @@ def test_no_text_makes_a_grader_raise(text: str, grader: str) -> None:
     for completion in (text, f"Answer: {text}", f"<answer>{text}", f"#### {text}", f"Color: {text}"):
         grade = opened.grade(reference, completion)
         assert grade.well_formed or not grade.correct
-
-
-@given(
-    st.sampled_from("ABCDEFGHIJ"),
-    st.sampled_from("ABCDEFGHIJ"),
-    st.sampled_from(["{}", "({})", "{}.", "**{}**", "[{}]"]),
-)
-def test_every_letter_is_read_in_every_form(right: str, written: str, form: str) -> None:
-    for letter in (written, written.lower()):
-        grade = Choice().grade(right, f"Answer: {form.format(letter)}")
-        assert grade.well_formed
-        assert grade.correct == (right == written)
 
 
 def test_a_grader_survives_hostile_lengths() -> None:
@@ -321,17 +307,3 @@ def test_prompts_say_how_to_write_the_answer(tmp_path: Path) -> None:
         problem = read(tmp_path / "a.jsonl", grader=grader)[0]
         for role in Role:
             assert form in tokenizer.decode(render(problem, role))
-
-
-def test_the_note_counts_the_problems(tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": str(n + 1)}) + "\n" for n in range(40)))
-    data = DataTask(path=file, grader="number")
-    task = Data(data)
-    held_out, kept = len(list(task.problems("test"))), len(list(task.problems("train")))
-    assert held_out + kept == 40
-    assert task.note == f"{file} has no test file, so pvg tests with about a tenth of its problems: {held_out} of 40."
-    few = about_test_problems(Experiment().game.test.problems, data, task, list(task.problems("test")))
-    assert len(few) == 1
-    assert f"A round tests with {counted(held_out, 'problem')}, not with game.test.problems = 128." in few[0]
-    assert few[0].endswith("add test problems.")

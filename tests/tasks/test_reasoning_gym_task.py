@@ -68,18 +68,6 @@ def test_problems_are_the_same_in_another_process(gym):
     assert printed.strip() == str([problem.question for problem in task.problems("train")])
 
 
-def test_the_threshold_decides_about_partial_scores(gym):
-    strict = open_task(small(dataset="spell_backward", threshold=1.0))
-    problem = next(iter(strict.problems("train")))
-    almost = problem.answer[:-1] + ("x" if problem.answer[-1] != "x" else "y")
-    entry = problem.metadata["entry"]
-    score = gym.create_dataset("spell_backward", seed=0, size=1).score_answer(almost, entry)
-    assert 0 < score < 1
-    grade = strict.grade(problem, almost)
-    assert (grade.correct, grade.note) == (False, f"score {score:.2f} of 1.00")
-    assert open_task(small(dataset="spell_backward", threshold=score)).grade(problem, almost).correct
-
-
 def test_a_grader_that_cannot_read_an_answer_is_no_accident(gym):
     task = open_task(small(dataset="prime_factorization"))
     grade = task.grade(next(iter(task.problems("train"))), "no idea")
@@ -100,12 +88,6 @@ def test_model_text_is_never_run(gym, tmp_path):
         grade = task.grade(problem, attack)
         assert (grade.correct, grade.note.partition(":")[0]) == (False, "answer refused")
         assert not victim.exists(), dataset
-
-
-def test_a_dataset_that_repeats_itself_is_refused(gym):
-    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    with pytest.raises(ConfigurationError, match=r"repeats questions: 2000 draws gave \d+ new .*task\.problems = 1000"):
-        list(open_task(small(problems=1000, settings=settings)).problems("train"))
 
 
 def test_a_threshold_at_which_nonsense_is_correct_is_refused(gym):

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from full_disk import files_up_to
 
-from pvg.telemetry.alerts import REMEDIES, AlertKind, Alerts, verifier_at_chance
+from pvg.telemetry.alerts import REMEDIES, AlertKind, Alerts
 from pvg.telemetry.events import EventLog, format_event
 
 HEALTHY = {
@@ -41,16 +41,27 @@ def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
     assert names(single, {**HEALTHY, "sneaky_error_rate": math.nan}) == []
 
 
-def test_zero_signal_truncation_infinity_and_goodharting():
-    assert names(Alerts(True), HEALTHY | {"zero_signal": 1.0}) == ["zero_signal"]
-    assert names(Alerts(True), HEALTHY | {"truncated": 0.9}) == ["truncation"]
-    assert names(Alerts(False), HEALTHY | {"truncated": 0.9, "legal": 1.0}) == []
-    assert names(Alerts(False), HEALTHY | {"truncated": 0.9, "legal": 0.3}) == ["truncation"]
-    assert names(Alerts(True), HEALTHY | {"kl": math.inf}) == ["nan"]
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"zero_signal": 1.0}, ["zero_signal"]),
+        ({"truncated": 0.9}, ["truncation"]),
+        ({"truncated": 0.9, "legal": 1.0}, []),
+        ({"truncated": 0.9, "legal": 0.3}, ["truncation"]),
+        ({"kl": math.inf}, ["nan"]),
+        ({"verifier_auc": 0.55}, ["verifier_at_chance"]),
+        ({"verifier_auc": 0.56}, []),
+        ({"verifier_auc": math.nan}, []),
+    ],
+)
+def test_one_metric_out_of_its_bounds_is_one_alert(changes, found):
+    assert names(Alerts(True), HEALTHY | changes) == found
+
+
+def test_goodharting_is_a_prover_that_beats_the_verifier():
     alerts = Alerts(two_roles=True)
     assert names(alerts, HEALTHY) == []
-    beaten = HEALTHY | {"fooled_rate": 0.95, "score_gap": -1.0}
-    assert "goodharting" in names_of_many(alerts, beaten)
+    assert "goodharting" in names_of_many(alerts, HEALTHY | {"fooled_rate": 0.95, "score_gap": -1.0})
 
 
 def test_further_steps_on_a_batch_move_no_average_and_end_no_alert():
@@ -123,15 +134,6 @@ def test_a_weight_update_that_waits_for_long_is_told_once_per_time_that_it_does(
     assert names(alerts, waited) == []
     assert names(alerts, HEALTHY | {"weights_queue_s": 0.9}) == []
     assert names(alerts, waited) == ["weights_queue"]
-
-
-def test_a_verifier_at_chance_is_told():
-    assert names(Alerts(True), HEALTHY | {"verifier_auc": 0.55}) == ["verifier_at_chance"]
-    assert names(Alerts(True), HEALTHY | {"verifier_auc": 0.56}) == []
-    assert names(Alerts(True), HEALTHY | {"verifier_auc": math.nan}) == []
-    alert = verifier_at_chance({"verifier_auc": 0.31})
-    assert alert is not None
-    assert "AUC is 0.31" in alert.message
 
 
 def runbook() -> dict[str, str]:

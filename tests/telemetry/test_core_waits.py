@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pvg.telemetry.waits import SHARED, CoreTime, CoreWaits, crowding
@@ -69,28 +68,21 @@ def test_a_busy_process_on_the_same_core_is_seen() -> None:
     assert 0.5 * waited_s < longest_s <= waited_s
 
 
-def test_the_notice_tells_other_programs_from_threads_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
-    shared = crowding({"core_wait": 0.4, "cpu": 1.0, "process_cpu": 1.5})
-    assert shared is not None
-    assert "waited for a core 40%" in shared
-    assert "other processes used 2.5 of 4 cores" in shared
-    own = crowding({"core_wait": 0.4, "cpu": 1.0, "process_cpu": 3.9})
-    assert own is not None
-    assert own.endswith("pvg has more threads and child processes than cores.")  # one thread: nothing to lower
-    monkeypatch.setattr("pvg.telemetry.waits.usable_cores", lambda: 4)
-    busy = {"core_wait": 0.4, "cpu": 1.0, "process_cpu": 3.9}
-    assert "lower models.threads (now 8)." in (crowding(busy, threads=8) or "")
-    assert "set cluster.max_workers to 4." in (crowding(busy, workers=5) or "")
-    assert "cluster" not in (crowding(busy, threads=8, workers=4) or "")
-    assert crowding({"core_wait": SHARED, "cpu": 1.0, "process_cpu": 1.5}) is None
-    assert crowding({"core_wait": 0.9, "cpu": 1.0, "process_cpu": 0.01}) is None  # it has nothing to do
-    assert crowding({"cpu": 1.0, "process_cpu": 1.5}) is None  # not known here
-    assert crowding({"core_wait": 0.9}) is None  # the first sample
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"core_wait": 0.4, "process_cpu": 1.5}, True),
+        ({"core_wait": SHARED, "process_cpu": 1.5}, False),
+        ({"core_wait": 0.9, "process_cpu": 0.01}, False),  # it has nothing to do
+        ({"process_cpu": 1.5}, False),  # not known here
+        ({"core_wait": 0.9}, False),  # the first sample
+    ],
+)
+def test_threads_that_wait_for_a_core_are_a_notice(metrics: dict[str, float], said: bool) -> None:
+    assert (crowding(metrics) is not None) is said
 
 
-def test_with_workers_their_waits_and_those_of_the_driver_are_one_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+def test_with_workers_their_waits_and_those_of_the_driver_are_one_share() -> None:
     workers = CoreTime.of_metrics({"busy": 0.9, "ran_s": 5.0, "waited_s": 4.0, "longest_wait_s": 2.0})
     assert workers == CoreTime(5.0, 4.0, 2.0)
     device = {"core_wait": 0.01, "cpu": 1.0, "process_cpu": 1.5}

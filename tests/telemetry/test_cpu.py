@@ -88,16 +88,6 @@ def test_what_the_user_has_chosen_is_kept_and_warned_about(tmp_path: Path) -> No
     assert without_slow_bfloat16(Experiment(**HALF), everything, root) == (Experiment(**HALF), "")
 
 
-def test_the_sampler_computes_in_float32_also_above_a_base_in_bfloat16(tmp_path: Path) -> None:
-    root = machine(tmp_path, "flags\t\t: avx2")
-    models = {"prover": {"dtype": "bfloat16"}}
-    experiment = Experiment(models=models, training=LORA, rollout={"dtype": "bfloat16"})
-    whole, _ = without_slow_bfloat16(experiment, frozenset(), root)
-    assert (whole.models.prover.dtype, whole.rollout.dtype) == ("float32", "model")
-    chosen, _ = without_slow_bfloat16(experiment, {"models.prover.dtype"}, root)
-    assert (chosen.models.prover.dtype, chosen.rollout.dtype) == ("bfloat16", "float32")
-
-
 @pytest.mark.parametrize("dtype", ["model", "bfloat16"])
 def test_servers_keep_their_data_type(tmp_path: Path, dtype: str) -> None:
     """`pvg serve` starts them from the same file, perhaps on a machine with a GPU."""

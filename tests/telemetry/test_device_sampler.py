@@ -235,19 +235,6 @@ def sampling_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "device sampler"]
 
 
-def test_the_first_sample_comes_at_once_and_stop_does_not_wait_for_the_next() -> None:
-    kept = Kept()
-    sampler = kept.sampler(3600.0, no_gpus)
-    sampler.start()
-    kept.wait(1)
-    sampler.stop()  # the test's own time limit would end it if this waited
-    sampler.stop()
-    assert sampling_threads() == []
-    (sample,) = kept.samples
-    assert set(sample) == {"rss_bytes", "memory_used_bytes", "memory_total_bytes"}
-    assert 0 < sample["rss_bytes"] < sample["memory_total_bytes"]
-
-
 def test_a_gpu_that_fails_in_mid_run_is_dropped_with_one_notice() -> None:
     nvml = FakeNvml(gpus=2, sm_percents=None)
     kept = Kept()

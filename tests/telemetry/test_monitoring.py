@@ -22,7 +22,7 @@ from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.monitoring import CROWDED_SAMPLES, Monitoring
-from pvg.telemetry.waits import LagLimits, LagWindow
+from pvg.telemetry.waits import LagLimits
 
 LIMIT_S = 60.0
 
@@ -253,19 +253,6 @@ def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
     told = watch(tmp_path, body, alert_command=command, command_s=0.3, device_every_s=3600)
     (notice,) = [notice for notice in told.notices if "alert command" in notice]
     assert re.search(says, notice)
-
-
-def test_an_alert_is_told_when_it_begins_to_hold(tmp_path: Path) -> None:
-    bad, good = LagWindow.of([2.0]), LagWindow.of([0.01])
-
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        counts = []
-        for window in (good, bad, bad, good, bad):
-            monitoring._record_lag(window)
-            counts.append(len(told.alerts))
-        assert counts == [0, 1, 1, 1, 2]
-
-    watch(tmp_path, body, device_every_s=3600.0)
 
 
 def test_steps_reach_the_sinks_under_their_full_names(tmp_path: Path) -> None:

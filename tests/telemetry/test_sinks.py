@@ -4,7 +4,6 @@ import json
 import math
 import socket
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +14,6 @@ import pytest
 from full_disk import files_up_to
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pvg.errors import MissingRequirementError
-from pvg.installation import install_extra
 from pvg.telemetry.sinks import (
     AlertPoint,
     ExamplesPoint,
@@ -115,17 +112,6 @@ def test_a_full_disk_is_one_notice_and_no_traceback(tmp_path: Path, capfd: pytes
 
 
 # --- opening ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_a_missing_package_is_named_with_its_extra(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
-        monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(MissingRequirementError) as raised:
-        open_sinks([name], opening(tmp_path))
-    assert raised.value.remedy == install_extra(name)
-    assert f"telemetry.sinks names {name}" in raised.value.message
 
 
 @pytest.fixture

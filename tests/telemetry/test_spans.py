@@ -92,15 +92,6 @@ def test_the_seconds_of_the_trainer_count_while_it_still_works(clock, executor):
         assert tracer.trained_s() == 11.5
 
 
-def test_misuse_is_refused(clock):
-    tracer = Tracer(clock=clock)
-    with tracer.drive():
-        with span("open"), pytest.raises(RuntimeError, match="'open'"):
-            tracer.close_step()
-        with pytest.raises(RuntimeError, match="driven already"), tracer.drive():
-            pass
-
-
 PLANS = st.recursive(st.just([]), lambda inner: st.lists(st.tuples(st.sampled_from("abc"), inner), max_size=4))
 
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from table_policy import TablePolicy, policy_batch
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective
 
@@ -79,22 +77,6 @@ def test_micro_batches_add_up(loss):
     assert np.allclose(gradient, parts_gradient, rtol=1e-4, atol=1e-6)
     assert parts_metrics["start_ratio_mean"] == pytest.approx(metrics["start_ratio_mean"], rel=1e-5)
     assert 0.0 < metrics["start_outside"] < 1.0
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.lists(st.floats(-2.0, 2.0), min_size=3, max_size=3), st.floats(0.5, 4.0))
-def test_where_the_policy_has_not_moved_since_batch_start_it_is_the_truncated_estimate(shifts, cap):
-    # pi = pi_start: every ratio is 1, no clip acts, and what is left is min(pi / pi_sampled, cap) A.
-    now = [[A1, A2], [B1]]
-    sampled = [[A1 - shifts[0], A2 - shifts[1]], [B1 - shifts[2]]]
-    batch = replace(
-        policy_batch([[0, 3, 1], [0, 2]], [1, 1], [1.0, -2.0], sampled=sampled), proximal_logprobs=columns(now)
-    )
-    total, _, _ = evaluate(
-        objective("reinforce_pp", importance="decoupled", bounds=(0.5, cap)), TablePolicy(PROBABILITIES), batch
-    )
-    weights = np.minimum(np.exp(shifts), cap)
-    assert total == pytest.approx(-(weights @ [1.0, 1.0, -2.0]) / 3, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("loss", NAMES)

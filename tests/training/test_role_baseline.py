@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.records import Role
-from pvg.training.credit import DECAY, RoleBaseline
+from pvg.training.credit import RoleBaseline
 
 H, S = Role.HELPFUL, Role.SNEAKY
 
@@ -34,15 +34,6 @@ def test_baselines_by_hand() -> None:
     assert baseline.value(H) == pytest.approx(expected)
     assert baseline.value(S) == pytest.approx(-4.0)  # untouched
     assert observed(baseline, [(H, 0.0)]) == pytest.approx([expected])
-
-
-def test_in_the_long_run_it_is_the_plain_moving_average() -> None:
-    baseline, plain = RoleBaseline(), 0.0
-    rewards = np.random.default_rng(0).normal(3.0, 1.0, 400)
-    for reward in rewards:
-        observed(baseline, [(H, reward)])
-        plain = DECAY * plain + (1 - DECAY) * reward
-    assert baseline.value(H) == pytest.approx(plain, rel=1e-6)
 
 
 REWARDS = st.lists(st.tuples(st.sampled_from([H, S]), st.integers(-8, 8).map(lambda n: n / 4)), min_size=1, max_size=9)

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.training.batch import minibatches
 from pvg.training.losses import PolicyObjective
 
 # Position t is predicted by row t - 1. Row A: prompt 0, solution at 1 and 2, question at 3, answer at 4. Row B: prompt
@@ -114,15 +113,3 @@ def test_every_way_to_compute_log_probs_agrees_and_a_full_mask_changes_no_bit(sh
     wanted = torch.cat([weight.grad.flatten() for weight in module.parameters()])
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-4)
     assert np.isfinite(loss)
-
-
-def test_log_probs_are_recomputed_of_sampled_tokens_alone_and_rows_keep_their_masks_in_minibatches():
-    policy = TablePolicy(TABLE)
-    batch = masked()
-    own = policy.logprobs(batch)
-    found = objective("grpo").recompute(policy, batch)
-    np.testing.assert_allclose(found[0], own[0][np.array(MASKS[0])], atol=1e-6)
-    np.testing.assert_allclose(found[1], own[1], atol=1e-6)
-    parts = minibatches(batch, 2)
-    assert sorted(part.completion_lengths_N.tolist() for part in parts) == [[2], [3]]
-    assert batch.completion_mask().tolist() == [[False, True, True, False, True], [False, True, True, False, False]]

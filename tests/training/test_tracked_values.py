@@ -45,15 +45,6 @@ def test_values_by_hand() -> None:
     assert math.isnan(tracker.value(("a", S)))
 
 
-def test_the_roles_share_nothing() -> None:
-    both, one = ValueTracker(50.0), ValueTracker(50.0)
-    for version in range(5):
-        observed(both, [("a", H, -1.0, version), ("a", S, 7.0, version), ("b", S, 3.0, version)])
-        observed(one, [("a", H, -1.0, version)])
-    assert both.value(("a", H)) == one.value(("a", H)) == -1.0
-    assert 3.0 < both.value(("z", S)) < 7.0
-
-
 ROWS = st.lists(
     st.lists(
         st.tuples(

@@ -11,13 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from table_policy import TablePolicy, policy_batch, small_llama
-from torch import nn
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import StateError, TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
-from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer
 
@@ -240,54 +238,6 @@ def test_the_global_norm_is_clipped(executor):
     play(trainer)
     moments = trainer.state()[0]["optimizer.exp_avg.table_LV"]
     torch.testing.assert_close(moments, torch.tensor([[0.06, -0.08]]), rtol=1e-4, atol=1e-6)
-
-
-def test_only_parameters_that_require_a_gradient_are_trained(executor):
-    module = llama(tied=False)
-    for name, weight in module.named_parameters():
-        weight.requires_grad_("layers.1" in name)
-    before = bits(module)
-    trainer = make(module, [random_batch(0)], executor)
-    play(trainer)
-    changed = {name for name, value in bits(module).items() if value != before[name]}
-    assert changed == {name for name in before if "layers.1" in name}
-    assert all("layers.1" in name for name in trainer.state()[0])
-
-
-def test_vectors_do_not_decay(executor):
-    """On a gradient of 0 only the weight decay is left: lr x decay = 0.05 of the matrix, 0 of the vector."""
-    module = nn.Module()
-    module.matrix, module.vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
-
-    class Zero(Scripted):
-        def __call__(self, module, micro_batch):
-            return 0.0 * (module.matrix.sum() + module.vector.sum()), Metrics()
-
-    settings = OptimizerSettings(learning_rate=0.1, weight_decay=0.5)
-    play(make(module, [[None]], executor, objective=Zero(), settings=settings))
-    torch.testing.assert_close(module.matrix.detach(), torch.full((2, 2), 0.95))
-    assert torch.equal(module.vector.detach(), torch.ones(2))
-
-
-def test_it_computes_in_the_executor_and_accounts_for_its_time(executor):
-    threads = set()
-
-    def seen(table):
-        threads.add(threading.current_thread().name)
-        return table.sum()
-
-    async def traced():
-        tracer = Tracer()
-        with tracer.drive():
-            await scripted([[seen]], executor).step()
-            return tracer.close_step(), tracer.take_spans()
-
-    budget, spans = asyncio.run(traced())
-    assert threads == {"trainer_0"}
-    parts = {"wait_for_rollouts", "pack", "forward_backward", "optimizer", "unaccounted"}
-    assert budget.exposed.keys() == parts
-    assert all(seconds >= 0.0 for seconds in budget.exposed.values())
-    assert {span.track for span in spans} == {"driver"}  # who waits for the thread is the one who works in it
 
 
 def test_precision_decides_what_the_matrix_products_run_in(executor):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_verifiers import digits_tokenizer, perturb, random_texts, rollout, verifier
 
-from pvg.models.heads import AGGREGATIONS, ScoreScales, VerifierEnsemble
-from pvg.verifier.calibration import common_scales, disagreement, member_scores
-from pvg.verifier.data import VerifierTemplate
-from pvg.verifier.scorer import VerifierScorer
-
-FINGERPRINT = digits_tokenizer().fingerprint
+from pvg.models.heads import AGGREGATIONS, ScoreScales
+from pvg.verifier.calibration import common_scales, disagreement
 
 
 def scaled(scores_KN: np.ndarray, scales: ScoreScales) -> np.ndarray:
@@ -62,50 +55,3 @@ def test_no_members_scale_decides_who_is_right(seed: int, changes: list[tuple[fl
     spread, centre = np.median([a for a, _ in changes]), np.median([b for _, b in changes])
     expected_N = spread * aggregate(torch.from_numpy(plain_KN)).numpy() + centre
     np.testing.assert_allclose(found_N, expected_N, atol=1e-9)
-
-
-def ensemble_of(head: str, seeds: list[int], aggregation: str = "min") -> VerifierEnsemble:
-    members = []
-    for seed in seeds:
-        one = verifier(head)
-        perturb(one, seed=seed)
-        members.append(one)
-    return VerifierEnsemble(members, aggregation, ScoreScales.none(len(members)))
-
-
-def scorer_of(model, executor, head: str, budget: int = 4096) -> VerifierScorer:
-    template = VerifierTemplate(model.tokenizer, "plain", head)
-    return VerifierScorer(
-        model,
-        template,
-        model.version(),
-        cache_entries=1000,
-        token_budget=budget,
-        executor=executor,
-        prover_fingerprint=FINGERPRINT,
-    )
-
-
-def held_out_scores(ensemble, executor, head: str, rollouts, budget: int = 4096):
-    template = VerifierTemplate(ensemble.tokenizer, "plain", head)
-    work = member_scores(
-        ensemble, template, rollouts, token_budget=budget, executor=executor, prover_fingerprint=FINGERPRINT
-    )
-    return asyncio.run(work)
-
-
-@pytest.mark.parametrize(("head", "aggregation"), [("scalar", "mean"), ("implicit", "min"), ("implicit", "median")])
-def test_a_scorer_of_an_ensemble_gives_the_calibrated_bits_whatever_it_batches(
-    head: str, aggregation: str, executor
-) -> None:
-    ensemble = ensemble_of(head, [1, 2, 3], aggregation)
-    rollouts = [rollout(text) for text in random_texts(14, seed=6, longest=80)]
-    members_KN = held_out_scores(ensemble, executor, head, rollouts)
-    ensemble.scales = common_scales(members_KN)
-    assert not np.allclose(ensemble.scales.slopes_K, 1.0)
-    expected_N = ensemble.aggregated(torch.from_numpy(members_KN)).numpy()
-    for size, budget in ((14, 4096), (1, 4096), (5, 1024)):
-        scorer = scorer_of(ensemble, executor, head, budget)
-        parts = [asyncio.run(scorer.score(rollouts[at : at + size])) for at in range(0, len(rollouts), size)]
-        assert np.concatenate(parts).tobytes() == expected_N.tobytes(), (size, budget)
-        assert scorer.version == ensemble.version()

@@ -96,20 +96,6 @@ def test_references_are_the_models_own_and_computed_once_per_solution(tmp_path, 
     assert source._references_R.size <= 2 * 18
 
 
-def test_a_source_that_starts_at_a_step_gives_the_same_bits(tmp_path, executor):
-    """References too: a resumed run computes them in other batches."""
-    stream, model = open_stream(tmp_path, toy_rollouts(0, 12)), open_verifier()
-    whole = open_source(stream, model, executor)
-    for _ in range(3):
-        asyncio.run(whole.next_batch())
-    resumed = open_source(stream, model, executor, start_step=3)
-    one, two = asyncio.run(whole.next_batch()), asyncio.run(resumed.next_batch())
-    assert whole.step == resumed.step == 4
-    np.testing.assert_array_equal(one.pairs_M2, two.pairs_M2)
-    assert one.references_N.tobytes() == two.references_N.tobytes()
-    assert [row.tolist() for row in one.sequences] == [row.tolist() for row in two.sequences]
-
-
 BY_PROBLEM = SECTION.model_copy(update={"pairing": "problem"})
 
 

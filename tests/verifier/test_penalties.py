@@ -4,32 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pvg.verifier.losses import LOSSES, environment_means, irm_v1, slopes_of, vrex
-
-
-def by_loop(scores_M2, environments_M, weights_M, loss):
-    """(V-REx, IRMv1) environment by environment, the scale's gradient by autograd."""
-    risks, squares = [], []
-    for environment in environments_M.unique():
-        mine = environments_M == environment
-        scale = torch.ones((), requires_grad=True, dtype=scores_M2.dtype)
-        losses = LOSSES[loss](scale * scores_M2[mine, 0], scale * scores_M2[mine, 1])
-        risk = (weights_M[mine] * losses).sum() / weights_M[mine].sum()
-        (slope,) = torch.autograd.grad(risk, [scale], create_graph=True)
-        risks.append(risk)
-        squares.append(slope.square())
-    return torch.stack(risks).var(correction=0), torch.stack(squares).mean()
-
-
-def made(seed, pairs, environments, *, weighted=True):
-    generator = torch.Generator().manual_seed(seed)
-    scores_M2 = torch.randn(pairs, 2, generator=generator, dtype=torch.float64, requires_grad=True)
-    environments_M = torch.randint(environments, (pairs,), generator=generator)
-    weights_M = torch.rand(pairs, generator=generator, dtype=torch.float64) + 0.1
-    return scores_M2, environments_M, weights_M if weighted else torch.ones_like(weights_M)
 
 
 def test_vrex_by_hand():
@@ -59,30 +35,3 @@ def test_irm_by_hand():
     # (sigmoid(s) - y) s, halved for the pair: correct 2, incorrect 0.
     one = slopes_of(LOSSES["cross_entropy"])(correct_M[:1], incorrect_M[:1]).item()
     assert one == pytest.approx((1 / (1 + math.exp(-2)) - 1) * 2 / 2)
-
-
-def test_one_environment_does_not_vary_and_none_is_no_penalty():
-    losses_M = torch.tensor([1.0, 5.0], requires_grad=True)
-    assert vrex(losses_M, torch.tensor([4, 4]), 9).item() == 0.0
-    empty = torch.zeros(0)
-    ids = torch.zeros(0, dtype=torch.int64)
-    assert vrex(empty, ids, 3).item() == irm_v1(empty, ids, 3).item() == 0.0
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@settings(deadline=None, max_examples=20)
-@given(seed=st.integers(0, 2**31), pairs=st.integers(1, 40), environments=st.integers(1, 6), weighted=st.booleans())
-def test_scatter_is_the_loop_value_and_gradient(loss, seed, pairs, environments, weighted):
-    scores_M2, environments_M, weights_M = made(seed, pairs, environments, weighted=weighted)
-    expected = by_loop(scores_M2, environments_M, weights_M, loss)
-    given_weights = weights_M if weighted else None
-    losses_M = LOSSES[loss](scores_M2[:, 0], scores_M2[:, 1])
-    slopes_M = slopes_of(LOSSES[loss])(scores_M2[:, 0], scores_M2[:, 1])
-    found = (
-        vrex(losses_M, environments_M, environments + 2, given_weights),
-        irm_v1(slopes_M, environments_M, environments + 2, given_weights),
-    )
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-9)
-        gradients = [torch.autograd.grad(value, scores_M2, retain_graph=True)[0] for value in (one, other)]
-        torch.testing.assert_close(*gradients, atol=1e-12, rtol=1e-9)

@@ -1,5 +1,4 @@
 import asyncio
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,7 +7,6 @@ import torch
 from tiny_verifiers import (
     GatedHead,
     digits_tokenizer,
-    english_tokenizer,
     language_model,
     perturb,
     random_texts,
@@ -94,15 +92,6 @@ def test_the_role_and_its_prompt_are_not_seen(executor):
     assert (stats.hits, stats.misses, stats.forward_passes, len(scorer._cache)) == (1, 1, 1, 1)
 
 
-def test_text_is_encoded_where_the_vocabularies_differ(executor):
-    model = verifier("yes_token")  # an English tokenizer; the rollouts hold ids of the digits
-    assert model.tokenizer.fingerprint == english_tokenizer().fingerprint
-    scorer = make_scorer(model, executor, head="yes_token")
-    one, two = rollout("A1"), dataclasses.replace(rollout("A1"), completion_ids=np.array([9], dtype=np.int32))
-    scores = asyncio.run(scorer.score([one, two]))
-    assert scores[0] == scores[1]
-
-
 def test_duplicates_and_concurrent_calls_share_one_forward_pass(executor):
     async def play():
         model, scorer = gated(executor)
@@ -119,21 +108,6 @@ def test_duplicates_and_concurrent_calls_share_one_forward_pass(executor):
         await scorer.score(same)
         assert scorer.stats.hits == 3
         assert not model.began.acquire(blocking=False)
-
-    asyncio.run(play())
-
-
-def test_what_arrives_during_a_forward_pass_is_batched_together(executor):
-    async def play():
-        model, scorer = gated(executor)
-        texts = random_texts(9, seed=2)
-        first = asyncio.create_task(scorer.score([rollout(texts[0])]))
-        await began(model)
-        others = [asyncio.create_task(scorer.score([rollout(text)])) for text in texts[1:]]
-        await asyncio.sleep(0)
-        model.gate.release(2)
-        await asyncio.gather(first, *others)
-        assert scorer.stats.forward_passes == 2
 
     asyncio.run(play())
 
@@ -183,23 +157,6 @@ def test_a_failing_forward_pass_reaches_every_waiter_and_leaves_nothing_behind(e
         model.gate.release()
         assert np.isfinite(await scorer.score([rollout("A1"), rollout("A2")])).all()
         assert not scorer._under_way
-
-    asyncio.run(play())
-
-
-def test_a_cancelled_caller_does_not_cancel_the_others(executor):
-    async def play():
-        model, scorer = gated(executor)
-        one = rollout("A1")
-        first = asyncio.create_task(scorer.score([one]))
-        second = asyncio.create_task(scorer.score([one]))
-        await began(model)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        model.gate.release()
-        assert np.isfinite((await second)[0])
-        assert scorer.stats.forward_passes == 1
 
     asyncio.run(play())
 
@@ -288,14 +245,6 @@ def test_a_solution_that_fits_nowhere_is_refused_by_name_and_others_are_not(cont
     assert isinstance(error, ConfigurationError)
     assert long.id in error.message
     assert str(min(context, budget)) in error.message
-
-
-def test_the_cache_is_bounded_and_counts_evictions(executor):
-    scorer = make_scorer(verifier("implicit"), executor, entries=4)
-    rollouts = [rollout(text) for text in random_texts(10, seed=4)]
-    first = asyncio.run(scorer.score(rollouts))
-    assert (len(scorer._cache), len(scorer._references), scorer.stats.evictions) == (4, 4, 6)
-    np.testing.assert_allclose(asyncio.run(scorer.score(rollouts)), first, atol=1e-4)
 
 
 def test_references_outlive_a_version(executor):

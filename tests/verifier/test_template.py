@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_verifiers import beginning_tokenizer, digits_tokenizer, english_tokenizer
+from tiny_verifiers import digits_tokenizer, english_tokenizer
 
 from pvg.config.training import YES_NO_QUESTION
 from pvg.verifier.data import VerifierTemplate
@@ -37,18 +37,6 @@ def test_ids_of_another_vocabulary_are_not_reused(solution):
     expected = [*DIGITS.encode("7+5?" + solution), DIGITS.eos_id]
     for ids, fingerprint in ((foreign, "another"), (foreign, None), (None, DIGITS.fingerprint)):
         assert template.tokens("7+5?", solution, ids, fingerprint)[0].tolist() == expected
-
-
-@pytest.mark.parametrize(("style", "between"), [("text", "\n\n"), ("plain", "")])
-def test_a_text_begins_with_the_begin_token_and_a_chat_as_its_template_says(style, between):
-    tokenizer = beginning_tokenizer()
-    start = ENGLISH.encode("<|start|>").tolist()
-    ids, length = VerifierTemplate(tokenizer, style, "implicit").tokens("7 + 5?", "12", None, None)
-    assert ids.tolist() == [*start, *ENGLISH.encode(f"7 + 5?{between}12"), ENGLISH.eos_id]
-    assert length == len(ids) - 3
-    chat = VerifierTemplate(tokenizer, "chat", "implicit").tokens("7 + 5?", "12", None, None)[0]
-    assert chat.tolist() == VerifierTemplate(ENGLISH, "chat", "implicit").tokens("7 + 5?", "12", None, None)[0].tolist()
-    assert tokenizer.fingerprint != ENGLISH.fingerprint  # the beginnings of their texts differ
 
 
 def test_nothing_of_a_role_can_be_passed():

@@ -35,7 +35,7 @@
     const all = [...stack.flat(), ...(spec.intervals || []).flatMap((one) => [...one.low, ...one.high]), ...(spec.references || []).map((one) => one[0])];
     const known = all.filter((v) => v !== null && v !== undefined && (scale !== "log" || v > 0));
     let low = Math.min(...known, ...(zero ? [0] : [])), high = Math.max(...known, ...(zero ? [0] : []));
-    if (low === high) high = low + (Math.abs(low) || 1);
+    if (low === high) [low, high] = [zero || !low ? low : low - Math.abs(low) / 2, high + (Math.abs(high) / 2 || 1)];
     if (scale === "log") return [10 ** Math.floor(Math.log10(low)), 10 ** Math.max(Math.floor(Math.log10(low)) + 1, Math.ceil(Math.log10(high)))];
     return uPlot.rangeNum(low, high, 0.1, true);
   };

@@ -152,6 +152,3 @@ def confirmed_delivery(server: ControlClient, label: WeightLabel, started: float
     return DeliveryTiming(
         url=server.url, label=label, wall_ms=wall_ms, rpc_ms=wall_ms, received_ns=0, parts={UNKNOWN_PART: wall_ms}
     )
-
-
-__all__ = ["Transport", "open_transport"]

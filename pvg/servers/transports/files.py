@@ -1,6 +1,6 @@
 """Transports through a shared folder: whole models (`weights.transport = "filesystem"`) and adapters ("lora").
 
-Each version is a folder (pvg.servers.transports.files), written once for all servers. A server reads it when told
+Each version is a folder, written once for all servers. A server reads it when told
 to. A server can also receive it later, as long as the version is kept.
 
 Whole models replace each other: a server pauses while it loads one. Adapters coexist: a server loads each once, with
@@ -12,7 +12,6 @@ after evicting it, so the files stay as long as requests may name it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import re
 import shutil
@@ -105,7 +104,16 @@ _VERSION = re.compile(  # complete, or being written or removed
 
 
 class VersionFolders:
-    """The versions of one session. Takes the session's lock on creation and releases it in `close`. All calls block."""
+    """The versions of one session. Takes the session's lock on creation and releases it in `close`. All calls block.
+
+        root/RUN/v000012-5f3c09ab/      version 12 of the session with the tail 5f3c09ab
+            model.safetensors           or adapter_model.safetensors and adapter_config.json
+            STABLE                      written last: the weight files and their sizes
+        root/RUN/.session-5f3c09ab      locked while that session lives
+
+    Invariants: a folder without a temporary name is complete and durable. A session removes only its own versions and
+    those of dead sessions of the same run, nothing outside of root/RUN, and follows no links.
+    """
 
     def __init__(self, root: Path, run: str, session: PublishingSession) -> None:
         """Raises ConfigurationError for a run name that could lead outside of `root`, or a path that is taken."""
@@ -311,15 +319,11 @@ class FilesystemTransport:
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-# Required by vLLM's reader (vllm/lora/peft_helper.py).
-NEEDED = ("r", "lora_alpha", "target_modules")
-
 
 class AdapterTransport:
     """Owns `folders`. `executor` writes and removes files, so the event loop stays free.
 
-    An update without an adapter is the base model, which servers already have: nothing is written or sent. The first
-    such update defines the base. Different whole weights cannot be sent as an adapter.
+    An update without an adapter is the base model, which servers already have: nothing is written or sent.
     """
 
     adapters = True
@@ -329,8 +333,7 @@ class AdapterTransport:
         self._executor = executor
         self._dtype = dtype
         self._base: set[WeightLabel] = set()
-        self._base_fingerprint = ""
-        self._holders: dict[WeightLabel, dict[str, ControlClient]] = {}  # servers, by url, that may have each adapter
+        self._staged: list[WeightLabel] = []  # adapters, oldest first
 
     def model_of(self, label: WeightLabel) -> str | None:
         """The label, which is the adapter's name; None for the base model."""
@@ -338,10 +341,10 @@ class AdapterTransport:
 
     async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
         """Write `update.adapter` durably in the servers' dtype. The tensors may change afterwards. Raises
-        ConfigurationError for trained weights without an adapter, and the errors of FilesystemTransport.stage."""
+        the errors of FilesystemTransport.stage."""
         adapter = update.adapter
         if adapter is None:
-            await self._stage_base(update, label)
+            self._base.add(label)
             return
 
         def fill(folder: Path) -> dict[str, int]:
@@ -350,27 +353,16 @@ class AdapterTransport:
             return {ADAPTER_FILE: size}
 
         await run_in(self._executor, self._folders.write, label, fill)
-        self._holders[label] = {}
-
-    async def _stage_base(self, update: WeightUpdate, label: WeightLabel) -> None:
-        found = await run_in(self._executor, fingerprint, update.tensors)
-        if self._base_fingerprint not in ("", found):
-            raise ConfigurationError(
-                f'Version {update.version} of the weights has no adapter, which weights.transport = "lora" requires.',
-                'Set training.adapters = "lora", or weights.transport = "filesystem".',
-            )
-        self._base_fingerprint = found
-        self._base.add(label)
+        self._staged.append(label)
 
     async def send(
         self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
     ) -> list[DeliveryTiming | BaseException]:
         if label in self._base:
             return [DeliveryTiming(server.url, label, 0.0, 0.0, time.time_ns(), {}) for server in servers]
-        name, holders = self._folders.name(label), self._holders[label]
+        name = self._folders.name(label)
 
         async def load(server: ControlClient) -> DeliveryTiming:
-            holders[server.url] = server  # it may have the adapter from now on, even if no reply arrives
             return await server.load_adapter(name, label, trace)
 
         async def has_arrived(server: ControlClient) -> bool:
@@ -379,54 +371,28 @@ class AdapterTransport:
         return await deliver(servers, label, load, has_arrived)
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
-        """Unload adapters that are neither among the newest (KEPT) nor `in_use`, and remove their files. If a server
-        cannot be reached, the next call unloads its adapter, and the files stay until then."""
-        needed = {*in_use, *sorted(self._holders, key=lambda label: label.version)[-KEPT:]}
-        unneeded = [label for label in self._holders if label not in needed]
-        within_reach = {server.url: server for server in servers}
-        await asyncio.gather(*(self._unload(label, within_reach) for label in unneeded))
-        unloaded = [label for label in unneeded if not self._holders[label]]
-        for label in unloaded:
-            del self._holders[label]
-        await run_in(self._executor, self._folders.remove, [label.version for label in unloaded])
-        await run_in(self._executor, self._folders.remove_dead_sessions)
-
-    async def _unload(self, label: WeightLabel, within_reach: Mapping[str, ControlClient]) -> None:
-        holders = self._holders[label]
-        reachable_holders = [server for url, server in within_reach.items() if url in holders]
+        """Unload adapters that are neither among the newest (KEPT) nor `in_use`, and remove their files. A server that
+        cannot be reached keeps the name of an adapter that no request uses, until it ends."""
+        needed = {*in_use, *self._staged[-KEPT:]}
+        unneeded = [label for label in self._staged if label not in needed]
         outcomes = await asyncio.gather(
-            *(server.unload_adapter(label, f"retire-{label.version}") for server in reachable_holders),
+            *(server.unload_adapter(label, f"retire-{label.version}") for label in unneeded for server in servers),
             return_exceptions=True,
         )
-        for server, outcome in zip(reachable_holders, outcomes, strict=True):
-            if outcome is None:
-                del holders[server.url]
-            elif not isinstance(outcome, (ServerFault, PvgError)):
+        for outcome in outcomes:
+            if outcome is not None and not isinstance(outcome, (ServerFault, PvgError)):
                 raise outcome
+        self._staged = [label for label in self._staged if label in needed]
+        await run_in(self._executor, self._folders.remove, [label.version for label in unneeded])
+        await run_in(self._executor, self._folders.remove_dead_sessions)
 
     async def close(self) -> None:
         """Remove the files of this session. Servers evict its adapters when they need space, or end."""
         await run_in(self._executor, self._folders.close)
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """A digest of names, shapes, dtypes and bit sums: an optimizer step changes it, a copy does not. Reads each tensor
-    once."""
-    import torch
-
-    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous()
-        bits = int(tensor.view(as_integers[tensor.element_size()]).sum(dtype=torch.int64)) if tensor.numel() else 0
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {bits};".encode())
-    return digest.hexdigest()
-
-
 def _peft_config(adapter: LowRankAdapter) -> dict[str, Any]:
     """adapter_config.json: `adapter.config` plus the defaults that vLLM requires."""
-    if missing := [key for key in NEEDED if key not in adapter.config]:
-        raise ValueError(f"The adapter's config lacks {missing[0]}.")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": ""}
     plain = {
         key: sorted(value) if isinstance(value, (set, frozenset)) else value for key, value in adapter.config.items()

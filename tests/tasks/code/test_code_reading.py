@@ -10,7 +10,7 @@ import pytest
 from problems_of_tests import OWN, fenced, write_rows
 
 from pvg.config.task import CodeTask
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import ConfigurationError
 from pvg.tasks.code import Code, CodeEntry, UnusableError, read_entries
 from pvg.tasks.code_problems import code_of
 
@@ -68,15 +68,6 @@ def test_all_three_forms(tmp_path: Path) -> None:
         assert task.grade(human, fenced(solution)).correct
         for problem in (call, stdin, human, own):
             assert task.grade(problem, problem.answer).correct
-
-
-def test_a_question_without_an_id_gets_a_stable_one(tmp_path: Path) -> None:
-    row = {key: value for key, value in OWN.items() if key != "id"}
-    with opened(write_rows(tmp_path, row)) as task:
-        (problem,) = task.problems("train")
-    assert problem.id.startswith("code-")
-    with opened(write_rows(tmp_path, {**OWN, "question": "Another."}, row)) as task:
-        assert problem.id in [p.id for p in task.problems("test")]
 
 
 @pytest.mark.parametrize(
@@ -166,13 +157,3 @@ def test_large_integers_stay_exact(tmp_path: Path, packed: bool) -> None:
     (entry,) = read_entries(write_rows(tmp_path, row) / "train.jsonl", 1)
     assert isinstance(entry, CodeEntry)
     assert [(test.case, test.output) for test in entry.code.hidden] == [(f"[{2**70}]", 2**71)]
-
-
-def test_limit_and_missing_files(tmp_path: Path) -> None:
-    rows = [{**OWN, "id": f"p{n}", "question": f"Add up, {n}."} for n in range(4)]
-    rows[1]["reference"] = "def add_up(numbers): return 3"
-    with opened(write_rows(tmp_path, *rows), limit=2, unusable="skip") as task:
-        assert [problem.id for problem in task.problems("train")] == ["p0", "p2"]
-    (tmp_path / "test.jsonl").unlink()
-    with pytest.raises(MissingRequirementError, match=r"test\.jsonl"):
-        opened(tmp_path)

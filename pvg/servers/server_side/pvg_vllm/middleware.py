@@ -368,7 +368,7 @@ async def refuse(send: Send, refusal: Refusal) -> None:
     await reply(send, refusal.status, {"error": {"code": refusal.code, "message": refusal.message}})
 
 
-# --- log lines, in the format that `pvg diagnose` reads: `[weights] t=12.345678 event=... key=value` ------------------
+# --- log lines: `[weights] t=12.345678 event=... key=value` -----------------------------------------------------------
 
 
 def tell(event: str, **fields: object) -> None:
