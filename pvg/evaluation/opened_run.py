@@ -24,10 +24,11 @@ from pvg.config.game import ChallengeProtocol, Game
 from pvg.errors import StateError
 from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
+from pvg.game.orders import environment_of
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
-from pvg.game.session import InterruptedByUser, environment_of
+from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
 from pvg.game.statistics import sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round

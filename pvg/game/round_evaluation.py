@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from pvg.game.mint import load_source
+from pvg.game.orders import environment_of
 from pvg.game.prover_phase import open_round_verifier
-from pvg.game.session import Session, environment_of, finite
+from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import RolloutColumns, fooled_rate_at, play_metrics, share, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round

@@ -27,11 +27,12 @@ from pvg.config.training import DemonstrationWarmup
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
+from pvg.game.orders import environment_of
 from pvg.game.players import Players
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
-from pvg.game.session import InterruptedByUser, Session, environment_of
+from pvg.game.session import InterruptedByUser, Session
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import sample_metrics
 from pvg.models.shared_prompts import check_packing

@@ -7,9 +7,9 @@ import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from pvg.config.game import ChallengeProtocol, Game
+from pvg.config.game import Game
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training, Verifier
 from pvg.errors import counted
@@ -28,10 +28,8 @@ from pvg.telemetry.spans import SHORTEST_SPAN_S, StepBudget, Tracer, add_seconds
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.rollout.episodes import Environment
     from pvg.telemetry.monitoring import Monitoring
     from pvg.training.trainer import Trainer
-    from pvg.verifier.scorer import Scorer
 
 TRAINED_PHASES = frozenset({"warmup", "train_verifier", "train_prover"})
 
@@ -251,35 +249,3 @@ class Session:
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Metrics for JSON: values that are not finite (such as a mean of nothing) become null."""
     return {name: (float(value) if math.isfinite(value) else None) for name, value in metrics.items()}
-
-
-class AskedGame(Protocol):
-    """The parts of a game that a challenge needs: a `Session` has them, and so does a run under evaluation."""
-
-    @property
-    def game(self) -> Game: ...
-
-    @property
-    def prompts(self) -> PromptBuilder: ...
-
-    @property
-    def players(self) -> Players: ...
-
-    @property
-    def task(self) -> Task: ...
-
-    @property
-    def seed(self) -> int: ...
-
-
-def environment_of(session: AskedGame, scorer: Scorer | None) -> Environment | None:
-    """What answers the prover in a challenge game; None if the protocol has one turn. `scorer`: of the round's
-    verifier; None if there is none yet."""
-    protocol = session.game.protocol
-    if not isinstance(protocol, ChallengeProtocol):
-        return None
-    from pvg.game.protocols import ChallengeEnvironment
-
-    asked = scorer if protocol.step == "weakest" else None
-    tokenizer, style = session.players.base.tokenizer, session.prompts.style
-    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
