@@ -61,9 +61,9 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
+from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
 from pvg.game.session import Session
-from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall

@@ -24,8 +24,8 @@ from pvg.config.game import ChallengeProtocol, Game
 from pvg.errors import StateError
 from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
+from pvg.game.orders import environment_of
 from pvg.game.players import Players
-from pvg.game.protocols import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
 from pvg.game.session import InterruptedByUser

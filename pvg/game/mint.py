@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 
 from pvg.game.mixtures import apportion, source_weights, sources_for_round
-from pvg.game.orders import mint_orders
-from pvg.game.protocols import environment_of
+from pvg.game.orders import environment_of, mint_orders
 from pvg.game.prover_phase import RunWithPlayers, read_prover
 from pvg.game.session import Session
 from pvg.game.states import Phase

@@ -14,13 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.game.roles import assign_roles
+from pvg.config.game import ChallengeProtocol, Game
+from pvg.game.players import Players
+from pvg.game.roles import PromptBuilder, assign_roles
 from pvg.game.session import Session
 from pvg.records import Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Deadline, Environment, training_deadline
 from pvg.seeds import draw_weighted, generator_for, seed_for
+from pvg.tasks.task import Task
 from pvg.training.credit import ValueTracker
+from pvg.verifier.scorer import Scorer
 
 # The curriculum: it chooses problems by how often the prover has succeeded at them (`training.curriculum`).
 
@@ -307,3 +311,35 @@ def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Ge
             if size := roles.count(role):
                 orders.append(session.order(problem, role, 2 * position + (1 - role.number), size))
     return orders
+
+
+class AskedGame(Protocol):
+    """The parts of a game that a challenge needs: a `Session` has them, and so does a run under evaluation."""
+
+    @property
+    def game(self) -> Game: ...
+
+    @property
+    def prompts(self) -> PromptBuilder: ...
+
+    @property
+    def players(self) -> Players: ...
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+def environment_of(session: AskedGame, scorer: Scorer | None) -> Environment | None:
+    """What answers the prover in a challenge game; None if the protocol has one turn. `scorer`: of the round's
+    verifier; None if there is none yet."""
+    protocol = session.game.protocol
+    if not isinstance(protocol, ChallengeProtocol):
+        return None
+    from pvg.game.protocols import ChallengeEnvironment
+
+    asked = scorer if protocol.step == "weakest" else None
+    tokenizer, style = session.players.base.tokenizer, session.prompts.style
+    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)

@@ -38,14 +38,12 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pvg.config.game import ChallengeProtocol, DecoupledProtocol, Game
+from pvg.config.game import DecoupledProtocol
 from pvg.errors import ConfigurationError, StateError
-from pvg.game.players import Players
-from pvg.game.roles import PromptBuilder
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import sample_metrics
@@ -177,36 +175,6 @@ Place = tuple[int, int]  # start and end of a step in the text
 MOST_QUOTED = 160  # characters of a step that a question quotes; pvg.config.experiment.QUOTED_ROOM leaves room for them
 MOST_CONSIDERED = 16  # questions of an AnswersQuestions task that the verifier scores for one solution, to limit time
 PIECES = {True: re.compile(r"[^\n]+"), False: re.compile(r"[^;]+;?")}
-
-
-class ChallengeContext(Protocol):
-    """The parts of a game that a challenge needs: a `Session` has them, and so does a run under evaluation."""
-
-    @property
-    def game(self) -> Game: ...
-
-    @property
-    def prompts(self) -> PromptBuilder: ...
-
-    @property
-    def players(self) -> Players: ...
-
-    @property
-    def task(self) -> Task: ...
-
-    @property
-    def seed(self) -> int: ...
-
-
-def environment_of(session: ChallengeContext, scorer: Scorer | None) -> ChallengeEnvironment | None:
-    """The session's challenge environment; None if the protocol has one turn. `scorer`: of the round's verifier; None
-    if there is no verifier yet."""
-    protocol = session.game.protocol
-    if not isinstance(protocol, ChallengeProtocol):
-        return None
-    asked = scorer if protocol.step == "weakest" else None
-    tokenizer, style = session.players.base.tokenizer, session.prompts.style
-    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
 
 
 def steps_of(task: Task, text: str) -> list[Place]:

@@ -12,19 +12,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
-from pvg.game.orders import ProverOrders, prover_orders
+from pvg.game.orders import ProverOrders, environment_of, prover_orders
 from pvg.game.parts import Batches, GroupSource, Helper, TrainingStop, VerifierInRound
 from pvg.game.players import Players
-from pvg.game.prefetch import Prefetcher, WhenScored
-from pvg.game.protocols import environment_of
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
-from pvg.game.round_verifier import read_verifier
+from pvg.game.round_verifier import FixedVerifier, read_verifier
 from pvg.game.session import Session
-from pvg.game.simultaneous import open_verifier_in_round
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import BatchClock
 from pvg.models.adapters import AdaptedModel
@@ -115,7 +113,7 @@ async def train_prover(session: Session) -> None:
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                current = await open_verifier_in_round(session, verifier, threshold)
+                current = await _verifier_in_round(session, verifier, threshold)
                 phase = open_prover_phase(session, info, verifier, current, learner)
             await phase.play()
         phase.tell_unfinished()
@@ -128,6 +126,15 @@ async def train_prover(session: Session) -> None:
     finally:
         learner.close()
         verifier.close()
+
+
+async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> VerifierInRound:
+    schedule = session.game.schedule
+    if not isinstance(schedule, SimultaneousSchedule):
+        return FixedVerifier(threshold)
+    from pvg.game.simultaneous import open_updates
+
+    return await open_updates(session, schedule, verifier, threshold)
 
 
 def open_prover_phase(
@@ -229,6 +236,8 @@ def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -
     players, rollout = session.players, session.rollout
     ahead = rollout.prefetch
     if isinstance(ahead, SamplingAhead):
+        from pvg.game.prefetch import Prefetcher, WhenScored
+
         beside = players.scoring is not None or players.workers is not None
         scored: WhenScored = "background" if beside else "batch"
         if session.verifier.engine != "torch":

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from pvg.game.mint import load_source
-from pvg.game.protocols import environment_of
+from pvg.game.orders import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase

@@ -19,6 +19,8 @@ from pvg.verifier.scorer import ScoringModel
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pvg.verifier.scorer import VerifierScorer
+
 
 class VerifierOpener(Protocol):
     """Opens a verifier at its initial weights: the players of a run (pvg.game.players.Players)."""
@@ -60,3 +62,26 @@ def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequ
             members.append(member)
         opened.pop_all()
     return members
+
+
+class FixedVerifier:
+    """The round's verifier in the Stackelberg schedule: nothing changes while the prover trains."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None: ...
+
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
+    ) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    async def save(self) -> list[str]:
+        return []

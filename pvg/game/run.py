@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,21 +25,16 @@ import torch
 from pvg.config.experiment import Experiment
 from pvg.config.training import DemonstrationWarmup
 from pvg.errors import StateError, UsageError, counted, user_paths
-from pvg.extensions import resolve
+from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
-from pvg.game.mint import mint
+from pvg.game.orders import environment_of
 from pvg.game.players import Players
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
-from pvg.game.protocols import environment_of, read_solutions, solve
-from pvg.game.prover_phase import train_prover
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
-from pvg.game.round_evaluation import checkpoint
 from pvg.game.session import InterruptedByUser, Session
-from pvg.game.states import Phase
+from pvg.game.states import GameState, Phase
 from pvg.game.statistics import sample_metrics
-from pvg.game.verifier_phase import train_verifier
-from pvg.game.warm_start import alone, check_demonstrations, is_cold, warm_up, warmed
 from pvg.models.shared_prompts import check_packing
 from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
@@ -65,12 +60,18 @@ if TYPE_CHECKING:
 
 SessionT = TypeVar("SessionT", bound=Session)
 
-PHASES: dict[Phase, Callable[[Session], Awaitable[None]]] = {
-    Phase.SOLVE: solve,
-    Phase.MINT: mint,
-    Phase.TRAIN_VERIFIER: train_verifier,
-    Phase.TRAIN_PROVER: train_prover,
-    Phase.CHECKPOINT: checkpoint,
+# The function of each phase, by the place that defines it: a game loads those that it plays.
+PHASES = {
+    Phase.SOLVE: "pvg.game.protocols:solve",
+    Phase.MINT: "pvg.game.mint:mint",
+    Phase.TRAIN_VERIFIER: "pvg.game.verifier_phase:train_verifier",
+    Phase.TRAIN_PROVER: "pvg.game.prover_phase:train_prover",
+    Phase.CHECKPOINT: "pvg.game.round_evaluation:checkpoint",
+}
+# Self-play has no verifier.
+SELF_PLAY = {
+    Phase.TRAIN_PROVER: "pvg.game.play_phase:train_player",
+    Phase.CHECKPOINT: "pvg.game.play_rating:rate",
 }
 
 
@@ -102,7 +103,7 @@ async def play(
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
-    cold = is_cold(experiment.warmup, run)
+    cold = experiment.warmup.kind != "none" and _is_cold(run)
     if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
@@ -148,10 +149,26 @@ def _refuse_begun(session: Session, resume: bool) -> None:
         raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
 
 
+def _warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Experiment:
+    if experiment.warmup.kind == "none":
+        return experiment
+    from pvg.game.warm_start import warmed
+
+    return warmed(experiment, run, state)
+
+
+def _is_cold(run: RunDirectory) -> bool:
+    """Whether a run with a warm start has not finished it."""
+    state = run.load_state().state
+    return state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
+
+
 async def _warm_up(
     experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, *, resume: bool
 ) -> bool:
     """The warm start, with separate players. Returns False if the user asked to stop."""
+    from pvg.game.warm_start import alone, check_demonstrations, warm_up
+
     assert isinstance(experiment.warmup, DemonstrationWarmup)
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
@@ -199,14 +216,9 @@ def _first_phase(experiment: Experiment) -> Phase:
 async def _play_phases(experiment: Experiment, session: Session) -> None:
     ledger, self_play = session.ledger, experiment.task.kind == "play"
     await _enter_game(experiment, session, _first_phase(experiment))
-    phases = PHASES
-    if self_play:  # it has no verifier
-        from pvg.game.play_phase import train_player
-        from pvg.game.play_rating import rate
-
-        phases = PHASES | {Phase.TRAIN_PROVER: train_player, Phase.CHECKPOINT: rate}
+    phases = SELF_PLAY if self_play else PHASES
     while ledger.state.phase is not Phase.COMPLETE:
-        await phases[ledger.state.phase](session)
+        await imported(phases[ledger.state.phase])(session)
 
 
 async def open_session(
@@ -236,7 +248,7 @@ async def open_session(
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
         if playing is None:
-            playing = experiment if experiment.warmup.kind == "none" else warmed(experiment, run, ledger.state)
+            playing = _warmed(experiment, run, ledger.state)
         players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
@@ -252,6 +264,8 @@ async def open_session(
         prompts = prompt_builder(playing.prompts, playing.game.protocol, players.base.tokenizer)
         session = session_of(playing, task, ledger, players, prompts, observer, stop, tracer, Session)
         if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.WARMUP, Phase.SOLVE):
+            from pvg.game.protocols import read_solutions
+
             prompts.solutions = await read_solutions(session)
         check_prompts_fit(
             experiment.token_limits(), prompts, session.halves(), session.test_problems(), players.base.max_length

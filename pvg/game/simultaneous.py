@@ -1,6 +1,6 @@
 """The simultaneous schedule (`game.schedule`): the verifier keeps learning while the prover learns against it.
 
-    updates = await open_verifier_in_round(session, verifier, threshold)
+    updates = await open_updates(session, schedule, verifier, threshold)
     metrics = await updates.after(batches_done, scorer)     # after an update all scores come from the new verifier
 
 An update samples fresh solutions of the current prover on problems of the verifier's half, so that neither player
@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from pvg.config.game import SimultaneousSchedule
 from pvg.errors import StateError
 from pvg.game.mixtures import source_weights, sources_for_round
-from pvg.game.orders import mint_orders
-from pvg.game.protocols import environment_of
+from pvg.game.orders import environment_of, mint_orders
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import (
@@ -61,36 +60,10 @@ FRESH_SHARE = 0.5  # share of pairs with fresh solutions; the other half keeps t
 PREFIX = "verifier."  # marks the verifier trainer's tensors in the prover's checkpoint
 
 
-class FixedVerifier:
-    """The round's verifier in the Stackelberg schedule: nothing changes while the prover trains."""
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-
-    async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None: ...
-
-    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {}
-
-    def load_state(
-        self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
-    ) -> dict[str, Tensor]:
-        return dict(tensors)
-
-    async def save(self) -> list[str]:
-        return []
-
-
-async def open_verifier_in_round(
-    session: Session, verifier: ScoringModel, threshold: float
-) -> FixedVerifier | VerifierUpdates:
-    """The round's verifier by `game.schedule`, with the rollouts of committed updates."""
-    schedule = session.game.schedule
-    if not isinstance(schedule, SimultaneousSchedule):
-        return FixedVerifier(threshold)
+async def open_updates(
+    session: Session, schedule: SimultaneousSchedule, verifier: ScoringModel, threshold: float
+) -> VerifierUpdates:
+    """The updates of the current round, with the rollouts of committed ones."""
     assert isinstance(verifier, VerifierModel), "pvg.config.rules refuses ensembles"
     round_ = session.state.round
     calibrating, _ = await session.players.compute(lambda: calibration_view(session))

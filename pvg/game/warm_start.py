@@ -29,7 +29,7 @@ from pvg.config.base import RunId
 from pvg.config.experiment import Experiment
 from pvg.config.operation import NoCluster
 from pvg.config.rollout import TorchSampling
-from pvg.config.training import DemonstrationWarmup, Training, Warmup
+from pvg.config.training import DemonstrationWarmup, Training
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
@@ -250,14 +250,6 @@ def _solution(row: Demonstration, tokenizer: Tokenizer, most: int) -> Int32:
 MEASURED = 256
 # Steps in which the learning rate grows from 0: AdamW's first steps have no reliable second moment.
 RISING = 10
-
-
-def is_cold(section: Warmup, run: RunDirectory) -> bool:
-    """Whether the run has a warm start and has not finished it."""
-    if section.kind == "none":
-        return False
-    state = run.load_state().state
-    return state is None or state["phase"] in (Phase.INIT.value, Phase.WARMUP.value)
 
 
 def alone(experiment: Experiment) -> Experiment:

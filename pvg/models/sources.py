@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from pvg import hub
 from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
 from pvg.config.training import Adapters, Models, ModelSection, Verifier
@@ -120,6 +119,8 @@ def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
         return open_saved_player(section, device, open_source)
     dtype = DTYPES[section.dtype]
     if is_hub_id(section.source):
+        from pvg import hub
+
         folder = hub.fetch(section.source, "model")  # outside of the block, because a download shows its progress
         with without_progress_bars():
             module, tokenizer, name = _from_directory(str(folder), dtype, parse(section.source).name)
@@ -152,6 +153,8 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
     kind, separator, rest = section.source.partition(":")
     arguments: dict[str, str] = {}
     if is_hub_id(section.source):
+        from pvg import hub
+
         place, name = hub.fetch(section.source, "model"), parse(section.source).name
     elif separator and kind == "embedded":
         place, name = embedded_model(rest), rest

@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32
 from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, diverged
-from pvg.rollout.device_rows import DeviceRows
 from pvg.rollout.engine import (
     Completion,
     CutShort,
@@ -54,6 +53,7 @@ from pvg.telemetry.spans import run_in, submit_in
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
+    from pvg.rollout.device_rows import DeviceRows
 
 # Layer types that pvg.rollout.decoding supports.
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -255,10 +255,19 @@ class TorchEngine(Engine):
         if self._rows is None:
             self._rows = self._open_rows()
         found = self._rows.turn(jobs, self._dropped_N)
-        if isinstance(self._rows, DeviceRows) and (refusal := self._rows.graphs.refusal) != self._refusal:
+        on_gpu = self._gpu_rows
+        if on_gpu is not None and (refusal := on_gpu.graphs.refusal) != self._refusal:
             self._refusal = refusal
             self._events.event("gen", event="graphs.refused", reason=refusal)
         return found
+
+    @property
+    def _gpu_rows(self) -> DeviceRows | None:
+        if self._model.device.type != "cuda":
+            return None
+        from pvg.rollout.device_rows import DeviceRows
+
+        return self._rows if isinstance(self._rows, DeviceRows) else None
 
     def _open_rows(self) -> RunningRows:
         """Choose the decoder and log an event with the choice and its reason. Runs in the executor, because it
@@ -273,9 +282,12 @@ class TorchEngine(Engine):
                 reason = str(error)
             else:
                 self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
-                rows = DeviceRows if lean.device.type == "cuda" else LeanRows
                 most = min(self._max_rows, self._max_in_flight)  # DeviceRows takes memory for all of them at once
-                return rows(lean, most, continuous=self._continuous)
+                if lean.device.type != "cuda":
+                    return LeanRows(lean, most, continuous=self._continuous)
+                from pvg.rollout.device_rows import DeviceRows
+
+                return DeviceRows(lean, most, continuous=self._continuous)
         self._events.event("gen", event="decoder", decoding="module", batching=_name(False), reason=reason)
         return ModuleRows(model.module, model.device, routed_experts=self._routed_experts)
 
@@ -324,7 +336,7 @@ class TorchEngine(Engine):
         if isinstance(self._rows, ModuleRows):
             return sum(map(len, prefixes)) + len(prompts)
         computed = sum(part.length for level in shared_parts(prefixes) for part in level)
-        return computed + (len(prompts) if isinstance(self._rows, DeviceRows) else len({p.tobytes() for p in prompts}))
+        return computed + (len(prompts) if self._gpu_rows is not None else len({p.tobytes() for p in prompts}))
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)

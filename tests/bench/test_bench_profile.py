@@ -63,7 +63,6 @@ def test_overrides_reach_the_experiment_the_workload_and_the_profile_in_order() 
         ("repeats=0", ["repeats", "--set repeats=0"]),
         ("warmup=-1", ["warmup", "--set warmup=-1"]),
         ("workload.numbers=many", ["workload.numbers", "'many'", "--set workload.numbers=many"]),
-        ("rollout.engine.max_rows=2048", ["rollout.engine.max_rows = 2048 is above rollout.concurrency"]),
         ("about=x", ["'about'"]),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -15,7 +16,11 @@ from hypothesis import strategies as st
 from pvg.errors import ConfigurationError
 from pvg.servers.control import KEY_FILE, KEY_VARIABLE, control_key
 from pvg.servers.publishing import PublishingSession, WeightLabel
+from pvg.servers.server_side.pvg_vllm import accepted_weights as server
 from pvg.servers.server_side.pvg_vllm import accepted_weights as server_side
+from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal
+from pvg.servers.server_side.pvg_vllm.middleware import tell
+from pvg.telemetry.events import format_event
 
 TAILS = st.text("0123456789abcdef-", min_size=1, max_size=12)
 LABELS = st.builds(WeightLabel, st.builds(PublishingSession, st.integers(0, 2**64), TAILS), st.integers(0, 10**12))
@@ -128,3 +133,48 @@ def test_processes_that_make_the_key_at_once_get_the_same_one(tmp_path: Path) ->
             into.close()
             racer.wait(timeout=30)
             out.close()
+
+
+def code_of(current: str, new: str) -> str:
+    label = server.ServedLabel.parse(new)
+    assert label is not None
+    try:
+        server.check_order(current, label)
+    except Refusal as refusal:
+        return f"{refusal.status} {refusal.code}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("current", "new", "code"),
+    [
+        ("default", "5-a/0", ""),
+        ("something another client set", "5-a/0", ""),
+        ("5-a/3", "5-a/4", ""),
+        ("5-a/3", "5-a/2", "409 version_backwards"),
+        ("5-a/3", "6-b/0", ""),
+        ("5-a/3", "4-b/9", "409 older_session"),
+        ("5-a/3", "5-b/0", ""),  # two sessions of the same nanosecond: neither is older
+        ("broken:5-a/3", "5-a/3", ""),
+        ("broken:5-a/3", "5-a/1", ""),
+        ("broken:5-a/3", "6-b/0", ""),
+        ("broken:5-a/3", "4-b/9", "409 older_session"),
+        ("broken:", "4-b/9", ""),
+    ],
+)
+def test_which_weights_may_follow_which(current: str, new: str, code: str) -> None:
+    assert code_of(current, new) == code
+
+
+def test_the_servers_log_lines_have_the_form_of_the_clients(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"trace": "1f 3a", "version": 12, "rpc_ms": 1.23456789, "nothing": ""}
+    tell("rpc.done", **fields)
+    there = capsys.readouterr().err.removesuffix("\n")
+    here = format_event("weights", event="rpc.done", **fields)
+    without_time = [re.sub(r"t=[0-9.]+", "t=", line) for line in (here, there)]
+    assert without_time[0] == without_time[1]
+
+
+def test_a_trace_cannot_write_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("server.recv", trace="a\r\n[weights] t=1 event=rpc.done")
+    assert capsys.readouterr().err.count("\n") == 1

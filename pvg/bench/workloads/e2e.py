@@ -33,9 +33,9 @@ from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
 from pvg.game.round import TrainingPhase
+from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
 from pvg.game.session import Session
-from pvg.game.simultaneous import FixedVerifier
 from pvg.game.states import Phase
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
