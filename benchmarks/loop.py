@@ -240,7 +240,7 @@ class LoopWorkload:
             "seconds": settings.seconds,
             "retokenize": settings.retokenize,
             "expert_bytes_per_token": settings.expert_layers * settings.experts_per_token,
-            "loss": self._experiment.training.loss,
+            "loss": self._experiment.training.loss.kind,
             "reward": self._experiment.game.reward.kind,
             "seed": self._experiment.seed,
         }

@@ -234,7 +234,7 @@ class PipelinedSteps:
             "groups": experiment.training.groups,
             "group_size": experiment.rollout.group_size,
             "concurrency": experiment.rollout.concurrency,
-            "loss": experiment.training.loss,
+            "loss": experiment.training.loss.kind,
             "kl": experiment.training.kl.coefficient,
             "seed": experiment.seed,
         }

@@ -260,7 +260,7 @@ class Stragglers:
         """Compute credit as in the game, sleep as long as a trainer would work, and publish the next version. Returns
         the time slept."""
         with span("credit"):
-            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss)
+            policy_batch(rollouts, drawn_rewards(rollouts, self._workload.seed), self._experiment.training.loss.kind)
         seconds = self._workload.train_s * len(rollouts) / self._rollouts
         with span("forward_backward"):
             await asyncio.sleep(seconds)

@@ -134,7 +134,7 @@ def _grpo_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[str, A
     }
     pool = problems_of_half(open_task(experiment.task), "prover")[: row.work["prompts"]]
     prompts = [TAGS[Role.HELPFUL] + problem.question for problem in pool]
-    return told | {"prompts": prompts}, told | {"loss": training.loss, "stops": row.work["stops"]}
+    return told | {"prompts": prompts}, told | {"loss": training.loss.kind, "stops": row.work["stops"]}
 
 
 def _verifier_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -163,7 +163,7 @@ def _verifier_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[st
     }
     return told | {"problems": problems}, told | {
         "head": section.head.kind,
-        "loss": section.loss,
+        "loss": section.loss.kind,
         "solutions": len(problems) * count,
     }
 

@@ -89,7 +89,7 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
     rollouts = training.groups * rollout.group_size
     if rollout.group_size == 1 and not training.groupless:
         yield (
-            f"rollout.group_size = 1 is too small for training.loss = {training.loss!r}, which subtracts the "
+            f"rollout.group_size = 1 is too small for training.loss = {training.loss.kind!r}, which subtracts the "
             "mean of the group: every advantage would be 0; set rollout.group_size to 2 or more"
         )
     if rollouts % training.minibatches:
@@ -170,13 +170,13 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
     may_leave_one = 1 < rollout.group_size <= 1 + whole - least
     if cuts_batches and reward in RELATIVE_REWARDS and may_leave_one:
         yield (
-            f"{alone} with training.loss = {training.loss!r} rollout.deadline = 'cut' may leave a single one; "
+            f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
         )
     if least == 1 and not training.groupless and deadline.kind == "cut":
         yield (
             f"rollout.deadline.min_rollouts = 1 may leave a group of one, which teaches training.loss = "
-            f"{training.loss!r} nothing; set it to 2 or more"
+            f"{training.loss.kind!r} nothing; set it to 2 or more"
         )
     kept = least if training.groupless or deadline.kind == "continue" else training.groups * least
     if kept < training.minibatches:
@@ -225,7 +225,7 @@ def _dynamic_sampling(experiment: AllSections) -> Iterator[str]:
         return
     if training.groupless:
         yield (
-            f"training.dynamic_sampling replaces groups, but training.loss = {training.loss!r} uses none; set it "
+            f"training.dynamic_sampling replaces groups, but training.loss = {training.loss.kind!r} uses none; set it "
             "to 0, or use a loss with groups, such as 'dapo'"
         )
     if rollout.group_size == 1:
@@ -421,7 +421,7 @@ def _play(experiment: AllSections) -> Iterator[str]:
             yield f"task.kind = 'play' does not support {key} = {value!r}; set it to {only!r}"
     if training.groupless:
         yield (
-            f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss!r} has none; "
+            f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss.kind!r} has none; "
             "set it to a loss with groups, such as 'grpo'"
         )
     if rollout.engine.kind == "vllm" and "base" in (task.opponent, *task.references):
@@ -575,7 +575,7 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
 
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
     training = experiment.training
-    if training.loss == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
+    if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
         yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
         yield (
@@ -597,12 +597,12 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
             "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
         )
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
-    if stale and training.loss == "rloo" and training.importance == "none":
+    if stale and training.loss.kind == "rloo" and training.importance == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
             "'decoupled'"
         )
-    if training.minibatches > 1 and training.loss == "rloo":
+    if training.minibatches > 1 and training.loss.kind == "rloo":
         yield (
             "training.loss = 'rloo' has no ratio, so later minibatches ignore that the weights have changed; set "
             "training.minibatches to 1, or training.loss to 'grpo'"

@@ -82,13 +82,66 @@ class LoraAdapters(Section):
     kind: Literal["lora"] = "lora"
     rank: Count = Field(16, description="Rank of the adapters. Higher ranks can learn more, and take more memory.")
 
-    @property
-    def alpha(self) -> float:
-        """The output of an adapter is multiplied by alpha / rank, which is 2."""
-        return 2.0 * self.rank
+    alpha: Positive = Field(
+        16.0,
+        description="The output of an adapter is multiplied by alpha / rank. Higher values act like a higher "
+        "learning rate.",
+    )
 
 
 Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]
+
+
+Clip = Annotated[float, Field(gt=0.0)] | None
+ClipLow = Annotated[
+    Clip,
+    Field(
+        description="The ratio is clipped below 1 - clip_low. Higher values allow larger updates. Unset: the loss's "
+        "own value."
+    ),
+]
+ClipHigh = Annotated[
+    Clip,
+    Field(
+        description="The ratio is clipped above 1 + clip_high. Higher values allow larger updates. Unset: the "
+        "loss's own value."
+    ),
+]
+
+
+class ClippedLoss(Section):
+    """Policy losses that clip the probability ratio on both sides. `dapo` has no KL term."""
+
+    kind: Literal["grpo", "dr_grpo", "dapo", "gspo", "reinforce_pp", "spo", "rae"] = "grpo"
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
+
+
+class CappedLoss(Section):
+    """CISPO: the ratio is a weight with an upper limit."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: ClassVar[Clip] = None
+    clip_high: Clip = Field(None, description="The weight is at most 1 + clip_high. Unset: the loss's own value.")
+
+
+class UnclippedLoss(Section):
+    """RLOO: REINFORCE with a leave-one-out baseline, without a probability ratio."""
+
+    kind: Literal["rloo"] = "rloo"
+    clip_low: ClassVar[Clip] = None
+    clip_high: ClassVar[Clip] = None
+
+
+class OwnLoss(Section):
+    """A `PolicyLoss` in a file of your own."""
+
+    kind: Reference
+    clip_low: ClipLow = None
+    clip_high: ClipHigh = None
+
+
+Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | OwnLoss, ByKind("grpo")]
 
 
 class NoKl(Section):
@@ -124,9 +177,7 @@ class Training(Section):
     """Prover training: one step is one optimizer step over a batch of groups. FILE.py:NAME names a loss
     of your own."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "spo", "rae"] | Reference = Field(
-        "grpo", description="The policy loss (docs/learning.md), or FILE.py:NAME."
-    )
+    loss: Loss = ClippedLoss()
     kl: Kl = FixedKl()
     curriculum: Literal["none", "buckets", "prioritised"] = Field(
         "none",
@@ -177,7 +228,7 @@ class Training(Section):
     @property
     def groupless(self) -> bool:
         """Whether the loss takes no statistics of groups: groups of one solution work too."""
-        return self.loss in ("spo", "rae")
+        return self.loss.kind in ("spo", "rae")
 
 
 # `[warmup]`: what the prover learns from given solutions before the game begins.

@@ -271,7 +271,7 @@ class PlayBatches:
             rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
             groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
             roles_N = np.array([rollout.role.number for rollout in trained], dtype=np.int8)
-            loss = session.training.loss
+            loss = session.training.loss.kind
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)

@@ -226,7 +226,7 @@ def open_batches(
         scorer,
         verifier,
         partial(pay, session.game, session.task),
-        credit_of(training.loss, objective.credit),
+        credit_of(training.loss.kind, objective.credit),
         logprobs,
         BatchClock(players.engine, scorer),
     )

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg.config.rollout import Rollouts
-from pvg.config.training import Training
+from pvg.config.training import Loss, Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import is_reference, resolve
 from pvg.models.logprobs import CompletionOutputs
@@ -294,6 +294,13 @@ def policy_loss(name: str) -> PolicyLoss:
     return replace(loss, credit=loss.credit or normalised) if is_reference(name) else loss
 
 
+def clipped(loss: PolicyLoss, section: Loss) -> PolicyLoss:
+    """The loss with the limits of the section, where it has any."""
+    low = loss.clip_low if section.clip_low is None else section.clip_low
+    high = loss.clip_high if section.clip_high is None else section.clip_high
+    return replace(loss, clip_low=low, clip_high=high)
+
+
 class PolicyObjective:
     """The loss `section.loss` as the trainer's objective: prepares a batch, splits it, computes a micro-batch's loss.
 
@@ -301,10 +308,10 @@ class PolicyObjective:
     """
 
     def __init__(self, section: Training, rollout: Rollouts, pad_id: int) -> None:
-        self._loss = policy_loss(section.loss)
+        self._loss = clipped(policy_loss(section.loss.kind), section.loss)
         if section.kl.kind == "adaptive" and not self._loss.penalised:
             raise ConfigurationError(
-                f"training.kl = 'adaptive' has no effect: training.loss = {section.loss!r} has no KL term.",
+                f"training.kl = 'adaptive' has no effect: training.loss = {section.loss.kind!r} has no KL term.",
                 "Set training.kl to 'none'.",
             )
         self._control = PenaltyControl(section)

@@ -80,7 +80,7 @@ def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(name: str, tmp_p
     assert outcome.status == "interrupted"
     state = progress(tmp_path / "stopped")
     assert (bool(state["credit"]), bool(state["problems"])) == (
-        experiment.training.loss == "rae",
+        experiment.training.loss.kind == "rae",
         experiment.training.curriculum != "none",
     )
     played(experiment, tmp_path / "stopped", resume=True)

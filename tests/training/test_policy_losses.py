@@ -89,6 +89,22 @@ def test_by_hand(loss):
     assert "kl" not in metrics  # there is no reference to measure it against
 
 
+def test_a_configured_clip_overrides_the_default():
+    # Clip to [0.6, 1.4]: A: 1.4 + 0.5, mean 0.95; B: min(-1, 0.6 x -2) = -1.2.
+    total, _, _ = evaluate(
+        objective({"kind": "grpo", "clip_low": 0.4, "clip_high": 0.4}), TablePolicy(PROBABILITIES), hand_batch()
+    )
+    assert total == pytest.approx(-(0.95 - 1.2) / 2, rel=1e-5)
+    # cispo's cap is 1 + clip_high = 1.2: only A's first token is above it, and keeps a gradient.
+    total, gradient, metrics = evaluate(
+        objective({"kind": "cispo", "clip_high": 0.2}), TablePolicy(PROBABILITIES), hand_batch()
+    )
+    assert total == pytest.approx(-(1.2 * A1 + 0.5 * A2 - 2 * 0.5 * B1) / 3, rel=1e-5)
+    assert metrics["clipped"] == pytest.approx(1 / 3)
+    # d/d logit(3) at position 0: from A 1.2 (1 - 0.4), from B -1 (0 - 0.4).
+    assert gradient[3].item() == pytest.approx(-(1.2 * 0.6 + 0.4) / 3, rel=1e-4)
+
+
 # d = log p - log ref: A: ln 2 and 0; B: -ln 2. k3 = 1/2 + ln 2 - 1, 0 and 2 - ln 2 - 1.
 REFERENCE = [[A1 - math.log(2), A2], [B1 + math.log(2)]]
 K3_A, K3_B = math.log(2) - 0.5, 1 - math.log(2)

@@ -176,7 +176,7 @@ class EndToEnd:
             "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,
-            "loss": training.loss,
+            "loss": training.loss.kind,
             "kl": training.kl.coefficient,
             "seed": experiment.seed,
         }

@@ -150,7 +150,7 @@ class TrainerWorkload:
             ),
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss)
+        return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
@@ -186,7 +186,7 @@ class TrainerWorkload:
         found = {
             **model_facts(self._players.base),
             "task": self._experiment.task.kind,
-            "loss": self._experiment.training.loss,
+            "loss": self._experiment.training.loss.kind,
             "kl": self._kl,
             "optimizer_steps": self._steps,
             "rollouts": rollouts,
