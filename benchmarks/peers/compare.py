@@ -163,7 +163,7 @@ def _verifier_work(row: PeerComparison, experiment: Experiment) -> tuple[dict[st
     }
     return told | {"problems": problems}, told | {
         "head": section.head.kind,
-        "loss": section.loss.kind,
+        "loss": section.loss,
         "solutions": len(problems) * count,
     }
 

@@ -263,7 +263,7 @@ class TorchEngine(Engine):
 
     @property
     def _gpu_rows(self) -> DeviceRows | None:
-        if self._model.device.type != "cuda":
+        if not hasattr(self._rows, "graphs"):  # host rows, for which the module is not loaded
             return None
         from pvg.rollout.device_rows import DeviceRows
 

@@ -155,7 +155,7 @@ def test_a_folder_that_goes_away_while_it_is_played(monkeypatch: pytest.MonkeyPa
 
     play_with(monkeypatch, go_away)
     called = pvg("train")
-    assert_refused(called, 2, "runs/modchain was moved, deleted or replaced")
+    assert_refused(called, 2, "runs/modchain", "moved, deleted or replaced")
     assert not Path(moved).exists()
     assert Path("away").exists() is not deleted
 
