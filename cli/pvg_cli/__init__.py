@@ -17,7 +17,7 @@ def _interrupted(kind: type[BaseException], error: BaseException, trace: Traceba
         _otherwise(kind, error, trace)
         return
     said = "Stopped before the work started."
-    if "--json" in sys.argv and not follows():
+    if "--json" in sys.argv and not (sys.argv[1:2] == ["train"] and follows()):
         details = f'{{"type": "Stopped", "message": "{said}", "remedy": "", "exit_code": 130}}'
         _write(1, f'{{"schema_version": 1, "error": {details}}}\n')
     _write(2, f"{said}\n")

@@ -333,7 +333,9 @@ class Commands(TyperGroup):
         open_closed_streams()
         outlive_readers_of_stderr()
         _called[:] = args
-        as_json = first_prints("--json" in args)
+        as_json = "--json" in args
+        if args[:1] == ["train"]:
+            as_json = first_prints(as_json)
         with UsageDocument(as_json):
             context = super().make_context(info_name, args, parent, **extra)
         context.meta["pvg.as_json"] = as_json

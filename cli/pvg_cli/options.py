@@ -12,12 +12,10 @@ from pvg_cli.boundary import first_prints
 
 NAME_HELP = "An experiment in ./experiments, an experiment that comes with pvg, or a TOML file."
 
-JsonOption = Annotated[
-    bool,
-    typer.Option(
-        "--json", help="Print one JSON document on stdout. All other text goes to stderr.", callback=first_prints
-    ),
-]
+JSON_HELP = "Print one JSON document on stdout. All other text goes to stderr."
+
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+JsonOfFirst = Annotated[bool, typer.Option("--json", help=JSON_HELP, callback=first_prints)]  # under torchrun
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 ExperimentArgument = Annotated[
     str, typer.Argument(metavar="NAME|FILE", help=NAME_HELP, autocompletion=completion.experiments)

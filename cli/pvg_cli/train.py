@@ -22,6 +22,7 @@ from pvg_cli.options import (
     DebugOption,
     ExperimentArgument,
     ExperimentOrDefault,
+    JsonOfFirst,
     JsonOption,
     MetricsPortOption,
     RunNameOption,
@@ -60,7 +61,7 @@ def train(
         bool,
         typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
-    as_json: JsonOption = False,
+    as_json: JsonOfFirst = False,
     debug: DebugOption = False,
 ) -> None:
     """Play a prover-verifier game. Without arguments: the embedded game, on the CPU, in a few minutes.
@@ -304,7 +305,7 @@ def rollout(
     run_name: RunNameOption = None,
     problems: Annotated[
         int | None,
-        typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all problems of the split."),
+        typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems."),
     ] = None,
     role: Annotated[
         Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")

@@ -116,7 +116,7 @@ class OpenEnvClient:
             await self._close()
             raise ServerUnavailableError(
                 f"The environment at {self.url} did not answer within {self._timeout_s:g} s.",
-                "Check the server, or give it more time (task.timeout_s).",
+                "Check the server.",
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             await self._close()
