@@ -150,7 +150,7 @@ class ServerUnavailableError(PvgError):
 
 
 class WeightsNotArrivedError(PvgError):
-    """A server does not have the published weights, as detected by a canary or a checksum. The message names server and
+    """A server does not have the published weights, as detected by a canary. The message names server and
     version."""
 
     exit_code = EXIT_CHECK_FAILED
