@@ -130,10 +130,10 @@ def test_every_version_of_a_trained_prover_is_published_with_its_adapter(
     seen: list[tuple[bool, LowRankAdapter | None]] = []
     publish = Players.publish
 
-    async def noting(players: Players, tensors: Any, version: int, adapter: LowRankAdapter | None = None) -> None:
+    async def noting(players: Players, tensors: Any, version: int, adapter: LowRankAdapter | None = None) -> Any:
         base = players.base.weights()
         seen.append((all(torch.equal(tensor, base[name]) for name, tensor in tensors.items()), adapter))
-        await publish(players, tensors, version, adapter)
+        return await publish(players, tensors, version, adapter)
 
     monkeypatch.setattr(Players, "publish", noting)
     played(lora_experiment(steps=2), tmp_path)

@@ -218,5 +218,3 @@ def test_what_adapters_cannot_do_is_refused_and_what_they_waste_is_told(tmp_path
     reduced = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
     with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters"):
         changed({"models.verifier": reduced})
-    twice = changed({**BOTH, "models.verifier": reduced}).warnings()
-    assert any("in memory twice" in line for line in twice)
