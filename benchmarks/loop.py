@@ -61,10 +61,10 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
-from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Sampling

@@ -49,8 +49,8 @@ from pvg.config.rollout import NoPrefetch, Rollouts
 from pvg.errors import ConfigurationError
 from pvg.game.orders import prover_orders
 from pvg.game.prover_phase import open_prover_phase
-from pvg.game.round_verifier import FixedVerifier
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import open_learner

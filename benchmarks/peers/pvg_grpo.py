@@ -29,8 +29,8 @@ from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
-from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.store.run_directory import RunDirectory

@@ -159,7 +159,7 @@ class Game(Section):
         description="Each round adds game.mint_problems and verifier.steps: round r has r + 1 times as many of both.",
     )
     mixture: Literal["equal", "latest", "base", "exponential", "geometric", "window"] = Field(
-        "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/mixtures.py)."
+        "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
     stop: Literal["steps", "score_parity"] = Field(
         "steps",

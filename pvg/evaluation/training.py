@@ -37,10 +37,10 @@ from pvg.evaluation.report import policy_experiment
 from pvg.game.ledger import Ledger
 from pvg.game.parts import TrainingStop
 from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
-from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic

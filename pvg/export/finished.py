@@ -118,7 +118,7 @@ class FinishedRound:
 
     def read_verifier(self, device: torch.device) -> tuple[ScoringModel, float]:
         """The verifier and its acceptance threshold. The caller closes the verifier."""
-        from pvg.game.round_verifier import read_verifier
+        from pvg.game.verifier_phase import read_verifier
 
         return read_verifier(_Verifiers(self.experiment, device), self.read_weights, self.verifier_name)
 

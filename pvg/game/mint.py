@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from pvg.game.mixtures import apportion, source_weights, sources_for_round
-from pvg.game.orders import environment_of, mint_orders
+from pvg.game.orders import apportion, environment_of, mint_orders, source_weights, sources_for_round
 from pvg.game.prover_phase import RunWithPlayers, read_prover
 from pvg.game.session import Session
 from pvg.game.states import Phase

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
-from pvg.game.batch_logprobs import BatchLogprobs
-from pvg.game.groups import CarriedGroups, FreshGroups, Refill
+from pvg.game.groups import BatchLogprobs, CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, environment_of, prover_orders
 from pvg.game.parts import Batches, GroupSource, Helper, TrainingStop, VerifierInRound
 from pvg.game.players import Players
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
-from pvg.game.round_verifier import FixedVerifier, read_verifier
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import BatchClock
+from pvg.game.verifier_phase import FixedVerifier, read_verifier
 from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner

@@ -71,7 +71,7 @@ PHASES = {
 # Self-play has no verifier.
 SELF_PLAY = {
     Phase.TRAIN_PROVER: "pvg.game.play_phase:train_player",
-    Phase.CHECKPOINT: "pvg.game.play_rating:rate",
+    Phase.CHECKPOINT: "pvg.game.play_phase:rate",
 }
 
 

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.errors import StateError
-from pvg.game.mixtures import source_weights, sources_for_round
-from pvg.game.orders import environment_of, mint_orders
+from pvg.game.orders import environment_of, mint_orders, source_weights, sources_for_round
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import (

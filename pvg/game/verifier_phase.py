@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,9 +25,8 @@ from numpy.typing import NDArray
 
 from pvg.config.training import Verifier
 from pvg.errors import StateError
-from pvg.game.mixtures import source_weights, sources_for_round
+from pvg.game.orders import source_weights, sources_for_round
 from pvg.game.players import Players
-from pvg.game.round_verifier import member_weights_name, read_members
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
@@ -47,6 +48,81 @@ from pvg.verifier.calibration import (
 )
 from pvg.verifier.data import PairSource, VerifierBatch
 from pvg.verifier.losses import objective_for
+from pvg.verifier.scorer import ScoringModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pvg.verifier.scorer import VerifierScorer
+
+
+# A round's verifier on disk: one model or an ensemble.
+
+
+class VerifierOpener(Protocol):
+    """Opens a verifier at its initial weights: the players of a run (pvg.game.players.Players)."""
+
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel: ...
+
+
+ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]
+
+
+def member_weights_name(round_: int, member: int) -> str:
+    """The name of one member of a round's ensemble; members count from 0."""
+    return f"{verifier_weights_name(round_)}-member-{member}"
+
+
+def read_verifier(players: VerifierOpener, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
+    """The frozen verifier that was saved as `name`, and its acceptance threshold; the caller closes it. Runs in the
+    compute thread. `read_weights` returns what `Ledger.save_weights` stored under a name."""
+    tensors, meta = read_weights(name)
+    threshold = float(meta["threshold"])
+    if "members" not in meta:
+        verifier = players.open_verifier()
+        verifier.load_trainable_state(tensors)
+        return verifier, threshold
+    scales = ScoreScales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
+    members = read_members(players, read_weights, meta["members"])
+    return VerifierEnsemble(members, meta["aggregation"], scales), threshold
+
+
+def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
+    """The members of an ensemble, one model each; they share the tensors that training never changes."""
+    members: list[VerifierModel] = []
+    with ExitStack() as opened:
+        for name in names:
+            tensors, _ = read_weights(name)
+            member = players.open_verifier(like=members[0] if members else None)
+            opened.callback(member.close)
+            member.load_trainable_state(tensors)
+            members.append(member)
+        opened.pop_all()
+    return members
+
+
+class FixedVerifier:
+    """The round's verifier in the Stackelberg schedule: nothing changes while the prover trains."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None: ...
+
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
+    ) -> dict[str, Tensor]:
+        return dict(tensors)
+
+    async def save(self) -> list[str]:
+        return []
+
 
 # Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
 SCORED_AT_ONCE = 4096

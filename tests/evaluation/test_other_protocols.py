@@ -25,7 +25,7 @@ from pvg.evaluation.opened_run import OpenedRun
 from pvg.evaluation.report import PARTS, REPORT_FILE, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.game.players import Players
 from pvg.game.protocols import ChallengeEnvironment
-from pvg.game.round_verifier import read_verifier
+from pvg.game.verifier_phase import read_verifier
 from pvg.models import open_model, pick_device
 from pvg.records import Role, Rollout
 from pvg.rollout.episodes import Transcript

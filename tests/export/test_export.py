@@ -32,9 +32,8 @@ from pvg.config.load import embedded_model
 from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
-from pvg.export.card import intervals
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, export_player
+from pvg.export.folders import LOADER, WRITERS, export_player, intervals
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer

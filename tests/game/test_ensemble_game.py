@@ -18,7 +18,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
-from pvg.game.round_verifier import read_verifier
+from pvg.game.verifier_phase import read_verifier
 from pvg.models.heads import VerifierEnsemble
 from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.config.game import Game
-from pvg.game.mixtures import MIXTURES, apportion, source_weights, sources_for_round
+from pvg.game.orders import MIXTURES, apportion, source_weights, sources_for_round
 
 
 def test_sources_are_the_base_and_the_provers_of_earlier_rounds():

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from pvg.game.play_phase import phase_statistics, points, rewarded_decisions
-from pvg.game.play_rating import elo, interval, match_metrics
+from pvg.game.play_phase import elo, interval, match_metrics, phase_statistics, points, rewarded_decisions
 from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan

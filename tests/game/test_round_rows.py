@@ -10,7 +10,7 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.game.players import Players
-from pvg.game.round_verifier import read_verifier
+from pvg.game.verifier_phase import read_verifier
 from pvg.records import Role, Rollout
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory

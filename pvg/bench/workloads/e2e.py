@@ -33,10 +33,10 @@ from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
 from pvg.game.round import TrainingPhase
-from pvg.game.round_verifier import FixedVerifier
 from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import open_learner
