@@ -587,6 +587,13 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
 def _server_warnings(experiment: AllSections) -> Iterator[str]:
     if experiment.weights.transport.kind == "nccl":
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
+    models = experiment.models
+    same_source = models.verifier.source == models.prover.source
+    if experiment.verifier.adapters.kind != "none" and models.verifier != models.prover and same_source:
+        yield (
+            "models.verifier and models.prover have one source but two dtypes, so its weights are in memory twice; set "
+            "both to the same dtype"
+        )
 
 
 def _staleness_warnings(experiment: AllSections) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""Orders: the groups that prover training and the mint request from the engine.
+"""Orders: the groups that prover training and the mint request from the engine, and whose solutions a mint has.
 
 The groups of batch k depend on the seed, the round and k, and with `training.curriculum` on its success rates so far.
 Refills (`training.dynamic_sampling`) also depend on how many groups of each role are missing and on the attempt.
+`MIXTURES` divides a mint among the base prover and the provers of earlier rounds (`game.mixture`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""TRAIN_PROVER of self-play (`task.kind = "play"`): the policy learns from whole games. There is no verifier.
+"""Both phases of self-play (`task.kind = "play"`), which has no verifier: TRAIN_PROVER, in which the policy learns from
+whole games (`train_player`), and CHECKPOINT, in which it plays matches against fixed references (`rate`).
 
 A batch plays `training.groups` starts. Each is played once for a few phases (`task.warmup`), and then
 `rollout.group_size` times from the state that it reached. The first round starts from the base prover, each later round
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from pvg.config.task import PlayReference
 from pvg.errors import ConfigurationError
-from pvg.game.groups import BatchLogprobs
+from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.mint import load_source
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.session import Session, finite

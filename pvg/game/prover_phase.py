@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
-from pvg.game.groups import BatchLogprobs, CarriedGroups, FreshGroups, Refill
+from pvg.game.batch_logprobs import BatchLogprobs
+from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, environment_of, prover_orders
 from pvg.game.parts import Batches, GroupSource, Helper, TrainingStop, VerifierInRound
 from pvg.game.players import Players

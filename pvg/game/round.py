@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.errors import StateError
-from pvg.game.groups import BatchLogprobs, Refill, ScoredGroups
+from pvg.game.batch_logprobs import BatchLogprobs
+from pvg.game.groups import Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Credit, GroupSource, Helper, Progress, Tensors, TrainingStop, VerifierInRound
 from pvg.game.rewards import BatchRewards

@@ -1,7 +1,7 @@
 """TRAIN_VERIFIER: a fresh verifier learns to separate correct from incorrect solutions of this round's mint.
 
 Labels are correctness, never role (invariant 3). A held-out share of the mint's problems calibrates the acceptance
-threshold and measures the AUC.
+threshold and measures the AUC. `read_verifier` reads the round's verifier, one model or an ensemble, from its files.
 
 With verifier.ensemble.size = K, the phase trains K members one after the other. Each starts from the initial weights
 and gets the full number of steps. The round's verifier combines their scores (pvg.models.heads). Members differ in

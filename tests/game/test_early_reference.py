@@ -15,7 +15,7 @@ import pytest
 from test_configurations import changed, played, rows
 from test_prefetch import AHEAD, made_group
 
-from pvg.game.groups import BatchLogprobs, EarlyReference
+from pvg.game.batch_logprobs import BatchLogprobs, EarlyReference
 from pvg.game.players import Players
 from pvg.game.round import GameBatches
 from pvg.records import Float32, Rollout

@@ -218,3 +218,6 @@ def test_what_adapters_cannot_do_is_refused_and_what_they_waste_is_told(tmp_path
     reduced = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
     with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters"):
         changed({"models.verifier": reduced})
+    assert any(
+        "models.verifier and models.prover" in line for line in changed({**BOTH, "models.verifier": reduced}).warnings()
+    )
