@@ -323,8 +323,7 @@ def fingerprint(root: Path) -> dict[str, Any]:
             if r["kind"] in GAME_RECORDS and r.get("name") not in MACHINE_ALERTS
         ],
         "temporaries": sorted(str(path.relative_to(run.path)) for path in run.path.rglob(".tmp-*")),
-        "shards_on_disk": on_disk
-        == sorted([info.path for info in infos] + [info.digests_path for info in infos if info.digests]),
+        "shards_on_disk": on_disk == sorted(info.path for info in infos),
     }
 
 
