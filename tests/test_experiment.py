@@ -290,7 +290,6 @@ def test_a_wrong_value_names_its_key_and_its_origin(tmp_path: Path, override: st
 OTHER_KINDS = [
     (["training.kl=none", "training.kl.coefficient=0.1"], "belongs to kinds 'fixed', 'adaptive', not to 'none'"),
     (["training.kl=0"], "training.kl: there is no kind '0'; its kinds are none, fixed, adaptive"),
-    (["training.adapters.rank=4"], "training.adapters.rank belongs to kind 'lora', not to 'none'"),
     (
         ["verifier.head=scalar", "verifier.head.beta=0.5"],
         "verifier.head.beta belongs to kind 'implicit', not to 'scalar'",

@@ -249,11 +249,11 @@ def _trained_layers(experiment: AllSections) -> Iterator[str]:
         ("prover", models.prover, "training", training.adapters),
         ("verifier", models.verifier, "verifier", verifier.adapters),
     ):
-        if model.dtype != "float32" and adapters.kind == "none":
+        if model.dtype != "float32" and not adapters.rank:
             also = " and rollout.dtype" if player == "prover" else ""
             yield (
                 f"models.{player}.dtype = {model.dtype!r} rounds small updates of trained weights away; set it to "
-                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters: {section}.adapters = 'lora'"
+                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters: {section}.adapters.rank = 16"
             )
     if training.router_replay and training.gradient_checkpointing:
         yield (
@@ -264,10 +264,10 @@ def _trained_layers(experiment: AllSections) -> Iterator[str]:
 
 def _prover_servers(experiment: AllSections) -> Iterator[str]:
     serving, rollout = experiment.serving, experiment.rollout
-    if experiment.weights.transport.kind == "lora" and experiment.training.adapters.kind == "none":
+    if experiment.weights.transport.kind == "lora" and not experiment.training.adapters.rank:
         yield (
-            "weights.transport = 'lora' sends adapters, but training.adapters = 'none' trains none; set "
-            "training.adapters to 'lora', or weights.transport to 'filesystem'"
+            "weights.transport = 'lora' sends adapters, but training.adapters.rank = 0 trains none; set "
+            "training.adapters.rank to 16, or weights.transport to 'filesystem'"
         )
     if rollout.engine.kind != "vllm":
         return
@@ -329,11 +329,14 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
             f"{sorted(shared)[0]} is in serving.verifier_servers and in serving.reference_servers, but a server has "
             "one set of weights; start one server for each"
         )
-    for key, kind in (("adapters", verifier.adapters.kind), ("ensemble", verifier.ensemble.kind)):
-        if kind != "none":
+    for several, key, value in (
+        (verifier.adapters.rank > 0, "adapters.rank", 0),
+        (verifier.ensemble.size > 1, "ensemble", "none"),
+    ):
+        if several:
             yield (
-                f"verifier.{key} = {kind!r} cannot be served: a server has one verifier with whole weights; set "
-                f"verifier.engine to 'torch', or verifier.{key} to 'none'"
+                f"verifier.{key} cannot be served: a server has one verifier with whole weights; set verifier.engine "
+                f"to 'torch', or verifier.{key} to {value!r}"
             )
 
 
@@ -521,10 +524,10 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
     if ranks is None:
         return
     without = f"cluster.trainer_ranks = {ranks} cannot be combined with"
-    if training.adapters.kind != "none":
+    if training.adapters.rank:
         yield (
-            f"{without} training.adapters = {training.adapters.kind!r}, whose weights and moments are small; "
-            "set training.adapters to 'none', or leave out cluster.trainer_ranks"
+            f"{without} training.adapters.rank = {training.adapters.rank}, whose weights and moments are small; "
+            "set training.adapters.rank to 0, or leave out cluster.trainer_ranks"
         )
     if training.router_replay:
         yield f"{without} training.router_replay; set training.router_replay to false"
@@ -589,7 +592,7 @@ def _server_warnings(experiment: AllSections) -> Iterator[str]:
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
     models = experiment.models
     same_source = models.verifier.source == models.prover.source
-    if experiment.verifier.adapters.kind != "none" and models.verifier != models.prover and same_source:
+    if experiment.verifier.adapters.rank and models.verifier != models.prover and same_source:
         yield (
             "models.verifier and models.prover have one source but two dtypes, so its weights are in memory twice; set "
             "both to the same dtype"

@@ -68,28 +68,17 @@ class Models(Section):
     )
 
 
-class NoAdapters(Section):
-    """All weights are trained."""
+class Adapters(Section):
+    """Low-rank adapters of all linear layers, which are trained instead of all weights (extra `lora`)."""
 
-    kind: Literal["none"] = "none"
-    rank: ClassVar[int] = 0
-    alpha: ClassVar[float] = 1.0
-
-
-class LoraAdapters(Section):
-    """Low-rank adapters of all linear layers are trained, and all other weights are frozen (extra `lora`)."""
-
-    kind: Literal["lora"] = "lora"
-    rank: Count = Field(16, description="Rank of the adapters. Higher ranks can learn more, and take more memory.")
-
+    rank: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        0, description="Rank of the adapters. Higher ranks can learn more, and take more memory. 0: no adapters."
+    )
     alpha: Positive = Field(
         16.0,
         description="The output of an adapter is multiplied by alpha / rank. Higher values act like a higher "
         "learning rate.",
     )
-
-
-Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]
 
 
 Clip = Annotated[float, Field(gt=0.0)] | None
@@ -183,7 +172,7 @@ class Training(Section):
         "none",
         description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
     )
-    adapters: Adapters = NoAdapters()
+    adapters: Adapters = Adapters()
     entropy_bonus: Weight = Field(
         0.0, description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied."
     )
@@ -355,7 +344,7 @@ class Verifier(Section):
     head: Head = LogprobHead()
     robust: Robust = PlainRisk()
     ensemble: Ensemble = SingleVerifier()
-    adapters: Adapters = NoAdapters()
+    adapters: Adapters = Adapters()
     loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
         "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
     )

@@ -347,7 +347,7 @@ def check_players_can_train(experiment: Experiment, session: Session) -> None:
         check_decoding(players.base.module, players.base.device)
     if experiment.training.shared_prompts:
         check_packing(players.base.module, experiment.training.fused_layers)
-    if experiment.training.adapters.kind != "none" or experiment.training.gradient_checkpointing:
+    if experiment.training.adapters.rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:
                 checkpoint_layers(learner.module)

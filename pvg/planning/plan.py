@@ -484,8 +484,8 @@ def _training_remedies(experiment: Experiment, stage: str, largest: str) -> Iter
         tokens = (experiment.training if section == "training" else experiment.verifier).micro_batch_tokens
         if _loads(experiment, f"{section}.micro_batch_tokens", tokens // 2):
             yield f"a lower {section}.micro_batch_tokens"
-    if _loads(experiment, f"{section}.adapters", "lora"):
-        yield f"{section}.adapters = 'lora'"
+    if not getattr(experiment, section).adapters.rank and _loads(experiment, f"{section}.adapters.rank", 16):
+        yield f"{section}.adapters.rank = 16"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

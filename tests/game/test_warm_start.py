@@ -225,7 +225,6 @@ def test_an_evaluation_measures_against_the_warmed_prover(warm: pvg.Run, monkeyp
 def test_adapters_are_merged_into_the_base(folder: Path, warm: pvg.Run) -> None:
     """Adapters cannot teach random weights, so this warm start continues the other one."""
     settings = {
-        "training.adapters.kind": "lora",
         "training.adapters.rank": 8,
         "models.prover.source": "run:warm/warmup",
     }
@@ -248,7 +247,7 @@ def test_a_warm_start_of_adapters_that_is_killed_and_resumed_has_the_bits_of_an_
     folder: Path, warm: pvg.Run
 ) -> None:
     """test_kill_and_resume.py has one that trains all weights."""
-    chosen = ("adapters.kind=lora", "adapters.rank=4")
+    chosen = ("adapters.rank=4",)
     settings = ["-s", "models.prover.source=run:warm/warmup", "-s", "warmup.steps=200"]
     settings += [word for setting in chosen for word in ("-s", f"training.{setting}")]
     whole = pvg_process("train", "warm.toml", "--name", "whole", *settings)
@@ -352,7 +351,7 @@ def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
     [
         ({"task": {"kind": "play"}}, "task.kind = 'play' has no questions"),
         (
-            {"weights": {"transport": {"kind": "lora"}}, "training": {"adapters": {"kind": "lora"}}},
+            {"weights": {"transport": {"kind": "lora"}}, "training": {"adapters": {"rank": 16}}},
             "the servers would not have the warmed prover",
         ),
     ],

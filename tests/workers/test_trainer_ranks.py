@@ -597,7 +597,7 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training": {"adapters": "lora"}}, r"set training\.adapters to 'none'"),
+        ({"training": {"adapters": {"rank": 16}}}, r"set training\.adapters\.rank to 0"),
         ({"training": {"router_replay": True}}, r"set training\.router_replay to false"),
         ({"models": {"device": "cuda:1"}}, r"set models\.device to 'cpu' or 'cuda'"),
         (
@@ -607,7 +607,7 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
         ({"cluster": {**RANKS, "trainer_ranks": 1}}, "greater than or equal to 2"),
         ({"cluster": {"kind": "local", "workers": 0}}, "set cluster to 'none'"),
         ({"cluster": {"kind": "ray", "workers": 0}}, "set cluster to 'none'"),
-        ({"cluster": {"kind": "ray", "trainer_ranks": 2}, "training": {"adapters": "lora"}}, "training.adapters"),
+        ({"cluster": {"kind": "ray", "trainer_ranks": 2}, "training": {"adapters": {"rank": 16}}}, "training.adapters"),
         ({"cluster": ON_NODES, "rollout": {"engine": "vllm"}, "training": {"router_replay": True}}, "router_replay"),
         ({"cluster": {**ON_NODES, "workers": 0}, "rollout": {"engine": "vllm"}}, "no server on the cluster"),
         ({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}}, "cluster.address needs cluster.workers"),
