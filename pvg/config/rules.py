@@ -17,7 +17,7 @@ from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers,
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.training import SOLUTIONS_PER_PROBLEM, FixedKl
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl
 from pvg.extensions import is_reference
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
@@ -253,7 +253,8 @@ def _trained_layers(experiment: AllSections) -> Iterator[str]:
             also = " and rollout.dtype" if player == "prover" else ""
             yield (
                 f"models.{player}.dtype = {model.dtype!r} rounds small updates of trained weights away; set it to "
-                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters: {section}.adapters.rank = 16"
+                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters with "
+                f"{section}.adapters.rank = 16"
             )
     if training.router_replay and training.gradient_checkpointing:
         yield (
@@ -578,8 +579,8 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
 
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
     training = experiment.training
-    if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
-        yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
+    if training.loss.kind == "dapo" and training.kl.coefficient not in (0.0, Kl().coefficient):
+        yield "training.kl.coefficient has no effect with training.loss = 'dapo'; set it to 0"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
         yield (
             "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "

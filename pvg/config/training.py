@@ -133,33 +133,25 @@ class OwnLoss(Section):
 Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | OwnLoss, ByKind("grpo")]
 
 
-class NoKl(Section):
-    """No KL term, and no forward pass of the base prover."""
+class Kl(Section):
+    """The penalty on the KL divergence to the base prover."""
 
-    kind: Literal["none"] = "none"
-    coefficient: ClassVar[float] = 0.0
-    target: ClassVar[float | None] = None
-
-
-class FixedKl(Section):
-    """A penalty on the KL divergence to the base prover, with a fixed coefficient."""
-
-    kind: Literal["fixed"] = "fixed"
-    coefficient: Positive = Field(
-        0.02, description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base."
+    coefficient: Weight = Field(
+        0.02,
+        description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base. 0: no penalty, "
+        "and no forward pass of the base prover.",
     )
-    target: ClassVar[float | None] = None
+    target: Positive | None = Field(
+        None,
+        description="KL in nats per token at which an adaptive coefficient stays as it is. Unset: the coefficient is "
+        "fixed.",
+    )
 
-
-class AdaptiveKl(Section):
-    """A penalty on the KL divergence to the base prover, with a coefficient that follows the measured KL."""
-
-    kind: Literal["adaptive"] = "adaptive"
-    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty in the first step.")
-    target: Positive = Field(0.05, description="KL in nats per token at which the coefficient stays as it is.")
-
-
-Kl = Annotated[NoKl | FixedKl | AdaptiveKl, ByKind("fixed")]
+    @model_validator(mode="after")
+    def _adapts(self) -> Kl:
+        if self.target is not None and not self.coefficient:
+            raise ValueError("training.kl.target has no effect with training.kl.coefficient = 0; leave it out")
+        return self
 
 
 class Training(Section):
@@ -167,7 +159,7 @@ class Training(Section):
     of your own."""
 
     loss: Loss = ClippedLoss()
-    kl: Kl = FixedKl()
+    kl: Kl = Kl()
     curriculum: Literal["none", "buckets", "prioritised"] = Field(
         "none",
         description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",

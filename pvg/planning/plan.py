@@ -219,7 +219,7 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         per_s = gpus * machine.bytes_per_s * DECODING_SHARE
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
-        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.kind != "none")
+        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.coefficient > 0)
         flops = machine.flops * TRAINING_SHARE
         tokens = 1 + prompt / mean / (rollout.group_size if training.shared_prompts else 1)
         rollouts = training.groups * rollout.group_size

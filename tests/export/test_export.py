@@ -66,8 +66,8 @@ def scalar(folder: Path) -> FinishedRound:
         "game.rounds": 1,
         "models.prover.source": str(folder / "llama"),
         "models.verifier.source": str(folder / "llama"),
-            "training.adapters.rank": 2,
-            "verifier.adapters.rank": 2,
+        "training.adapters.rank": 2,
+        "verifier.adapters.rank": 2,
         "verifier.head": "scalar",
     }
     return FinishedRound.open(pvg.play("small.toml", settings, name="scalar").directory)

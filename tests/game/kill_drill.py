@@ -89,7 +89,7 @@ def learning_experiment() -> Experiment:
         "loss": "dr_grpo",
         "dynamic_sampling": 4,
         "curriculum": "buckets",
-        "kl": {"kind": "adaptive", "target": 0.001},
+        "kl": {"target": 0.001},
         "entropy_bonus": 0.001,
         "minibatches": 2,
         "steps": 14,
@@ -126,7 +126,7 @@ def ranks_experiment(ranks: int) -> Experiment:
     """`small_experiment` with a trainer on several ranks. Only the prover phase has processes to kill."""
     plain = small_experiment().plain()
     plain["cluster"] = {"kind": "local", "workers": 0, "trainer_ranks": ranks}
-    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
+    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"target": 0.001}}
     plain["game"]["rounds"] = 1
     return build_experiment(plain)
 

@@ -237,7 +237,7 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
         (
             "training.loss",
             "from pvg.training.losses import LOSSES\nown = dict(LOSSES).pop('dapo')",
-            {"training.kl": "adaptive"},
+            {"training.kl.target": 0.05},
             "has no KL term",
         ),
     ],

@@ -87,9 +87,7 @@ def test_adapters_only_where_the_trainer_makes_them(tmp_path: Path) -> None:
     assert value(spec, "--max-loras") == "3"
     merged = spec_for(tmp_path, "training.adapters.rank=12")
     assert "--enable-lora" not in merged.command
-    verifier = spec_for(
-        tmp_path, "training.adapters.rank=12", "weights.transport=lora", purpose="verifier"
-    )
+    verifier = spec_for(tmp_path, "training.adapters.rank=12", "weights.transport=lora", purpose="verifier")
     assert "--enable-lora" not in verifier.command
 
 

@@ -73,7 +73,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiment(source: Path | str, **training: Any) -> Experiment:
     sections = {
         "models": {"prover": {"source": str(source)}, "device": "cpu", "threads": 1},
-        "training": {"micro_batch_rollouts": 3, "kl": {"kind": "adaptive", "target": 0.001}, **training},
+        "training": {"micro_batch_rollouts": 3, "kl": {"target": 0.001}, **training},
     }
     return build_experiment(sections)
 
@@ -296,7 +296,7 @@ def test_unusual_batches_and_bfloat16_as_in_one_process_and_nothing_is_unpickled
 
 async def without_work_or_signal(group: RankGroup, model: Path) -> None:
     """A batch without work for every rank, and one without a signal."""
-    chosen = experiment(model, loss="dapo", kl="none")
+    chosen = experiment(model, loss="dapo", kl={"coefficient": 0.0})
     silent = batch(1)
     silent.advantages_N[:] = 0.0
     batches = [batch(0, groups=1), silent, batch(2, groups=2)]
@@ -324,7 +324,7 @@ async def not_finite(group: RankGroup, model: Path) -> None:
     """A gradient that is not finite changes no weight."""
     good, bad = batch(0), batch(1)
     bad.advantages_N[0] = 1e38
-    async with training(group, experiment(model, kl="none"), 2, [good, bad]) as found:
+    async with training(group, experiment(model, kl={"coefficient": 0.0}), 2, [good, bad]) as found:
         await found.play(1)
         before = found.bits
         with pytest.raises(TrainingDivergedError, match="step 1: the gradient's norm is"):
