@@ -17,7 +17,7 @@ from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers,
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, Warmup
 from pvg.extensions import is_reference
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
@@ -539,12 +539,12 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
 
 
 def _warmup(experiment: AllSections) -> Iterator[str]:
-    if experiment.warmup.kind == "none":
+    if experiment.warmup.path is None:
         return
     if experiment.task.kind == "play":
         yield (
-            "warmup shows solutions of questions, but task.kind = 'play' has no questions; set warmup to 'none', and "
-            "models.prover.source to the prover of another run: run:NAME"
+            "warmup shows solutions of questions, but task.kind = 'play' has no questions; leave out warmup.path, and "
+            "set models.prover.source to the prover of another run: run:NAME"
         )
     if experiment.weights.transport.kind == "lora":
         yield (
@@ -578,7 +578,9 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
 
 
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
-    training = experiment.training
+    training, warmup = experiment.training, experiment.warmup
+    if warmup.path is None and warmup != Warmup():
+        yield "the settings of [warmup] have no effect without a file; set warmup.path"
     if training.loss.kind == "dapo" and training.kl.coefficient not in (0.0, Kl().coefficient):
         yield "training.kl.coefficient has no effect with training.loss = 'dapo'; set it to 0"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":

@@ -15,7 +15,6 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import changed, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
-from pvg.config.training import DemonstrationWarmup
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
@@ -319,7 +318,7 @@ def not_modelled(experiment: Experiment) -> list[str]:
 def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
     """One sentence about the time before the first step; none without a warm start."""
     section = experiment.warmup
-    if not isinstance(section, DemonstrationWarmup):
+    if section.path is None:
         return []
     seconds = section.steps * section.batch * inputs["mean_tokens"] * inputs["train_token_s"]
     return [

@@ -117,7 +117,7 @@ def warm_experiment(folder: Path) -> Experiment:
     rows = [{"question": p.question, "solution": clean_trace(p)} for p in list(task.problems("train"))[:64]]
     file = folder / "demonstrations.jsonl"
     file.write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    plain["warmup"] = {"kind": "demonstrations", "path": str(file), "steps": 12, "batch": 8}
+    plain["warmup"] = {"path": str(file), "steps": 12, "batch": 8}
     plain["game"]["rounds"] = 1
     return build_experiment(plain)
 

@@ -23,8 +23,8 @@ import pvg
 from pvg.config.base import parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.training import DemonstrationWarmup, ModelSection, Training
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, StateError, UsageError
+from pvg.config.training import ModelSection, Training, Warmup
+from pvg.errors import ConfigurationError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.game.players import Players
@@ -92,13 +92,12 @@ commit_every = 4
 kind = "none"
 
 [warmup]
-kind = "demonstrations"
 path = "demos.jsonl"
 steps = 90
 batch = 16
 learning_rate = 3e-3
 """
-COLD = {"warmup.kind": "none"}
+COLD = {"warmup.path": ""}
 
 
 def pvg_process(*words: str) -> subprocess.CompletedProcess[str]:
@@ -329,11 +328,6 @@ def test_wrong_demonstrations_are_refused_before_the_run_begins(folder: Path, ro
 
 
 def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
-    for path, says in (("no.jsonl", "There is no file no.jsonl."), (None, "warmup.path is not set")):
-        plain = build_experiment({"warmup": {"kind": "demonstrations", **({"path": path} if path else {})}}).warmup
-        assert isinstance(plain, DemonstrationWarmup)
-        with pytest.raises(MissingRequirementError, match=says):
-            read_demonstrations(plain)
     done = pvg_process("train", "warm.toml", "--dry-run", "-s", "warmup.path=no.jsonl")
     assert done.returncode == 3
     assert "There is no file no.jsonl." in done.stderr
@@ -358,12 +352,12 @@ def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
 )
 def test_what_a_warm_start_cannot_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        build_experiment({"warmup": {"kind": "demonstrations", "path": "demos.jsonl"}, **changes})
+        build_experiment({"warmup": {"path": "demos.jsonl"}, **changes})
 
 
 def test_roles_and_the_wording_of_the_task_are_those_of_the_game(folder: Path) -> None:
     Path("roles.csv").write_text('question,solution,role\n"7: A or B?",Answer: A,sneaky\n"500: A or B?",Answer: B,\n')
-    section = DemonstrationWarmup(path=Path("roles.csv"))
+    section = Warmup(path=Path("roles.csv"))
     found = read_demonstrations(section)
     assert [row.role for row in found.train] == [Role.SNEAKY, Role.HELPFUL]
     assert not found.held_out
