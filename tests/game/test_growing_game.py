@@ -16,7 +16,6 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
 from pvg.verifier.data import PairSource
-from pvg.verifier.data import PairSource
 
 GROWING: dict[str, Any] = {
     "game.rounds": 3,
