@@ -296,7 +296,6 @@ OTHER_KINDS = [
         ["verifier.head=scalar", "verifier.head.beta=0.5"],
         "verifier.head.beta belongs to kind 'implicit', not to 'scalar'",
     ),
-    (["verifier.robust=group_dro", "verifier.robust.warmup=9"], "belongs to kinds 'vrex', 'irm', not to 'group_dro'"),
     (["rollout.engine=vllm", "rollout.engine.max_rows=8"], "belongs to kind 'torch', not to 'vllm'"),
     (["rollout.deadline=cut", "rollout.deadline.max_versions=8"], "belongs to kind 'continue', not to 'cut'"),
     (["rollout.prefetch.max_staleness=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),

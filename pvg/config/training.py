@@ -265,37 +265,6 @@ class OwnHead(Section):
 Head = Annotated[LogprobHead | LastTokenHead | AnswerHead | OwnHead, ByKind("implicit")]
 
 
-class PlainRisk(Section):
-    """`none`: the mean over all pairs. `balanced`: the mean of the sources' mean losses."""
-
-    kind: Literal["none", "balanced"] = "none"
-    strength: ClassVar[float] = 0.0
-
-
-class PenalisedRisk(Section):
-    """A penalty on differences between the sources: `vrex` (arXiv 2003.00688) or `irm` (arXiv 1907.02893)."""
-
-    kind: Literal["vrex", "irm"] = "vrex"
-    strength: Weight = Field(
-        1.0, description="Coefficient of the penalty. Higher values make the losses of the sources more equal."
-    )
-    warmup: Annotated[int, Field(ge=0)] = Field(
-        0, description="Optimizer steps in which the penalty grows to its full strength. 0: full from the start."
-    )
-
-
-class WorstCaseRisk(Section):
-    """Sources with a higher loss get more weight (arXiv 1911.08731)."""
-
-    kind: Literal["group_dro"] = "group_dro"
-    strength: Weight = Field(
-        1.0, description="Step size of the sources' weights. Higher values follow the worst source faster."
-    )
-
-
-Robust = Annotated[PlainRisk | PenalisedRisk | WorstCaseRisk, ByKind("none")]
-
-
 class SingleVerifier(Section):
     """One verifier."""
 
@@ -328,7 +297,6 @@ class Verifier(Section):
     """The verifier's head, its loss and its scorer. FILE.py:NAME names a head or a loss of your own."""
 
     head: Head = LogprobHead()
-    robust: Robust = PlainRisk()
     ensemble: Ensemble = SingleVerifier()
     adapters: Adapters = Adapters()
     loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(

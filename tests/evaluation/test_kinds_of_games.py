@@ -37,8 +37,8 @@ GAMES: dict[str, dict[str, Any]] = {
         "verifier": {"adapters": {"rank": 16}, "steps": 2},
         "models": {"verifier": BASE},
     },
-    "an ensemble with a robust loss": {
-        "verifier": {"ensemble": "median", "steps": 2, "held_out": 0.3, "robust": "irm"},
+    "an ensemble": {
+        "verifier": {"ensemble": "median", "steps": 2, "held_out": 0.3},
         "training": {"steps": 2},
     },
 }
