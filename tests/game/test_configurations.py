@@ -25,7 +25,6 @@ from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
-from pvg.verifier.losses import RobustObjective
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
 
@@ -65,19 +64,6 @@ def played(
     run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
     with run.lock():
         return asyncio.run(work()), run
-
-
-def penalty_strengths(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The strength of the robust loss at each step of a verifier, from now on."""
-    strengths: list[float] = []
-    asked = RobustObjective._strength
-
-    def watched(self: RobustObjective, batch: Any) -> float:
-        strengths.append(asked(self, batch))
-        return strengths[-1]
-
-    monkeypatch.setattr(RobustObjective, "_strength", watched)
-    return strengths
 
 
 def rows(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
@@ -234,7 +220,7 @@ def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
         (
             "training.loss",
             "from pvg.training.losses import LOSSES\nown = dict(LOSSES).pop('dapo')",
-            {"training.kl": "adaptive"},
+            {"training.kl.target": 0.05},
             "has no KL term",
         ),
     ],
