@@ -14,7 +14,7 @@ import typer
 
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
-from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
 
 
-@guarded
 def report(
     targets: Annotated[
         list[str],
