@@ -179,9 +179,8 @@ class Training(Section):
 
     loss: Loss = ClippedLoss()
     kl: Kl = FixedKl()
-    curriculum: Literal["none", "buckets", "prioritised"] = Field(
-        "none",
-        description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
+    curriculum: Literal["none", "prioritised"] = Field(
+        "none", description="All problems equally, or more of those with an uncertain outcome."
     )
     adapters: Adapters = NoAdapters()
     entropy_bonus: Weight = Field(
