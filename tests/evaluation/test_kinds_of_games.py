@@ -33,8 +33,8 @@ SMALL = {
 }
 GAMES: dict[str, dict[str, Any]] = {
     "adapters of one base": {
-        "training": {"adapters": "lora", "steps": 2},
-        "verifier": {"adapters": "lora", "steps": 2},
+        "training": {"adapters": {"rank": 16}, "steps": 2},
+        "verifier": {"adapters": {"rank": 16}, "steps": 2},
         "models": {"verifier": BASE},
     },
     "an ensemble": {

@@ -66,9 +66,7 @@ def scalar(folder: Path) -> FinishedRound:
         "game.rounds": 1,
         "models.prover.source": str(folder / "llama"),
         "models.verifier.source": str(folder / "llama"),
-        "training.adapters.kind": "lora",
         "training.adapters.rank": 2,
-        "verifier.adapters.kind": "lora",
         "verifier.adapters.rank": 2,
         "verifier.head": "scalar",
     }

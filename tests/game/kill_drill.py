@@ -89,7 +89,7 @@ def learning_experiment() -> Experiment:
         "loss": "dr_grpo",
         "dynamic_sampling": 4,
         "curriculum": "prioritised",
-        "kl": {"kind": "adaptive", "target": 0.001},
+        "kl": {"target": 0.001},
         "entropy_bonus": 0.001,
         "minibatches": 2,
         "steps": 14,
@@ -117,7 +117,7 @@ def warm_experiment(folder: Path) -> Experiment:
     rows = [{"question": p.question, "solution": clean_trace(p)} for p in list(task.problems("train"))[:64]]
     file = folder / "demonstrations.jsonl"
     file.write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    plain["warmup"] = {"kind": "demonstrations", "path": str(file), "steps": 12, "batch": 8}
+    plain["warmup"] = {"path": str(file), "steps": 12, "batch": 8}
     plain["game"]["rounds"] = 1
     return build_experiment(plain)
 
@@ -126,7 +126,7 @@ def ranks_experiment(ranks: int) -> Experiment:
     """`small_experiment` with a trainer on several ranks. Only the prover phase has processes to kill."""
     plain = small_experiment().plain()
     plain["cluster"] = {"kind": "local", "workers": 0, "trainer_ranks": ranks}
-    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
+    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"target": 0.001}}
     plain["game"]["rounds"] = 1
     return build_experiment(plain)
 
@@ -323,8 +323,7 @@ def fingerprint(root: Path) -> dict[str, Any]:
             if r["kind"] in GAME_RECORDS and r.get("name") not in MACHINE_ALERTS
         ],
         "temporaries": sorted(str(path.relative_to(run.path)) for path in run.path.rglob(".tmp-*")),
-        "shards_on_disk": on_disk
-        == sorted([info.path for info in infos] + [info.digests_path for info in infos if info.digests]),
+        "shards_on_disk": on_disk == sorted(info.path for info in infos),
     }
 
 

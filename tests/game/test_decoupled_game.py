@@ -180,7 +180,7 @@ def test_a_solver_that_is_none_is_refused_before_anything_is_sampled(run: RunDir
             {
                 "game.protocol.solver": "runs/x",
                 "weights.transport": "lora",
-                "training.adapters": {"kind": "lora", "rank": 4},
+                "training.adapters": {"rank": 4},
             },
             r"game\.protocol\.solver",
         ),

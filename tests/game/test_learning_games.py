@@ -41,7 +41,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "rae, a curriculum and adapted coefficients": {
         **RAE,
         "training.curriculum": "prioritised",
-        "training.kl": {"kind": "adaptive", "target": 0.001},
+        "training.kl": {"target": 0.001},
         "training.entropy_bonus": 0.001,
         "training.minibatches": 2,
         "training.steps": 8,

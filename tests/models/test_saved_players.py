@@ -37,9 +37,7 @@ SMALL = {
     "game.test.problems": 4,
 }
 LORA = {
-    "training.adapters.kind": "lora",
     "training.adapters.rank": 2,
-    "verifier.adapters.kind": "lora",
     "verifier.adapters.rank": 2,
     "verifier.head": "scalar",
 }
