@@ -33,7 +33,7 @@ from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.session import InterruptedByUser, Session
-from pvg.game.states import GameState, Phase
+from pvg.game.states import Phase
 from pvg.models.shared_prompts import check_packing
 from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
@@ -148,14 +148,6 @@ def _refuse_begun(session: Session, resume: bool) -> None:
         raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
 
 
-def _warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Experiment:
-    if experiment.warmup.path is None:
-        return experiment
-    from pvg.game.warm_start import warmed
-
-    return warmed(experiment, run, state)
-
-
 def _is_cold(run: RunDirectory) -> bool:
     """Whether a run with a warm start has not finished it."""
     state = run.load_state().state
@@ -246,7 +238,11 @@ async def open_session(
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
         if playing is None:
-            playing = _warmed(experiment, run, ledger.state)
+            playing = experiment
+            if experiment.warmup.path:
+                from pvg.game.warm_start import warmed
+
+                playing = warmed(experiment, run, ledger.state)
         players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
