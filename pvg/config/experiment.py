@@ -30,7 +30,7 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 # Settings that bound memory. They change the last bits of results and nothing else, so a resumed run may have other
 # values, for example after it ran out of memory.
 MEMORY_SETTINGS = {
-    "training": ("micro_batch_tokens", "micro_batch_rollouts", "gradient_checkpointing"),
+    "training": ("micro_batch_tokens", "gradient_checkpointing"),
     "verifier": ("micro_batch_tokens", "score_tokens"),
 }
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
@@ -123,8 +123,7 @@ class Experiment(AllSections):
         per_step = rollouts // training.minibatches
         updates = self.verifier_update_steps(training.steps)
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
-        by_tokens = max(1, training.micro_batch_tokens // longest)
-        micro = min(by_tokens, per_step, training.micro_batch_rollouts or per_step)
+        micro = min(max(1, training.micro_batch_tokens // longest), per_step)
         return BatchArithmetic(
             groups=training.groups,
             group_size=rollout.group_size,

@@ -182,9 +182,6 @@ class Training(Section):
     micro_batch_tokens: Count = Field(
         16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
     )
-    micro_batch_rollouts: Count | None = Field(
-        None, description="Maximum number of rollouts per micro-batch. Unset: as many as the tokens allow."
-    )
     shared_prompts: bool = Field(
         True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
     )

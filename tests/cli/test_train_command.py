@@ -183,7 +183,6 @@ def test_resume_by_name_or_path(calls: list[dict[str, Any]], words: tuple[str, .
     "setting",
     [
         "training.micro_batch_tokens=1024",
-        "training.micro_batch_rollouts=4",
         "training.gradient_checkpointing=true",
         "verifier.micro_batch_tokens=1024",
         "verifier.score_tokens=1024",
