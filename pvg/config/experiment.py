@@ -31,7 +31,7 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 # values, for example after it ran out of memory.
 MEMORY_SETTINGS = {
     "training": ("micro_batch_tokens", "gradient_checkpointing"),
-    "verifier": ("micro_batch_tokens", "score_tokens"),
+    "verifier": ("micro_batch_tokens",),
 }
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
 # commit counts chunks. So it is not one of MEMORY_SETTINGS.
@@ -107,7 +107,6 @@ class Experiment(AllSections):
         budgets = {
             "training.micro_batch_tokens": (self.training.micro_batch_tokens, 1),
             "verifier.micro_batch_tokens": (self.verifier.micro_batch_tokens, 2),
-            "verifier.score_tokens": (self.verifier.score_tokens, 1),
         }
         return TokenLimits(self.rollout.max_tokens, self.completion_room(), budgets, opposite)
 

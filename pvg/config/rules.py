@@ -101,7 +101,6 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
     for key, budget, rows, what in (
         ("training.micro_batch_tokens", training.micro_batch_tokens, 1, "one rollout"),
         ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2, "one pair"),
-        ("verifier.score_tokens", verifier.score_tokens, 1, "one rollout"),
     ):
         if budget < rows * longest:
             yield (

@@ -316,7 +316,9 @@ class Verifier(Section):
         "steps.",
     )
     micro_batch_tokens: Count = Field(
-        16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
+        16_384,
+        description="Tokens per micro-batch of training and per batch of scoring, padding included. Lower it if memory "
+        "runs out.",
     )
     learning_rate: Positive = Field(
         3e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
@@ -327,7 +329,6 @@ class Verifier(Section):
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.1, description="Share of the mint's problems that no verifier learns from: they serve calibration and AUC."
     )
-    score_tokens: Count = Field(16_384, description="Tokens per scoring batch. Lower it if memory runs out.")
     engine: Literal["torch", "vllm"] = Field(
         "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
     )

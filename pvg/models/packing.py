@@ -207,7 +207,7 @@ def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
         row = int(lengths_N.argmax())
         raise ConfigurationError(
             f"A sequence of {longest} tokens (row {row}) is over the token budget of {budget} per batch.",
-            "Raise the budget (micro_batch_tokens, score_tokens) or shorten the completions (rollout.max_tokens).",
+            "Raise the budget (micro_batch_tokens) or shorten the completions (rollout.max_tokens).",
         )
     return longest
 
