@@ -161,9 +161,8 @@ class Training(Section):
 
     loss: Loss = ClippedLoss()
     kl: Kl = Kl()
-    curriculum: Literal["none", "buckets", "prioritised"] = Field(
-        "none",
-        description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
+    curriculum: Literal["none", "prioritised"] = Field(
+        "none", description="All problems equally, or more of those with an uncertain outcome."
     )
     adapters: Adapters = Adapters()
     entropy_bonus: Weight = Field(

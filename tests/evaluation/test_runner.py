@@ -100,7 +100,7 @@ def measured(finished: RunDirectory) -> RunDirectory:
     outcome, observer = evaluated(finished, evaluated_experiment())
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     assert "baseline" not in observer.phases  # it was done when the second call was stopped
-    assert {label for _, parts, label in observer.places} == {"attacks on round 0", "measures of round 0"}
+    assert {label for _, _, label in observer.places} == {"attacks and measures of round 0"}
     assert own_files(finished) == before
     return finished
 
@@ -130,7 +130,7 @@ def test_a_second_call_computes_nothing(measured: RunDirectory) -> None:
     outcome, observer = evaluated(measured, evaluated_experiment())
     assert outcome.status == "complete"
     assert set(observer.phases) == {"measures"}
-    assert observer.places == [(5, 5, "measures of round 0")]
+    assert observer.places == [(4, 4, "attacks and measures of round 0")]
     assert {path: path.stat().st_mtime_ns for path in (measured.evaluation / "units").iterdir()} == files
     after = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
     assert {**after, "created": ""} == {**orjson.loads(before), "created": ""}
@@ -140,7 +140,7 @@ def test_another_definition_makes_measures_stale_and_keeps_samples_and_attackers
     measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copy_of(measured, tmp_path)
-    monkeypatch.setattr(runner, "MEASURED", 2)
+    monkeypatch.setattr(runner, "MEASURED", 3)
     outcome, _ = evaluated(run, evaluated_experiment(), parts=("best-of-n",))
     assert "calibration of round 0" in outcome.report.stale
     (found,) = outcome.report.rounds
