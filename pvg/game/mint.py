@@ -7,21 +7,16 @@ commit.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from pvg.game.orders import apportion, environment_of, mint_orders, source_weights, sources_for_round
 from pvg.game.prover_phase import RunWithPlayers, read_prover
-from pvg.game.session import Session
+from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.game.statistics import sample_metrics
 from pvg.records import BASE_SOURCE, Problem
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import generator_for, seed_for
-from pvg.store.samples import SampleColumns
-from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 
 
@@ -83,40 +78,6 @@ async def mint(session: Session) -> None:
 
     await sample_chunks(session, info, len(chunks), orders, load)
     await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
-
-
-async def sample_chunks(
-    session: Session,
-    info: PhaseInfo,
-    chunks: int,
-    orders: Callable[[int], tuple[list[GroupOrder], SampleCall]],
-    load: Callable[[int], Awaitable[int]],
-) -> dict[str, float]:
-    """Sample and record the `orders` of each chunk, from the last committed chunk on, and finish the phase. A chunk is
-    a step with a commit. `load` gives the engine the weights of a chunk and returns their version. Returns the metrics
-    of the phase."""
-    started, state, done = time.perf_counter(), session.state, info.done
-    session.first_step()
-    for number in range(state.step, chunks):
-        began = time.perf_counter()
-        version = await load(number)
-        with span("rollout"):
-            groups = await session.players.dispatcher.sample(*orders(number))
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-        with span("record"):
-            session.ledger.keep(rollouts)
-            done += len(rollouts)
-            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - began)
-        session.report_step(info, done, metrics)
-        await session.commit(step=number + 1, version=version)
-    with span("record"):
-        sampled = await session.ledger.sample_columns(state.round, state.phase.value)
-    seconds = time.perf_counter() - started
-    metrics = sample_metrics(sampled, seconds)
-    if state.step:  # an earlier process sampled a part, and this process does not know its seconds
-        del metrics["tokens_per_s"]
-    session.finish_phase(info, metrics, seconds)
-    return metrics
 
 
 async def load_source(session: RunWithPlayers, source: str, version: int) -> None:

@@ -43,8 +43,7 @@ import numpy as np
 
 from pvg.config.game import DecoupledProtocol
 from pvg.errors import ConfigurationError, StateError
-from pvg.game.mint import sample_chunks
-from pvg.game.session import Session
+from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.inputs import expanded
 from pvg.models.tokenizer import Tokenizer

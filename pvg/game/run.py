@@ -26,13 +26,12 @@ from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
-from pvg.game.mint import sample_chunks
 from pvg.game.orders import environment_of
 from pvg.game.players import Players
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
-from pvg.game.session import InterruptedByUser, Session
+from pvg.game.session import InterruptedByUser, Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.models.shared_prompts import check_packing
 from pvg.models.sources import open_learner
