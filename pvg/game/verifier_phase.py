@@ -447,7 +447,7 @@ async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairVi
             member_scores,
             ensemble,
             players.template(ensemble),
-            token_budget=section.score_tokens,
+            token_budget=section.micro_batch_tokens,
             executor=players.executor,
             prover_fingerprint=players.base.tokenizer.fingerprint,
         ),

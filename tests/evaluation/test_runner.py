@@ -172,7 +172,10 @@ def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
     measured: RunDirectory, tmp_path: Path
 ) -> None:
     run = copy_of(measured, tmp_path)
-    memory = {"training": {"micro_batch_tokens": 64, "gradient_checkpointing": True}, "verifier": {"score_tokens": 128}}
+    memory = {
+        "training": {"micro_batch_tokens": 64, "gradient_checkpointing": True},
+        "verifier": {"micro_batch_tokens": 128},
+    }
     outcome, observer = evaluated(run, changed(evaluated_experiment(), **memory))
     assert set(observer.phases) == {"measures"}
     assert outcome.report.stale == []
@@ -181,7 +184,7 @@ def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
     (notice,) = (text for text in observer.notices if "The last bits of the results may change" in text)
     (line,) = (line for line in (run.evaluation / "events.log").read_text().splitlines() if "event=settings" in line)
     for text in (notice, line):
-        assert all(key in text for key in ("training.micro_batch_tokens", "verifier.score_tokens"))
+        assert all(key in text for key in ("training.micro_batch_tokens", "verifier.micro_batch_tokens"))
 
 
 def test_a_baseline_that_diverges_costs_the_tax_alone(
