@@ -2,7 +2,7 @@
 
     pvg bench --profile sync
     pvg bench --profile sync --sweep rollout.engine.max_rows=16,32,64,150
-    pvg bench --profile sync --server http://127.0.0.1:8000                            # a vLLM server
+    pvg bench --profile sync --server http://127.0.0.1:8000      # a vLLM server
 
 One sample has four parts: updates of the idle engine; the streams alone; the streams during as many updates back to
 back, at moments spread evenly over a batch; the streams alone again.
@@ -270,10 +270,8 @@ class SyncWorkload:
         self, experiment: Experiment, settings: SyncSettings, warmup: int, executor: Executor | None = None
     ) -> None:
         self._served = experiment.rollout.engine.kind == "vllm"
-        self._experiment = experiment
-        if self._served:  # a connection for each stream
-            rollout = experiment.rollout.model_copy(update={"concurrency": settings.streams})
-            self._experiment = experiment.model_copy(update={"rollout": rollout})
+        one_per_stream = experiment.rollout.model_copy(update={"concurrency": settings.streams})
+        self._experiment = experiment.model_copy(update={"rollout": one_per_stream}) if self._served else experiment
         self._settings, self._warmup, self._executor = settings, warmup, executor
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
