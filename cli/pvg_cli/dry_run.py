@@ -34,7 +34,7 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
-                "preview": None if preview is None else preview.plain(),
+                "preview": preview,
                 **({"warmup": warmup} if warmup else {}),
             }
         )

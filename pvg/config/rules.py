@@ -97,17 +97,10 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
             f"training.minibatches = {training.minibatches} does not divide the batch of {rollouts} rollouts "
             f"(training.groups x rollout.group_size)"
         )
-    per_step, micro = rollouts // training.minibatches, training.micro_batch_rollouts
-    if micro is not None and micro > per_step:
-        yield (
-            f"training.micro_batch_rollouts = {micro} is larger than its batch of {per_step} rollouts; "
-            f"set it to at most {per_step}, or leave it out"
-        )
     longest = rollout.max_tokens + 1
     for key, budget, rows, what in (
         ("training.micro_batch_tokens", training.micro_batch_tokens, 1, "one rollout"),
         ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2, "one pair"),
-        ("verifier.score_tokens", verifier.score_tokens, 1, "one rollout"),
     ):
         if budget < rows * longest:
             yield (
@@ -272,11 +265,6 @@ def _prover_servers(experiment: AllSections) -> Iterator[str]:
         )
     if rollout.engine.kind != "vllm":
         return
-    if serving.connections is not None and serving.connections < rollout.concurrency:
-        yield (
-            f"serving.connections = {serving.connections} is below rollout.concurrency = {rollout.concurrency}, so "
-            "requests would wait for a connection; leave it out, or lower the concurrency"
-        )
     if (cluster := experiment.server_cluster) is not None:
         yield from _servers_on_cluster(cluster, experiment)
         return

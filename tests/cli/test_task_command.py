@@ -11,8 +11,7 @@ import pytest
 from calling import pvg
 
 from pvg.config.task import TaskSection
-from pvg.game.task_check import digest_of
-from pvg.tasks import open_task
+from pvg.tasks import digest_of, open_task
 
 SUMS = """
 from pvg.records import Grade, Problem, Role, Wording
