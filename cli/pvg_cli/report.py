@@ -19,8 +19,7 @@ from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
     from pvg.evaluation.report import EvaluationReport
-    from pvg.reporting.follow import RunState
-    from pvg.reporting.run_summary import RunSummary
+    from pvg.reporting.run_summary import RunState, RunSummary
     from pvg.reporting.solutions import Example
     from pvg.store.run_directory import RunDirectory
 

@@ -206,8 +206,9 @@ def _sizes(run: RunDirectory) -> dict[str, int]:
 def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
     import time
 
-    from pvg.reporting.follow import age, state_word
+    from pvg.reporting.follow import age
     from pvg.reporting.formats import byte_size
+    from pvg.reporting.run_summary import state_word
     from pvg.reporting.table import Column, Table
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))

@@ -29,7 +29,7 @@ from pvg.reporting.charts import (
     stacked_chart,
 )
 from pvg.reporting.evaluation import evaluation_section
-from pvg.reporting.follow import RunState, state_of, state_word
+from pvg.reporting.follow import state_of
 from pvg.reporting.formats import (
     ABSENT,
     HOME_PHASES,
@@ -50,7 +50,7 @@ from pvg.reporting.run_sections import (
     scores_section,
     throughput_section,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics
+from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, state_word
 from pvg.reporting.solutions import (
     RoundScores,
     SolutionPair,

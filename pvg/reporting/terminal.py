@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -16,7 +17,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
     byte_size,
@@ -30,10 +30,20 @@ from pvg.reporting.formats import (
     sparkline,
     trend,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges, workers_text
-from pvg.reporting.solutions import Example
+from pvg.reporting.run_summary import (
+    RunState,
+    RunSummary,
+    base_metrics,
+    lag_summary,
+    reading_ranges,
+    state_word,
+    workers_text,
+)
 from pvg.reporting.table import Column, Table, TableCell, side_by_side
 from pvg.telemetry.spans import UNACCOUNTED
+
+if TYPE_CHECKING:
+    from pvg.reporting.solutions import Example
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
