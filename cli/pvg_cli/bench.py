@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    announce_loading,
-    command_line,
-    emit,
-    say,
-    stopped,
-)
+from pvg_cli.boundary import announce_loading, command_line, emit, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, SetOption, check_output
 
 if TYPE_CHECKING:
@@ -44,8 +38,7 @@ def bench(
         str | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Measure each value of a setting.")
     ] = None,
     ablate: Annotated[
-        bool,
-        typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another."),
+        bool, typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another.")
     ] = False,
     interleave: Annotated[
         bool | None,
@@ -57,8 +50,7 @@ def bench(
         ),
     ] = None,
     server: Annotated[
-        list[str] | None,
-        typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable."),
+        list[str] | None, typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable.")
     ] = None,
     serve: Annotated[
         bool,

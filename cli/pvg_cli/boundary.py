@@ -14,15 +14,14 @@ import errno
 import functools
 import io
 import os
-import select
 import shlex
 import signal
 import stat
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, TracebackType
 from typing import Any
 
 import typer
@@ -148,23 +147,27 @@ def _say_loading() -> None:
     say("loading torch and transformers ...")
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # for example in a command that a script started with `&`
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C. Commands that commit replace this handler with their own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def handled(handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Let `handler` handle these signals meanwhile. Only for the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def terminated_as_interrupted() -> contextlib.AbstractContextManager[None]:
+    """Handle SIGTERM like Ctrl-C. Commands that commit replace this handler with their own."""
+    main = threading.current_thread() is threading.main_thread()
+    return handled(_interrupt, [signal.SIGTERM] if main else [])
 
 
 def _refuse_deleted_folder() -> None:
@@ -279,23 +282,13 @@ def open_closed_streams() -> None:
 READER_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 
 
-# How long a write waits for the reader of a full stream that does not block by itself (O_NONBLOCK).
-READER_S = 1.0
-
-
 class _ProgressPipe(io.FileIO):
-    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends or does not read, the text goes nowhere,
-    and the work goes on."""
-
-    _unread = False
+    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends, or if the stream does not block and is
+    full, the text goes nowhere, and the work goes on."""
 
     def write(self, data: Any, /) -> int:
         try:
             written: int | None = super().write(data)  # None: the stream does not block, and is full
-            if written is None and not self._unread:
-                select.select((), (self,), (), READER_S)
-                written = super().write(data)
-            self._unread = written is None  # then further text does not wait again
             return memoryview(data).nbytes if written is None else written
         except OSError as error:
             if error.errno not in READER_ENDED:

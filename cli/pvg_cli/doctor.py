@@ -53,11 +53,7 @@ class CheckResult:
     remedy: str = ""
 
 
-def doctor(
-    runs: RunsOption = Path("runs"),
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+def doctor(runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Check the installation, and say how to install what is missing. Exit code 1: pvg cannot work.
 
     pvg supports Linux and macOS. On Windows, run it in WSL.

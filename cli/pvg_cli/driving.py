@@ -12,13 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
-from pvg_cli.boundary import EXIT_STOPPED, SCHEMA_VERSION, error_document, json_text
+from pvg_cli.boundary import EXIT_STOPPED, SCHEMA_VERSION, error_document, handled, json_text
 from pvg_cli.run_display import RunDisplay
 
 if TYPE_CHECKING:
@@ -41,9 +41,8 @@ def drive(
     If a second Ctrl-C ends the process, it writes `killed_document` to stdout: with --json, the one document. Raises
     StoppedAtStart if the first comes before a phase has begun.
     """
-    with ExitStack() as stack:
-        stack.enter_context(display)
-        switch = stack.enter_context(StopSwitch(display, killed_document))
+    switch = StopSwitch(display, killed_document)
+    with display, handled(switch.handle, SIGNALS):
         loop, notice = runner()
         if notice:
             display.noticed(notice)
@@ -81,7 +80,7 @@ def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
 
 
 class StopSwitch:
-    """Turns SIGINT and SIGTERM into an asyncio event while entered. Only for the main thread.
+    """Turns SIGINT and SIGTERM into an asyncio event, if `handle` handles them.
 
     Before a phase has begun, the main thread imports torch or waits for models and servers, and would not see the event
     for a long time. So the handler raises StoppedAtStart there, which releases what the start has opened.
@@ -96,17 +95,6 @@ class StopSwitch:
         self._killed_document = killed_document
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopSwitch:
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     async def attached(self, work: Callable[[RunDisplay, asyncio.Event], Coroutine[Any, Any, Result]]) -> Result:
         self._stop = asyncio.Event()
@@ -118,7 +106,7 @@ class StopSwitch:
         finally:
             self._loop = None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             _quit(self._killed_document)
         self.requested = self._display.is_stopping = True
@@ -186,12 +174,6 @@ def cancelled_at_signals(
         loop.call_soon_threadsafe(task.cancel)
 
     # Signals that the shell made this process ignore stay ignored: SIGINT in the background, SIGHUP under nohup.
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
-    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in caught:
-        signal.signal(number, handle)
-    try:
+    numbers = (*SIGNALS, signal.SIGHUP)
+    with handled(handle, [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]):
         yield attach
-    finally:
-        for number, handler in caught.items():
-            signal.signal(number, handler)

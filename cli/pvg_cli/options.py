@@ -62,8 +62,7 @@ ClusterOption = Annotated[
     ),
 ]
 MetricsPortOption = Annotated[
-    int | None,
-    typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT."),
+    int | None, typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT.")
 ]
 
 

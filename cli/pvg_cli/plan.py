@@ -65,14 +65,7 @@ def plan(
     prover, verifier = (read_shape(source, say) for source in sources)
     values = Inputs.assumed(resolved, prover, verifier, machine)
     values.assign(inputs or [])
-    made = plan_of(
-        resolved,
-        values,
-        prover,
-        verifier,
-        workers=workers,
-        gpu_gb=gpu_gb or machine.memory_gb or None,
-    )
+    made = plan_of(resolved, values, prover, verifier, workers=workers, gpu_gb=gpu_gb or machine.memory_gb or None)
     if as_json:
         emit({**made.plain(), "machine": name})
     else:

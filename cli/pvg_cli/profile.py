@@ -9,12 +9,7 @@ import typer
 
 from pvg.errors import UsageError, counted
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    announce_loading,
-    emit,
-    say,
-    stopped,
-)
+from pvg_cli.boundary import announce_loading, emit, say, stopped
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption
 
 if TYPE_CHECKING:

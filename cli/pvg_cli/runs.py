@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pvg.config.base import is_hub_id
-from pvg.config.experiment import (
-    MEMORY_SETTINGS,
-    UNHASHED_SECTIONS,
-    Experiment,
-    without_memory_settings,
-)
+from pvg.config.experiment import MEMORY_SETTINGS, UNHASHED_SECTIONS, Experiment, without_memory_settings
 from pvg.config.load import (
     chosen_keys,
     differences,

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 def score(
     run: RunArgument,
     file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE.jsonl", help='One object per line: {"question": "...", "solution": "..."}.'),
+        Path, typer.Argument(metavar="FILE.jsonl", help='One object per line: {"question": "...", "solution": "..."}.')
     ],
     round_: RoundOption = -1,
     out: Annotated[

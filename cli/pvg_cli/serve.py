@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    announce_loading,
-    emit,
-    say,
-    stopped,
-)
+from pvg_cli.boundary import announce_loading, emit, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output
 
 if TYPE_CHECKING:

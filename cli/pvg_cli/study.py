@@ -14,7 +14,7 @@ import typer
 import pvg as package
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, counted
 from pvg_cli import completion
-from pvg_cli.boundary import EXIT_STOPPED, emit, say
+from pvg_cli.boundary import EXIT_STOPPED, emit, handled, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption, SetOption, check_output, write_output
 
 if TYPE_CHECKING:
@@ -53,12 +53,7 @@ def study(  # noqa: PLR0917  (each is an option)
     ] = None,
     runs: RunsOption = Path("runs"),
     markdown: Annotated[
-        Path | None,
-        typer.Option(
-            "--markdown",
-            metavar="FILE",
-            help="Write the tables as Markdown to FILE.",
-        ),
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown to FILE.")
     ] = None,
     csv: Annotated[
         Path | None,
@@ -175,20 +170,12 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
 
 
 class StopRequests:
-    """Counts SIGINT and SIGTERM while entered. `play_cells` reads the count."""
+    """The number of signals so far, which `play_cells` reads."""
 
     requests = 0
 
     def count(self, number: int, frame: FrameType | None) -> None:
         self.requests += 1
-
-    def __enter__(self) -> StopRequests:
-        self._before = {number: signal.signal(number, self.count) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def pvg_command() -> list[str]:
@@ -216,8 +203,9 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     for sentence in plan_cautions(plan):
         say(f"warning: {sentence}")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with StudyDisplay(plan, now, stderr()) as watcher, StopRequests() as stop:
-        return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
+    stop = StopRequests()
+    with StudyDisplay(plan, now, stderr()) as display, handled(stop.count, (signal.SIGINT, signal.SIGTERM)):
+        return play_cells(plan, todo, pvg=pvg_command(), observer=display, stop=stop)
 
 
 def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> str:

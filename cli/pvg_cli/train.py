@@ -230,8 +230,7 @@ def rollout(
     overrides: SetOption = None,
     run_name: RunNameOption = None,
     problems: Annotated[
-        int | None,
-        typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems."),
+        int | None, typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems.")
     ] = None,
     role: Annotated[
         Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
