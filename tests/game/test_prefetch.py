@@ -47,7 +47,7 @@ AHEAD = {
 }
 SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
-ON_BASE = {"verifier.adapters": {"kind": "lora", "rank": 2}, "models.verifier": {"source": "embedded:modchain-prover"}}
+ON_BASE = {"verifier.adapters": {"kind": "lora", "rank": 2}, "models.verifier": {"source": TINY_PROVER}}
 
 
 def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
