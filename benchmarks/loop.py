@@ -54,7 +54,7 @@ from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_s
 from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.training import NoKl
+from pvg.config.training import Kl
 from pvg.game.ledger import Ledger
 from pvg.game.orders import prover_orders
 from pvg.game.players import Players
@@ -319,7 +319,7 @@ class LoopWorkload:
 def _of_one_batch(experiment: Experiment, rollouts: int) -> Experiment:
     """Batches of `rollouts` rollouts, and a loss without KL, because nothing here computes log-probs."""
     groups = rollouts // experiment.rollout.group_size
-    training = experiment.training.model_copy(update={"groups": groups, "kl": NoKl()})
+    training = experiment.training.model_copy(update={"groups": groups, "kl": Kl(coefficient=0.0)})
     return experiment.model_copy(update={"training": training})
 
 

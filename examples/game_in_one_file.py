@@ -209,7 +209,6 @@ class Pairs:
             prompt_lengths_N=np.array([self.inputs[row][1] for row in rows], dtype=np.int32),
             pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
             references_N=None,
-            sources_M=np.zeros(self.count, dtype=np.int16),
         )
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import CgcReward, DecoupledReward
 from pvg.config.load import (
     NAMES_ELSEWHERE,
     assign,
@@ -139,7 +140,7 @@ settings = st.fixed_dictionaries(
             {
                 "learning_rate": st.floats(1e-9, 1.0),
                 "groups": st.integers(1, 64),
-                "kl": st.one_of(st.just("none"), st.builds(dict, coefficient=st.floats(1e-9, 1.0))),
+                "kl": st.builds(dict, coefficient=st.floats(0.0, 1.0)),
             }
         ),
         "game": st.fixed_dictionaries({"reward": st.sampled_from(["src", "cgc", "goodhart"])}),
@@ -288,14 +289,13 @@ def test_a_wrong_value_names_its_key_and_its_origin(tmp_path: Path, override: st
 
 
 OTHER_KINDS = [
-    (["training.kl=none", "training.kl.coefficient=0.1"], "belongs to kinds 'fixed', 'adaptive', not to 'none'"),
-    (["training.kl=0"], "training.kl: there is no kind '0'; its kinds are none, fixed, adaptive"),
-    (["training.adapters.rank=4"], "training.adapters.rank belongs to kind 'lora', not to 'none'"),
+    (["game.reward=src", "game.reward.floor=0.1"], "belongs to kinds 'cgc', 'decoupled', 'gated', not to 'src'"),
+    (["rollout.deadline=0"], "rollout.deadline: there is no kind '0'; its kinds are none, cut, continue"),
+    (["training.kl.coefficient=0", "training.kl.target=0.1"], "training.kl.target has no effect"),
     (
         ["verifier.head=scalar", "verifier.head.beta=0.5"],
         "verifier.head.beta belongs to kind 'implicit', not to 'scalar'",
     ),
-    (["verifier.robust=group_dro", "verifier.robust.warmup=9"], "belongs to kinds 'vrex', 'irm', not to 'group_dro'"),
     (["rollout.engine=vllm", "rollout.engine.max_rows=8"], "belongs to kind 'torch', not to 'vllm'"),
     (["rollout.deadline=cut", "rollout.deadline.max_versions=8"], "belongs to kind 'continue', not to 'cut'"),
     (["rollout.prefetch.max_staleness=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),
@@ -317,20 +317,21 @@ def test_a_later_key_inside_an_assigned_table_leaves_the_callers_table_alone() -
 
 
 def test_a_bare_string_is_a_table_of_that_kind_wherever_it_stands(tmp_path: Path) -> None:
-    by_text = load_experiment(write(tmp_path, '[training]\nkl = "adaptive"'))
-    by_table = load_experiment(write(tmp_path, '[training.kl]\nkind = "adaptive"'))
-    by_override = load_experiment(write(tmp_path, ""), ["training.kl=adaptive"])
+    by_text = load_experiment(write(tmp_path, '[game]\nreward = "cgc"'))
+    by_table = load_experiment(write(tmp_path, '[game.reward]\nkind = "cgc"'))
+    by_override = load_experiment(write(tmp_path, ""), ["game.reward=cgc"])
     assert by_text == by_table == by_override
     assert by_text.hash() == by_override.hash() != Experiment().hash()
-    further = load_experiment(write(tmp_path, '[training]\nkl = "adaptive"'), ["training.kl.target=0.3"]).training
-    assert (further.kl.kind, further.kl.target) == ("adaptive", 0.3)
+    further = load_experiment(write(tmp_path, '[game]\nreward = "cgc"'), ["game.reward.floor=-3"]).game
+    assert further.reward == CgcReward(floor=-3.0)
 
 
 def test_another_kind_starts_with_its_own_defaults_and_the_same_kind_keeps_what_is_set(tmp_path: Path) -> None:
-    path = write(tmp_path, '[training.kl]\nkind = "adaptive"\ncoefficient = 0.3')
-    assert load_experiment(path, ["training.kl=fixed"]).training.kl.coefficient == 0.02
-    assert load_experiment(path, ["training.kl.kind=adaptive"]).training.kl.coefficient == 0.3
-    assert load_experiment(path, ["training.kl.coefficient=0.1", "training.kl=fixed"]).training.kl.coefficient == 0.1
+    path = write(tmp_path, '[game.reward]\nkind = "cgc"\nfloor = -3.0')
+    assert load_experiment(path, ["game.reward=decoupled"]).game.reward == DecoupledReward(floor=-2.0)
+    assert load_experiment(path, ["game.reward.kind=cgc"]).game.reward == CgcReward(floor=-3.0)
+    swapped = load_experiment(path, ["game.reward.floor=-4", "game.reward=decoupled"])  # in any order
+    assert swapped.game.reward == DecoupledReward(floor=-4.0)
 
 
 def test_an_integer_is_a_number_too(tmp_path: Path) -> None:
@@ -458,7 +459,7 @@ def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str)
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["weights.transport=lora"], "training.adapters = 'none' trains none"),
+        (["weights.transport=lora"], "training.adapters.rank = 0 trains none"),
         (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
         (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 is below rollout.concurrency"),
         (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "also serves the verifier"),

@@ -28,14 +28,13 @@ IMPOSSIBLE = [
         "training.importance = 'masked' needs the sampler's log-probs",
     ),
     ({"importance": "decoupled"}, {"logprobs": "recomputed"}, "'decoupled' needs the sampler's log-probs"),
-    ({"kl": {"coefficient": 0.0}}, {}, "training.kl.coefficient"),
     ({"loss": "rae"}, {"prefetch": "fresh", "engine": "vllm", "deadline": "cut"}, "so a batch has no deadline"),
 ]
 POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dynamic_sampling": 4}, {"deadline": "cut"}),
     ({"dynamic_sampling": 4, "loss": "dapo", "curriculum": "buckets"}, {}),
     ({"importance": "none"}, {"logprobs": "recomputed"}),
-    ({"kl": "adaptive"}, {}),
+    ({"kl": {"target": 0.05}}, {}),
     ({"entropy_bonus": 0.5}, {}),
     ({"loss": "rae"}, {"group_size": 1, "prefetch": "fresh", "engine": "vllm"}),
     ({"loss": "rae"}, {"group_size": 1, "deadline": "continue"}),

@@ -226,9 +226,9 @@ def test_a_head_that_draws_its_start_is_the_same_whenever_a_run_opens_it() -> No
 
 def test_a_loss_without_a_kl_term_has_no_target_for_it() -> None:
     written("from pvg.training.losses import *\nmine = PolicyLoss(reinforce, mean_of_tokens, penalised=False)\n")
-    for kl in ("fixed", "adaptive"):
-        section = Training(loss="mine.py:mine", kl=kl)  # type: ignore[arg-type]
-        with pytest.raises(ConfigurationError, match="no KL term") if kl == "adaptive" else contextlib.nullcontext():
+    for target in (None, 0.05):
+        section = Training(loss="mine.py:mine", kl={"target": target})  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="no KL term") if target else contextlib.nullcontext():
             PolicyObjective(section, Rollouts(), 0)
 
 

@@ -71,8 +71,7 @@ def test_a_section_is_explained_with_its_settings() -> None:
     assert told["meaning"].startswith("Fresh samples")
     assert [inside["key"] for inside in told["settings"]] == ["game.test.problems", "game.test.samples"]
     assert "training.kl.target" in [inside["key"] for inside in explained("training")["settings"]]
-    kinds = [inside["kinds"] for inside in explained("training.kl")["settings"]]
-    assert kinds == [["fixed"], ["adaptive"], ["adaptive"]]
+    assert explained("rollout.deadline")["settings"][0]["kinds"] == ["cut"]
 
 
 def test_there_are_no_more_settings_than_one_can_know() -> None:
@@ -95,15 +94,16 @@ def test_the_commented_experiment_reads_back_as_the_same_one(name: str) -> None:
 def test_the_kind_of_a_table_is_found_where_it_stands_alone_and_in_its_table() -> None:
     assert explained("prompts.kind")["experiments"]["smollm2-gsm8k"] == '"chat"'  # prompts = "chat"
     assert explained("task.kind")["experiments"]["code"] == '"code"'  # [task] kind = "code"
-    assert explained("training.kl.kind")["experiments"] == explained("training.kl")["experiments"] != {}
+    assert explained("game.reward.kind")["experiments"] == explained("game.reward")["experiments"] != {}
 
 
 def test_a_setting_is_explained_with_its_use_in_the_experiments() -> None:
     told = explained("training.kl.coefficient")
-    assert [form["kinds"] for form in told["forms"]] == [["fixed"], ["adaptive"]]
+    assert [form["kinds"] for form in told["forms"]] == [[]]
+    assert [form["kinds"] for form in explained("rollout.deadline.seconds")["forms"]] == [["cut"], ["continue"]]
     assert told["experiments"]["modchain"] == "0.01"
     assert used("game.reward")["modchain"] == '"cgc"'
-    assert "adaptive" in explained("training.kl")["kinds"]
+    assert "decoupled" in explained("game.reward")["kinds"]
     with pytest.raises(UsageError, match="The nearest one is"):
         explained("training.kl_coefficient")
 

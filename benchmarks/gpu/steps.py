@@ -84,7 +84,7 @@ def measure_adapters(
         {
             "training": {
                 "precision": "bfloat16",
-                "kl": "none",
+                "kl": {"coefficient": 0.0},
                 "gradient_checkpointing": checkpointing,
                 "micro_batch_tokens": 16_384,
             },

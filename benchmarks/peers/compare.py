@@ -1,7 +1,7 @@
 """Compares pvg with the best-known trainer, TRL: the same work, both sides in turn within one run.
 
     make bench-peers                                                       # all rows, and the page
-    .venv/bin/python benchmarks/peers/compare.py grpo -s training.kl=none     # one row; see grpo.toml and verifier.toml
+    .venv/bin/python benchmarks/peers/compare.py grpo -s training.kl.coefficient=0   # one row: grpo.toml, verifier.toml
     .venv/bin/python benchmarks/peers/compare.py verifier -s verifier.pairs=64 --out verifier.json
 
 Settings (-s): of pvg's experiment as anywhere else, `work.X` for what is worked on, `trl.X` for TRL's own, `warmup` and

@@ -87,7 +87,7 @@ class VerifierSide:
         stack.push_async_callback(pool.close)
         await pool.start()
         self._workers = ModelInWorkers(
-            pool, pair_fields(self._experiment.plain(), 1), trainable_parameters(self.verifier), pair_shards
+            pool, pair_fields(self._experiment.plain()), trainable_parameters(self.verifier), pair_shards
         )
         await self._workers.prepare()
 

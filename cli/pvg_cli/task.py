@@ -135,7 +135,7 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         models = open_models(experiment)
         found = preview(experiment, task, models)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
-        if experiment.task.kind != "play" and experiment.warmup.kind == "none":
+        if experiment.task.kind != "play" and experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers, own_data=own)
         wanted = experiment.game.test.problems

@@ -147,10 +147,8 @@ def _train(
 
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     """The demonstrations of the warm start; None without one. Raises what is wrong with its file."""
-    from pvg.config.training import DemonstrationWarmup
-
     section = plan.experiment.warmup
-    if not isinstance(section, DemonstrationWarmup):
+    if section.path is None:
         return None
     announce_loading()
     from pvg.game.warm_start import read_demonstrations
@@ -160,10 +158,7 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
     """The numbers of demonstrations, and how often each is trained on."""
-    from pvg.config.training import DemonstrationWarmup
-
     section = experiment.warmup
-    assert isinstance(section, DemonstrationWarmup)
     epochs = section.steps * section.batch / len(found.train)
     return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
 

@@ -60,7 +60,6 @@ FIXED_AT_START = frozenset(
         "rollout.dtype",
         "weights.root",
         "weights.transport.kind",
-        "training.adapters.kind",
         "training.adapters.rank",
     }
 )

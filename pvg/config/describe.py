@@ -273,7 +273,7 @@ them, and `pvg config show EXPERIMENT` shows an experiment with the same comment
 A choice is a table with a `kind`; the settings of a kind exist only in its table. A bare string stands for a table with
 that kind and its defaults, in a file and on the command line: `-s game.reward=cgc` is `-s game.reward.kind=cgc`.
 An override that changes the kind starts with the defaults of the new kind. Pass `-s` more than once to set more:
-`-s training.kl=adaptive -s training.kl.target=0.1`."""
+`-s game.reward=cgc -s game.reward.floor=-9`."""
 
 
 def page() -> str:

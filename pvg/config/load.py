@@ -237,7 +237,7 @@ def parse_list(text: str) -> tuple[str, list[Any]]:
 
 def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any, str]]:
     """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
-    the order of `-s training.kl.target=0.1 -s training.kl=adaptive` does not matter. The kind of the task is the very
+    the order of `-s game.reward.floor=-9 -s game.reward=cgc` does not matter. The kind of the task is the very
     first, because it drops the instructions and examples of another task, also if a table of prompts gives them."""
     return sorted(settings, key=lambda setting: (not chooses_task(setting[0]), not _chooses_kind(setting[0])))
 
@@ -385,9 +385,9 @@ def nearest_key(key: str) -> str | None:
         same = [k for k in keys if k.endswith((f".{last}", f".{name}"))]
         places = (f"{key.partition('.')[0]}.", "training.", "")
         return next(k for place in places for k in same if k.startswith(place))
-    if (in_training := f"training.{key}") in keys:
-        return in_training
     sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
+    if (in_training := f"training.{key}") in sections or in_training in keys:
+        return in_training
     if hint := nearest(key, [*keys, *sorted(sections)]):
         return hint
     leaves = {k.rsplit(".", 1)[-1]: k for k in [*sorted(TABLES), *reversed(keys)]}

@@ -17,7 +17,7 @@ from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers,
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.training import SOLUTIONS_PER_PROBLEM, FixedKl
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, Warmup
 from pvg.extensions import is_reference
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
@@ -249,11 +249,12 @@ def _trained_layers(experiment: AllSections) -> Iterator[str]:
         ("prover", models.prover, "training", training.adapters),
         ("verifier", models.verifier, "verifier", verifier.adapters),
     ):
-        if model.dtype != "float32" and adapters.kind == "none":
+        if model.dtype != "float32" and not adapters.rank:
             also = " and rollout.dtype" if player == "prover" else ""
             yield (
                 f"models.{player}.dtype = {model.dtype!r} rounds small updates of trained weights away; set it to "
-                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters: {section}.adapters = 'lora'"
+                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters with "
+                f"{section}.adapters.rank = 16"
             )
     if training.router_replay and training.gradient_checkpointing:
         yield (
@@ -264,10 +265,10 @@ def _trained_layers(experiment: AllSections) -> Iterator[str]:
 
 def _prover_servers(experiment: AllSections) -> Iterator[str]:
     serving, rollout = experiment.serving, experiment.rollout
-    if experiment.weights.transport.kind == "lora" and experiment.training.adapters.kind == "none":
+    if experiment.weights.transport.kind == "lora" and not experiment.training.adapters.rank:
         yield (
-            "weights.transport = 'lora' sends adapters, but training.adapters = 'none' trains none; set "
-            "training.adapters to 'lora', or weights.transport to 'filesystem'"
+            "weights.transport = 'lora' sends adapters, but training.adapters.rank = 0 trains none; set "
+            "training.adapters.rank to 16, or weights.transport to 'filesystem'"
         )
     if rollout.engine.kind != "vllm":
         return
@@ -329,11 +330,14 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
             f"{sorted(shared)[0]} is in serving.verifier_servers and in serving.reference_servers, but a server has "
             "one set of weights; start one server for each"
         )
-    for key, kind in (("adapters", verifier.adapters.kind), ("ensemble", verifier.ensemble.kind)):
-        if kind != "none":
+    for several, key, value in (
+        (verifier.adapters.rank > 0, "adapters.rank", 0),
+        (verifier.ensemble.size > 1, "ensemble", "none"),
+    ):
+        if several:
             yield (
-                f"verifier.{key} = {kind!r} cannot be served: a server has one verifier with whole weights; set "
-                f"verifier.engine to 'torch', or verifier.{key} to 'none'"
+                f"verifier.{key} cannot be served: a server has one verifier with whole weights; set verifier.engine "
+                f"to 'torch', or verifier.{key} to {value!r}"
             )
 
 
@@ -521,10 +525,10 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
     if ranks is None:
         return
     without = f"cluster.trainer_ranks = {ranks} cannot be combined with"
-    if training.adapters.kind != "none":
+    if training.adapters.rank:
         yield (
-            f"{without} training.adapters = {training.adapters.kind!r}, whose weights and moments are small; "
-            "set training.adapters to 'none', or leave out cluster.trainer_ranks"
+            f"{without} training.adapters.rank = {training.adapters.rank}, whose weights and moments are small; "
+            "set training.adapters.rank to 0, or leave out cluster.trainer_ranks"
         )
     if training.router_replay:
         yield f"{without} training.router_replay; set training.router_replay to false"
@@ -535,12 +539,12 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
 
 
 def _warmup(experiment: AllSections) -> Iterator[str]:
-    if experiment.warmup.kind == "none":
+    if experiment.warmup.path is None:
         return
     if experiment.task.kind == "play":
         yield (
-            "warmup shows solutions of questions, but task.kind = 'play' has no questions; set warmup to 'none', and "
-            "models.prover.source to the prover of another run: run:NAME"
+            "warmup shows solutions of questions, but task.kind = 'play' has no questions; leave out warmup.path, and "
+            "set models.prover.source to the prover of another run: run:NAME"
         )
     if experiment.weights.transport.kind == "lora":
         yield (
@@ -574,9 +578,11 @@ def _reward_warnings(experiment: AllSections) -> Iterator[str]:
 
 
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
-    training = experiment.training
-    if training.loss.kind == "dapo" and isinstance(training.kl, FixedKl) and training.kl != FixedKl():
-        yield "training.kl has no effect with training.loss = 'dapo'; set it to 'none'"
+    training, warmup = experiment.training, experiment.warmup
+    if warmup.path is None and warmup != Warmup():
+        yield "the settings of [warmup] have no effect without a file; set warmup.path"
+    if training.loss.kind == "dapo" and training.kl.coefficient not in (0.0, Kl().coefficient):
+        yield "training.kl.coefficient has no effect with training.loss = 'dapo'; set it to 0"
     if experiment.task.kind == "code" and experiment.task.sandbox == "reduced":
         yield (
             "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
@@ -589,7 +595,7 @@ def _server_warnings(experiment: AllSections) -> Iterator[str]:
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
     models = experiment.models
     same_source = models.verifier.source == models.prover.source
-    if experiment.verifier.adapters.kind != "none" and models.verifier != models.prover and same_source:
+    if experiment.verifier.adapters.rank and models.verifier != models.prover and same_source:
         yield (
             "models.verifier and models.prover have one source but two dtypes, so its weights are in memory twice; set "
             "both to the same dtype"

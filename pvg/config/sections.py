@@ -11,7 +11,7 @@ from pvg.config.game import Game
 from pvg.config.operation import AutoCluster, Cluster, Evaluate, RayCluster, Serving, Store, Telemetry, Weights
 from pvg.config.rollout import Prompts, Rollouts, TagPrompts
 from pvg.config.task import ModchainTask, TaskSection
-from pvg.config.training import Models, NoWarmup, Training, Verifier, Warmup
+from pvg.config.training import Models, Training, Verifier, Warmup
 
 # Run folders have this name, with a number if there are several. Most file systems allow 255 bytes.
 LONGEST_NAME = 100
@@ -33,7 +33,7 @@ class AllSections(Section):
     verifier: Verifier = Verifier()
     training: Training = Training()
     game: Game = Game()
-    warmup: Warmup = NoWarmup()
+    warmup: Warmup = Warmup()
     serving: Serving = Serving()
     weights: Weights = Weights()
     cluster: Cluster = AutoCluster()

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     model_validator,
 )
@@ -68,28 +69,17 @@ class Models(Section):
     )
 
 
-class NoAdapters(Section):
-    """All weights are trained."""
+class Adapters(Section):
+    """Low-rank adapters of all linear layers, which are trained instead of all weights (extra `lora`)."""
 
-    kind: Literal["none"] = "none"
-    rank: ClassVar[int] = 0
-    alpha: ClassVar[float] = 1.0
-
-
-class LoraAdapters(Section):
-    """Low-rank adapters of all linear layers are trained, and all other weights are frozen (extra `lora`)."""
-
-    kind: Literal["lora"] = "lora"
-    rank: Count = Field(16, description="Rank of the adapters. Higher ranks can learn more, and take more memory.")
-
+    rank: Annotated[int, Field(ge=0, le=10**6)] = Field(
+        0, description="Rank of the adapters. Higher ranks can learn more, and take more memory. 0: no adapters."
+    )
     alpha: Positive = Field(
         16.0,
         description="The output of an adapter is multiplied by alpha / rank. Higher values act like a higher "
         "learning rate.",
     )
-
-
-Adapters = Annotated[NoAdapters | LoraAdapters, ByKind("none")]
 
 
 Clip = Annotated[float, Field(gt=0.0)] | None
@@ -144,33 +134,25 @@ class OwnLoss(Section):
 Loss = Annotated[ClippedLoss | CappedLoss | UnclippedLoss | OwnLoss, ByKind("grpo")]
 
 
-class NoKl(Section):
-    """No KL term, and no forward pass of the base prover."""
+class Kl(Section):
+    """The penalty on the KL divergence to the base prover."""
 
-    kind: Literal["none"] = "none"
-    coefficient: ClassVar[float] = 0.0
-    target: ClassVar[float | None] = None
-
-
-class FixedKl(Section):
-    """A penalty on the KL divergence to the base prover, with a fixed coefficient."""
-
-    kind: Literal["fixed"] = "fixed"
-    coefficient: Positive = Field(
-        0.02, description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base."
+    coefficient: Weight = Field(
+        0.02,
+        description="Coefficient of the KL penalty. Higher values keep the prover nearer to its base. 0: no penalty, "
+        "and no forward pass of the base prover.",
     )
-    target: ClassVar[float | None] = None
+    target: Positive | None = Field(
+        None,
+        description="KL in nats per token at which an adaptive coefficient stays as it is. Unset: the coefficient is "
+        "fixed.",
+    )
 
-
-class AdaptiveKl(Section):
-    """A penalty on the KL divergence to the base prover, with a coefficient that follows the measured KL."""
-
-    kind: Literal["adaptive"] = "adaptive"
-    coefficient: Positive = Field(0.02, description="Coefficient of the KL penalty in the first step.")
-    target: Positive = Field(0.05, description="KL in nats per token at which the coefficient stays as it is.")
-
-
-Kl = Annotated[NoKl | FixedKl | AdaptiveKl, ByKind("fixed")]
+    @model_validator(mode="after")
+    def _adapts(self) -> Kl:
+        if self.target is not None and not self.coefficient:
+            raise ValueError("training.kl.target has no effect with training.kl.coefficient = 0; leave it out")
+        return self
 
 
 class Training(Section):
@@ -178,12 +160,12 @@ class Training(Section):
     of your own."""
 
     loss: Loss = ClippedLoss()
-    kl: Kl = FixedKl()
+    kl: Kl = Kl()
     curriculum: Literal["none", "buckets", "prioritised"] = Field(
         "none",
         description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
     )
-    adapters: Adapters = NoAdapters()
+    adapters: Adapters = Adapters()
     entropy_bonus: Weight = Field(
         0.0, description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied."
     )
@@ -234,26 +216,19 @@ class Training(Section):
 # `[warmup]`: what the prover learns from given solutions before the game begins.
 
 
-class NoWarmup(Section):
-    """The game begins with models.prover as it is."""
-
-    kind: Literal["none"] = "none"
-
-
-class DemonstrationWarmup(Section):
+class Warmup(Section):
     """Before round 0 the prover learns to write the solutions of a file. The result is the base prover of the game. The
     file has the columns `question` and `solution`, and may have `role`: "helpful" (the default) or "sneaky"."""
 
-    kind: Literal["demonstrations"] = "demonstrations"
-    path: Folder | None = Field(None, description="File .jsonl, .csv or .parquet with questions and their solutions.")
+    path: Annotated[Folder | None, BeforeValidator(lambda path: None if path == "" else path)] = Field(
+        None,
+        description='File .jsonl, .csv or .parquet with questions and their solutions. Unset or "": no warm start.',
+    )
     steps: Count = Field(100, description="Optimizer steps. Too many of them make the prover repeat the file.")
     batch: Count = Field(32, description="Solutions per step. More of them make steadier, slower steps.")
     learning_rate: Positive = Field(
         1e-4, description="Learning rate of AdamW, which falls to 0. Higher values learn faster, and may diverge."
     )
-
-
-Warmup = Annotated[NoWarmup | DemonstrationWarmup, ByKind("none")]
 
 
 # `[verifier]`: the verifier's head, its loss and its scorer.
@@ -290,37 +265,6 @@ class OwnHead(Section):
 Head = Annotated[LogprobHead | LastTokenHead | AnswerHead | OwnHead, ByKind("implicit")]
 
 
-class PlainRisk(Section):
-    """`none`: the mean over all pairs. `balanced`: the mean of the sources' mean losses."""
-
-    kind: Literal["none", "balanced"] = "none"
-    strength: ClassVar[float] = 0.0
-
-
-class PenalisedRisk(Section):
-    """A penalty on differences between the sources: `vrex` (arXiv 2003.00688) or `irm` (arXiv 1907.02893)."""
-
-    kind: Literal["vrex", "irm"] = "vrex"
-    strength: Weight = Field(
-        1.0, description="Coefficient of the penalty. Higher values make the losses of the sources more equal."
-    )
-    warmup: Annotated[int, Field(ge=0)] = Field(
-        0, description="Optimizer steps in which the penalty grows to its full strength. 0: full from the start."
-    )
-
-
-class WorstCaseRisk(Section):
-    """Sources with a higher loss get more weight (arXiv 1911.08731)."""
-
-    kind: Literal["group_dro"] = "group_dro"
-    strength: Weight = Field(
-        1.0, description="Step size of the sources' weights. Higher values follow the worst source faster."
-    )
-
-
-Robust = Annotated[PlainRisk | PenalisedRisk | WorstCaseRisk, ByKind("none")]
-
-
 class SingleVerifier(Section):
     """One verifier."""
 
@@ -353,9 +297,8 @@ class Verifier(Section):
     """The verifier's head, its loss and its scorer. FILE.py:NAME names a head or a loss of your own."""
 
     head: Head = LogprobHead()
-    robust: Robust = PlainRisk()
     ensemble: Ensemble = SingleVerifier()
-    adapters: Adapters = NoAdapters()
+    adapters: Adapters = Adapters()
     loss: Literal["bradley_terry", "cross_entropy"] | Reference = Field(
         "bradley_terry", description='Pair loss: "bradley_terry", "cross_entropy", or FILE.py:NAME.'
     )

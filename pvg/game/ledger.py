@@ -228,8 +228,7 @@ class Ledger:
         """Write shards and checkpoint. Returns the state that names them."""
         if rollouts:
             # Kept rollouts belong to the current phase, also when this commit leaves it.
-            by_row = self.state.phase is Phase.MINT  # pairs are drawn from mints
-            info = self._shards.write(self.state.round, self._shard_label(), rollouts, by_row=by_row)
+            info = self._shards.write(self.state.round, self._shard_label(), rollouts)
             state = replace(state, shards=(*state.shards, info.plain()))
         if checkpoint is not None:
             name = f"round-{state.round:03d}-{label}"

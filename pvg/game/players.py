@@ -331,13 +331,13 @@ class Players:
         fields = rank_fields(training, rollout, self._experiment.models.prover)
         return ModelInRanks(self._ranks, fields, optimizer, trainable_parameters(learner.cpu()), committed)
 
-    def verifier_workers(self, verifier: VerifierModel, environments: int) -> ModelInWorkers[VerifierBatch] | None:
-        """As `prover_workers`, for a verifier in training; `environments`: the number of possible sources of pairs."""
+    def verifier_workers(self, verifier: VerifierModel) -> ModelInWorkers[VerifierBatch] | None:
+        """As `prover_workers`, for a verifier in training."""
         if self.workers is None:
             return None
         from pvg.workers.training import ModelInWorkers, pair_fields, pair_shards
 
-        fields, parameters = pair_fields(self._experiment.plain(), environments), trainable_parameters(verifier)
+        fields, parameters = pair_fields(self._experiment.plain()), trainable_parameters(verifier)
         return ModelInWorkers(self.workers, fields, parameters, pair_shards)
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:

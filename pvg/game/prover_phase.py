@@ -254,7 +254,7 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
     if not from_previous or round_ == 0:
         return open_learner(session.players, round_)
     name = prover_weights_name(round_ - 1)
-    if session.training.adapters.kind == "none":
+    if not session.training.adapters.rank:
         tensors, _ = read(name)
         learner = open_learner(session.players, round_)
         learner.load_weights(tensors)

@@ -23,7 +23,6 @@ import psutil
 import torch
 
 from pvg.config.experiment import Experiment
-from pvg.config.training import DemonstrationWarmup
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
@@ -103,7 +102,7 @@ async def play(
     what a phase raises; all commits stay intact.
     """
     started = time.perf_counter()
-    cold = experiment.warmup.kind != "none" and _is_cold(run)
+    cold = experiment.warmup.path is not None and _is_cold(run)
     if cold:
         if not await _warm_up(experiment, run, observer, stop, resume=resume):
             return GameOutcome("interrupted", run.path, [], time.perf_counter() - started)
@@ -150,7 +149,7 @@ def _refuse_begun(session: Session, resume: bool) -> None:
 
 
 def _warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Experiment:
-    if experiment.warmup.kind == "none":
+    if experiment.warmup.path is None:
         return experiment
     from pvg.game.warm_start import warmed
 
@@ -169,7 +168,6 @@ async def _warm_up(
     """The warm start, with separate players. Returns False if the user asked to stop."""
     from pvg.game.warm_start import alone, check_demonstrations, warm_up
 
-    assert isinstance(experiment.warmup, DemonstrationWarmup)
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
         _refuse_begun(session, resume)
@@ -347,7 +345,7 @@ def check_players_can_train(experiment: Experiment, session: Session) -> None:
         check_decoding(players.base.module, players.base.device)
     if experiment.training.shared_prompts:
         check_packing(players.base.module, experiment.training.fused_layers)
-    if experiment.training.adapters.kind != "none" or experiment.training.gradient_checkpointing:
+    if experiment.training.adapters.rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:
                 checkpoint_layers(learner.module)
@@ -360,7 +358,7 @@ def _check_verifier(experiment: Experiment, session: Session) -> None:
         problems = session.problems("verifier") + session.problems("prover")
         check_verifier_input_fits(experiment.token_limits(), players.template(verifier), problems, verifier.max_length)
         tokenizers = players.base.tokenizer, verifier.tokenizer
-        if experiment.warmup.kind == "none":
+        if experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), session.task, problems, *tokenizers, own_data=own)
     finally:
@@ -397,7 +395,7 @@ async def sample_only(
             raise StateError(f"{run.path} is not empty.", "Choose another name with --name.")
         if isinstance(session.task, HasNote) and session.task.note:
             observer.noticed(session.task.note)
-        if experiment.warmup.kind != "none":
+        if experiment.warmup.path is not None:
             observer.noticed("pvg rollout samples models.prover as it is, without the warm start.")
         roles = list(Role) if role == "both" else [Role(role)]
         pool = list(session.task.problems(split))[:problems]

@@ -46,7 +46,7 @@ from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
 from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.losses import objective_for
+from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
@@ -117,11 +117,10 @@ class VerifierUpdates:
         self._told_excluded = False
         self._pairs = _NewestPairs()
         section, players = session.verifier, session.players
-        sources = len(sources_for_round(session.state.round)) + 1
-        self._workers = players.verifier_workers(verifier, sources)
+        self._workers = players.verifier_workers(verifier)
         self._trainer: Trainer[VerifierBatch] = Trainer(
             verifier,
-            objective_for(section, verifier.tokenizer.pad_id, environments=sources),
+            PairObjective(section, verifier.tokenizer.pad_id),
             OptimizerSettings(learning_rate=section.learning_rate),
             self._pairs,
             executor=players.executor,
@@ -207,7 +206,6 @@ class VerifierUpdates:
             self._verifier,
             section,
             executor=session.players.executor,
-            # Continues the warmup of a penalty.
             start_step=steps_of_member(session) + self._done * self._schedule.every,
             source_fingerprint=session.players.base.tokenizer.fingerprint,
         )

@@ -531,7 +531,7 @@ def _readable_examples(found: CheckedProblems, answers: Sequence[str]) -> TaskCh
 
 
 def _can_be_written(experiment: Experiment, found: CheckedProblems, models: PlayerModels) -> TaskCheck:
-    name, teaches = "the models can write a correct solution", experiment.warmup.kind != "none"
+    name, teaches = "the models can write a correct solution", experiment.warmup.path is not None
     try:
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
         text = (

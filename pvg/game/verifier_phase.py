@@ -47,7 +47,7 @@ from pvg.verifier.calibration import (
     member_scores,
 )
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.losses import objective_for
+from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
             stream = _open_pairs(session, member)
             if session.state.step == 0:  # a resumed phase has already reported this
                 _tell_about_sources(session, stream)
-            workers = players.verifier_workers(verifier, len(sources_for_round(round_)))
+            workers = players.verifier_workers(verifier)
             trainer = _open_trainer(session, verifier, stream, member, workers)
             if workers is not None:
                 await workers.prepare()
@@ -286,12 +286,11 @@ def verifier_trainer(
     verifier: VerifierModel,
     stream: PairStream,
     *,
-    sources: int,
     steps: int,
     start_step: int = 0,
     workers: GradientWorkers[VerifierBatch] | None = None,
 ) -> Trainer[VerifierBatch]:
-    """A trainer of `verifier` on the solutions of `stream`, by `sources` provers: `steps` steps, from step
+    """A trainer of `verifier` on the solutions of `stream`: `steps` steps, from step
     `start_step` on."""
     source = PairSource(
         stream,
@@ -304,7 +303,7 @@ def verifier_trainer(
     )
     return Trainer(
         verifier,
-        objective_for(section, verifier.tokenizer.pad_id, environments=sources),
+        PairObjective(section, verifier.tokenizer.pad_id),
         optimizer_settings(section, steps),
         source,
         executor=players.executor,
@@ -327,7 +326,6 @@ def _open_trainer(
         session.verifier,
         verifier,
         stream,
-        sources=len(sources_for_round(session.state.round)),
         steps=steps_of_member(session),
         start_step=session.state.step - member * steps_of_member(session),
         workers=workers,

@@ -29,7 +29,7 @@ from pvg.config.base import RunId
 from pvg.config.experiment import Experiment
 from pvg.config.operation import NoCluster
 from pvg.config.rollout import TorchSampling
-from pvg.config.training import DemonstrationWarmup, Training
+from pvg.config.training import Training, Warmup
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
@@ -140,12 +140,9 @@ class Demonstrations:
 
 
 @user_paths()
-def read_demonstrations(section: DemonstrationWarmup) -> Demonstrations:
+def read_demonstrations(section: Warmup) -> Demonstrations:
     """Raises MissingRequirementError without the file, ConfigurationError with file and line for an invalid row."""
-    if section.path is None:
-        raise MissingRequirementError(
-            "The warm start needs a file, but warmup.path is not set.", "Set it to a .jsonl, .csv or .parquet file."
-        )
+    assert section.path is not None, "there is no warm start without a file"
     file = expanded(section.path, "warmup.path")
     check_regular(file)
     if not file.is_file():
@@ -264,13 +261,13 @@ def alone(experiment: Experiment) -> Experiment:
 
 def warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Experiment:
     """The experiment whose models.prover is the warmed prover of this run; unchanged without a warm start."""
-    if experiment.warmup.kind == "none" or WARMED_PROVER not in state.weights:
+    if experiment.warmup.path is None or WARMED_PROVER not in state.weights:
         return experiment
     warm = find_player(RunId(str(run.path.absolute()), "warmup", "prover"))
     return experiment.with_sources({"models.prover.source": warm.source})
 
 
-async def warm_up(session: Session, section: DemonstrationWarmup, following: Phase) -> None:
+async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
     """Run the phase from the last committed step on, then enter the `following` one."""
     players, state = session.players, session.state
     info = session.begin("steps", section.steps, state.step)
@@ -304,7 +301,7 @@ async def warm_up(session: Session, section: DemonstrationWarmup, following: Pha
         learner.close()
 
 
-def check_demonstrations(session: Session, section: DemonstrationWarmup) -> None:
+def check_demonstrations(session: Session, section: Warmup) -> None:
     """Raises what is wrong with the file of the warm start, before the run has a commit."""
     batches_of(session, read_demonstrations(section))
 
@@ -330,7 +327,7 @@ class _Learning:
     def __init__(
         self,
         session: Session,
-        section: DemonstrationWarmup,
+        section: Warmup,
         learner: LanguageModel,
         train: PolicyBatch,
         held_out: PolicyBatch,

@@ -214,7 +214,7 @@ def _linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
 
 
 def _check(model: LanguageModel, rank: int, section: str) -> None:
-    everything, layers = f"Set {section}.adapters to 'none' to train all weights.", _linear_layers(model.module)
+    everything, layers = f"Set {section}.adapters.rank to 0 to train all weights.", _linear_layers(model.module)
     if not layers:
         raise ConfigurationError(f"Model {model.name!r} has no linear layers that could carry adapters.", everything)
     names: dict[int, list[str]] = {}

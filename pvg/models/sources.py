@@ -91,7 +91,7 @@ def _prover(base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel
 
 def _verifier(saved: SavedPlayer, base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:
     adapters, start = saved.experiment.verifier.adapters, base
-    if adapters.kind != "none":
+    if adapters.rank:
         start = attach_adapters(base, adapters.rank, adapters.alpha, seed=0, section="verifier")
     weights = dict(start.module.named_parameters())
     own = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items() if name.startswith(BACKBONE)}
@@ -348,7 +348,7 @@ def open_learner(players: BaseProver, round_: int) -> LanguageModel:
     """The prover at the start of a round's training: a copy of the base, or adapters on the base's own weights. The
     caller closes it. Raises what `attach_adapters` raises."""
     adapters = players.adapters
-    if adapters.kind == "none":
+    if not adapters.rank:
         return players.base.copy()
     return attach_adapters(players.base, adapters.rank, adapters.alpha, seed_for(players.seed, round_, "adapters"))
 
@@ -366,7 +366,7 @@ def open_verifier(
     """See `pvg.game.players.Players.open_verifier`. `seed`: the run's. Without `base`, a verifier that adapts it opens
     its own copy."""
     head_seed, seed = seed_for(seed, "verifier-head"), seed_for(seed, round_, "verifier-start", member)
-    if section.adapters.kind == "none":
+    if not section.adapters.rank:
         model = open_source(models.verifier, device)
     elif base is not None and verifier_is_on_base(section, models):
         model = _with_adapters(section, base, seed)
@@ -387,7 +387,7 @@ def open_verifier(
 
 def verifier_is_on_base(section: Verifier, models: Models) -> bool:
     """Whether the verifier is adapters on the base prover's own weights."""
-    return section.adapters.kind != "none" and models.verifier == models.prover
+    return section.adapters.rank > 0 and models.verifier == models.prover
 
 
 def _with_adapters(section: Verifier, start: LanguageModel, seed: int) -> LanguageModel:

@@ -15,7 +15,6 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import changed, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
-from pvg.config.training import DemonstrationWarmup
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
@@ -219,7 +218,7 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         per_s = gpus * machine.bytes_per_s * DECODING_SHARE
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
-        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.kind != "none")
+        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.coefficient > 0)
         flops = machine.flops * TRAINING_SHARE
         tokens = 1 + prompt / mean / (rollout.group_size if training.shared_prompts else 1)
         rollouts = training.groups * rollout.group_size
@@ -319,7 +318,7 @@ def not_modelled(experiment: Experiment) -> list[str]:
 def warm_start(experiment: Experiment, inputs: Inputs) -> list[str]:
     """One sentence about the time before the first step; none without a warm start."""
     section = experiment.warmup
-    if not isinstance(section, DemonstrationWarmup):
+    if section.path is None:
         return []
     seconds = section.steps * section.batch * inputs["mean_tokens"] * inputs["train_token_s"]
     return [
@@ -484,8 +483,8 @@ def _training_remedies(experiment: Experiment, stage: str, largest: str) -> Iter
         tokens = (experiment.training if section == "training" else experiment.verifier).micro_batch_tokens
         if _loads(experiment, f"{section}.micro_batch_tokens", tokens // 2):
             yield f"a lower {section}.micro_batch_tokens"
-    if _loads(experiment, f"{section}.adapters", "lora"):
-        yield f"{section}.adapters = 'lora'"
+    if not getattr(experiment, section).adapters.rank and _loads(experiment, f"{section}.adapters.rank", 16):
+        yield f"{section}.adapters.rank = 16"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

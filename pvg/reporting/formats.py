@@ -23,7 +23,7 @@ OTHER = "other"
 FAMILIES: dict[str, tuple[str, ...]] = {
     "sampling": ("rollout", "decode", "prefill", "grade"),
     "scoring": ("score", "score_service", "score_queue"),
-    "training": ("forward_backward", "survey", "reference", "recompute", "optimizer", "credit", "pack", "draw_pairs"),
+    "training": ("forward_backward", "reference", "recompute", "optimizer", "credit", "pack", "draw_pairs"),
     "bookkeeping": ("sync", "checkpoint", "evaluate", "record", "open_models"),
     "waiting": ("wait_for_rollouts", "wait_for_pairs", "wait_for_demonstrations", "wait_for_weights"),
     OTHER: (),

@@ -61,8 +61,7 @@ class Singles:
 
 
 class PairView:
-    """The labelled rows of some shards, memory-mapped and verified against their checksums. If a shard has digests by
-    row, opening verifies its labels and the first reading of a row its solution.
+    """The labelled rows of some shards, memory-mapped and verified against their checksums.
 
     Row numbers count the rows of `infos` and then of `more`, in their order, before any filter. So they mean the same
     under every filter. `keep` selects problems by id. Arrays over the R selected rows: `rows_R` int64 row numbers,
@@ -89,10 +88,8 @@ class PairView:
         self.correct_R = _flags(batches, "correct")[kept_R]
 
     def rows(self, indices: Int64) -> list[SolutionRow]:
-        """The solutions with these row numbers, in this order, read from the memory map.
-
-        Raises IndexError for a number without a row, DamagedFileError if a row differs from what was written.
-        """
+        """The solutions with these row numbers, in this order, read from the memory map. Raises IndexError for a number
+        without a row."""
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self._starts[-1]):
             raise IndexError(f"Row numbers run from 0 to {self._starts[-1] - 1}.")

@@ -4,21 +4,12 @@
     columns = SampleColumns.of(rollouts)        # of rollouts in memory
 
 A `Rollout` object takes about 9 kB, too much for the statistics of a large mint. `SampleColumns` reads roles, grades
-and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map and verifies
-each when it is read.
-
-Verifying a whole shard takes as long as reading all of it, but a verifier's first batch needs only about 100 of
-250,000 rows. So a shard from which pairs are drawn has a file of digests (`mint-00000.digests`): one digest of
-everything that is read on opening (labels, problems, questions, offsets of text and tokens), and one of each row's text
-and tokens. The commit has the checksum of this file.
-
-Invariant: no byte of a shard is used before it is verified.
+and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,10 +204,7 @@ def _protocol_fields(row: dict[str, Any]) -> dict[str, Any]:
 
 # --- solutions --------------------------------------------------------------------------------------------------------
 
-DIGESTS_SUFFIX = ".digests"
-DIGEST = 16  # bytes kept of a sha256: protects against damage, not against forgery
-READ_ON_OPENING = ("problem_id", "question", "source", "correct", "well_formed")
-READ_BY_ROW = ("text", "completion_ids")
+SOLUTION_COLUMNS = ("question", "text", "completion_ids", "problem_id")
 
 
 class SolutionRow(NamedTuple):
@@ -231,92 +219,22 @@ class SolutionRow(NamedTuple):
 
 
 class MappedSolutions:
-    """One shard's solutions. Of `batch`, the columns READ_ON_OPENING are verified and may be used.
+    """The solutions of a verified `batch`, read row by row. `name` names them in messages."""
 
-    `digests`: the result of `digests_of` for the shard; None if the whole shard is already verified. Raises
-    DamagedFileError with `path`.
-    """
-
-    def __init__(self, batch: pa.RecordBatch, path: Path, digests: bytes | None) -> None:
+    def __init__(self, batch: pa.RecordBatch, name: str) -> None:
         self.batch = batch
-        self._path = path
-        self._digests = digests
-        self._checked = bytearray(batch.num_rows)
-        try:
-            batch.validate()  # sizes only: no buffer is shorter than its column
-            self._values = _Values(batch)
-            if digests is not None and digests[:DIGEST] != _opening_digest(batch):
-                raise damaged(path, "the checksum of its labels and offsets differs from the committed one")
-        except (pa.ArrowException, ValueError) as error:
-            raise damaged(path, str(error).splitlines()[0]) from None
-        self._questions, self._problems = (batch.column(name) for name in ("question", "problem_id"))
+        self._name = name
 
     def row(self, number: int) -> SolutionRow:
-        """The solution in this row of the shard. Raises DamagedFileError if it differs from what was written."""
-        text, tokens = self._values.of(number)
-        if self._digests is not None and not self._checked[number]:
-            if self._digests[DIGEST * (number + 1) : DIGEST * (number + 2)] != _digest(text, tokens):
-                raise damaged(self._path, f"the checksum of row {number} differs from the committed one")
-            self._checked[number] = 1
+        question, text, tokens, problem_id = (self.batch.column(name)[number] for name in SOLUTION_COLUMNS)
         return SolutionRow(
-            self._questions[number].as_py(),
-            text.decode(),
-            np.frombuffer(tokens, np.int32).copy(),
-            self._problems[number].as_py(),
-            f"{self._path.stem}, row {number}",
+            question.as_py(),
+            text.as_py(),
+            tokens.values.to_numpy().copy(),
+            problem_id.as_py(),
+            f"{self._name}, row {number}",
         )
-
-
-def digests_of(batch: pa.RecordBatch) -> bytes:
-    """The content of a shard's digest file: DIGEST bytes for the data that is read on opening, then DIGEST bytes per
-    row.
-
-    `batch` must have been read from the shard's bytes, because its buffers are digested.
-    """
-    return b"".join([_opening_digest(batch), *(_digest(*row) for row in _Values(batch).all())])
 
 
 def damaged(path: Path, reason: str) -> DamagedFileError:
     return DamagedFileError(f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy of the run.")
-
-
-class _Values:
-    """Bytes of text and tokens by row. The slices stay inside their buffers for any offsets."""
-
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        text, tokens = (batch.column(name).buffers() for name in READ_BY_ROW)
-        self._text, self._tokens = memoryview(text[-1] or b""), memoryview(tokens[-1] or b"").cast("B")
-        rows = batch.num_rows
-        self._ends = [  # without rows there may be no buffer
-            np.frombuffer(buffers[1], np.int32, rows + 1) if rows else np.zeros(1, np.int32)
-            for buffers in (text, tokens)
-        ]
-
-    def of(self, row: int) -> tuple[bytes, bytes]:
-        (text, tokens) = ((int(ends[row]), int(ends[row + 1])) for ends in self._ends)
-        return bytes(self._text[slice(*text)]), bytes(self._tokens[4 * tokens[0] : 4 * tokens[1]])
-
-    def all(self) -> Iterator[tuple[bytes, bytes]]:
-        return map(self.of, range(len(self._ends[0]) - 1))
-
-
-def _digest(text: bytes, tokens: bytes) -> bytes:
-    digest = hashlib.sha256(len(text).to_bytes(8, "little"))
-    digest.update(text)
-    digest.update(tokens)
-    return digest.digest()[:DIGEST]
-
-
-def _opening_digest(batch: pa.RecordBatch) -> bytes:
-    digest = hashlib.sha256(f"{batch.num_rows}".encode())
-    buffers = [buffer for name in READ_BY_ROW for buffer in batch.column(name).buffers()[:-1]]
-    for name in READ_ON_OPENING:
-        column = batch.column(name)
-        buffers += column.buffers()
-        if isinstance(column, pa.DictionaryArray):
-            buffers += column.dictionary.buffers()
-    for buffer in buffers:
-        digest.update(f" {None if buffer is None else buffer.size} ".encode())
-        if buffer is not None:
-            digest.update(buffer)
-    return digest.digest()[:DIGEST]

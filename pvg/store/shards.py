@@ -28,18 +28,15 @@ from pvg.store.atomic import (
     open_stored,
     read_stored,
     sync_directory,
-    write_atomic,
 )
 from pvg.store.samples import (
     CHECK_FIELDS,
-    DIGESTS_SUFFIX,
     PROTOCOL_FIELDS,
     MappedSolutions,
     SampleColumns,
     check_columns,
     checks_of,
     damaged,
-    digests_of,
     protocol_columns,
     protocol_of,
 )
@@ -94,14 +91,12 @@ ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """A commit's description of a shard. `path` is relative to the run directory; `checksum` is the file's sha256;
-    `digests` is the sha256 of its file of digests (pvg.store.samples), empty without one."""
+    """A commit's description of a shard. `path` is relative to the run directory; `checksum` is the file's sha256."""
 
     path: str
     rows: int
     bytes: int
     checksum: str
-    digests: str = ""
 
     @property
     def round(self) -> int:
@@ -110,10 +105,6 @@ class ShardInfo:
     @property
     def label(self) -> str:
         return Path(self.path).stem
-
-    @property
-    def digests_path(self) -> str:
-        return str(Path(self.path).with_suffix(DIGESTS_SUFFIX))
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,13 +122,12 @@ class RolloutShards:
         self.directory = directory
         self._unchanged = unchanged
 
-    def write(self, round_: int, label: str, rollouts: Sequence[Rollout], *, by_row: bool = False) -> ShardInfo:
+    def write(self, round_: int, label: str, rollouts: Sequence[Rollout]) -> ShardInfo:
         """Store `rollouts` as `rollouts/round-002/<label>.arrow`, durably. A commit must name it to make it part of the
         run.
 
-        `by_row`: also write digests, so that `solutions` need not verify the whole shard on opening. Raises StateError
-        if the shard exists, MissingRequirementError if the disk is full, TypeError for token ids or log-probs with
-        another dtype than a Rollout's.
+        Raises StateError if the shard exists, MissingRequirementError if the disk is full, TypeError for token ids or
+        log-probs with another dtype than a Rollout's.
         """
         relative = f"{ROLLOUTS}/round-{round_:03d}/{label}.arrow"
         path = self.directory / relative
@@ -147,12 +137,7 @@ class RolloutShards:
         with atomic_file(path, self._unchanged) as write:
             file = _ShardFile(write)
             _write_batch(file, rollouts)
-        digests = b""
-        if by_row:
-            digests = digests_of(_open(pa.memory_map(str(path)), path))
-            write_atomic(path.with_suffix(DIGESTS_SUFFIX), digests, self._unchanged)
-        checksum = file.sha256.hexdigest()
-        return ShardInfo(relative, len(rollouts), file.size, checksum, hashlib.sha256(digests).hexdigest() * by_row)
+        return ShardInfo(relative, len(rollouts), file.size, file.sha256.hexdigest())
 
     def read(self, shard: ShardInfo | Path) -> list[Rollout]:
         """The rollouts of a shard, in the order of writing.
@@ -192,26 +177,8 @@ class RolloutShards:
         return SampleColumns.joined([SampleColumns.of_batch(self.map(info)) for info in infos])
 
     def solutions(self, info: ShardInfo) -> MappedSolutions:
-        """The shard's solutions, memory-mapped. With digests, each row is verified when it is read; otherwise the whole
-        shard is verified now. Raises DamagedFileError."""
-        if not info.digests:
-            return MappedSolutions(self.map(info), self.path_of(info), None)
-        path = self.path_of(info)
-        digests = self._digests(info)
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise damaged(path, "the file is missing") from None
-        if size != info.bytes:
-            raise damaged(path, f"{size} bytes instead of {info.bytes}")
-        return MappedSolutions(_open(pa.memory_map(str(path)), path), path, digests)
-
-    def _digests(self, info: ShardInfo) -> bytes:
-        path = self.directory / info.digests_path
-        data = _read_bytes(path)
-        if hashlib.sha256(data).hexdigest() != info.digests:
-            raise damaged(path, "its checksum differs from the committed one")
-        return data
+        """The shard's solutions, memory-mapped and verified. Raises DamagedFileError."""
+        return MappedSolutions(self.map(info), info.label)
 
     def verify(self, info: ShardInfo) -> None:
         """Raises DamagedFileError if the file is missing, truncated, or differs from what was written."""
@@ -226,8 +193,6 @@ class RolloutShards:
         except IsADirectoryError:
             raise damaged(path, "a folder is in its place") from None
         _check(path, info, size, digest)
-        if info.digests:
-            self._digests(info)
 
     def recover(self, committed: Sequence[ShardInfo]) -> list[Path]:
         """Remove shards and temporary files that no commit names; returns their paths.
@@ -235,10 +200,10 @@ class RolloutShards:
         `committed`: the shards of every commit that may still be resumed (FileStateStore.commits). Only for the process
         that drives the run. Does not verify the committed shards; see `verify`.
         """
-        kept = {self.directory / path for info in committed for path in (info.path, info.digests_path)}
+        kept = {self.directory / info.path for info in committed}
         removed = []
         for path in sorted((self.directory / ROLLOUTS).glob("round-*/*")):
-            if path not in kept and (path.suffix in (".arrow", DIGESTS_SUFFIX) or is_temporary(path)):
+            if path not in kept and (path.suffix == ".arrow" or is_temporary(path)):
                 path.unlink(missing_ok=True)
                 removed.append(path)
         for folder in {path.parent for path in removed}:
@@ -251,10 +216,9 @@ class RolloutShards:
 
 def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
     """The solutions of rollouts in memory, in the form of `RolloutShards.solutions`."""
-    path = Path("memory")
     sink = io.BytesIO()
     _write_batch(_ShardFile(sink.write), rollouts)
-    return MappedSolutions(_open(pa.BufferReader(sink.getbuffer()), path), path, None)
+    return MappedSolutions(_open(pa.BufferReader(sink.getbuffer()), Path("memory")), "memory")
 
 
 # --- files -------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class PenaltyControl:
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Add a step's `kl`, if it has one."""
         penalty, kl = self._section, metrics.get("kl")
-        if penalty.kind == "adaptive" and kl is not None and math.isfinite(kl):
+        if penalty.target is not None and kl is not None and math.isfinite(kl):
             adapted = adapted_kl(self.kl, kl, penalty.target, KL_HORIZON)
             self.kl = min(max(adapted, penalty.coefficient / KL_RANGE), penalty.coefficient * KL_RANGE)
 
@@ -99,10 +99,10 @@ class PenaltyControl:
 
     def state(self) -> dict[str, Any]:
         """JSON data that restores the coefficient bit by bit; {} if it does not adapt."""
-        return {"kl": self.kl} if self._section.kind == "adaptive" else {}
+        return {"kl": self.kl} if self._section.target is not None else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        if self._section.kind == "adaptive":
+        if self._section.target is not None:
             self.kl = state["kl"]
 
 
@@ -309,10 +309,10 @@ class PolicyObjective:
 
     def __init__(self, section: Training, rollout: Rollouts, pad_id: int) -> None:
         self._loss = clipped(policy_loss(section.loss.kind), section.loss)
-        if section.kl.kind == "adaptive" and not self._loss.penalised:
+        if section.kl.target is not None and not self._loss.penalised:
             raise ConfigurationError(
-                f"training.kl = 'adaptive' has no effect: training.loss = {section.loss.kind!r} has no KL term.",
-                "Set training.kl to 'none'.",
+                f"training.kl.target has no effect: training.loss = {section.loss.kind!r} has no KL term.",
+                "Leave it out.",
             )
         self._control = PenaltyControl(section)
         self._importance: Kind = WEIGHTS[section.importance]
@@ -329,7 +329,7 @@ class PolicyObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether batches need reference log-probs: the loss has a KL term with a coefficient above 0."""
-        return self._loss.penalised and self._section.kl.kind != "none"
+        return self._loss.penalised and self._section.kl.coefficient > 0
 
     @property
     def decoupled(self) -> bool:
@@ -357,7 +357,7 @@ class PolicyObjective:
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Call after a step: returns its adaptive coefficients as metrics, then sets those of the next step."""
         found: dict[str, float] = {}
-        if self._section.kl.kind == "adaptive":
+        if self._section.kl.target is not None:
             found["kl_coefficient"] = self._control.kl
         self._control.observe(metrics)
         return found

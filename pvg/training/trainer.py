@@ -156,23 +156,6 @@ class Objective(Protocol[BatchT]):
 
 
 @runtime_checkable
-class SurveysBatch(Protocol[BatchT]):
-    """An objective whose weights depend on the model's output for the whole batch. The trainer computes it without
-    gradient before the training pass (`measure`), and returns the micro-batches with weights (`weigh`). The state is
-    JSON data."""
-
-    def measure(self, module: nn.Module, micro_batch: BatchT) -> tuple[Tensor, Tensor]: ...
-
-    def weigh(
-        self, micro_batches: list[BatchT], measured: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[list[BatchT], Metrics]: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-@runtime_checkable
 class AdaptsCoefficients(Protocol):
     """An objective with adaptive coefficients. Its state is JSON data, {} if none adapts."""
 
@@ -194,14 +177,12 @@ class PartGradient:
 
 
 class GradientWorkers(Protocol[BatchT]):
-    """Other processes that compute the gradients of a trainer's module, each for one shard of a batch. `gradients` and
-    `survey` block, and get the micro-batches of each shard."""
+    """Other processes that compute the gradients of a trainer's module, each for one shard of a batch. `gradients`
+    blocks, and gets the micro-batches of each shard."""
 
     def shards(self, batch: BatchT) -> list[BatchT]: ...
 
     def weights_changed(self) -> None: ...
-
-    def survey(self, parts: Sequence[Sequence[BatchT]]) -> list[tuple[Tensor, Tensor]]: ...
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]: ...
 
@@ -307,15 +288,11 @@ class Trainer(Generic[BatchT]):
                 raise
 
     def _train_on(self, batch: BatchT) -> StepReport:
-        found: dict[str, float] = {}
         try:
             with span("pack"):
                 parts = self._split(self._objective.prepare(batch))
-            if isinstance(self._objective, SurveysBatch):
-                with span("survey", device=True), autocast(self._precision, self._device):
-                    parts, found = self._surveyed(self._objective, parts)
             with span("forward_backward", device=True):
-                metrics = found | self._accumulate(parts)
+                metrics = self._accumulate(parts)
             with span("optimizer", device=True):
                 # A batch without signal (dapo drops such groups) changes nothing, not even through old momentum.
                 metrics |= self._update() if any(parts) else {"skipped": 1.0}
@@ -336,19 +313,6 @@ class Trainer(Generic[BatchT]):
         others = self._workers or self._ranks
         shards = [prepared] if others is None else others.shards(prepared)
         return [self._objective.split(shard) for shard in shards]
-
-    def _surveyed(
-        self, objective: SurveysBatch[BatchT], parts: list[list[BatchT]]
-    ) -> tuple[list[list[BatchT]], dict[str, float]]:
-        """The micro-batches with weights that depend on the whole batch, and metrics."""
-        micro_batches = [micro_batch for part in parts for micro_batch in part]
-        if self._workers is None:
-            measured = [objective.measure(self.module, micro_batch) for micro_batch in micro_batches]
-        else:
-            measured = self._workers.survey(parts)
-        weighed, metrics = objective.weigh(micro_batches, measured)
-        rest = iter(weighed)
-        return [[next(rest) for _ in part] for part in parts], metrics.result()
 
     def _gradients(self, parts: Sequence[Sequence[BatchT]]) -> tuple[list[float], Metrics]:
         """Put the sum of the micro-batches' gradients into the parameters, or into those of the ranks. Returns their
@@ -423,8 +387,6 @@ class Trainer(Generic[BatchT]):
         meta: dict[str, Any] = {"step": self._steps}
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
-        if isinstance(self._objective, SurveysBatch):
-            meta["objective"] = self._objective.state()
         return copies, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
@@ -447,8 +409,6 @@ class Trainer(Generic[BatchT]):
         self._steps = int(meta["step"])
         if isinstance(self._objective, AdaptsCoefficients):
             self._objective.load_state(meta.get("adapted", {}))
-        if isinstance(self._objective, SurveysBatch):
-            self._objective.load_state(meta["objective"])
 
     def _check_state(self, tensors: Mapping[str, Tensor]) -> None:
         wanted = {MODEL_PREFIX + name: parameter.shape for name, parameter in self._parameters.items()}

@@ -121,14 +121,10 @@ class VerifierBatch:
     """N distinct solutions in M pairs; a pair is one correct and one incorrect solution of a problem.
 
     - `sequences[n]` int32 [L]: the verifier's input; the solution starts at `prompt_lengths_N[n]`.
-    - `pairs_M2[m]`: (correct row, incorrect row). `sources_M` int16: number of each pair's source (the mixture's, and
-      the environment of pvg/verifier/losses.py).
+    - `pairs_M2[m]`: (correct row, incorrect row).
     - `references_N` float32: VerifierModel.reference of the rows; None if the head needs none or computes it.
     - `shares_M` float32: relative weight of each pair (positive, any scale); None: all equal.
     - `pair_weights_M`, `row_weights_N` float32: make the loss a plain sum; an objective's `prepare` sets them.
-    - `loss_weights_M`, `slope_weights_M`: factors of the pairs' losses and slopes in training, if these differ from
-      their weights in metrics (pvg/verifier/losses.py).
-    - `step`: the step for which the batch was drawn.
 
     Raises ValueError if shapes do not match, or if a row is on both sides of pairs and so has no label.
     """
@@ -137,13 +133,9 @@ class VerifierBatch:
     prompt_lengths_N: Int32
     pairs_M2: Int32
     references_N: Float32 | None
-    sources_M: NDArray[np.int16]
     shares_M: Float32 | None = None
     pair_weights_M: Float32 | None = None
     row_weights_N: Float32 | None = None
-    loss_weights_M: Float32 | None = None
-    slope_weights_M: Float32 | None = None
-    step: int = 0
 
     def __post_init__(self) -> None:
         rows, pairs = len(self.sequences), len(self.pairs_M2)
@@ -246,9 +238,7 @@ class PairSource:
             prompt_lengths_N=prompt_lengths_N,
             pairs_M2=numbers.reshape(-1, 2).astype(np.int32),
             references_N=references_N,
-            sources_M=pairs.sources_M,
             shares_M=pairs.shares_M,
-            step=step,
         )
 
     def _references(self, rows_N: NDArray[np.int64], sequences: list[Int32], prompt_lengths_N: Int32) -> Float32:

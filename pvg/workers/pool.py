@@ -53,7 +53,7 @@ OTHER_FILES = 256
 AT_ONCE = 32
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
 STATE = frozenset({"open", "load", "close", "policy"})
-TRAINING = frozenset({"gradient", "survey", "logprobs"})
+TRAINING = frozenset({"gradient", "logprobs"})
 LOOK_S = 0.2  # between two looks at what waits
 REFUSED_S = 60.0  # after a process could not be started, before pvg tries again to add one
 

@@ -33,7 +33,6 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
-from pvg.models.compute import autocast
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_batch
@@ -48,9 +47,9 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers, trainable_parameters
 from pvg.verifier.data import VerifierBatch
-from pvg.verifier.losses import RobustObjective, objective_for
+from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
-from pvg.workers.frames import Array, Frame, receive, record_of, rows_of, send
+from pvg.workers.frames import Frame, receive, record_of, rows_of, send
 from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
@@ -100,7 +99,6 @@ class Worker:
             "close": partial(self._in_thread, self._close),
             "score": partial(self._in_thread, self._score),
             "logprobs": partial(self._in_thread, self._logprobs),
-            "survey": partial(self._in_thread, self._survey),
             "gradient": partial(self._in_thread, self._gradient),
             "policy": self._load_policy,
             "generate": self._generate,
@@ -187,9 +185,7 @@ class Worker:
             case "pairs":
                 experiment = _experiment(fields["experiment"])
                 verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
-                objective = objective_for(
-                    experiment.verifier, verifier.tokenizer.pad_id, environments=fields["environments"]
-                )
+                objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id)
                 precision = experiment.verifier.precision
                 self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, VerifierBatch, precision)
             case _:
@@ -326,16 +322,6 @@ class Worker:
         found = trained.objective.recompute(module, record_of(PolicyBatch, "", frame.arrays))
         flat = np.concatenate(found) if found else np.zeros(0, np.float32)
         return Frame("done", {}, {"logprobs": flat})
-
-    def _survey(self, frame: Frame) -> Frame:
-        trained = self._trained(frame)
-        assert isinstance(trained.objective, RobustObjective)
-        arrays: dict[str, Array] = {}
-        for number, micro_batch in enumerate(_micro_batches(trained, frame)):
-            with autocast(trained.precision, DEVICE):
-                losses_M, slopes_M = trained.objective.measure(trained.module, micro_batch)
-            arrays |= {f"{number}.losses": losses_M.numpy(), f"{number}.slopes": slopes_M.numpy()}
-        return Frame("done", {}, arrays)
 
     def _gradient(self, frame: Frame) -> Frame:
         """The summed gradient of micro-batches, their losses and their metrics."""

@@ -42,10 +42,9 @@ def policy_fields(training: Training, rollout: Rollouts) -> dict[str, Any]:
     return {"what": "policy", "training": plain(training), "rollout": plain(rollout)}
 
 
-def pair_fields(experiment: Mapping[str, Any], environments: int) -> dict[str, Any]:
-    """How a worker opens the verifier of an experiment (`Experiment.plain`) and its loss; `environments`: see
-    `objective_for`."""
-    return {"what": "pairs", "experiment": experiment, "environments": environments}
+def pair_fields(experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """How a worker opens the verifier of an experiment (`Experiment.plain`) and its loss."""
+    return {"what": "pairs", "experiment": experiment}
 
 
 def plain(section: Section) -> dict[str, Any]:
@@ -106,8 +105,8 @@ def pair_shards(batch: VerifierBatch, shards: int) -> list[VerifierBatch]:
 
 class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
     """A model in training, in the shards that train when it is created. `parameters` are the trainer's own, by name;
-    the workers get them before they compute with them. `gradients` and `survey` block: call them from a thread, not
-    from the event loop."""
+    the workers get them before they compute with them. `gradients` blocks: call it from a thread, not from
+    the event loop."""
 
     def __init__(
         self,
@@ -154,17 +153,6 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
                 await self._pool.load(self._slot, {name: tensor.detach() for name, tensor in self._parameters.items()})
                 self._sent = changes
             return self._slot
-
-    def survey(self, parts: Sequence[Sequence[BatchT]]) -> list[tuple[Tensor, Tensor]]:
-        answers = self._wait(self._submit("survey", parts, {}))
-        return [
-            (
-                torch.from_numpy(answer.arrays[f"{number}.losses"]),
-                torch.from_numpy(answer.arrays[f"{number}.slopes"]),
-            )
-            for answer, part in zip(answers, parts, strict=True)
-            for number in range(len(part))
-        ]
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
         answers = self._wait(self._submit("gradient", parts, {"state": state}))

@@ -106,7 +106,7 @@ def prepared(name: str, folder: Path, *more: str) -> Any:
     return experiment
 
 
-@pytest.mark.parametrize("settings", [["training.kl=none"], ["cluster=local"]])
+@pytest.mark.parametrize("settings", [["training.kl.coefficient=0"], ["cluster=local"]])
 def test_a_step_of_ours_is_a_whole_one(settings: list[str], tmp_path: Path) -> None:
     experiment, orders = prepared("grpo", tmp_path, *settings, "training.learning_rate=1e-2"), Asked(2)
     asyncio.run(pvg_grpo.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]

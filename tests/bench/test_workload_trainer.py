@@ -137,4 +137,4 @@ def test_adapters_alone_are_trained_where_the_experiment_says_so() -> None:
         assert metrics["grad_norm"] > 0.0
         assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)  # untrained adapters change nothing
 
-    use("trainer", [*FEW, "training.adapters=lora", "training.adapters.rank=2"], look)
+    use("trainer", [*FEW, "training.adapters.rank=2"], look)

@@ -12,7 +12,6 @@ from calling import pvg
 
 from pvg.config.load import load_experiment
 from pvg.config.rollout import ChatPrompts
-from pvg.config.training import DemonstrationWarmup
 from pvg.records import Problem
 from pvg.tasks import open_task
 
@@ -83,7 +82,7 @@ def test_the_example_has_a_right_sum_for_the_helpful_role_and_a_wrong_one_for_th
 def test_the_demonstrations_show_both_roles_and_no_problem_of_the_game() -> None:
     experiment = load_experiment(RECIPE)
     task = open_task(experiment.task)
-    assert isinstance(experiment.warmup, DemonstrationWarmup)
+    assert experiment.warmup.path is not None
     rows = [orjson.loads(line) for line in (ROOT / experiment.warmup.path).read_bytes().splitlines()]
     asked = {frozenset(numbers(each.question)) for split in ("train", "test") for each in task.problems(split)}
     assert [sum(row["role"] == role for row in rows) for role in ("helpful", "sneaky")] == [80, 80]

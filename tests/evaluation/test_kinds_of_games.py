@@ -33,12 +33,12 @@ SMALL = {
 }
 GAMES: dict[str, dict[str, Any]] = {
     "adapters of one base": {
-        "training": {"adapters": "lora", "steps": 2},
-        "verifier": {"adapters": "lora", "steps": 2},
+        "training": {"adapters": {"rank": 16}, "steps": 2},
+        "verifier": {"adapters": {"rank": 16}, "steps": 2},
         "models": {"verifier": BASE},
     },
-    "an ensemble with a robust loss": {
-        "verifier": {"ensemble": "median", "steps": 2, "held_out": 0.3, "robust": "irm"},
+    "an ensemble": {
+        "verifier": {"ensemble": "median", "steps": 2, "held_out": 0.3},
         "training": {"steps": 2},
     },
 }

@@ -63,7 +63,7 @@ def worker_experiment(cluster: dict[str, Any]) -> Experiment:
     """The small experiment, with everything else that workers compute."""
     plain = small_experiment().plain()
     plain["cluster"] = cluster
-    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"kind": "adaptive", "target": 0.001}}
+    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"target": 0.001}}
     return build_experiment(plain)
 
 

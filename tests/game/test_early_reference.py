@@ -145,7 +145,7 @@ def test_what_is_sampled_ahead_is_given_up_also_where_the_wait_for_a_pass_is_can
 @pytest.mark.parametrize(
     "settings",
     [
-        {"training.adapters": {"kind": "lora", "rank": 2}, "training.minibatches": 2, "training.steps": 6},
+        {"training.adapters": {"rank": 2}, "training.minibatches": 2, "training.steps": 6},
         AHEAD,
         {**AHEAD, "cluster": {"kind": "local", "workers": 2, "trainers": 1}},
     ],

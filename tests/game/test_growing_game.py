@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from kill_drill import differences, drill, fingerprint
-from test_configurations import changed, penalty_strengths, played, rows
+from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.config.experiment import Experiment
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
+from pvg.verifier.data import PairSource
 
 GROWING: dict[str, Any] = {
     "game.rounds": 3,
@@ -102,17 +103,19 @@ def test_with_simultaneous_play_the_turns_are_those_of_the_first_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A verifier phase of 3 steps, then one of 6; in both rounds, an update of 2 steps after batches 2 and 4."""
-    strengths = penalty_strengths(monkeypatch)
-    experiment = growing(**TURNS, **{"verifier.robust": {"kind": "vrex", "warmup": 20}})
+    steps: list[int] = []
+    drawn = PairSource._batch
+    monkeypatch.setattr(PairSource, "_batch", lambda self, step: steps.append(step) or drawn(self, step))
+    experiment = growing(**TURNS)
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"
     assert verifier_steps(run)[:2] == [3, 6]
     assert [len(minted(run, round_)) for round_ in range(2)] == [8, 16]
     updates = [(row["round"], row["step"]) for row in rows(run, "step") if "verifier_loss" in row["metrics"]]
     assert updates == [(0, 2), (0, 4), (1, 2), (1, 4)]
-    # Each round's verifier starts again: the penalty grows from 0 through its phase and its updates.
-    assert strengths == [step / 20 for step in [*range(3 + 4), *range(6 + 4)]]
-    assert experiment.arithmetic().optimizer_steps == len(strengths) + 2 * 5
+    # Each round's verifier starts again, and its updates continue the steps of its phase.
+    assert steps == [*range(3 + 4), *range(6 + 4)]
+    assert experiment.arithmetic().optimizer_steps == len(steps) + 2 * 5
     # 6 problems with 4 solutions each, after both turns of both rounds
     fresh = [rollout.id.partition("/")[0] for rollout in recorded(run) if "/fresh/" in rollout.id]
     assert Counter(fresh) == {"000": 2 * 6 * 4, "001": 2 * 6 * 4}

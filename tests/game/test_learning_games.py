@@ -41,7 +41,7 @@ GAMES: dict[str, dict[str, Any]] = {
     "rae, buckets and adapted coefficients": {
         **RAE,
         "training.curriculum": "buckets",
-        "training.kl": {"kind": "adaptive", "target": 0.001},
+        "training.kl": {"target": 0.001},
         "training.entropy_bonus": 0.001,
         "training.minibatches": 2,
         "training.steps": 8,

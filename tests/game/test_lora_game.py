@@ -28,7 +28,7 @@ RANK = 4
 
 def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
     plain = small_experiment().plain()
-    adapters = {"kind": "lora", "rank": rank, "alpha": 8.0}
+    adapters = {"rank": rank, "alpha": 8.0}
     plain["training"] |= {"adapters": adapters, "learning_rate": 1e-3, **training}
     return build_experiment(plain)
 

@@ -32,8 +32,8 @@ from pvg.verifier.scorer import VerifierScorer
 RANK = 4
 ON_BASE = {"models.verifier": {"source": TINY_PROVER}}
 BOTH = {
-    "training.adapters": {"kind": "lora", "rank": RANK},
-    "verifier.adapters": {"kind": "lora", "rank": RANK},
+    "training.adapters": {"rank": RANK},
+    "verifier.adapters": {"rank": RANK},
     **ON_BASE,
 }
 CPU = torch.device("cpu")
@@ -175,7 +175,7 @@ def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -
 def test_verifiers_of_another_model_carry_adapters_too(tmp_path: Path) -> None:
     """An ensemble of adapters on the verifier's own model, below which the prover's weights are all trained."""
     settings = {
-        "verifier.adapters": {"kind": "lora", "rank": RANK},
+        "verifier.adapters": {"rank": RANK},
         "verifier.ensemble": {"kind": "min", "size": 2},
         "verifier.steps": 2,
     }
@@ -210,10 +210,10 @@ def test_frozen_weights_may_be_bfloat16(tmp_path: Path) -> None:
 
 def test_what_adapters_cannot_do_is_refused_and_what_they_waste_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"verifier\.adapters\.rank = 1000 is larger than"):
-        played(changed({**BOTH, "verifier.adapters": {"kind": "lora", "rank": 1000}}), tmp_path)
+        played(changed({**BOTH, "verifier.adapters": {"rank": 1000}}), tmp_path)
     assert not (tmp_path / "drill" / "state.json").exists()
     serving = {"serving.verifier_servers": ["http://127.0.0.1:1"]}
-    with pytest.raises(ConfigurationError, match=r"verifier\.adapters = 'lora' cannot be served"):
+    with pytest.raises(ConfigurationError, match=r"verifier\.adapters\.rank cannot be served"):
         changed({**BOTH, **serving, "verifier.engine": "vllm"})
     reduced = {"source": TINY_PROVER, "dtype": "bfloat16"}
     with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters"):

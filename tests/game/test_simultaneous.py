@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from kill_drill import drill
-from test_configurations import changed, penalty_strengths, played, rows
+from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.errors import ConfigurationError
@@ -127,18 +127,6 @@ def test_pairs_are_drawn_from_the_window_and_the_mint_and_never_from_held_out_pr
     assert any(from_window for _, from_window in drawn)
 
 
-def test_a_penalty_goes_on_growing_from_update_to_update_and_lost_pairs_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Of 3 steps in the verifier's phase, and 2 in each of three updates."""
-    strengths = penalty_strengths(monkeypatch)
-    monkeypatch.setattr(VerifierUpdates, "_tell_excluded", lambda self: told.append(dict(self._excluded)))
-    told: list[dict[str, str]] = []
-    played(changed(TURNS | {"verifier.robust": {"kind": "vrex", "warmup": 9}, "game.schedule.problems": 1}), tmp_path)
-    assert strengths == [step / 9 for step in range(9)]
-    assert len(told) == 3
-
-
 def test_an_update_without_fresh_pairs_is_told_once():
     found: list[dict[str, str]] = []
     updates = VerifierUpdates.__new__(VerifierUpdates)
@@ -155,7 +143,8 @@ def test_an_update_without_fresh_pairs_is_told_once():
 def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too():
     """Of the challenge protocol, so that both schedules and several turns stand the test in one."""
     dialogues = {"game.protocol": "challenge", "models.prover": {"source": "embedded:modchain-dialogue"}}
-    settings = TURNS | dialogues | {"verifier.robust": "group_dro", "store.commit_every": 1, "training.steps": 4}
+    dialogues |= {"task.min_terms": 5, "task.max_terms": 5, "rollout.max_tokens": 40}
+    settings = TURNS | dialogues | {"store.commit_every": 1, "training.steps": 4}
     result = drill(changed(settings), 1, 3, lambda line: None, phases=("train_prover",))
     assert result["problems"] == []
     assert result["kills"] == {"train_prover": 1}

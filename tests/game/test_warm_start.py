@@ -23,8 +23,8 @@ import pvg
 from pvg.config.base import parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.training import DemonstrationWarmup, ModelSection, Training
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, StateError, UsageError
+from pvg.config.training import ModelSection, Training, Warmup
+from pvg.errors import ConfigurationError, PvgError, StateError, UsageError
 from pvg.export.finished import FinishedRound
 from pvg.export.folders import export_player
 from pvg.game.players import Players
@@ -92,13 +92,12 @@ commit_every = 4
 kind = "none"
 
 [warmup]
-kind = "demonstrations"
 path = "demos.jsonl"
 steps = 90
 batch = 16
 learning_rate = 3e-3
 """
-COLD = {"warmup.kind": "none"}
+COLD = {"warmup.path": ""}
 
 
 def pvg_process(*words: str) -> subprocess.CompletedProcess[str]:
@@ -225,7 +224,6 @@ def test_an_evaluation_measures_against_the_warmed_prover(warm: pvg.Run, monkeyp
 def test_adapters_are_merged_into_the_base(folder: Path, warm: pvg.Run) -> None:
     """Adapters cannot teach random weights, so this warm start continues the other one."""
     settings = {
-        "training.adapters.kind": "lora",
         "training.adapters.rank": 8,
         "models.prover.source": "run:warm/warmup",
     }
@@ -248,7 +246,7 @@ def test_a_warm_start_of_adapters_that_is_killed_and_resumed_has_the_bits_of_an_
     folder: Path, warm: pvg.Run
 ) -> None:
     """test_kill_and_resume.py has one that trains all weights."""
-    chosen = ("adapters.kind=lora", "adapters.rank=4")
+    chosen = ("adapters.rank=4",)
     settings = ["-s", "models.prover.source=run:warm/warmup", "-s", "warmup.steps=200"]
     settings += [word for setting in chosen for word in ("-s", f"training.{setting}")]
     whole = pvg_process("train", "warm.toml", "--name", "whole", *settings)
@@ -330,11 +328,6 @@ def test_wrong_demonstrations_are_refused_before_the_run_begins(folder: Path, ro
 
 
 def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
-    for path, says in (("no.jsonl", "There is no file no.jsonl."), (None, "warmup.path is not set")):
-        plain = build_experiment({"warmup": {"kind": "demonstrations", **({"path": path} if path else {})}}).warmup
-        assert isinstance(plain, DemonstrationWarmup)
-        with pytest.raises(MissingRequirementError, match=says):
-            read_demonstrations(plain)
     done = pvg_process("train", "warm.toml", "--dry-run", "-s", "warmup.path=no.jsonl")
     assert done.returncode == 3
     assert "There is no file no.jsonl." in done.stderr
@@ -352,19 +345,19 @@ def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
     [
         ({"task": {"kind": "play"}}, "task.kind = 'play' has no questions"),
         (
-            {"weights": {"transport": {"kind": "lora"}}, "training": {"adapters": {"kind": "lora"}}},
+            {"weights": {"transport": {"kind": "lora"}}, "training": {"adapters": {"rank": 16}}},
             "the servers would not have the warmed prover",
         ),
     ],
 )
 def test_what_a_warm_start_cannot_do_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        build_experiment({"warmup": {"kind": "demonstrations", "path": "demos.jsonl"}, **changes})
+        build_experiment({"warmup": {"path": "demos.jsonl"}, **changes})
 
 
 def test_roles_and_the_wording_of_the_task_are_those_of_the_game(folder: Path) -> None:
     Path("roles.csv").write_text('question,solution,role\n"7: A or B?",Answer: A,sneaky\n"500: A or B?",Answer: B,\n')
-    section = DemonstrationWarmup(path=Path("roles.csv"))
+    section = Warmup(path=Path("roles.csv"))
     found = read_demonstrations(section)
     assert [row.role for row in found.train] == [Role.SNEAKY, Role.HELPFUL]
     assert not found.held_out

@@ -26,7 +26,9 @@ CPU = torch.device("cpu")
 def trained(device: torch.device, **training: Any) -> tuple[dict[str, Tensor], list[StepReport]]:
     """The weights after three steps."""
     allow_tf32(device, ["float32"])
-    experiment = build_experiment({"training": {"kl": "none", **training}, "rollout": {"max_tokens": SMALL.tokens}})
+    experiment = build_experiment(
+        {"training": {"kl": {"coefficient": 0.0}, **training}, "rollout": {"max_tokens": SMALL.tokens}}
+    )
     with ThreadPoolExecutor(1) as executor, random_model(SMALL.whole, CPU, torch.float32) as model:
         module = model.module.to(device).requires_grad_(True)
         objective = PolicyObjective(experiment.training, experiment.rollout, model.tokenizer.pad_id)

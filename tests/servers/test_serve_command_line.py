@@ -81,15 +81,13 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
 
 
 def test_adapters_only_where_the_trainer_makes_them(tmp_path: Path) -> None:
-    spec = spec_for(tmp_path, "training.adapters=lora", "training.adapters.rank=12", "weights.transport=lora")
+    spec = spec_for(tmp_path, "training.adapters.rank=12", "weights.transport=lora")
     assert "--enable-lora" in spec.command
     assert value(spec, "--max-lora-rank") == "16"  # of the ranks that vLLM knows
     assert value(spec, "--max-loras") == "3"
-    merged = spec_for(tmp_path, "training.adapters=lora", "training.adapters.rank=12")
+    merged = spec_for(tmp_path, "training.adapters.rank=12")
     assert "--enable-lora" not in merged.command
-    verifier = spec_for(
-        tmp_path, "training.adapters=lora", "training.adapters.rank=12", "weights.transport=lora", purpose="verifier"
-    )
+    verifier = spec_for(tmp_path, "training.adapters.rank=12", "weights.transport=lora", purpose="verifier")
     assert "--enable-lora" not in verifier.command
 
 

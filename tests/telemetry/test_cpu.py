@@ -38,7 +38,7 @@ def test_settings_that_this_cpu_computes_slowly_are_named_with_the_command(tmp_p
     root = machine(tmp_path, "flags\t\t: avx2")
     assert bfloat16_warnings(Experiment(), root) == []
     settings = {"training": {"precision": "bfloat16"}, "models": {"verifier": {"dtype": "bfloat16"}}}
-    adapters = {"adapters": {"kind": "lora"}}
+    adapters = {"adapters": {"rank": 16}}
     (warning,) = bfloat16_warnings(Experiment(**settings, verifier=adapters), root)
     assert warning.startswith("models.verifier.dtype, training.precision = 'bfloat16'")
     assert warning.endswith("use -s models.verifier.dtype=float32 -s training.precision=float32")
@@ -65,7 +65,7 @@ HALF: dict[str, Any] = {
     "training": {"precision": "bfloat16"},
     "verifier": {"precision": "bfloat16"},
 }
-LORA: dict[str, Any] = {"adapters": {"kind": "lora"}}
+LORA: dict[str, Any] = {"adapters": {"rank": 16}}
 
 
 def test_the_files_bfloat16_becomes_float32_and_one_line_says_how_to_keep_it(tmp_path: Path) -> None:

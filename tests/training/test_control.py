@@ -17,7 +17,7 @@ def test_the_kl_controller_by_hand() -> None:
 
 
 def test_a_step_sees_what_the_step_before_measured() -> None:
-    section = Training(kl={"kind": "adaptive", "coefficient": 0.1, "target": 0.1})
+    section = Training(kl={"coefficient": 0.1, "target": 0.1})
     control = PenaltyControl(section)
     assert control.kl == 0.1
     control.observe({"kl": 1.0})  # too far from the base

@@ -90,7 +90,7 @@ class Endless:
 
 
 def adapting(kl_target):
-    return {"kl": {"kind": "adaptive", "coefficient": 0.05, "target": kl_target}, "entropy_bonus": 0.01}
+    return {"kl": {"coefficient": 0.05, "target": kl_target}, "entropy_bonus": 0.01}
 
 
 def trainer(steps, executor, **settings_):

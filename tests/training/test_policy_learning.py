@@ -82,7 +82,7 @@ def test_the_reward_rises(loss):
     model = transformers.LlamaForCausalLM(config).eval()
     source = OnPolicy(model, loss)
     objective = PolicyObjective(
-        Training(loss=loss, kl="none", shared_prompts=False), Rollouts(max_tokens=LENGTH), pad_id=0
+        Training(loss=loss, kl={"coefficient": 0.0}, shared_prompts=False), Rollouts(max_tokens=LENGTH), pad_id=0
     )
 
     async def train():

@@ -20,7 +20,7 @@ NAMES = tuple(LOSSES)
 
 
 def objective(loss, *, kl=0.0, max_tokens=4, temperature=1.0, bounds=WEIGHT_BOUNDS, **others):
-    table = ({"kind": "fixed", "coefficient": kl} if kl else "none") if isinstance(kl, float) else kl
+    table = {"coefficient": kl} if isinstance(kl, float) else kl
     section = Training(loss=loss, **({"kl": table, "shared_prompts": False} | others))  # a table has no attention
     found = PolicyObjective(section, Rollouts(max_tokens=max_tokens, temperature=temperature), pad_id=0)
     found.weight_bounds = bounds

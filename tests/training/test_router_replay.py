@@ -124,7 +124,7 @@ def test_the_policy_loss_learns_with_replayed_experts_in_any_micro_batches() -> 
     batch, module = batch_of(sampled("mixtral")), moved("mixtral", 0.1)
     found = []
     for rows in (12, 2):
-        training = Training(router_replay=True, micro_batch_rollouts=rows, kl="none")
+        training = Training(router_replay=True, micro_batch_rollouts=rows, kl={"coefficient": 0.0})
         objective = PolicyObjective(training, Rollouts(max_tokens=7), pad_id=0)
         module.zero_grad()
         for part in objective.split(objective.prepare(batch)):

@@ -34,7 +34,6 @@ def table_batch(pairs, rows=None, lengths=None):
         prompt_lengths_N=np.ones(rows, dtype=np.int32),
         pairs_M2=np.array(pairs, dtype=np.int32),
         references_N=None,
-        sources_M=np.arange(len(pairs), dtype=np.int16),
     )
 
 
@@ -118,7 +117,6 @@ def test_micro_batches_of_a_real_verifier_add_up(head):
         prompt_lengths_N=np.full(8, 4, dtype=np.int32),
         pairs_M2=pairs,
         references_N=None,
-        sources_M=np.zeros(len(pairs), dtype=np.int16),
     )
     small = objective(budget=90)
     assert len(small.split(small.prepare(batch))) >= 3

@@ -116,8 +116,7 @@ def test_batches_survive_the_way():
         prompt_lengths_N=np.array([1, 1], np.int32),
         pairs_M2=np.array([[0, 1]], np.int32),
         references_N=None,
-        sources_M=np.array([0], np.int16),
-        step=5,
+        shares_M=np.array([0.5], np.float32),
     )
     same(pairs, record_of(VerifierBatch, "", record_arrays("", pairs)))
 

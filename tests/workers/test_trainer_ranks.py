@@ -73,7 +73,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiment(source: Path | str, **training: Any) -> Experiment:
     sections = {
         "models": {"prover": {"source": str(source)}, "device": "cpu", "threads": 1},
-        "training": {"micro_batch_rollouts": 3, "kl": {"kind": "adaptive", "target": 0.001}, **training},
+        "training": {"micro_batch_rollouts": 3, "kl": {"target": 0.001}, **training},
     }
     return build_experiment(sections)
 
@@ -296,7 +296,7 @@ def test_unusual_batches_and_bfloat16_as_in_one_process_and_nothing_is_unpickled
 
 async def without_work_or_signal(group: RankGroup, model: Path) -> None:
     """A batch without work for every rank, and one without a signal."""
-    chosen = experiment(model, loss="dapo", kl="none")
+    chosen = experiment(model, loss="dapo", kl={"coefficient": 0.0})
     silent = batch(1)
     silent.advantages_N[:] = 0.0
     batches = [batch(0, groups=1), silent, batch(2, groups=2)]
@@ -324,7 +324,7 @@ async def not_finite(group: RankGroup, model: Path) -> None:
     """A gradient that is not finite changes no weight."""
     good, bad = batch(0), batch(1)
     bad.advantages_N[0] = 1e38
-    async with training(group, experiment(model, kl="none"), 2, [good, bad]) as found:
+    async with training(group, experiment(model, kl={"coefficient": 0.0}), 2, [good, bad]) as found:
         await found.play(1)
         before = found.bits
         with pytest.raises(TrainingDivergedError, match="step 1: the gradient's norm is"):
@@ -597,7 +597,7 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"training": {"adapters": "lora"}}, r"set training\.adapters to 'none'"),
+        ({"training": {"adapters": {"rank": 16}}}, r"set training\.adapters\.rank to 0"),
         ({"training": {"router_replay": True}}, r"set training\.router_replay to false"),
         ({"models": {"device": "cuda:1"}}, r"set models\.device to 'cpu' or 'cuda'"),
         (
@@ -607,7 +607,7 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
         ({"cluster": {**RANKS, "trainer_ranks": 1}}, "greater than or equal to 2"),
         ({"cluster": {"kind": "local", "workers": 0}}, "set cluster to 'none'"),
         ({"cluster": {"kind": "ray", "workers": 0}}, "set cluster to 'none'"),
-        ({"cluster": {"kind": "ray", "trainer_ranks": 2}, "training": {"adapters": "lora"}}, "training.adapters"),
+        ({"cluster": {"kind": "ray", "trainer_ranks": 2}, "training": {"adapters": {"rank": 16}}}, "training.adapters"),
         ({"cluster": ON_NODES, "rollout": {"engine": "vllm"}, "training": {"router_replay": True}}, "router_replay"),
         ({"cluster": {**ON_NODES, "workers": 0}, "rollout": {"engine": "vllm"}}, "no server on the cluster"),
         ({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}}, "cluster.address needs cluster.workers"),

@@ -66,9 +66,9 @@ def test_each_pair_is_in_one_shard_and_no_solution_in_two(pairs, shards):
         prompt_lengths_N=np.ones(16, np.int32),
         pairs_M2=np.array(pairs, np.int32),
         references_N=None,
-        sources_M=np.arange(len(pairs), dtype=np.int16),
+        shares_M=np.arange(1, len(pairs) + 1, dtype=np.float32),
     )
     parts = pair_shards(batch, shards)
-    assert sorted(int(source) for part in parts for source in part.sources_M) == list(range(len(pairs)))
+    assert sorted(int(share) for part in parts for share in part.shares_M) == list(range(1, len(pairs) + 1))
     owners = [int(row[0]) for part in parts for row in part.sequences]
     assert len(owners) == len(set(owners))

@@ -70,7 +70,7 @@ class TrainerWorkloadSettings(Section):
     """The `[workload]` table.
 
     `reference`, if the loss has a KL term: "recomputed" in each step, as in the game; "stored" beforehand, which gives
-    the same loss without the second forward pass; "none" removes the term from the loss (training.kl = "none").
+    the same loss without the second forward pass; "none" removes the term from the loss (training.kl.coefficient = 0).
     """
 
     rollouts: Count = 256
@@ -256,7 +256,7 @@ def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.i
 
 def _without_kl(experiment: Experiment) -> Experiment:
     plain = experiment.plain()
-    return build_experiment({**plain, "training": {**plain["training"], "kl": "none"}})
+    return build_experiment({**plain, "training": {**plain["training"], "kl": {"coefficient": 0.0}}})
 
 
 # --- floating-point operations ----------------------------------------------------------------------------------------
