@@ -167,8 +167,8 @@ def test_the_hash_sees_what_changes_the_outcome_and_nothing_else() -> None:
 
 def test_differences_name_key_and_both_sides() -> None:
     before = build_experiment({"seed": 1}).hashed()
-    after = build_experiment({"seed": 2, "training": {"micro_batch_rollouts": 9}}).hashed()
-    assert differences(before, after) == ["seed: 1 -> 2", "training.micro_batch_rollouts: unset -> 9"]
+    after = build_experiment({"seed": 2, "training": {"groups": 9}}).hashed()
+    assert differences(before, after) == ["seed: 1 -> 2", "training.groups: 32 -> 9"]
     assert differences(before, before) == []
 
 
@@ -361,10 +361,8 @@ IMPOSSIBLE = [
     (["rollout.group_size=1"], "rollout.group_size = 1"),
     (["training.minibatches=3"], "training.minibatches = 3 does not divide"),
     (["training.minibatches=512"], "training.minibatches = 512 does not divide"),
-    (["training.micro_batch_rollouts=257"], "training.micro_batch_rollouts = 257 is larger than its batch of 256"),
     (["training.micro_batch_tokens=48"], "training.micro_batch_tokens = 48 is too small"),
     (["verifier.micro_batch_tokens=97"], "verifier.micro_batch_tokens = 97 is too small"),
-    (["verifier.score_tokens=48"], "verifier.score_tokens = 48 is too small"),
     (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
     (["rollout.top_p=0.9"], "rollout.top_p < 1"),
     (["rollout.top_k=5"], "rollout.top_k > 0"),
@@ -415,10 +413,8 @@ IMPOSSIBLE = [
 POSSIBLE = [
     ["rollout.group_size=2"],
     ["training.minibatches=256", "training.groups=32"],
-    ["training.micro_batch_rollouts=256"],
     ["training.micro_batch_tokens=49"],
     ["verifier.micro_batch_tokens=98"],
-    ["verifier.score_tokens=49"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
     ["game.sneaky_share=0.0", "game.reward=correctness"],

@@ -181,9 +181,7 @@ def documents() -> dict[str, tuple[str, Any]]:
             settings=dict[str, list[str]],
             html=str | None,
         ),
-        "report-benchmarks": document(
-            "pvg report FILE", "Reports of `pvg bench`.", reports=list[BenchReport], html=str | None
-        ),
+        "report-benchmarks": document("pvg report FILE", "Reports of `pvg bench`.", reports=list[BenchReport]),
         "evaluate": document(
             "pvg evaluate RUN",
             "`evaluation`: the content of `path`. `resume`: the command that resumes a stopped evaluation.",

@@ -18,14 +18,13 @@ from pvg_cli.boundary import emit, guarded, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
-    from pvg.bench.report import BenchReport
     from pvg.evaluation.report import EvaluationReport
     from pvg.reporting.follow import RunState
     from pvg.reporting.run_summary import RunSummary
     from pvg.reporting.solutions import Example
     from pvg.store.run_directory import RunDirectory
 
-PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
+PAGE = Path("report.html")  # in the current folder; for several runs
 
 
 @guarded
@@ -56,7 +55,7 @@ def report(
 
     One run has a second page, rollouts.html, to search and filter all its solutions. Both pages open without a network.
     Several runs share one page, with their curves in the same plots and a table of differences. Reports of pvg bench
-    have a page too.
+    are shown on the terminal only.
     """
     if html is not None and no_html:
         raise UsageError("--html and --no-html cannot be used together.", "Use one of them.")
@@ -70,7 +69,9 @@ def report(
     if reports and len(reports) < len(targets):
         raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
     if reports:
-        _show_reports([Path(target) for target in reports], None if no_html else html or _own(PAGE), as_json)
+        if html is not None:
+            raise UsageError("Reports of pvg bench have no page.", "Leave --html out.")
+        _show_reports([Path(target) for target in reports], as_json)
         return
     directories = _open(targets, runs)
     if len(directories) > 1:
@@ -220,25 +221,15 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
         _print_page(page)
 
 
-def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
+def _show_reports(paths: list[Path], as_json: bool) -> None:
     from pvg.bench.report import read_report
-    from pvg.reporting.bench_page import bench_page
-    from pvg.reporting.table import write_page
-
-    reports = [read_report(path) for path in paths]
-    if page is not None:
-        write_page(page, bench_page(paths, reports))
-    if as_json:
-        emit({"reports": [found.plain() for found in reports], "html": _text(page)})
-    else:
-        _print_reports(paths, reports)
-        _print_page(page)
-
-
-def _print_reports(paths: list[Path], reports: list[BenchReport]) -> None:
     from pvg_cli.bench_tables import report_text
     from pvg_cli.output import stdout
 
+    reports = [read_report(path) for path in paths]
+    if as_json:
+        emit({"reports": [found.plain() for found in reports]})
+        return
     for path, found in zip(paths, reports, strict=True):
         others = [shlex.quote(str(other)) for other in paths if other != path]
         here = shlex.quote(str(path))

@@ -158,7 +158,7 @@ class Game(Section):
         False,
         description="Each round adds game.mint_problems and verifier.steps: round r has r + 1 times as many of both.",
     )
-    mixture: Literal["equal", "latest", "base", "exponential", "geometric", "window"] = Field(
+    mixture: Literal["equal", "latest", "base", "geometric", "window"] = Field(
         "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
     stop: Literal["steps", "score_parity"] = Field(

@@ -97,17 +97,10 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
             f"training.minibatches = {training.minibatches} does not divide the batch of {rollouts} rollouts "
             f"(training.groups x rollout.group_size)"
         )
-    per_step, micro = rollouts // training.minibatches, training.micro_batch_rollouts
-    if micro is not None and micro > per_step:
-        yield (
-            f"training.micro_batch_rollouts = {micro} is larger than its batch of {per_step} rollouts; "
-            f"set it to at most {per_step}, or leave it out"
-        )
     longest = rollout.max_tokens + 1
     for key, budget, rows, what in (
         ("training.micro_batch_tokens", training.micro_batch_tokens, 1, "one rollout"),
         ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2, "one pair"),
-        ("verifier.score_tokens", verifier.score_tokens, 1, "one rollout"),
     ):
         if budget < rows * longest:
             yield (

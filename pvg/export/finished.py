@@ -141,7 +141,7 @@ class FinishedRound:
                 verifier,
                 template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
-                token_budget=section.score_tokens,
+                token_budget=section.micro_batch_tokens,
                 precision=section.precision,
                 executor=executor,
                 threshold=threshold,

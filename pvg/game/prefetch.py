@@ -31,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pvg.config.rollout import SamplingAhead
+from pvg.game.groups import FreshGroups
 from pvg.game.orders import ProverOrders
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
@@ -379,12 +380,11 @@ class RoleQueue:
         return batch * self.size + order.group
 
 
-class Prefetcher:
-    """A `GroupSource` of `orders`. `scored`: when a group is scored - as soon as it arrives, in the background with
+class Prefetcher(FreshGroups):
+    """Groups of `orders`. `scored`: when a group is scored - as soon as it arrives, in the background with
     others, or with its batch."""
 
     ahead = True
-    carried = 0
 
     def __init__(
         self,
@@ -395,7 +395,8 @@ class Prefetcher:
         concurrency: int,
         scored: WhenScored,
     ) -> None:
-        self._orders, self._scorer, self._settings = orders, scorer, settings
+        super().__init__(orders)
+        self._scorer, self._settings = scorer, settings
         self._concurrency, self._scored = concurrency, scored
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, orders.groups) for role in Role}
@@ -413,8 +414,7 @@ class Prefetcher:
         return 0
 
     def start(self, version: int, batch: int, batches: int) -> None:
-        """Begin to sample for batch number `batch`; trainer and engine have `version`. `batches`: batches that remain
-        in the phase. After the last one is taken, no new group begins."""
+        """After the last of the `batches` is taken, no new group begins."""
         self._pipeline = Pipeline(
             self._sample,
             lambda number: Counter(self._orders.roles(number)),
@@ -477,7 +477,6 @@ class Prefetcher:
             raise errors[0]
 
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups of training batch `number`, and metrics."""
         taken = await self._open.take()
         self._check_scoring()
         groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]

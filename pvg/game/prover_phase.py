@@ -17,7 +17,7 @@ from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, environment_of, prover_orders
-from pvg.game.parts import Batches, GroupSource, Helper, TrainingStop, VerifierInRound
+from pvg.game.parts import Batches, Helper, TrainingStop
 from pvg.game.players import Players
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
@@ -128,7 +128,7 @@ async def train_prover(session: Session) -> None:
         verifier.close()
 
 
-async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> VerifierInRound:
+async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> FixedVerifier:
     schedule = session.game.schedule
     if not isinstance(schedule, SimultaneousSchedule):
         return FixedVerifier(threshold)
@@ -141,7 +141,7 @@ def open_prover_phase(
     session: Session,
     info: PhaseInfo,
     verifier: ScoringModel,
-    current: VerifierInRound,
+    current: FixedVerifier,
     learner: LanguageModel,
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
@@ -200,7 +200,7 @@ def open_phase(
 def open_batches(
     session: Session,
     scorer: VerifierScorer,
-    verifier: VerifierInRound,
+    verifier: FixedVerifier,
     objective: PolicyObjective,
     learner: LanguageModel,
     workers: ModelInWorkers[PolicyBatch] | None = None,
@@ -232,7 +232,7 @@ def open_batches(
     )
 
 
-def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -> GroupSource:
+def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -> FreshGroups:
     players, rollout = session.players, session.rollout
     ahead = rollout.prefetch
     if isinstance(ahead, SamplingAhead):

@@ -8,30 +8,23 @@ A check that cannot be made has `passed` None, and the detail says why. No check
 
 from __future__ import annotations
 
-import hashlib
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol
 from pvg.config.rollout import WordedPrompts
-from pvg.config.sections import AllSections
-from pvg.config.task import TaskSection
 from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.roles import TAGS, prompt_builder, worded
 from pvg.records import Grade, Half, Int32, Problem, Role
-from pvg.tasks import open_task
+from pvg.tasks import digest_of, digests_elsewhere
 from pvg.tasks.answers import by_fallback
 from pvg.tasks.task import (
     NEUTRAL,
@@ -48,47 +41,6 @@ if TYPE_CHECKING:
     from pvg.models.sources import WeightlessModel
     from pvg.models.tokenizer import Tokenizer
     from pvg.verifier.data import Head, VerifierTemplate
-
-
-# Digests of a task's problems, to compare two processes: a run continues in another process than it began in.
-
-
-def digest_of(problems: Iterable[Problem]) -> str:
-    """A digest of ids, questions and answers, in their order."""
-    digest = hashlib.sha256()
-    for problem in problems:
-        parts = (problem.id, problem.question, problem.answer)
-        digest.update(orjson.dumps([part.encode("utf-8", "surrogatepass").hex() for part in parts]))
-    return digest.hexdigest()
-
-
-def digests_elsewhere(section: TaskSection) -> dict[str, str]:
-    """Split -> digest of its problems in a new process. Raises ConfigurationError if that process fails."""
-    data = orjson.dumps(section.model_dump(mode="json", exclude_none=True))
-    done = subprocess.run([sys.executable, "-m", "pvg.game.task_check"], input=data, capture_output=True, check=False)
-    if done.returncode:
-        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise ConfigurationError(f"The task does not open in another process: {shortened(last)}")
-    found: dict[str, str] = orjson.loads(done.stdout)
-    return found
-
-
-def _print_digests(data: Any) -> None:
-    task = open_task(AllSections.model_validate({"task": data}).task)
-    with task if isinstance(task, AbstractContextManager) else nullcontext():
-        print(
-            orjson.dumps(
-                {"train": digest_of(task.problems("train")), "test": digest_of(task.problems("test"))}
-            ).decode()
-        )
-
-
-if __name__ == "__main__":
-    try:
-        _print_digests(orjson.loads(sys.stdin.buffer.read()))
-    except PvgError as error:
-        print(error.message, file=sys.stderr)
-        sys.exit(error.exit_code)
 
 
 # What players would read, and how the task grades: for `pvg train --dry-run` and `pvg task check`.

@@ -80,7 +80,6 @@ class SupervisedObjective:
 
     def __init__(self, section: Training, pad_id: int) -> None:
         self._forward = ForwardSettings.of(section, 1.0, pad_id)
-        self._max_rows = section.micro_batch_rollouts
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
         """Each token of the batch counts the same."""
@@ -89,8 +88,7 @@ class SupervisedObjective:
 
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
         """Micro-batches within the token budget. Raises ConfigurationError if a single row exceeds it."""
-        parts = forward_batches(batch, np.arange(len(batch)), self._forward, self._max_rows)
-        return [batch.select(part) for part in parts]
+        return [batch.select(part) for part in forward_batches(batch, np.arange(len(batch)), self._forward)]
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         assert micro_batch.row_weights_N is not None, "prepare the batch before computing its loss"

@@ -18,13 +18,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import orjson
 
 from pvg.config.load import did_you_mean
 from pvg.errors import ConfigurationError
+from pvg.evaluation.report import report_of
 from pvg.records import BASE_SOURCE, source_of_round
 from pvg.reporting.formats import NumberStyle, metric_display
 from pvg.reporting.run_summary import RunSummary, read_run
@@ -54,7 +52,6 @@ def cap_of(values: Sequence[MeasuredValue]) -> float | None:
 
 # --- measures ---------------------------------------------------------------------------------------------------------
 
-EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
 DEFAULT_MEASURES = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc")
 
 
@@ -108,15 +105,10 @@ def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
 def read_facts(run: RunDirectory, *, evaluated: bool = True) -> RunFacts:
     """The facts from which measures of `run` are read; without its evaluation unless `evaluated`.
 
-    Raises ConfigurationError if the run's files, or its evaluation, are damaged.
+    Raises StateError if the run's files, or its evaluation, are damaged.
     """
-    file = run.path / EVALUATION
-    if not evaluated or not file.is_file():
-        return RunFacts(read_run(run))
-    try:
-        return RunFacts(read_run(run), orjson.loads(file.read_bytes()))
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{file} is not JSON: {error}.", f"Remove it: rm {file}") from None
+    report = report_of(run) if evaluated else None
+    return RunFacts(read_run(run), None if report is None else report.plain())
 
 
 # --- where measures come from ------------------------------------------------------------------------------------
@@ -197,8 +189,7 @@ def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], MeasuredValue | No
     """In the order of the run's rounds; None if the evaluation does not have the round."""
 
     def read(facts: RunFacts) -> Series:
-        rows = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
-        by_number = {row.get("round"): row for row in rows if isinstance(row, Mapping)}
+        by_number = {row["round"]: row for row in facts.evaluation["rounds"]} if facts.evaluation else {}
         return [value(by_number[n]) if n in by_number else None for n in sorted(facts.summary.rounds)]
 
     return read

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import orjson
+
 from pvg.config.task import TaskSection
+from pvg.errors import ConfigurationError, PvgError, shortened
 from pvg.extensions import imported
+from pvg.records import Problem
 from pvg.tasks.task import LocatesFlaws, Task, half_of, problems_of_half
 
-__all__ = ["TASKS", "LocatesFlaws", "Task", "half_of", "open_task", "problems_of_half"]
+__all__ = [
+    "TASKS",
+    "LocatesFlaws",
+    "Task",
+    "digest_of",
+    "digests_elsewhere",
+    "half_of",
+    "open_task",
+    "problems_of_half",
+]
 
 # `task.kind` -> what opens a task from its section: MODULE:NAME.
 TASKS = {
@@ -30,3 +49,39 @@ def open_task(section: TaskSection) -> Task:
     """
     task: Task = imported(TASKS[section.kind])(section)
     return task
+
+
+# Digests of a task's problems, to compare two processes: a run continues in another process than it began in.
+
+
+def digest_of(problems: Iterable[Problem]) -> str:
+    """A digest of ids, questions and answers, in their order."""
+    digest = hashlib.sha256()
+    for problem in problems:
+        parts = (problem.id, problem.question, problem.answer)
+        digest.update(orjson.dumps([part.encode("utf-8", "surrogatepass").hex() for part in parts]))
+    return digest.hexdigest()
+
+
+def digests_elsewhere(section: TaskSection) -> dict[str, str]:
+    """Split -> digest of its problems in a new process. Raises ConfigurationError if that process fails."""
+    data = orjson.dumps(section.model_dump(mode="json", exclude_none=True))
+    command = [sys.executable, "-P", "-c", "import pvg.tasks; pvg.tasks.print_digests()"]
+    done = subprocess.run(command, input=data, capture_output=True, check=False)
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ConfigurationError(f"The task does not open in another process: {shortened(last)}")
+    found: dict[str, str] = orjson.loads(done.stdout)
+    return found
+
+
+def print_digests() -> None:
+    """The other process of `digests_elsewhere`: reads the section from its input."""
+    from pvg.config.sections import AllSections
+
+    try:
+        task = open_task(AllSections.model_validate({"task": orjson.loads(sys.stdin.buffer.read())}).task)
+        with task if isinstance(task, AbstractContextManager) else nullcontext():
+            print(orjson.dumps({split: digest_of(task.problems(split)) for split in ("train", "test")}).decode())
+    except PvgError as error:
+        sys.exit(error.message)

@@ -91,7 +91,7 @@ def test_the_measures_agree_with_each_other() -> None:
         assert derived["tokens"] == workload._batch.lengths_N.sum()
 
     # One rollout per micro-batch: nothing to pad.
-    use("trainer", [*FEW, "training.minibatches=2", "training.micro_batch_rollouts=1"], look, samples=2)
+    use("trainer", [*FEW, "training.minibatches=2", "training.micro_batch_tokens=49"], look, samples=2)
 
 
 def test_more_minibatches_than_rollouts_are_refused_before_anything_opens() -> None:

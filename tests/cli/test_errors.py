@@ -69,7 +69,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("train", "-s", "training.steps=many"), "training.steps"),
     (("train", "--dry-run", "-s", "rollout.group_size=1"), "rollout.group_size"),
     (("train", "--dry-run", "-s", "training.minibatches=0"), "training.minibatches"),
-    (("train", "--dry-run", "-s", "training.micro_batch_rollouts=9999"), "training.micro_batch_rollouts"),
     (("train", "--name", "../away"), "../away"),
     (("train", "--name", "n" * 200), "name of a run"),
     (("train", "--name", "round-2"), "--name my-round-2"),

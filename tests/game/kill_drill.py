@@ -31,13 +31,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.game.ledger import Manifest
 from pvg.game.run import play
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
@@ -75,9 +75,9 @@ def small_experiment() -> Experiment:
     )
 
 
-def read_manifests(run: RunDirectory) -> list[Manifest]:
+def read_manifests(run: RunDirectory) -> list[SimpleNamespace]:
     """All manifests of a run, by round and then by time of finishing."""
-    found = [Manifest(**orjson.loads(path.read_bytes())) for path in run.manifest.glob("round-*.json")]
+    found = [SimpleNamespace(**orjson.loads(path.read_bytes())) for path in run.manifest.glob("round-*.json")]
     return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))
 
 
@@ -97,7 +97,7 @@ def learning_experiment() -> Experiment:
     plain["training"] |= {
         "loss": "dr_grpo",
         "dynamic_sampling": 4,
-        "curriculum": "buckets",
+        "curriculum": "prioritised",
         "kl": {"target": 0.001},
         "entropy_bonus": 0.001,
         "minibatches": 2,

@@ -78,7 +78,7 @@ def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarr
                 template,
                 verifier.version(),
                 cache_entries=10_000,
-                token_budget=section.score_tokens,
+                token_budget=section.micro_batch_tokens,
                 executor=executor,
                 prover_fingerprint=base.tokenizer.fingerprint,
             )

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench_samples import ladder, one
 from browser import Browser, needs_browser
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.records import Role
-from pvg.reporting.bench_page import bench_page
 from pvg.reporting.run_page import collect, run_page, several_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import rollouts_file, stored_rollouts
@@ -62,7 +60,6 @@ def pages_of(root: Path) -> dict[str, str]:
         "report with machine": run_page(collect(watched, read_run(watched), 2)),
         "rollouts": rollouts_file(stored, run, summary, "report.html"),
         "several": several_page([run, played(root)], [summary, read_run(played(root / "third"))]),
-        "bench": bench_page([Path("a.json"), Path("b.json")], [one(), ladder()]),
         "watch": LiveRun(watched).page(),
     }
 

@@ -147,7 +147,7 @@ class Bench:
         (tmp_path / "weights").mkdir(exist_ok=True)
         resolved = experiment.Experiment.model_validate(
             {
-                "verifier": {"head": head_table(head), "engine": "vllm", "score_tokens": 1024},
+                "verifier": {"head": head_table(head), "engine": "vllm", "micro_batch_tokens": 1024},
                 "serving": {
                     "verifier_servers": list(urls),
                     "reference_servers": list(references),
@@ -185,7 +185,7 @@ class Bench:
             template,
             version or self.model.version(),
             cache_entries=1000,
-            token_budget=self.section.score_tokens,
+            token_budget=self.section.micro_batch_tokens,
             executor=self.executor,
             prover_fingerprint=digits_tokenizer().fingerprint,
             backend=backend,
