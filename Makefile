@@ -161,7 +161,7 @@ bench-smollm2: smollm2  ## install SmolLM2-135M, and compare the torch engine wi
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
 	$(BIN)/pvg bench --profile sync --serve --out $(REPORTS)/sync-vllm.json
-	for swept in rollout.concurrency=8,32,128,256 serving.share_prefix=false,true serving.max_num_seqs=16,64,256; do \
+	for swept in rollout.concurrency=8,32,128,256 serving.max_num_seqs=16,64,256; do \
 	  $(BIN)/pvg bench --profile rollout --serve --sweep $$swept \
 	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
 	$(BIN)/python -m benchmarks.make_page

@@ -45,12 +45,14 @@ def evaluate(
     from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
     from pvg.hub import fetch_all
     from pvg.store.run_directory import RunDirectory
+    from pvg.store.run_players import open_round
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
     experiment = _experiment(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
-    _refuse_early(run)
+    for number in numbers or [0]:
+        open_round(run, number)
     fetch_all(experiment.sources(), say)
     announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
@@ -69,20 +71,6 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     experiment = experiment.with_sources(pinned_players(experiment.sources()))
     check_settings_of_run(run.name, run.experiment(), experiment)
     return experiment
-
-
-def _refuse_early(run: RunDirectory) -> None:
-    """Check the run before torch is loaded. Raises UsageError if it has no finished round."""
-    from pvg.errors import UsageError
-    from pvg.reporting.run_summary import read_run
-    from pvg.store.run_directory import refuse_samples
-
-    refuse_samples(run, run.load_state().state or {})
-    if not read_run(run).rounds:
-        raise UsageError(
-            f"The run {run.name!r} has no finished round, so there is nothing to evaluate.",
-            f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
-        )
 
 
 def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:

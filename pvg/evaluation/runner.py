@@ -82,6 +82,7 @@ from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import open_round
 from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.task import ConcealsText, Task
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
@@ -413,21 +414,10 @@ async def evaluate(
 
 def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
     """The rounds to evaluate. Raises UsageError for rounds that are not finished."""
-    if not reading.rounds:
-        raise UsageError(
-            f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Continue it: pvg train --resume {run.argument}",
-        )
+    chosen = {open_round(run, number)[1] for number in wanted or [0]}
     if reading.rounds > MOST_ROUNDS:
         raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
-    if wanted is None:
-        return list(range(reading.rounds))
-    if unknown := [number for number in wanted if not 0 <= number < reading.rounds]:
-        raise UsageError(
-            f"Round {unknown[0]} of the run {run.name!r} is not finished.",
-            f"Finished: {', '.join(map(str, range(reading.rounds)))}.",
-        )
-    return sorted(set(wanted))
+    return list(range(reading.rounds)) if wanted is None else sorted(chosen)
 
 
 async def open_evaluation(

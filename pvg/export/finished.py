@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError, StateError, UsageError, shortened, user_paths
+from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
 from pvg.inputs import not_json, open_input
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_directory import RunDirectory, refuse_samples
-from pvg.store.run_players import prover_weights_name, saved_verifier_name
+from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import open_round, prover_weights_name, saved_verifier_name
 
 if TYPE_CHECKING:
     import torch
@@ -59,29 +59,9 @@ class FinishedRound:
 
     @classmethod
     def open(cls, run: RunDirectory, round_: int = -1) -> FinishedRound:
-        """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished, and StateError for
-        one that a lost commit may have had."""
-        loaded = run.load_state()
-        state = loaded.state or {}
-        rounds = state.get("rounds", ())
-        refuse_samples(run, state)
-        number = len(rounds) + round_ if round_ < 0 else round_
-        if loaded.notice and (not rounds or len(rounds) <= round_ < run.experiment().game.rounds):
-            lost = f"does not have round {round_}" if rounds else "has no finished round"
-            raise StateError(
-                f"The last valid commit of {run.name} {lost}. {loaded.notice}",
-                f"To play on from it: pvg train --resume {run.argument}",
-            )
-        if not rounds:
-            raise UsageError(
-                f"No round of {run.name} is finished yet.",
-                f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
-            )
-        if not 0 <= number < len(rounds):
-            raise UsageError(
-                f"Round {round_} of the run {run.name!r} is not finished.",
-                f"Finished rounds, counted from 0: {', '.join(map(str, range(len(rounds))))}.",
-            )
+        """Rounds count from 0; -1 is the last. Raises the errors of pvg.store.run_players.open_round."""
+        state, number = open_round(run, round_)
+        rounds = state["rounds"]
         return cls(run, run.experiment(), number, len(rounds), tuple(state.get("weights", ())), dict(rounds[number]))
 
     @property

@@ -35,7 +35,6 @@ among MOST_CONSIDERED drawn ones. The verifier chooses before it reads the answe
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,17 +43,16 @@ import numpy as np
 
 from pvg.config.game import DecoupledProtocol
 from pvg.errors import ConfigurationError, StateError
-from pvg.game.session import Session
+from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.game.statistics import sample_metrics
 from pvg.inputs import expanded
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution, VersionSpan
+from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import Environment, Observation, SampleCall, Transcript
 from pvg.seeds import generator_for, seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
-from pvg.store.samples import SampleColumns
 from pvg.store.state import FileStateStore
 from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
 from pvg.telemetry.spans import span
@@ -71,52 +69,27 @@ PROVERS = re.compile(r"round-\d{3}-prover")
 async def solve(session: Session) -> None:
     """Run the phase from the last committed chunk on, then enter MINT."""
     problems = [problem for split in ("train", "test") for problem in session.task.problems(split)]
-    size = session.rollout.chunk
-    chunks = [problems[first : first + size] for first in range(0, len(problems), size)]
-    done = session.state.step * size
-    info = session.begin("rollouts", len(problems), min(done, len(problems)))
-    started = time.perf_counter()
-    session.first_step()
-    version = session.state.version
-    if session.state.step == 0:
-        version += 1
-    if session.state.step < len(chunks):
-        with span("sync"):
-            tensors = await session.players.compute(lambda: solver_weights(session))
-            await session.players.publish(tensors, version)
-    for number in range(session.state.step, len(chunks)):
-        chunk_started = time.perf_counter()
-        with span("rollout"):
-            rollouts = await _sample(session, chunks[number], number)
-        with span("record"):
-            session.ledger.keep(rollouts)
-            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - chunk_started)
-        session.report_step(info, min((number + 1) * size, len(problems)), metrics)
-        await session.commit(step=number + 1, version=version)
+    size, first = session.rollout.chunk, session.state.step
+    info = session.begin("rollouts", len(problems), min(first * size, len(problems)))
+
+    async def load(number: int) -> int:
+        version = session.state.version + (number == 0)
+        if number == first:
+            with span("sync"):
+                tensors = await session.players.compute(lambda: solver_weights(session))
+                await session.players.publish(tensors, version)
+        return version
+
+    def orders(number: int) -> tuple[list[GroupOrder], SampleCall]:
+        chunk = problems[number * size : (number + 1) * size]
+        seed = seed_for(session.seed, "solve", number)
+        call = SampleCall(0, SOLVER_SOURCE, step=number, seed=seed, prefix=f"000/solve/{number:05d}")
+        return [session.order(problem, Role.HELPFUL, group, 1) for group, problem in enumerate(chunk)], call
+
+    await sample_chunks(session, info, -(-len(problems) // size), orders, load)
     with span("record"):
         session.prompts.solutions = await read_solutions(session)
-        solved = await session.ledger.sample_columns(0, Phase.SOLVE.value)
-    seconds = time.perf_counter() - started
-    metrics = sample_metrics(solved, seconds)
-    if done:  # an earlier process sampled a part, and this process does not know its seconds
-        del metrics["tokens_per_s"]
-    session.finish_phase(info, metrics, seconds)
     await session.leave_phase(session.state.enter(Phase.MINT))
-
-
-async def _sample(session: Session, problems: list[Problem], number: int) -> list[Rollout]:
-    orders = [session.order(problem, Role.HELPFUL, group, 1) for group, problem in enumerate(problems)]
-    groups = await session.players.dispatcher.sample(
-        orders,
-        SampleCall(
-            round=0,
-            source=SOLVER_SOURCE,
-            step=number,
-            seed=seed_for(session.seed, "solve", number),
-            prefix=f"000/solve/{number:05d}",
-        ),
-    )
-    return [rollout for group in groups for rollout in group.rollouts]
 
 
 async def read_solutions(session: Session) -> dict[str, SolverSolution]:

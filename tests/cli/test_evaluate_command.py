@@ -24,7 +24,7 @@ LITTLE = [
 
 def test_what_cannot_be_evaluated_is_refused() -> None:
     begin(Path("runs"), "new")
-    assert "nothing to evaluate" in pvg("evaluate", "new").err
+    assert "has no finished round" in pvg("evaluate", "new").err
     called = pvg("evaluate", "nwe")
     assert called.code == 2
     assert "Did you mean 'new'" in called.err
@@ -91,12 +91,12 @@ def test_train_then_evaluate_then_report() -> None:
     assert called.code == 0, called.err
     begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)
     assert begun == [
-        ("part 1 of 4, samples of the base prover", "sampling"),
-        ("part 2 of 4, samples of round 0", "sampling"),
-        ("part 3 of 4, attacks on round 0", "sampling"),
-        ("part 3 of 4, attacks on round 0", "attack"),
-        ("part 3 of 4, attacks on round 0", "sampling"),
-        ("part 4 of 4, measures of round 0", "measuring"),
+        ("part 1 of 3, samples of the base prover", "sampling"),
+        ("part 2 of 3, samples of round 0", "sampling"),
+        ("part 3 of 3, attacks and measures of round 0", "sampling"),
+        ("part 3 of 3, attacks and measures of round 0", "attack"),
+        ("part 3 of 3, attacks and measures of round 0", "sampling"),
+        ("part 3 of 3, attacks and measures of round 0", "measuring"),
     ]
     found = called.document
     assert found["status"] == found["evaluation"]["status"] == "complete"

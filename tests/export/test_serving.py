@@ -22,8 +22,11 @@ from calling import ENTRY, pvg
 from shipped_schemas import check_document
 
 from pvg.api import Run, play
+from pvg.config.base import parse_run_id
+from pvg.errors import StateError, UsageError
 from pvg.export.reward_server import MOST_BYTES
-from pvg.store.state import FileStateStore
+from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import find_player, open_round
 from pvg.verifier.scorer import VerifierScorer
 
 QUESTION = "7+5+8+3+6?"
@@ -209,21 +212,27 @@ def test_files_are_checked_before_torch_is_loaded(run: Run) -> None:
         assert says in errors, words
 
 
-def test_a_round_that_only_the_lost_commit_had_is_said_to_be_lost(run: Run) -> None:
-    shutil.copytree(run.directory.path, "lost")
-    (Path("lost") / "state.json").write_bytes(b"{")
-    for words in (("score", "lost", "rows.jsonl"), ("export", "lost", "--player", "prover", "--out", "no")):
+def test_weights_of_an_earlier_round_are_used_only_where_they_are_asked_for(run: Run) -> None:
+    """A damaged or missing last commit may have had a later round than the commit before it."""
+    shutil.copytree(run.path, "lost")
+    settings = Path("lost/experiment.toml")
+    settings.write_text(settings.read_text().replace("rounds = 1\n", "rounds = 2\n"))
+    state = Path("lost/state.json")
+    state.with_name("state.previous.json").write_bytes(state.read_bytes())
+    state.write_bytes(b"{")
+    with pytest.raises(StateError, match=r"state\.json"):
+        find_player(parse_run_id("run:./lost"))
+    state.unlink()
+    commands = (("score", "lost", "rows.jsonl"), ("export", "lost", "--player", "prover", "--out", "no"))
+    for words in (*commands, ("serve", "lost", "--player", "verifier")):
         called = pvg(*words)
         assert called.code == 2
-        assert "state.json" in called.err
-        assert "pvg train --resume lost" in called.err
-        assert "No round of" not in called.err
-    (Path("lost") / "state.json").unlink()
-    FileStateStore(Path("lost") / "state.json").save({"phase": "complete", "rounds": [{}]})
-    FileStateStore(Path("lost") / "state.json").save({"phase": "complete", "rounds": [{}]})
-    (Path("lost") / "state.json").unlink()  # the previous commit has round 0 of the one that was planned
-    called = pvg("score", "lost", "rows.jsonl", "--round", "7")
-    assert (called.code, "Round 7 of the run 'lost' is not finished" in called.err) == (2, True)
+        assert "The last commit of lost is lost, and with it perhaps the round." in called.err
+        assert called.err.endswith("play on from it: pvg train --resume lost\n")
+    assert open_round(RunDirectory(Path("lost")), 0)[1] == find_player(parse_run_id("run:./lost/round-0")).stage == 0
+    for number, error in ((1, StateError), (7, UsageError)):  # two rounds were planned
+        with pytest.raises(error):
+            open_round(RunDirectory(Path("lost")), number)
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGHUP"])

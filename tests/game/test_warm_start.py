@@ -302,7 +302,7 @@ def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> No
     [
         ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row. The"),
         ('{"question": "7?", "solution": 7}\n', "line 1: the column 'solution' is 7, not a text."),
-        ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is empty."),
+        ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is ' ', not a text."),
         ('{"question": "7?", "solution": "A", "role": "liar"}\n', "line 1: the column 'role' is 'liar'."),
         ("[1]\n", "line 1: not a JSON object."),
         ("{\n", "line 1: not valid JSON"),

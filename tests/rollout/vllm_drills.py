@@ -66,8 +66,10 @@ __all__ = [
 KEY = "the-key-of-the-drills"
 STOP = 1
 CANARY = [np.arange(2, 30, dtype=np.int32), np.arange(30, 40, dtype=np.int32)]
-QUICK: dict[str, Any] = {  # settings of `serving` under which a drill takes about a second
+QUICK: dict[str, float] = {  # constants of `Serving` under which a drill takes about a second
+    "probe_every_s": 0.05,
     "probe_timeout_s": 10.0,  # only the drills of servers that hang wait for it
+    "retries": 5,
     "unavailable_s": 10.0,
 }
 
@@ -175,9 +177,9 @@ def canary() -> Canary:
     return Canary(lambda: CANARY, reference, None, tolerance=0.02)  # type: ignore[arg-type]
 
 
-def quick_serving(probe_every_s: float = 0.05, retries: int = 5, **settings: Any) -> Serving:
+def quick_serving(servers: Sequence[str], **constants: float) -> Serving:
     """Checks servers more often than a run does."""
-    made: Serving = type("QuickServing", (Serving,), {"probe_every_s": probe_every_s, "retries": retries})(**settings)
+    made: Serving = type("QuickServing", (Serving,), {**QUICK, **constants})(servers=tuple(servers))
     return made
 
 
@@ -191,19 +193,16 @@ def engine_over(
     timeout_s: float = 5.0,
     concurrency: int = 256,
     canary_: Canary | None = None,
-    shared: bool = False,
     longest: int = 100,
     key: str = KEY,
     transport: str = "filesystem",
     shape: str = "",
     wants_experts: bool = False,
-    **serving: Any,
+    **serving: float,
 ) -> VllmEngine:
-    section = quick_serving(servers=tuple(urls), **{**QUICK, **serving})
+    section = quick_serving(urls, **serving)
     session = session or PublishingSession.begin()
-    weights: Weights = type("QuickWeights", (Weights,), {"timeout_s": timeout_s})(
-        root=root, transport=transport, client="shared" if shared else "dedicated"
-    )
+    weights: Weights = type("QuickWeights", (Weights,), {"timeout_s": timeout_s})(root=root, transport=transport)
     served = ServedModel(
         ServerRequirements(
             purpose="prover",

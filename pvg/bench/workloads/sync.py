@@ -2,8 +2,7 @@
 
     pvg bench --profile sync
     pvg bench --profile sync --sweep rollout.engine.max_rows=16,32,64,150
-    pvg bench --profile sync --server http://127.0.0.1:8000                            # a vLLM server, by each client
-    pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
+    pvg bench --profile sync --server http://127.0.0.1:8000      # a vLLM server
 
 One sample has five parts: updates of the idle engine; the streams alone; the streams during as many updates back to
 back, at moments spread evenly over a batch; the streams with one update per step, as in training; the streams alone
@@ -19,8 +18,6 @@ servers, the slowest one's), and rpc is the server's time from the first byte of
 the folder, comes before the call. They stream each token as it is sampled.
 
 A stream has exactly one request in flight at all times, of fixed length (no stop token ends it early).
-`workload.pool` is the size of generation's connection pool to servers: one connection per stream, as in an HTTP client
-sized for its streams, or some to spare. It matters only if updates share the pool (weights.client = "shared").
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -60,7 +57,6 @@ if TYPE_CHECKING:
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
 STEP_LOOK_S = 0.005  # between two checks whether a step's rollouts have arrived
-SPARE = 50  # spare connections: more than all simultaneous updates and probes
 TIMES = {
     "wall": "an update from the call to the return",
     "rpc": "the engine's work on it: copying the weights, or a server's pause, load and resume",
@@ -286,13 +282,12 @@ def part_of(updates: Iterable[TimedUpdate], part: str) -> list[float]:
 
 class SyncSettings(Section):
     """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
-    before and after. `pool`: connections for generation to servers (see the module)."""
+    before and after."""
 
     streams: Count = 150
     updates: Count = 20
     steps: Count = 8
     waves: Count = 2
-    pool: Literal["streams", "spare"] = "streams"
     seed: int = 0
 
 
@@ -313,7 +308,8 @@ class SyncWorkload:
         self, experiment: Experiment, settings: SyncSettings, warmup: int, executor: Executor | None = None
     ) -> None:
         self._served = experiment.rollout.engine.kind == "vllm"
-        self._experiment = with_pool(experiment, settings) if self._served else experiment
+        one_per_stream = experiment.rollout.model_copy(update={"concurrency": settings.streams})
+        self._experiment = experiment.model_copy(update={"rollout": one_per_stream}) if self._served else experiment
         self._settings, self._warmup, self._executor = settings, warmup, executor
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
@@ -405,11 +401,3 @@ def make(settings: BenchSettings) -> Workload:
             f"Set rollout.concurrency={workload.streams}.",
         )
     return SyncWorkload(settings.experiment, workload, settings.profile.warmup, settings.executor)
-
-
-def with_pool(experiment: Experiment, workload: SyncSettings) -> Experiment:
-    """The experiment with one request in flight per stream, and with generation's pool sized by `workload.pool`."""
-    spare = workload.pool == "spare"
-    rollout = experiment.rollout.model_copy(update={"concurrency": workload.streams + (SPARE if spare else 0)})
-    serving = experiment.serving.model_copy(update={"connections": None if spare else workload.streams})
-    return experiment.model_copy(update={"rollout": rollout, "serving": serving})
