@@ -51,7 +51,7 @@ PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
 
 
 # A prover of one layer that solves chains of three terms, so that a game takes a third of the time: the recipe of
-# `modchain-prover` (pvg.models.embedded_training) with TERMS = 3, width 48, 2,200 steps of 160 rows, learning rate 8e-3.
+# `modchain-prover` (pvg.models.embedded_training) with TERMS = 3, width 48, 2,200 steps of 160 rows, rate 8e-3.
 TINY_PROVER = f"{Path(__file__).with_name('tiny_prover')}"
 
 
