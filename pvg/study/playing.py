@@ -5,7 +5,7 @@
 Invariants:
 1. Cells share no files, so a cell cannot affect another one, even if it crashes.
 2. All processes of a cell end when the study ends for any reason (on systems other than Linux, except after SIGKILL of
-   the study). Each cell has a separate session, is killed as a group, and ends with its owner (pvg.study.child).
+   the study). Each cell has a separate session, is killed as a group, and ends with its owner (BOUND).
 3. A stop sends SIGINT to every cell, which commits and ends. A second stop kills; committed data is kept.
 """
 
@@ -33,7 +33,6 @@ from pvg.evaluation.report import attack_kinds, default_parts, report_of
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.run_directory import RunDirectory, exclusive
-from pvg.study import child
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 from pvg.telemetry.cpu import bfloat16_settings
 
@@ -206,6 +205,17 @@ def _failure(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 
 
+# A cell's process becomes its command like this. If the cell outlived its killed study, it would hold its run's lock
+# unseen and block the next start. So on Linux the kernel kills it when the study ends, which loses nothing that it
+# committed. PR_SET_PDEATHSIG (1, linux/prctl.h) stays in effect after exec.
+BOUND = """
+import ctypes, os, signal, sys
+if sys.platform == "linux" and ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0):
+    sys.exit("prctl(PR_SET_PDEATHSIG) failed")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("The study that started this cell has ended.")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the files of a running cell
 ORPHAN_S = 20.0  # time for a process of a killed study to end
@@ -340,7 +350,7 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
         command = evaluate_command(cell, plan.evaluate)
     with open(folder.log(cell), "ab") as log, open(folder.document(cell), "wb") as document:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *pvg, *command],
+            [sys.executable, "-I", "-S", "-c", BOUND, str(os.getpid()), *pvg, *command],
             stdin=subprocess.DEVNULL,
             stdout=document,
             stderr=log,

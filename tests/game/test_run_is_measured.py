@@ -77,7 +77,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDirectory, Sc
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     plain = small_experiment().plain()
-    plain["rollout"]["max_tokens"] = 26  # some solutions are truncated, and some are not
+    plain["rollout"]["max_tokens"] = 14  # some solutions are truncated, and some are not
     plain["telemetry"] |= {"metrics_port": port}
     experiment = build_experiment(plain)
     run = RunDirectory.create(tmp_path_factory.mktemp("runs"), "measured", experiment)

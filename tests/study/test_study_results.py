@@ -73,7 +73,7 @@ def test_a_seed_without_a_value_in_the_first_or_the_last_round_has_no_trend() ->
         finish(cell, *({"fooled_rate": rate} for rate in (0.3, 0.6, last)))
     trend = results_of(plan).result("src", "fooled_rate").trend
     assert trend is not None
-    assert (trend.n, trend.up, trend.down, trend.change) == (5, 0, 5, pytest.approx(-0.2))
+    assert (trend.n, trend.up, trend.down, trend.difference) == (5, 0, 5, pytest.approx(-0.2))
 
 
 def test_the_document_follows_its_schema_and_comes_back_alike(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ def test_figures_read_well() -> None:
     assert change_text(seconds, -0.5) == "-500 ms"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
-    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
-    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 | 0.031 |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
+    assert "| helpful accuracy | src | +20.0 pp | +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 | 0.031 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
     assert "| helpful accuracy | src | 43.0 % (40.0 to 46.0 %) | 63.0 % (60.0 to 66.0 %) |" in text
     assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (5, 7, 9, 10)]
