@@ -457,7 +457,6 @@ def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str)
     [
         (["weights.transport=lora"], "training.adapters.rank = 0 trains none"),
         (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
-        (["rollout.engine=vllm", "serving.connections=100"], "serving.connections = 100 is below rollout.concurrency"),
         (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "also serves the verifier"),
         (["serving.servers=127.0.0.1:8000"], "is not a server address"),
         (["serving.servers=http://127.0.0.1:8000/v1"], "is not a server address"),
@@ -476,7 +475,7 @@ def test_a_server_counts_once_however_its_address_is_written(tmp_path: Path) -> 
 
 
 def test_servers_and_transports_change_nothing_that_is_computed() -> None:
-    elsewhere = {"serving": {"servers": ["http://10.0.0.1:8000"]}, "weights": {"client": "shared"}}
+    elsewhere = {"serving": {"servers": ["http://10.0.0.1:8000"]}, "weights": {"root": "elsewhere"}}
     assert build_experiment(elsewhere).hash() == Experiment().hash()
     assert build_experiment({"rollout": {"engine": "vllm"}}).hash() != Experiment().hash()
 

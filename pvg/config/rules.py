@@ -265,11 +265,6 @@ def _prover_servers(experiment: AllSections) -> Iterator[str]:
         )
     if rollout.engine.kind != "vllm":
         return
-    if serving.connections is not None and serving.connections < rollout.concurrency:
-        yield (
-            f"serving.connections = {serving.connections} is below rollout.concurrency = {rollout.concurrency}, so "
-            "requests would wait for a connection; leave it out, or lower the concurrency"
-        )
     if (cluster := experiment.server_cluster) is not None:
         yield from _servers_on_cluster(cluster, experiment)
         return

@@ -311,10 +311,6 @@ def _chosen(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
 
 # What to change for each cause: a sentence, and the keys of the settings; no keys if no setting helps.
 ADVICE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dedicated-updates": (
-        'weights.client = "dedicated" sends updates over separate connections, past the generation requests.',
-        ("weights.client",),
-    ),
     "fewer-requests": ("Allow fewer requests in flight.", ("rollout.concurrency",)),
     "fewer-rows": (
         "The engine is in this process, and an update waits until no row is decoded: decode fewer rows together.",
@@ -404,7 +400,7 @@ def front_end_queue(times: RunTimes) -> Criterion:
     else:
         says += f". It does not grow with the load ({waits}): look at the network and at the event loop."
     own_engine = times.experiment.rollout.engine.kind == "torch"
-    advice = ["fewer-rows"] if own_engine else ["dedicated-updates", "fewer-requests"]
+    advice = ["fewer-rows"] if own_engine else ["fewer-requests"]
     words = "queue / wall time of the updates"
     return Criterion(says, words, share, DOMINATES, queue.total, advice, "weights_queue_s")
 

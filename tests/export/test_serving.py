@@ -302,7 +302,7 @@ def test_damaged_weights_are_named_with_what_helps(run: Run) -> None:
 def test_an_export_that_does_not_fit_leaves_nothing(run: Run, player: str) -> None:
     small = Path("small")
     small.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(small)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount")
     try:

@@ -51,7 +51,6 @@ def settings(folder: Path, head: str, ports: Mapping[Purpose, int]) -> experimen
                 "verifier_servers": [f"http://127.0.0.1:{ports['verifier']}"],
                 "reference_servers": [f"http://127.0.0.1:{ports['reference']}"] if "reference" in ports else [],
                 "max_num_seqs": 32,
-                "probe_timeout_s": 60.0,
             },
             "weights": {"root": str(folder / "weights")},
         }
