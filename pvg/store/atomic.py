@@ -113,6 +113,27 @@ def atomic_file(path: Path, before: Callable[[], None] | None = None) -> Iterato
         sync_directory(path.parent)
 
 
+@contextmanager
+def new_folder(path: Path, before: Callable[[], None] | None = None) -> Iterator[Path]:
+    """A temporary folder, which the block fills with synced files. It then becomes `path`, durably, which must not
+    exist. `before` and errors: as in `atomic_file`."""
+    temporary = temporary_beside(path)
+    try:
+        with disk_full_explained(path):
+            temporary.mkdir()
+            yield temporary
+            share_weights(temporary)
+            sync_directory(temporary)
+            if before is not None:
+                before()
+            os.rename(temporary, path)
+            sync_directory(path.parent)
+    except BaseException:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        raise
+
+
 def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Create `path` (which must not exist), write `data`, fsync. Not atomic: for files inside a temporary folder."""
     with open(path, "xb", buffering=0) as file:

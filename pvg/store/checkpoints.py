@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,12 @@ from pvg.errors import StateError
 from pvg.store.atomic import (
     check_file,
     damaged,
-    disk_full_explained,
     expected_file,
     make_directory,
+    new_folder,
     read_stored,
     remove_temporaries,
     remove_tree,
-    share_weights,
     sync_directory,
     temporary_beside,
     write_synced,
@@ -66,27 +64,14 @@ def write_checkpoint(
     if orjson.loads(orjson.dumps(meta)) != meta:
         raise ValueError("The meta of a checkpoint must be plain JSON data, which reads back unchanged.")
     make_directory(directory)
-    temporary = temporary_beside(path)
-    try:
-        with disk_full_explained(path):
-            temporary.mkdir()
-            size, digest = _write_tensors(temporary / TENSORS_FILE, tensors)
-            share_weights(temporary)
-            body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
-            if files:
-                body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-                for file, data in files.items():
-                    write_synced(temporary / file, data)
-            write_synced(temporary / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
-            sync_directory(temporary)
-            if before is not None:
-                before()
-            os.rename(temporary, path)
-            sync_directory(directory)
-    except BaseException:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        raise
+    with new_folder(path, before) as folder:
+        size, digest = _write_tensors(folder / TENSORS_FILE, tensors)
+        body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
+        if files:
+            body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+            for file, data in files.items():
+                write_synced(folder / file, data)
+        write_synced(folder / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
     return path
 
 

@@ -32,6 +32,9 @@ TRANSLATING: dict[str, Any] = {
     "game.reward": "decoupled",
     "game.mixture": "geometric",
     "models.prover": {"source": "embedded:modchain-dialogue"},
+    "task.min_terms": 5,
+    "task.max_terms": 5,
+    "rollout.max_tokens": 40,
     "task.problems": 160,
     "task.test_problems": 16,
     "verifier.steps": 3,
@@ -186,7 +189,7 @@ def test_what_cannot_work_is_refused(settings: Mapping[str, Any], named: str):
 
 
 def test_what_is_probably_not_meant_is_told():
-    plain = {"game.protocol": "decoupled", "game.reward": "decoupled"}
+    plain = {**TRANSLATING, "models.prover": {"source": "embedded:modchain-prover"}}
     assert any("modchain-dialogue" in line for line in changed(plain).warnings())
 
 
