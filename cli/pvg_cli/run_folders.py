@@ -213,8 +213,8 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))
     player = f" (process {facts.process} on {facts.host})" if facts.process else ""
-    table = Table([Column("", style="quiet", wrap=False), Column("")], narrow=True)
-    for label, value in {
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    rows = {
         "run": facts.name,
         "folder": str(facts.path),
         "experiment": facts.experiment,
@@ -223,14 +223,12 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
         "phase": facts.phase,
         "rounds": f"{facts.rounds_finished} of {facts.rounds_planned or '?'} finished",
         "last activity": f"{moment} ({age(time.time() - facts.last_activity)})",
-        "size": f"{byte_size(facts.size_bytes)}: "
-        + ", ".join(f"{name} {byte_size(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])),
+        "size": f"{byte_size(facts.size_bytes)}: {', '.join(f'{name} {byte_size(size)}' for name, size in largest)}",
         "tags": " ".join(facts.tags),
         "pvg": facts.code_version,
-    }.items():
-        if value:
-            table.add(label, value)
-    return table
+    }
+    columns = [Column("", style="quiet", wrap=False), Column("")]
+    return Table(columns, [(label, value) for label, value in rows.items() if value], narrow=True)
 
 
 def _commands(run: RunDirectory, facts: RunGlance) -> dict[str, str]:

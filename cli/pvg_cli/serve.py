@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,6 @@ from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, Se
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.servers.command import ServerSpec
-    from pvg.servers.process import VllmServer
     from pvg_cli.serve_display import ServeDisplay
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -150,7 +150,22 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeDis
             async with VllmServer.start(spec, shown.progressed) as server:
                 shown.ready(server)
                 if as_json:
-                    emit(_document(server, experiment, purpose))
+                    emit(
+                        {
+                            "url": server.url,
+                            "pid": os.getpid(),  # end this one to stop the server
+                            "server_pid": server.pid,
+                            "experiment": experiment.name,
+                            "for": purpose,
+                            "model": spec.model,
+                            "runner": spec.runner,
+                            "log": str(spec.log),
+                            "weights_root": str(experiment.weights.root.absolute()),
+                            "python": str(spec.interpreter.python),
+                            "vllm": spec.interpreter.vllm,
+                            "device": spec.interpreter.device,
+                        }
+                    )
                 await shown.watch(server)
         except asyncio.CancelledError:
             shown.stopped()
@@ -206,26 +221,6 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
             asyncio.run(work(attach))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
-
-
-def _document(server: VllmServer, experiment: Experiment, purpose: str) -> dict[str, object]:
-    import os
-
-    spec = server.spec
-    return {
-        "url": server.url,
-        "pid": os.getpid(),  # end this one to stop the server
-        "server_pid": server.pid,
-        "experiment": experiment.name,
-        "for": purpose,
-        "model": spec.model,
-        "runner": spec.runner,
-        "log": str(spec.log),
-        "weights_root": str(experiment.weights.root.absolute()),
-        "python": str(spec.interpreter.python),
-        "vllm": spec.interpreter.vllm,
-        "device": spec.interpreter.device,
-    }
 
 
 def next_commands(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> dict[str, str]:

@@ -171,7 +171,7 @@ def test_resume_takes_the_newest_unfinished_run_with_its_own_settings(calls: lis
     assert "Resuming modchain-2." in called.err
 
 
-@pytest.mark.parametrize("words", [("--resume", "here"), ("--resume=here",), ("--resume", "runs/here")])
+@pytest.mark.parametrize("words", [("--resume=here",), ("--resume", "runs/here")])
 def test_resume_by_name_or_path(calls: list[dict[str, Any]], words: tuple[str, ...]) -> None:
     unfinished("here", name="other", seed=5)
     assert pvg("train", *words).code == 0
