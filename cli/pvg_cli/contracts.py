@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pvg.errors import UsageError
 from pvg_cli.boundary import emit, print_json
 from pvg_cli.options import DebugOption, JsonOption
 
@@ -26,7 +27,6 @@ def schemas(
 ) -> None:
     """List the JSON Schemas of what pvg prints with --json and of its files, or print one of them."""
     from pvg.config.load import did_you_mean
-    from pvg.errors import UsageError
     from pvg_cli import documents
     from pvg_cli.output import names_table, stdout
 

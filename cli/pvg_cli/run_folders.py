@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg.errors import UsageError, counted
 from pvg_cli import completion
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
@@ -62,7 +63,6 @@ def list_(
 
 def _refuse_no_folder(runs: Path) -> None:
     """Raises UsageError if --runs names no folder. The default folder appears with the first run."""
-    from pvg.errors import UsageError
     from pvg.store.run_directory import refuse_no_folder
 
     refuse_no_folder(runs)
@@ -107,7 +107,6 @@ def tag(
 ) -> None:
     """Add tags to a run, or remove some. Without a tag: print its tags."""
     from pvg.config.load import did_you_mean
-    from pvg.errors import UsageError
     from pvg.store.run_directory import RunDirectory, read_tags, write_tags
 
     directory = RunDirectory.open(run, runs)
@@ -162,7 +161,6 @@ def remove(
 
 def _refuse_needed(directories: list[RunDirectory]) -> None:
     """Raises UsageError if a run that stays starts from a run that would be deleted."""
-    from pvg.errors import UsageError
     from pvg.store.run_players import runs_that_start_from
 
     doomed = {run.path.resolve() for run in directories}
@@ -182,8 +180,6 @@ def _refuse_needed(directories: list[RunDirectory]) -> None:
 def _ask(folders: list[str], as_json: bool) -> None:
     """Ask on stderr whether to delete. Raises UsageError without a terminal, and Exit(1) for a no."""
     import sys
-
-    from pvg.errors import UsageError, counted
 
     if as_json or sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("pvg asks before it deletes a run, but stdin is not a terminal.", "To delete it: --yes")

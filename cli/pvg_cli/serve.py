@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pvg.errors import UsageError
 from pvg_cli import completion
 from pvg_cli.boundary import announce_loading, emit, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output
@@ -79,7 +80,6 @@ def serve(
     With --player verifier, serve the verifier of a run on 127.0.0.1: routes /health, /score and /get_reward.
     With --json, the document is printed when the server is ready. The server keeps running.
     """
-    from pvg.errors import UsageError
 
     if player is not None:
         if overrides or log is not None or purpose != "prover" or host != "127.0.0.1":

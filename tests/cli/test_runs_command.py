@@ -64,7 +64,6 @@ def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
         ("half", "stopped", 1, []),
         ("old", "finished", 1, ["good", "paper"]),
     ]
-    assert listed[1]["size_bytes"] == sum(path.stat().st_size for path in (RUNS / "old").rglob("*") if path.is_file())
     assert [run["name"] for run in pvg("runs", "--tag", "paper", "--json").document["runs"]] == ["old"]
     assert "stopped" in pvg("runs").out
 
