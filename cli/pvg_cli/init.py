@@ -43,7 +43,6 @@ def init(
 
 def write_scaffold(folder: Path) -> list[Path]:
     """Write the files and return their paths. Raises UsageError if one of them exists, and writes none then."""
-
     texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in SCAFFOLD.iterdir()}
     with user_paths():
         there = [name for name in sorted(texts) if (folder / name).exists()]

@@ -80,7 +80,6 @@ def serve(
     With --player verifier, serve the verifier of a run on 127.0.0.1: routes /health, /score and /get_reward.
     With --json, the document is printed when the server is ready. The server keeps running.
     """
-
     if player is not None:
         if overrides or log is not None or purpose != "prover" or host != "127.0.0.1":
             raise UsageError(

@@ -161,7 +161,6 @@ def _print(checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) 
 
 def print_preview(found: dict[str, Any], console: Console) -> None:
     """The prompts of a problem, a question of the verifier, the verifier's input, and grades of known solutions."""
-
     if not found["prompts"]:
         console.print("\nSelf-play: the prompts come from the game.", style="bright_black")
         return

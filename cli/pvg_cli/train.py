@@ -62,7 +62,6 @@ def train(
 
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
-
     if resume is not None and run_name is not None:
         raise UsageError(
             "--name and --resume cannot be used together.",
