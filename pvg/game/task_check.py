@@ -201,7 +201,7 @@ def shown_prompt(
         return ShownInput(tokenizer.shown(ids), len(ids))
     if not isinstance(prompts, WordedPrompts):
         return ShownInput(f"{TAGS[role] if prompts.kind == 'tag' else ''}{problem.question}", None)
-    messages = worded(prompts, problem, role).messages("system")
+    messages = worded(prompts, problem, role).messages(system=True)
     return ShownInput("\n".join(f"[{message['role']}]\n{message['content']}" for message in messages), None)
 
 

@@ -23,13 +23,12 @@ TINY = (
     "task.test_problems=8",
 )
 SMALL = ("training.groups=4", "rollout.group_size=4")
-# Groups of one, of which the first 12 are the batch however late they come, and those that come along with the last.
-FIRST_12 = (
+# Groups of one, of which the first are the batch however late they come.
+CUT_AT_ONCE = (
     "training.loss=spo",
     "training.groups=16",
     "rollout.group_size=1",
     "rollout.deadline=cut",
-    "rollout.deadline.min_rollouts=12",
     "rollout.deadline.seconds=0.000001",
 )
 
@@ -59,7 +58,7 @@ def test_without_a_deadline_every_rollout_is_waited_for() -> None:
 
 def test_partial_rollouts_lose_no_token_and_go_on_from_sample_to_sample() -> None:
     variant, work = ran(
-        *SMALL, "rollout.deadline=continue", "rollout.deadline.seconds=0.003", "rollout.deadline.max_versions=99"
+        *SMALL, "rollout.deadline=continue", "rollout.deadline.seconds=0.003", "rollout.max_staleness=99"
     )
     assert work["rollouts_ordered"] == 16
     assert variant.samples["tokens_lost"].values == (0.0, 0.0)
@@ -95,7 +94,7 @@ def asked(samples: int, *overrides: str) -> list[dict[int, int]]:
 
 def test_each_sample_draws_its_lengths_anew_and_alike_in_all_variants() -> None:
     """Else all samples replay one tail, and their spread is that of the timer."""
-    whole, first = asked(3, *SMALL), asked(3, *FIRST_12)
+    whole, first = asked(3, *SMALL), asked(3, *CUT_AT_ONCE)
     assert [sorted(sample) for sample in whole] == [list(range(32 * i, 32 * i + 32)) for i in range(3)]
     assert len({tuple(sample[place] for place in sorted(sample)) for sample in whole}) == 3
     assert first == whole
