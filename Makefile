@@ -150,8 +150,6 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; no
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --beside 1 --out $(REPORTS)/$$profile-busy-ablation.json || exit 1; done
-	$(BIN)/pvg bench --profile rollout-stream --sweep rollout.engine.batching=continuous,whole --interleave \
-	  -s models.threads=1 --out $(REPORTS)/rollout-stream-one-thread.json
 	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
 	$(BIN)/python -m benchmarks.make_page
 

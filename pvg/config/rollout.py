@@ -126,11 +126,6 @@ class TorchSampling(Section):
         "lean",
         description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',
     )
-    batching: Literal["auto", "continuous", "whole"] = Field(
-        "auto",
-        description='"continuous": rows join as others finish. "whole": batch by batch. "auto": whole on a CPU '
-        "without deadline or prefetch.",
-    )
 
 
 class ServerSampling(Section):

@@ -61,13 +61,15 @@ def test_the_peer_samples_the_same_prompts_to_the_same_lengths() -> None:
 
 
 def test_uneven_lengths_are_the_same_in_any_batch() -> None:
+    """With a deadline, rows join as others finish."""
+
     def look(workload: object, measured: list[dict[str, float]]) -> tuple[float, float]:
         derived = workload.derived()  # type: ignore[attr-defined]
         return derived["completion_tokens"], measured[0]["engine_batch"]
 
     lengths = [*FEW, "workload.uneven_length=true", "rollout.max_tokens=30", "rollout.engine.max_rows=4"]
     whole, continuous = (
-        use("rollout", [*lengths, f"rollout.engine.batching={batching}"], look) for batching in ("whole", "continuous")
+        use("rollout", [*lengths, f"rollout.deadline={deadline}"], look) for deadline in ("none", "cut")
     )
     assert whole[0] == continuous[0] < 24 * 30
     assert whole[1] < continuous[1] <= 4

@@ -82,7 +82,6 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
                 "training.steps": 14,
                 "training.importance": "decoupled",
                 "rollout.deadline": {"kind": "cut", "seconds": 60.0},  # no rollout misses it
-                "rollout.engine.batching": "whole",
             },
             3,
         ),
@@ -394,16 +393,13 @@ def role_counts(run: RunDirectory) -> dict[int, Counter[Role]]:
     return {step: Counter(r.role for r in kept if r.step == step) for step in range(STEPS)}
 
 
-CONTINUOUS = {**AHEAD, "rollout.engine.batching": "continuous"}
-
-
 @pytest.fixture(scope="module")
 def synchronous_counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], dict[int, Counter[Role]]]:
     """The roles in the batches of a synchronous game with a share of sneaky groups."""
 
     @cache
     def counts(share: float) -> dict[int, Counter[Role]]:
-        settings = {**CONTINUOUS, "game.sneaky_share": share, "rollout.prefetch": "none"}
+        settings = {**AHEAD, "game.sneaky_share": share, "rollout.prefetch": "none"}
         return role_counts(played(changed(settings), tmp_path_factory.mktemp("synchronous"))[1])
 
     return counts
@@ -430,7 +426,7 @@ def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", cut)
-    settings = {**CONTINUOUS, "rollout.prefetch": {"kind": "fresh", "batches": 2}, "game.sneaky_share": share}
+    settings = {**AHEAD, "rollout.prefetch": {"kind": "fresh", "batches": 2}, "game.sneaky_share": share}
     _, ahead = played(changed(settings), tmp_path)
     assert role_counts(ahead) == wanted
     assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
