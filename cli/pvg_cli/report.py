@@ -190,34 +190,19 @@ def _evaluation(run: RunDirectory) -> EvaluationReport | None:
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
-    from pvg.reporting import terminal
-    from pvg.reporting.follow import state_of
-    from pvg.reporting.run_page import (
-        distinct_names,
-        final_metrics,
-        final_names,
-        setting_differences,
-        several_page,
-    )
-    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.run_page import compared_runs, final_metrics, setting_differences, several_page, several_text
     from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 
-    summaries = [read_run(directory) for directory in directories]
-    differing = setting_differences([directory.experiment().plain() for directory in directories])
-    names = distinct_names(directories)
-    states = [state_of(directory) for directory in directories]
+    runs = compared_runs(directories)
     if page is not None:
-        write_page(page, several_page(directories, summaries))
-    finals = [final_metrics(summary) for summary in summaries]
+        write_page(page, several_page(runs))
     if as_json:
-        found = [
-            {"name": name, **summary.plain(), "final": final}
-            for name, summary, final in zip(names, summaries, finals, strict=True)
-        ]
-        emit({"runs": found, "settings": differing, "html": _text(page)})
+        found = [{"name": run.name, **run.summary.plain(), "final": final_metrics(run.summary)} for run in runs]
+        settings = setting_differences([run.plain for run in runs])
+        emit({"runs": found, "settings": settings, "html": _text(page)})
     else:
-        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing, states))
+        stdout().print(several_text(runs))
         _print_page(page)
 
 

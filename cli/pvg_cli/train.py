@@ -184,7 +184,7 @@ def _show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bo
                 "run": str(plan.run.path),
                 "resume": plan.resume,
                 "downloads": {key: asdict(download) for key, download in downloads.items()},
-                "preview": None if found is None else found.plain(),
+                "preview": found,
                 **({} if warmup is None else {"warmup": warmup}),
             }
         )

@@ -25,7 +25,6 @@ from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import BatchClock
 from pvg.game.verifier_phase import FixedVerifier, read_verifier
-from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
@@ -266,6 +265,8 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
         learner = open_learner(session.players, round_)
         learner.load_weights(tensors)
         return learner
+    from pvg.models.adapters import AdaptedModel
+
     low_rank, meta = read(adapter_name(name))
     learner = open_learner(session.players, round_)
     assert isinstance(learner, AdaptedModel)

@@ -32,16 +32,6 @@ NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not re
 WORKER = re.compile(r"w(\d+)_busy")
 SAMPLERS = ("device", "loop", "workers")  # kinds of records that are readings
 
-# The metrics of each phase in the phases table.
-HIGHLIGHTS: dict[str, tuple[str, ...]] = {
-    SAMPLING_PHASE: ("helpful_accuracy", "sneaky_error_rate"),
-    "warmup": ("loss_before", "loss_after", "held_out_loss_before", "held_out_loss_after"),
-    "mint": ("helpful_accuracy", "sneaky_error_rate"),
-    "train_verifier": ("verifier_auc", "pairs_available"),
-    "train_prover": ("helpful_accuracy", "fooled_rate"),
-    "checkpoint": ("helpful_accuracy", "verifier_auc"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -74,9 +64,6 @@ class PhaseSummary:
     steps: int
     metrics: dict[str, float]
     budget: dict[str, float] = field(default_factory=dict)
-
-    def highlights(self) -> list[tuple[str, float]]:
-        return [(name, self.metrics[name]) for name in HIGHLIGHTS.get(self.phase, ()) if name in self.metrics]
 
 
 @dataclass(frozen=True, slots=True)

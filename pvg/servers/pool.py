@@ -288,15 +288,12 @@ async def asked_again(send: Callable[[], Awaitable[T]], retries: int) -> T:
 
 async def together(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order. The first failure cancels the others, and is raised after they have ended."""
-    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return await asyncio.gather(*tasks)
-    finally:
-        if any(not task.done() for task in tasks):  # nothing to wait for otherwise
-            for task in tasks:
-                if not task.cancelling():  # a second cancellation would interrupt the task's clean-up
-                    task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 async def pause_before_retry(attempt: int, jitter: float) -> None:

@@ -111,10 +111,9 @@ def test_the_reward_route_speaks_openrlhf(url: str, wanted: list[float]) -> None
 @pytest.mark.parametrize(
     ("route", "body", "words"),
     [
-        ("score", b"{", "not JSON"),
-        ("score", [], "not a JSON object"),
-        ("score", {}, '"rows" is not a list'),
-        ("score", {"rows": [{"question": "7?"}]}, 'rows[0] has no text "solution"'),
+        ("score", b"{", "Invalid JSON"),
+        ("score", {"rows": [{"question": "7?"}]}, "rows.0.solution: Field required"),
+        ("score", {"rows": [{"question": "7?", "solution": ""}] * 4097}, "rows: List should have at most 4096 items"),
         ("score", {"rows": [{"question": QUESTION, "solution": "x"}]}, "cannot express 'x'"),
         ("score", {"rows": [{"question": QUESTION, "solution": "1+" * 500}]}, "exceeds the verifier's context"),
         ("get_reward", {"query": ["7?1"], "prompts": []}, '"query" has 1 texts, but "prompts" has 0'),
@@ -160,9 +159,8 @@ def test_a_file_is_scored_line_by_line(run: Run, wanted: list[float]) -> None:
         ('{"question": " ", "solution": "A2"}', "wrong.jsonl, line 2: 'question' is empty."),
         ('{"question": NaN, "solution": "A2"}', "expected a JSON value, at character 14 of the line)"),
         ('{"question": "7?", "solution": "x"}', "wrong.jsonl, line 2: The tokenizer"),
-        ('{"question": "7?", "solution": "A2", "id": 330512345678901234567}', "line 2: 'id' has a number that is too"),
-        ('{"question": "7?", "solution": "x", "id": {"a": [330512345678901234567]}}', "line 2: 'id' has a number that"),
-        (f'{{"question": "7?", "solution": "A2", "id": {"[" * 254}{"]" * 254}}}', "line 2: 'id' has a number that is"),
+        ('{"question": "7?", "solution": "A2", "id": 330512345678901234567}', "line 2: 'id' is neither a text nor an"),
+        ('{"question": "7?", "solution": "x", "id": {"a": 1}}', "line 2: 'id' is neither a text nor an integer"),
     ],
 )
 def test_a_wrong_line_is_named(run: Run, line: str, words: str) -> None:
@@ -185,14 +183,14 @@ for line in sys.stdin:
     print(json.dumps([done.exit_code, done.stderr, "torch" in sys.modules]))
 """
 WRONG_FILES = [
-    ("score mine nofile.jsonl", "There is no file 'nofile.jsonl'."),
+    ("score mine nofile.jsonl", "nofile.jsonl: No such file or directory."),
     ("score mine early.jsonl", "early.jsonl, line 2: this is not a JSON object."),
     ("score mine empty.jsonl", "empty.jsonl has no solutions."),
     ("score mine empty.jsonl --out runs", "--out runs is a folder."),
     ("score mine empty.jsonl --out nowhere/scores.jsonl", "mkdir -p nowhere"),
     ("score mine early.jsonl --out ./early.jsonl", "--out early.jsonl would overwrite the solutions."),
-    ("score mine runs", "runs is a folder, not a file of solutions."),
-    ("score mine pipe.jsonl", "pipe.jsonl is not a regular file"),
+    ("score mine runs", "runs: Is a directory."),
+    ("score mine pipe.jsonl", "pipe.jsonl: it is not a regular file."),
     ("export mine --player prover --out runs", "runs exists, and it is not an export of pvg."),
     ("export mine --player verifier", "pvg export mine --player verifier --out mine-verifier"),
 ]
@@ -304,7 +302,7 @@ def test_damaged_weights_are_named_with_what_helps(run: Run) -> None:
 def test_an_export_that_does_not_fit_leaves_nothing(run: Run, player: str) -> None:
     small = Path("small")
     small.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(small)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(small)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("no right to mount")
     try:

@@ -256,8 +256,8 @@ def test_a_half_written_state_falls_back_to_the_commit_before(stopped, one_round
 
 
 def test_a_full_disk_stops_the_run_with_nothing_committed_lost(one_round, tmp_path):
-    """Files may grow to 300 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
-    with files_up_to(300_000), pytest.raises(MissingRequirementError, match="disk is full"):
+    """Files may grow to 100 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
+    with files_up_to(100_000), pytest.raises(MissingRequirementError, match="disk is full"):
         run_game(one_round_experiment(), tmp_path)
     run = RunDirectory.open("drill", tmp_path)
     assert state_of(run)["phase"] == "train_verifier"

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kill_drill import TINY_PROVER
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
@@ -47,7 +48,7 @@ AHEAD = {
 }
 SERVERS = ["http://127.0.0.1:8001"]
 STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
-ON_BASE = {"verifier.adapters": {"rank": 2}, "models.verifier": {"source": "embedded:modchain-prover"}}
+ON_BASE = {"verifier.adapters": {"rank": 2}, "models.verifier": {"source": TINY_PROVER}}
 
 
 def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:

@@ -144,6 +144,7 @@ def test_an_update_without_fresh_pairs_is_told_once():
 def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too():
     """Of the challenge protocol, so that both schedules and several turns stand the test in one."""
     dialogues = {"game.protocol": "challenge", "models.prover": {"source": "embedded:modchain-dialogue"}}
+    dialogues |= {"task.min_terms": 5, "task.max_terms": 5, "rollout.max_tokens": 40}
     settings = TURNS | dialogues | {"store.commit_every": 1, "training.steps": 4}
     result = drill(changed(settings), 1, 3, lambda line: None, phases=("train_prover",))
     assert result["problems"] == []

@@ -109,7 +109,7 @@ def test_the_terminal_shows_the_examples_of_the_newest_round() -> None:
     assert "1 cgc wrong sum 0.50 [0.40,0.60] 0.50 [0.40,0.60]" in text
     assert "0 cgc extra step" in text
     assert "sneaky, cgc attacker of round 1, accepted at threshold +0.25 score +1.50" in text
-    assert "question 1+1+2? solution 0+1=1;1+2=4;A4 grade answer 4, wrong: the answer is 3, wrong sum in step 2" in text
+    assert "question 1+1+2? (answer 3) solution 0+1=1;1+2=4;A4 grade wrong: answer 4, wrong sum in step 2" in text
     assert "question 0+1+2?" not in text
     assert "The page of pvg report has examples of all rounds." in text
     assert "has examples of all rounds" not in printed(report_of(attacked(0, "extra step")))
