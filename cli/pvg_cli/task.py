@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def task() -> None:
 
 
 @app.command()
-@guarded
 def check(
     name: Annotated[
         str,
