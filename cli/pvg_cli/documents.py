@@ -23,7 +23,6 @@ from pvg.bench.profiling import ProfileResult
 from pvg.bench.report import BenchReport
 from pvg.config.experiment import BatchArithmetic
 from pvg.evaluation.report import EvaluationReport
-from pvg.game.task_check import ShownInput
 from pvg.hub import Download
 from pvg.reporting.diagnosis import Diagnosis
 from pvg.reporting.follow import RunGlance
@@ -81,11 +80,12 @@ def documents() -> dict[str, tuple[str, Any]]:
         **each(bool, "expected_correct", "correct", "well_formed"),
         answer=str | None,
     )
+    shown: Any = part(text=str, tokens=int | None)
     preview = part(
         **each(str, "problem", "question"),
-        prompts=dict[str, ShownInput],
+        prompts=dict[str, shown],
         challenge=question | None,
-        verifier_input=ShownInput | None,
+        verifier_input=shown | None,
         graded=list_of(known),
     )
     warm = part(**each(int, "demonstrations", "held_out"), epochs=float)
@@ -181,9 +181,7 @@ def documents() -> dict[str, tuple[str, Any]]:
             settings=dict[str, list[str]],
             html=str | None,
         ),
-        "report-benchmarks": document(
-            "pvg report FILE", "Reports of `pvg bench`.", reports=list[BenchReport], html=str | None
-        ),
+        "report-benchmarks": document("pvg report FILE", "Reports of `pvg bench`.", reports=list[BenchReport]),
         "evaluate": document(
             "pvg evaluate RUN",
             "`evaluation`: the content of `path`. `resume`: the command that resumes a stopped evaluation.",

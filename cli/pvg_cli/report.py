@@ -6,29 +6,26 @@ Prints a summary, and writes HTML pages that need no network: the report, and fo
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
-from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
-    from pvg.bench.report import BenchReport
-    from pvg.evaluation.report import EvaluationReport
-    from pvg.reporting.follow import RunState
-    from pvg.reporting.run_summary import RunSummary
-    from pvg.reporting.solutions import Example
+    from pvg.reporting.run_summary import RunState, RunSummary
     from pvg.store.run_directory import RunDirectory
 
-PAGE = Path("report.html")  # in the current folder; for several runs and for benchmark reports
+Read = TypeVar("Read")
+PAGE = Path("report.html")  # in the current folder; for several runs
 
 
-@guarded
 def report(
     targets: Annotated[
         list[str],
@@ -56,7 +53,7 @@ def report(
 
     One run has a second page, rollouts.html, to search and filter all its solutions. Both pages open without a network.
     Several runs share one page, with their curves in the same plots and a table of differences. Reports of pvg bench
-    have a page too.
+    are shown on the terminal only.
     """
     if html is not None and no_html:
         raise UsageError("--html and --no-html cannot be used together.", "Use one of them.")
@@ -70,7 +67,9 @@ def report(
     if reports and len(reports) < len(targets):
         raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
     if reports:
-        _show_reports([Path(target) for target in reports], None if no_html else html or _own(PAGE), as_json)
+        if html is not None:
+            raise UsageError("Reports of pvg bench have no page.", "Leave --html out.")
+        _show_reports([Path(target) for target in reports], as_json)
         return
     directories = _open(targets, runs)
     if len(directories) > 1:
@@ -114,15 +113,17 @@ def _refuse_study(target: str, runs: Path) -> None:
 
 
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
+    from pvg.evaluation.report import report_of
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
     from pvg.reporting.follow import state_of
     from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
     from pvg_cli.output import stdout
 
     summary = read_run(run)
-    chosen = _examples(run, examples)
-    found = _evaluation(run)
+    chosen = (examples and _or_warn(lambda: choose_examples(run, examples), None)) or []
+    found = _or_warn(lambda: report_of(run), None)
     state = state_of(run)
     rollouts = None if page is None else _write_pages(run, summary, examples, page, state)
     if as_json:
@@ -165,80 +166,41 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 
 
-def _examples(run: RunDirectory, each: int) -> list[Example]:
-    """Solutions for the terminal. If a shard is damaged: warn, and show the rest of the run."""
-    from pvg.reporting.solutions import choose_examples
-    from pvg.store.atomic import DamagedFileError
-
+def _or_warn(read: Callable[[], Read], otherwise: Read) -> Read:
+    """What `read` gives. If its file is damaged: warn, and show the rest of the run."""
     try:
-        return choose_examples(run, each) if each else []
-    except DamagedFileError as error:
-        say(f"warning: {error}")
-        return []
-
-
-def _evaluation(run: RunDirectory) -> EvaluationReport | None:
-    """The results of `pvg evaluate`. If the file is damaged: warn, and show the rest of the run."""
-    from pvg.evaluation.report import report_of
-
-    try:
-        return report_of(run)
+        return read()
     except StateError as error:
         say(f"warning: {error}")
-        return None
+        return otherwise
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
-    from pvg.reporting import terminal
-    from pvg.reporting.follow import state_of
-    from pvg.reporting.run_page import (
-        distinct_names,
-        final_metrics,
-        final_names,
-        setting_differences,
-        several_page,
-    )
-    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.run_page import compared_runs, final_metrics, setting_differences, several_page, several_text
     from pvg.reporting.table import write_page
     from pvg_cli.output import stdout
 
-    summaries = [read_run(directory) for directory in directories]
-    differing = setting_differences([directory.experiment().plain() for directory in directories])
-    names = distinct_names(directories)
-    states = [state_of(directory) for directory in directories]
+    runs = compared_runs(directories)
     if page is not None:
-        write_page(page, several_page(directories, summaries))
-    finals = [final_metrics(summary) for summary in summaries]
+        write_page(page, several_page(runs))
     if as_json:
-        found = [
-            {"name": name, **summary.plain(), "final": final}
-            for name, summary, final in zip(names, summaries, finals, strict=True)
-        ]
-        emit({"runs": found, "settings": differing, "html": _text(page)})
+        found = [{"name": run.name, **run.summary.plain(), "final": final_metrics(run.summary)} for run in runs]
+        settings = setting_differences([run.plain for run in runs])
+        emit({"runs": found, "settings": settings, "html": _text(page)})
     else:
-        stdout().print(terminal.several(names, summaries, final_names(finals), finals, differing, states))
+        stdout().print(several_text(runs))
         _print_page(page)
 
 
-def _show_reports(paths: list[Path], page: Path | None, as_json: bool) -> None:
+def _show_reports(paths: list[Path], as_json: bool) -> None:
     from pvg.bench.report import read_report
-    from pvg.reporting.bench_page import bench_page
-    from pvg.reporting.table import write_page
-
-    reports = [read_report(path) for path in paths]
-    if page is not None:
-        write_page(page, bench_page(paths, reports))
-    if as_json:
-        emit({"reports": [found.plain() for found in reports], "html": _text(page)})
-    else:
-        _print_reports(paths, reports)
-        _print_page(page)
-
-
-def _print_reports(paths: list[Path], reports: list[BenchReport]) -> None:
     from pvg_cli.bench_tables import report_text
     from pvg_cli.output import stdout
 
+    reports = [read_report(path) for path in paths]
+    if as_json:
+        emit({"reports": [found.plain() for found in reports]})
+        return
     for path, found in zip(paths, reports, strict=True):
         others = [shlex.quote(str(other)) for other in paths if other != path]
         here = shlex.quote(str(path))

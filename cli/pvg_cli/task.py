@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pvg.config.experiment import Experiment
-    from pvg.game.task_check import GradedSolution, PlayerModels, PromptPreview, TaskCheck
+    from pvg.game.task_check import PlayerModels, TaskCheck
     from pvg.game.warm_start import Demonstrations
     from pvg.tasks.task import Task
 
@@ -32,7 +32,6 @@ def task() -> None:
 
 
 @app.command()
-@guarded
 def check(
     name: Annotated[
         str,
@@ -70,7 +69,7 @@ def check(
                 "task": experiment.task.kind,
                 "passed": not failed,
                 "checks": [each.plain() for each in checks],
-                "preview": None if shown is None else shown.plain(),
+                "preview": shown,
                 "notice": missing,
             }
         )
@@ -122,7 +121,7 @@ def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModel
         return None, f"{error.message} So the prompts are shown without a chat template."
 
 
-def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = None) -> PromptPreview:
+def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = None) -> dict[str, Any]:
     """The preview of `pvg train --dry-run`. Raises what `pvg train` would raise, also for `demonstrations`."""
     announce_loading()
     from pvg.game.prompt_checks import about_test_problems, writable_solution
@@ -135,6 +134,9 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         models = open_models(experiment)
         found = preview(experiment, task, models)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
+        if experiment.prompts.kind == "chat" and not models.prover.tokenizer.takes_system_message:
+            template = f"The chat template of {models.prover.name} has no place for a system message"
+            say(f"{template}, so the instructions begin the first user message.")
         if experiment.task.kind != "play" and experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers, own_data=own)
@@ -160,7 +162,7 @@ def _opened(experiment: Experiment, opened: ExitStack) -> Task:
 # --- for people -------------------------------------------------------------------------------------------------------
 
 
-def _print(checks: list[TaskCheck], shown: PromptPreview | None, missing: str) -> None:
+def _print(checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) -> None:
     from rich.text import Text
 
     from pvg_cli.output import stdout
@@ -177,22 +179,22 @@ def _print(checks: list[TaskCheck], shown: PromptPreview | None, missing: str) -
         say(missing)
 
 
-def print_preview(found: PromptPreview, console: Console) -> None:
+def print_preview(found: dict[str, Any], console: Console) -> None:
     """The prompts of a problem, a question of the verifier, the verifier's input, and grades of known solutions."""
     from pvg.errors import counted
 
-    if not found.prompts:
+    if not found["prompts"]:
         console.print("\nSelf-play: the prompts come from the game.", style="bright_black")
         return
-    for role, shown in found.prompts.items():
-        _print_input(f"Prompt of the {role.value} role for {found.problem.id}", shown.text, shown.tokens, console)
-    if (asked := found.challenge) is not None:
-        _print_input("Example of the verifier's question about a solution", asked.question, None, console)
-        limit = "" if asked.limit is None else f" (at most {counted(asked.limit, 'token')})"
-        _print_input(f"Example of the {asked.by}'s answer{limit}", asked.answer, None, console)
-    if found.verifier is not None:
-        _print_input("Input of the verifier", found.verifier.text, found.verifier.tokens, console)
-    _print_grades(found.graded, console)
+    for role, shown in found["prompts"].items():
+        _print_input(f"Prompt of the {role} role for {found['problem']}", shown["text"], shown["tokens"], console)
+    if (asked := found["challenge"]) is not None:
+        _print_input("Example of the verifier's question about a solution", asked["question"], None, console)
+        limit = "" if asked["max_tokens"] is None else f" (at most {counted(asked['max_tokens'], 'token')})"
+        _print_input(f"Example of the {asked['answered_by']}'s answer{limit}", asked["answer"], None, console)
+    if (read := found["verifier_input"]) is not None:
+        _print_input("Input of the verifier", read["text"], read["tokens"], console)
+    _print_grades(found["graded"], console)
 
 
 def _print_input(title: str, text: str, tokens: int | None, console: Console) -> None:
@@ -206,7 +208,7 @@ def _print_input(title: str, text: str, tokens: int | None, console: Console) ->
         console.print(Text(f"  | {visible(line)}"), soft_wrap=True)
 
 
-def _print_grades(graded: tuple[GradedSolution, ...], console: Console) -> None:
+def _print_grades(graded: list[dict[str, Any]], console: Console) -> None:
     from pvg.errors import shortened, visible
     from pvg.reporting.table import Column, Table
 
@@ -214,14 +216,13 @@ def _print_grades(graded: tuple[GradedSolution, ...], console: Console) -> None:
         return
     table = Table([Column("solution"), Column("its text"), Column("graded"), Column("note", style="quiet")])
     for each in graded:
-        table.add(each.known.name, visible(shortened(repr(each.known.text), 48)), _verdict(each), each.grade.note)
+        table.add(each["solution"], visible(shortened(repr(each["text"]), 48)), _verdict(each), each["note"])
     console.print()
     console.print(table)
 
 
-def _verdict(graded: GradedSolution) -> str:
+def _verdict(graded: dict[str, Any]) -> str:
     from pvg.errors import shortened, visible
 
-    grade = graded.grade
-    verdict = "correct" if grade.correct else "wrong" if grade.well_formed else "malformed"
-    return f"{verdict} (answer {visible(shortened(grade.answer, 24))})" if grade.answer else verdict
+    verdict = "correct" if graded["correct"] else "wrong" if graded["well_formed"] else "malformed"
+    return f"{verdict} (answer {visible(shortened(graded['answer'], 24))})" if graded["answer"] else verdict

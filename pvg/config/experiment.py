@@ -30,8 +30,8 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 # Settings that bound memory. They change the last bits of results and nothing else, so a resumed run may have other
 # values, for example after it ran out of memory.
 MEMORY_SETTINGS = {
-    "training": ("micro_batch_tokens", "micro_batch_rollouts", "gradient_checkpointing"),
-    "verifier": ("micro_batch_tokens", "score_tokens"),
+    "training": ("micro_batch_tokens", "gradient_checkpointing"),
+    "verifier": ("micro_batch_tokens",),
 }
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
 # commit counts chunks. So it is not one of MEMORY_SETTINGS.
@@ -107,7 +107,6 @@ class Experiment(AllSections):
         budgets = {
             "training.micro_batch_tokens": (self.training.micro_batch_tokens, 1),
             "verifier.micro_batch_tokens": (self.verifier.micro_batch_tokens, 2),
-            "verifier.score_tokens": (self.verifier.score_tokens, 1),
         }
         return TokenLimits(self.rollout.max_tokens, self.completion_room(), budgets, opposite)
 
@@ -123,8 +122,7 @@ class Experiment(AllSections):
         per_step = rollouts // training.minibatches
         updates = self.verifier_update_steps(training.steps)
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
-        by_tokens = max(1, training.micro_batch_tokens // longest)
-        micro = min(by_tokens, per_step, training.micro_batch_rollouts or per_step)
+        micro = min(max(1, training.micro_batch_tokens // longest), per_step)
         return BatchArithmetic(
             groups=training.groups,
             group_size=rollout.group_size,

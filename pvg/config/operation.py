@@ -147,9 +147,11 @@ class Serving(Section):
     change results, so you can resume a run with other servers."""
 
     probe_every_s: ClassVar[float] = 2.0  # between two health checks: a fraction of the time that a restart takes
+    probe_timeout_s: ClassVar[float] = 15.0  # without an answer to a health check, until a server counts as down
     # Retries of a request after server failures, with growing pauses: 18 s or more. That is longer than
-    # `probe_timeout_s`, after which a server counts as down, and requests wait for another one instead.
+    # `probe_timeout_s`, after which requests wait for another server instead.
     retries: ClassVar[int] = 12
+    unavailable_s: ClassVar[float] = 120.0  # that a request waits for any server
     startup_s: ClassVar[float] = 900.0  # that a server may take to start
 
     servers: Urls = Field(("http://127.0.0.1:8000",), description="Addresses of the prover's servers.")
@@ -160,16 +162,6 @@ class Serving(Section):
         (),
         description="Addresses of servers of the verifier's initial weights. Empty: this process.",
     )
-    connections: Count | None = Field(
-        None, description="Connections to all servers. Unset: derived from rollout.concurrency."
-    )
-    share_prefix: bool = Field(True, description="Whether prompts with the same beginning share its KV cache.")
-    probe_timeout_s: Positive = Field(
-        15.0,
-        description="Seconds without an answer to a health check after which a server counts as down. "
-        "rollout.engine.timeout_s limits requests.",
-    )
-    unavailable_s: Positive = Field(120.0, description="Seconds that a request waits for any server.")
     max_num_seqs: Count = Field(
         256,
         description="Maximum number of sequences that the server decodes together. More of them take more GPU memory.",
@@ -210,9 +202,6 @@ class Weights(Section):
     timeout_s: ClassVar[float] = 600.0  # of an update: gigabytes over a slow disk take minutes
 
     transport: TransportSection = FileTransport()
-    client: Literal["dedicated", "shared"] = Field(
-        "dedicated", description="Whether weight updates use separate connections, or those of generation."
-    )
     root: Folder = Field(Path("runs/.weights"), description="Folder that the trainer and the servers share.")
     canary_prompts: Annotated[int, Field(ge=0)] = Field(
         4, description="Prompts that trainer and servers score after each update, as a check. 0: no check."

@@ -97,17 +97,10 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
             f"training.minibatches = {training.minibatches} does not divide the batch of {rollouts} rollouts "
             f"(training.groups x rollout.group_size)"
         )
-    per_step, micro = rollouts // training.minibatches, training.micro_batch_rollouts
-    if micro is not None and micro > per_step:
-        yield (
-            f"training.micro_batch_rollouts = {micro} is larger than its batch of {per_step} rollouts; "
-            f"set it to at most {per_step}, or leave it out"
-        )
     longest = rollout.max_tokens + 1
     for key, budget, rows, what in (
         ("training.micro_batch_tokens", training.micro_batch_tokens, 1, "one rollout"),
         ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2, "one pair"),
-        ("verifier.score_tokens", verifier.score_tokens, 1, "one rollout"),
     ):
         if budget < rows * longest:
             yield (
@@ -173,16 +166,11 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
             f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
         )
-    if least == 1 and not training.groupless and deadline.kind == "cut":
-        yield (
-            f"rollout.deadline.min_rollouts = 1 may leave a group of one, which teaches training.loss = "
-            f"{training.loss.kind!r} nothing; set it to 2 or more"
-        )
     kept = least if training.groupless or deadline.kind == "continue" else training.groups * least
     if kept < training.minibatches:
         yield (
             f"training.minibatches = {training.minibatches} is above the {kept} rollouts that may be left at "
-            "rollout.deadline; lower it, or raise rollout.deadline.min_rollouts"
+            "rollout.deadline; lower it"
         )
     if deadline.kind == "continue" and training.router_replay and rollout.engine.kind == "vllm":
         yield (
@@ -272,11 +260,6 @@ def _prover_servers(experiment: AllSections) -> Iterator[str]:
         )
     if rollout.engine.kind != "vllm":
         return
-    if serving.connections is not None and serving.connections < rollout.concurrency:
-        yield (
-            f"serving.connections = {serving.connections} is below rollout.concurrency = {rollout.concurrency}, so "
-            "requests would wait for a connection; leave it out, or lower the concurrency"
-        )
     if (cluster := experiment.server_cluster) is not None:
         yield from _servers_on_cluster(cluster, experiment)
         return
@@ -610,6 +593,8 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
             "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
         )
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
+    if rollout.max_staleness is not None and not stale:
+        yield "rollout.max_staleness has no effect without rollout.prefetch or rollout.deadline = 'continue'"
     if stale and training.loss.kind == "rloo" and training.importance == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "

@@ -161,9 +161,8 @@ class Training(Section):
 
     loss: Loss = ClippedLoss()
     kl: Kl = Kl()
-    curriculum: Literal["none", "buckets", "prioritised"] = Field(
-        "none",
-        description="All problems, hard to easy ones in fixed shares, or more of those with an uncertain outcome.",
+    curriculum: Literal["none", "prioritised"] = Field(
+        "none", description="All problems equally, or more of those with an uncertain outcome."
     )
     adapters: Adapters = Adapters()
     entropy_bonus: Weight = Field(
@@ -181,9 +180,6 @@ class Training(Section):
     )
     micro_batch_tokens: Count = Field(
         16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
-    )
-    micro_batch_rollouts: Count | None = Field(
-        None, description="Maximum number of rollouts per micro-batch. Unset: as many as the tokens allow."
     )
     shared_prompts: bool = Field(
         True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
@@ -319,7 +315,9 @@ class Verifier(Section):
         "steps.",
     )
     micro_batch_tokens: Count = Field(
-        16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
+        16_384,
+        description="Tokens per micro-batch of training and per batch of scoring, padding included. Lower it if memory "
+        "runs out.",
     )
     learning_rate: Positive = Field(
         3e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
@@ -330,7 +328,6 @@ class Verifier(Section):
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.1, description="Share of the mint's problems that no verifier learns from: they serve calibration and AUC."
     )
-    score_tokens: Count = Field(16_384, description="Tokens per scoring batch. Lower it if memory runs out.")
     engine: Literal["torch", "vllm"] = Field(
         "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
     )

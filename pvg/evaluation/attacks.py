@@ -219,9 +219,9 @@ def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weig
     )
     accepted = share_of(fresh.scores_N[flaws] >= threshold, fresh.problems_N[flaws])
     return {
-        "error_rate": share_of(flaws, fresh.problems_N).plain(),
-        "gap": gap.plain(),
-        "accepted": accepted.plain(),
+        "error_rate": share_of(flaws, fresh.problems_N),
+        "gap": gap,
+        "accepted": accepted,
         **written_flaws(fresh, threshold),
     }
 
@@ -272,7 +272,7 @@ def written_flaws(fresh: ScoredRollouts, threshold: float) -> dict[str, Any]:
             of_kind_F = names_F == name
             accepted = share_of(accepted_F[of_kind_F], problems_F[of_kind_F])
             share = share_of(of_kind_F, problems_F)
-            found.append({"kind": name, "share": share.plain(), "accepted": accepted.plain()})
+            found.append({"kind": name, "share": share, "accepted": accepted})
     examples = [
         _example(rollouts[place], float(scores_F[place]), bool(accepted_F[place]))
         for place in _typical(rollouts, kinds, scores_F)

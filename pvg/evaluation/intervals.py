@@ -11,9 +11,9 @@ size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problem
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +32,16 @@ class Estimate:
     """A number, its interval, and its basis: `n` solutions (or pairs, or sequences) of `problems` problems.
 
     None means that a number does not exist: a mean of no values, an interval from one problem, or an interval from
-    equal resamples (an AUC of exactly 1 says nothing about its uncertainty).
+    equal resamples (an AUC of exactly 1 says nothing about its uncertainty). In documents it is null.
     """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     value: float | None
     low: float | None
     high: float | None
     n: int
     problems: int
-
-    def plain(self) -> dict[str, Any]:
-        return {"value": self.value, "low": self.low, "high": self.high, "n": self.n, "problems": self.problems}
 
 
 def wilson(share: float, n: float, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -123,17 +122,6 @@ def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence
 
 MOST_POINTS = 101  # of a stored ROC curve
 
-# False-positive rates at which the band is evaluated: every whole percent. The scores of a trained verifier often have
-# two modes, so their curve is one steep step. Its position is the uncertain part, and wider distances would miss it.
-PERCENTS = tuple(range(101))
-
-# An interval needs at least this many flaws above its cut and below it, and this many correct solutions between its
-# ends and accepting none or all. No resample contains a flaw above the highest one, or a rejection too rare to have
-# been seen. In simulations with 24 and 128 problems (smooth curves and steps), intervals without this rule contained
-# the true rate in as little as 0 % of 150 cases at a false-positive rate of 0, and in 30 to 90 % where hardly any
-# correct solution is rejected. With the rule they contained it in 95 to 99 %, averaged over the cuts.
-FEWEST = 5
-
 ROUNDING = 1e-9  # tolerance for a count that was computed from a share
 
 
@@ -209,55 +197,3 @@ def roc(positive_N: NDArray[Any], negative_M: NDArray[Any]) -> list[tuple[float,
         return points
     kept = {math.floor(i * (len(points) - 1) / (MOST_POINTS - 1)) for i in range(MOST_POINTS)}
     return [points[i] for i in sorted(kept)]
-
-
-def band(
-    positive_N: NDArray[Any],
-    problems_N: Ints,
-    negative_M: NDArray[Any],
-    problems_M: Ints,
-    weights_BP: Float64,
-    confidence: float = CONFIDENCE,
-) -> list[tuple[float, Estimate]]:
-    """The ROC curve at the false-positive rates PERCENTS: (false-positive rate, true-positive rate with its percentile
-    interval). Empty without positives or negatives. Scores [N] and [M]; `problems_*`: their problems, numbered below P.
-
-    The band is *pointwise*: each interval is for its own false-positive rate (vertical cuts). The probability that all
-    of them contain the true curve is below `confidence`. A problem drawn twice contributes its positives and its
-    negatives twice; resamples without positives or negatives have no curve. FEWEST says when there is no interval.
-
-    Sources: Fawcett 2006, An introduction to ROC analysis, Pattern Recognition Letters 27, 861-874 (vertical cuts
-    through several curves, straight lines where scores are tied); Macskassy and Provost 2004, Confidence bands for ROC
-    curves, ROCAI (intervals of such cuts are too tight as a band for the whole curve); Macskassy, Provost and Rosset
-    2005, Pointwise ROC confidence bounds, ROCML (they fail at the curve's ends)."""
-    if not len(positive_N) or not len(negative_M):
-        return []
-    scores_S = np.concatenate([positive_N, negative_M])
-    order_S = np.argsort(-scores_S, kind="stable")
-    ranked_S, positive_S = scores_S[order_S], order_S < len(positive_N)
-    problems_S = np.concatenate([problems_N, problems_M])[order_S]
-    ends_L = np.append(np.flatnonzero(ranked_S[1:] != ranked_S[:-1]), len(ranked_S) - 1)  # of each distinct score
-
-    def cut(weights_P: Float64) -> Float64:
-        """The true-positive rates [K] of a resample. Where its curve is vertical, the top counts."""
-        drawn_S = weights_P[problems_S]
-        true_C, false_C = (
-            np.append(0.0, np.cumsum(drawn_S * chosen_S)[ends_L]) for chosen_S in (positive_S, ~positive_S)
-        )
-        if not true_C[-1] or not false_C[-1]:
-            return np.full(len(PERCENTS), np.nan)
-        return np.asarray(np.interp(np.array(PERCENTS) * false_C[-1] / 100, false_C, true_C) / true_C[-1])
-
-    value_K = cut(np.ones(weights_BP.shape[1]))
-    replicates_KB = np.array([cut(weights_P) for weights_P in weights_BP]).T
-    solutions, problems = len(scores_S), len(np.unique(problems_S))
-    points = []
-    for percent, value, replicates_B in zip(PERCENTS, value_K, replicates_KB, strict=True):
-        found = percentile(float(value), replicates_B, solutions, problems, confidence)
-        if found.low is not None and found.high is not None:
-            above = percent * len(negative_M) / 100
-            positives_aside = len(positive_N) * min(found.high, 1.0 - found.low)
-            if min(above, len(negative_M) - above, positives_aside + ROUNDING) < FEWEST:
-                found = replace(found, low=None, high=None)
-        points.append((percent / 100, found))
-    return points

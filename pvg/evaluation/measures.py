@@ -46,7 +46,6 @@ from pvg.evaluation.intervals import (
     Float64,
     Ints,
     auc_of,
-    band,
     mean_of,
     ratio,
     roc,
@@ -366,7 +365,7 @@ def probe(
 
 # --- the parts of an evaluation ---------------------------------------------------------------------------------------
 
-NOTHING = Estimate(None, None, None, 0, 0).plain()
+NOTHING = Estimate(None, None, None, 0, 0)
 
 
 def best_of_n(sources: Mapping[str, ScoredRollouts], section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
@@ -386,7 +385,7 @@ def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -
     for n in sizes(2 * section.samples):
         values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
         point = curve_point(values, weights_BP)
-        points.append({"n": n, "accuracy": point.plain(), "excluded": len(values) - point.n})
+        points.append({"n": n, "accuracy": point, "excluded": len(values) - point.n})
     return points
 
 
@@ -408,9 +407,9 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
         points.append(
             {
                 "n": n,
-                "accuracy": point.plain(),
-                "pass_at_n": curve_point(ceilings, weights_BP).plain(),
-                "chance": chance.plain(),
+                "accuracy": point,
+                "pass_at_n": curve_point(ceilings, weights_BP),
+                "chance": chance,
                 "excluded": len(values) - point.n,
             }
         )
@@ -423,29 +422,27 @@ def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
     accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
-        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful]).plain(),
-        "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful]).plain(),
-        "accepted_correct": share_of(accepted[solved], own.problems_N[solved]).plain(),
+        "completeness": share_of((accepted & own.correct_N)[helpful], own.problems_N[helpful]),
+        "helpful_accuracy": share_of(own.correct_N[helpful], own.problems_N[helpful]),
+        "accepted_correct": share_of(accepted[solved], own.problems_N[solved]),
     }
 
 
 def detection(
     name: str, own: ScoredRollouts, samples: ScoredRollouts, threshold: float, weights_BP: Float64
 ) -> dict[str, Any]:
-    """Soundness, AUC, and ROC with its band for one source's flaws; the positives are the round's correct helpful
+    """Soundness, AUC and ROC for one source's flaws; the positives are the round's correct helpful
     solutions."""
     solved, mask = own.helpful_N & own.correct_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
-    cuts = band(positives_N, places_N, negatives_M, places_M, weights_BP)
     return {
         "source": name,
         "solutions": len(samples.rollouts),
-        "soundness": share_of(negatives_M < threshold, places_M).plain(),
-        "auc": auc_of(counts, weights_BP).plain(),
+        "soundness": share_of(negatives_M < threshold, places_M),
+        "auc": auc_of(counts, weights_BP),
         "roc": [list(point) for point in roc(positives_N, negatives_M)],
-        "band": [[rate, found.value, found.low, found.high] for rate, found in cuts],
     }
 
 
@@ -471,7 +468,7 @@ def separability(own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], we
         else Estimate(None, None, None, 0, 0)
         for name, mask in strata.items()
     }
-    return {name: estimate.plain() for name, estimate in found.items()}
+    return found
 
 
 def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) -> dict[str, Any]:
@@ -492,10 +489,10 @@ def _calibrated(predicted_N: Float64, own: ScoredRollouts, weights_BP: Float64) 
     bins = reliability(predicted_N, own.correct_N, own.problems_N, BINS)
     error, by_chance = ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP)
     return {
-        "ece": error.plain(),
+        "ece": error,
         "ece_by_chance": by_chance,
-        "brier": mean_of((predicted_N - own.correct_N) ** 2, own.problems_N, weights_BP).plain(),
-        "bins": [{"predicted": found.predicted, "correct": found.correct.plain()} for found in bins],
+        "brier": mean_of((predicted_N - own.correct_N) ** 2, own.problems_N, weights_BP),
+        "bins": [{"predicted": found.predicted, "correct": found.correct} for found in bins],
     }
 
 
@@ -516,8 +513,8 @@ def localisation(
     gain = ratio(gains_P, counts_P, weights_BP, len(flaws))
     return {
         "known": True,
-        "accuracy": accuracy.plain(),
+        "accuracy": accuracy,
         "chance": chance(steps_N),
-        "gain": gain.plain(),
+        "gain": gain,
         "solutions": len(flaws),
     }

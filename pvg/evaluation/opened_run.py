@@ -149,9 +149,11 @@ class ResultFiles:
         """Whether there is a result of `name`, for any settings."""
         return (self._folder / f"{name}.json").exists()
 
-    def write(self, name: str, for_: str, result: Any) -> None:
+    def write(self, name: str, for_: str, result: Any) -> Any:
+        """Returns the result as `read` returns it: plain data."""
         data = orjson.dumps({"digest": for_, "result": result}, option=orjson.OPT_INDENT_2)
         write_atomic(self._folder / f"{name}.json", data)
+        return orjson.loads(data)["result"]
 
     def all(self) -> Iterator[Any]:
         """Every result, for any settings."""
@@ -217,6 +219,14 @@ class EvaluationContext:
     @property
     def seed(self) -> int:
         return self.experiment.seed
+
+    async def unit(self, name: str, for_: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The stored result of the unit `name` for the digest `for_`. Computes it with `work` if there is none."""
+        found = self.units.read(name, for_)
+        if found is None:
+            self.begin(name)
+            found = self.units.write(name, for_, await work())
+        return found
 
     def begin(self, unit: str) -> None:
         """Call this before computing a unit. Raises MissingResult if computing is not allowed, InterruptedByUser if a
@@ -289,26 +299,22 @@ class FrozenVerifier:
 
     async def facts(self) -> dict[str, Any]:
         """The verifier's version and its acceptance threshold."""
+
+        async def work() -> Any:
+            return {"version": (await self.verifier()).version(), "threshold": self._threshold}
+
         name = f"verifier-{source_of_round(self.round)}"
-        for_ = digest("verifier", self.digest)
-        found = self._context.units.read(name, for_)
-        if found is None:
-            self._context.begin(name)
-            found = {"version": (await self.verifier()).version(), "threshold": self._threshold}
-            self._context.units.write(name, for_, found)
-        return dict(found)
+        found: dict[str, Any] = await self._context.unit(name, digest("verifier", self.digest), work)
+        return found
 
     async def scores(self, name: str, rollouts: Sequence[Rollout], of: str) -> Float32:
         """float32 [N]: the scores of the set `name` with digest `of`, computed once."""
-        context, unit = self._context, f"scores-{source_of_round(self.round)}-{name}"
-        for_ = digest("scores", self.digest, of)
-        found = context.units.read(unit, for_)
-        if found is None:
-            context.begin(unit)
-            scores_N = await (await self.scorer()).score(rollouts)
-            context.units.write(unit, for_, [float(score) for score in scores_N])
-            return scores_N
-        return np.array(found, dtype=np.float32)
+
+        async def work() -> Any:
+            return [float(score) for score in await (await self.scorer()).score(rollouts)]
+
+        unit = f"scores-{source_of_round(self.round)}-{name}"
+        return np.array(await self._context.unit(unit, digest("scores", self.digest, of), work), dtype=np.float32)
 
     def close(self) -> None:
         if self._verifier is not None:

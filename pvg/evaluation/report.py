@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from pvg.config.game import CgcReward, PlainReward, SrcReward
 from pvg.config.load import build_experiment, did_you_mean, differences
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
 from pvg.errors import ConfigurationError, StateError, UsageError
+from pvg.evaluation.intervals import Estimate
 from pvg.seeds import seed_for
 from pvg.store.atomic import read_stored, write_atomic
 from pvg.store.run_directory import RunDirectory
@@ -57,6 +59,7 @@ def parse_rounds(text: str | None) -> Sequence[int] | None:
 
 
 KINDS = ("src", "cgc", "goodhart")
+ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 
 
 def policy_experiment(
@@ -176,24 +179,13 @@ class StrictRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class NumberRecord(StrictRecord):
-    """A value, its 95% interval, and its basis: `n` solutions (curves: problems) of `problems`
-    problems. null: the number does not exist (a mean of no values, an interval that cannot be determined)."""
-
-    value: float | None
-    low: float | None
-    high: float | None
-    n: int
-    problems: int
-
-
 class KindOfFlaw(StrictRecord):
     """`kind`: the grader's note without step and details. `share`: of the attacker's wrong solutions. `accepted`: the
     share of this kind that the verifier accepts."""
 
     kind: str
-    share: NumberRecord
-    accepted: NumberRecord
+    share: Estimate
+    accepted: Estimate
 
 
 class FlawExample(StrictRecord):
@@ -216,9 +208,9 @@ class AttackCheck(StrictRecord):
     helpful solutions minus that of its wrong ones, in logits. `threshold`: of the verifier, in logits. `kinds`: of its
     wrong solutions, the most frequent first; empty if the grader names none."""
 
-    error_rate: NumberRecord
-    gap: NumberRecord
-    accepted: NumberRecord
+    error_rate: Estimate
+    gap: Estimate
+    accepted: Estimate
     threshold: float
     kinds: list[KindOfFlaw]
     examples: list[FlawExample]
@@ -232,7 +224,7 @@ class AttackRecord(StrictRecord):
     status: Literal["found", "censored", "no_reference", "no_signal", "diverged"]
     limit: int
     window: int
-    reference: NumberRecord
+    reference: Estimate
     steps: int | None = None
     error_rate: float | None = None
     gap: float | None = None
@@ -244,15 +236,15 @@ class AttackRecord(StrictRecord):
 
 class BalancedPoint(StrictRecord):
     n: int
-    accuracy: NumberRecord
+    accuracy: Estimate
     excluded: int
 
 
 class NaturalPoint(StrictRecord):
     n: int
-    accuracy: NumberRecord
-    pass_at_n: NumberRecord
-    chance: NumberRecord
+    accuracy: Estimate
+    pass_at_n: Estimate
+    chance: Estimate
     excluded: int
 
 
@@ -266,43 +258,40 @@ class BestOfNCurves(StrictRecord):
 
 class FlawDetection(StrictRecord):
     """Detection of one source's flaws. `solutions`: the number sampled; soundness.n of them are flaws. `roc`: corners
-    of the curve as (false-positive rate, true-positive rate). `band`: (false-positive rate, true-positive rate, low,
-    high) at fixed false-positive rates, pointwise, not simultaneous. It has null where there is no interval. It is
-    empty without flaws or without correct solutions."""
+    of the curve as (false-positive rate, true-positive rate); empty without flaws or without correct solutions."""
 
     source: str
     solutions: int
-    soundness: NumberRecord
-    auc: NumberRecord
+    soundness: Estimate
+    auc: Estimate
     roc: list[tuple[float, float]]
-    band: list[tuple[float, float, float | None, float | None]]
 
 
 class Detection(StrictRecord):
     threshold: float
-    completeness: NumberRecord
-    helpful_accuracy: NumberRecord
-    accepted_correct: NumberRecord
+    completeness: Estimate
+    helpful_accuracy: Estimate
+    accepted_correct: Estimate
     sources: list[FlawDetection]
 
 
 class Separability(StrictRecord):
-    overall: NumberRecord
-    correct: NumberRecord
-    incorrect: NumberRecord
+    overall: Estimate
+    correct: Estimate
+    incorrect: Estimate
 
 
 class CalibrationBinRecord(StrictRecord):
     predicted: float
-    correct: NumberRecord
+    correct: Estimate
 
 
 class CalibrationErrors(StrictRecord):
     """`ece_by_chance`: the error that a calibrated verifier would have on as many problems; null as an interval."""
 
-    ece: NumberRecord
+    ece: Estimate
     ece_by_chance: float | None
-    brier: NumberRecord
+    brier: Estimate
     bins: list[CalibrationBinRecord]
 
 
@@ -320,9 +309,9 @@ class Localisation(StrictRecord):
     """`gain`: the accuracy minus that of guessing."""
 
     known: bool
-    accuracy: NumberRecord | None = None
+    accuracy: Estimate | None = None
     chance: float | None = None
-    gain: NumberRecord | None = None
+    gain: Estimate | None = None
     solutions: int = 0
 
 
@@ -330,9 +319,9 @@ class PolicyDistance(StrictRecord):
     """A policy's helpful role: KL to the start in nats per sequence and per token, and its accuracy."""
 
     name: str
-    kl: NumberRecord
-    kl_per_token: NumberRecord
-    accuracy: NumberRecord
+    kl: Estimate
+    kl_per_token: Estimate
+    accuracy: Estimate
 
 
 class TaxRecord(StrictRecord):
@@ -340,7 +329,7 @@ class TaxRecord(StrictRecord):
     value."""
 
     policy: PolicyDistance
-    tax: NumberRecord
+    tax: Estimate
     in_range: bool
     kl_range: tuple[float, float]
 
@@ -363,6 +352,11 @@ class RoundEvaluation(StrictRecord):
     tax: TaxRecord | None = None
 
 
+def field_of(part: str) -> str:
+    """The name of a part in a round of the report."""
+    return part.replace("-", "_")
+
+
 class EvaluationReport(StrictRecord):
     """`status` "partial": a requested part is missing. `stale`: parts that were computed with other settings than
     `settings`, or from other samples than the present ones, and are therefore not shown."""
@@ -382,6 +376,25 @@ class EvaluationReport(StrictRecord):
     baseline: BaselineRecord | None = None
     stale: list[str] = []
     notes: list[str] = []
+
+    def missing(self, parts: Sequence[str], rounds: Sequence[int], kinds: Sequence[str]) -> str:
+        """The first of `parts` that a round of `rounds` does not have, in one line; "" if it has all of them. `kinds`:
+        of the attacks. After the training of the baseline diverged, no tax is missing."""
+        diverged = self.baseline is not None and not self.baseline.points
+        by_number = {found.round: found for found in self.rounds}
+        for number, part in product(rounds, parts):
+            round_ = by_number.get(number)
+            if getattr(round_, field_of(part), None) is None and not (part == "tax" and diverged):
+                return f"its evaluation has no {part} of round {number}"
+            attacks = (round_.exploit if round_ and part == "exploit" else None) or ()
+            if part == "exploit" and len(attacks) != len(kinds):  # an interrupted evaluation may have some of them
+                return f"its evaluation has not all attacks of round {number}"
+            if attacks and "detection" in parts and round_ and round_.detection:
+                sources = {flaws.source for flaws in round_.detection.sources}
+                attackers = (attack.kind for attack in attacks if attack.status in ATTACKED)
+                if late := next((kind for kind in attackers if f"attack-{kind}" not in sources), None):
+                    return f"its evaluation has no detection of the {late} attacker of round {number}"
+        return ""
 
     def plain(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

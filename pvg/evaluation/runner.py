@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -48,12 +48,14 @@ from pvg.evaluation.opened_run import (
     sampled,
 )
 from pvg.evaluation.report import (
+    ATTACKED,
     PARTS,
     REPORT_FILE,
     EvaluationReport,
     attack_kinds,
     check_attacks,
     check_protocol,
+    field_of,
     notes,
     notes_of_results,
     write_report,
@@ -80,6 +82,7 @@ from pvg.records import BASE_SOURCE, Problem, Role, Rollout, source_of_round
 from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import open_round
 from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.task import ConcealsText, Task
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
@@ -89,11 +92,10 @@ from pvg.version import code_version
 # --- the parts of one round -------------------------------------------------------------------------------------------
 
 BOTH = (Role.HELPFUL, Role.SNEAKY)
-ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
 LOCALISED = 256  # most flawed solutions of a round that are scored step by step; each costs a pass per step
 # Raised when a measure's definition changes. Earlier measurements are then stale; samples and attackers, which took
 # hours, are kept.
-MEASURED = 1
+MEASURED = 2
 
 
 def bootstrap(context: EvaluationContext, problems: int) -> Float64:
@@ -150,20 +152,13 @@ class RoundParts:
 
     async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of a part of this round, from disk or computed by `work`."""
-        context, unit = self.context, f"{name}-{self.source}"
-        for_ = digest(name, MEASURED, inputs)
-        found = context.units.read(unit, for_)
-        if found is None:
-            context.begin(unit)
-            found = await work()
-            context.units.write(unit, for_, found)
-        return found
+        return await self.context.unit(f"{name}-{self.source}", digest(name, MEASURED, inputs), work)
 
     # --- the parts -------------------------------------------------------------------------------------------------
 
     def named(self, part: str) -> Callable[[], Awaitable[Any]]:
         """The method of a part of PARTS except the tax, which needs a baseline."""
-        found: Callable[[], Awaitable[Any]] = getattr(self, part.replace("-", "_"))
+        found: Callable[[], Awaitable[Any]] = getattr(self, field_of(part))
         return found
 
     async def exploit(self) -> list[dict[str, Any]]:
@@ -181,25 +176,21 @@ class RoundParts:
         return found
 
     async def _exploit(self, target: AttackTarget, kind: str) -> dict[str, Any]:
-        result = {**await self._attack(target, kind), "reference": target.reference}
+
+        async def attacked() -> Any:
+            return await attack(self.context, target, kind, await self.frozen.verifier())
+
+        for_ = attack_digest(self.context, target, kind)
+        found = await self.context.unit(attack_name(self.round, kind), for_, attacked)
+        result = {**found, "reference": target.reference}
         if result["status"] in ATTACKED:
 
             async def work() -> Any:
                 fresh, own = await self._scored(final_samples(self.context, target, kind)), await self._scored(self.own)
                 return await self._compute(lambda: check(fresh, own, target.threshold, self._draws))
 
-            inputs = [attack_digest(self.context, target, kind), *self._of(self.own)]
-            result["check"] = await self._unit(f"check-{kind}", inputs, work)
+            result["check"] = await self._unit(f"check-{kind}", [for_, *self._of(self.own)], work)
         return result
-
-    async def _attack(self, target: AttackTarget, kind: str) -> dict[str, Any]:
-        name, for_ = attack_name(self.round, kind), attack_digest(self.context, target, kind)
-        found = self.context.units.read(name, for_)
-        if found is None:
-            self.context.begin(name)
-            found = await attack(self.context, target, kind, await self.frozen.verifier())
-            self.context.units.write(name, for_, found)
-        return dict(found)
 
     async def target(self) -> AttackTarget:
         """The target of this round's attacks, from samples of the round itself."""
@@ -210,7 +201,7 @@ class RoundParts:
             weights_BP = bootstrap(self.context, len(reference.pool))
             scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
             return {
-                "reference": reference_of(reference, weights_BP).plain(),
+                "reference": reference_of(reference, weights_BP),
                 "lowest": float(scores_N.min()),
                 "highest": float(scores_N.max()),
             }
@@ -320,7 +311,7 @@ class RoundParts:
             kls = [found.kl(ones) for found in totals]
             return {
                 "policy": distance(self.source, policy, self._draws),
-                "tax": estimate.plain(),
+                "tax": estimate,
                 "in_range": min(kls) <= policy.kl(ones) <= max(kls),
                 "kl_range": [min(kls), max(kls)],
             }
@@ -423,21 +414,10 @@ async def evaluate(
 
 def chosen_rounds(reading: OpenedRun, run: RunDirectory, wanted: Sequence[int] | None) -> list[int]:
     """The rounds to evaluate. Raises UsageError for rounds that are not finished."""
-    if not reading.rounds:
-        raise UsageError(
-            f"No round of the run {run.name!r} is finished, so there is nothing to evaluate.",
-            f"Continue it: pvg train --resume {run.argument}",
-        )
+    chosen = {open_round(run, number)[1] for number in wanted or [0]}
     if reading.rounds > MOST_ROUNDS:
         raise UsageError(f"The run {run.name!r} has more than {MOST_ROUNDS} rounds, the most that can be evaluated.")
-    if wanted is None:
-        return list(range(reading.rounds))
-    if unknown := [number for number in wanted if not 0 <= number < reading.rounds]:
-        raise UsageError(
-            f"Round {unknown[0]} of the run {run.name!r} is not finished.",
-            f"Finished: {', '.join(map(str, range(reading.rounds)))}.",
-        )
-    return sorted(set(wanted))
+    return list(range(reading.rounds)) if wanted is None else sorted(chosen)
 
 
 async def open_evaluation(
@@ -479,46 +459,36 @@ async def open_evaluation(
 
 
 async def _compute(context: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
-    labels, observer, measured = _labels(rounds, request), context.observer, _measured(request)
-    places = iter(enumerate(labels, start=1))
-
-    def begin_part() -> None:
-        part, label = next(places)
-        context.observer = RenamingObserver(observer, part=part, parts=len(labels), label=label)
-
     baseline: CorrectnessBaseline | None = None
-    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
-    begin_part()
-    await sampled(context, base_set(context))
-    for round_ in _sampled_rounds(rounds, request):
-        begin_part()
-        await sampled(context, round_set(context, round_))
-    if "tax" in request.parts:
-        begin_part()
+
+    async def find_baseline() -> None:
+        nonlocal baseline
         try:
             baseline = await baseline_of(context, base_set(context))
         except TrainingDivergedError as error:  # the other parts do not need the baseline
             context.observer.noticed(f"The training of the baseline diverged, so there is no tax: {error}")
-    for round_ in rounds:
-        with _judged(context, round_) as parts:
+
+    async def measure(round_: int) -> None:
+        with open_frozen_verifier(context, round_) as frozen:
+            parts = RoundParts(context, frozen)
             if "exploit" in request.parts:
-                begin_part()
                 await parts.exploit()
-            if measured or "tax" in request.parts:
-                begin_part()
-                await _measure(context, parts, measured, baseline)
+            await _measure(context, parts, request.parts, baseline)
         write_report(context.folder / REPORT_FILE, await assemble(context, rounds, request.parts))
 
-
-def _labels(rounds: Sequence[int], request: EvaluationRequest) -> list[str]:
-    """The parts of a call in their order, as `_compute` begins them."""
-    found = ["samples of the base prover"]
-    found += [f"samples of round {round_}" for round_ in _sampled_rounds(rounds, request)]
-    found += ["correctness baseline"] * ("tax" in request.parts)
-    for round_ in rounds:
-        found += [f"attacks on round {round_}"] * ("exploit" in request.parts)
-        found += [f"measures of round {round_}"] * bool(_measured(request) or "tax" in request.parts)
-    return found
+    # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
+    works: list[tuple[str, Callable[[], Awaitable[object]]]] = [
+        ("samples of the base prover", partial(sampled, context, base_set(context)))
+    ]
+    for round_ in _sampled_rounds(rounds, request):
+        works.append((f"samples of round {round_}", partial(sampled, context, round_set(context, round_))))
+    if "tax" in request.parts:
+        works.append(("correctness baseline", find_baseline))
+    works += [(f"attacks and measures of round {round_}", partial(measure, round_)) for round_ in rounds]
+    observer = context.observer
+    for part, (label, work) in enumerate(works, start=1):
+        context.observer = RenamingObserver(observer, part=part, parts=len(works), label=label)
+        await work()
 
 
 def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequence[int]:
@@ -526,30 +496,20 @@ def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequen
     return range(max(rounds) + 1) if "detection" in request.parts else rounds
 
 
-def _measured(request: EvaluationRequest) -> list[str]:
-    return [part for part in MEASURES if part in request.parts]
-
-
 async def _measure(
     context: EvaluationContext, parts: RoundParts, wanted: Sequence[str], baseline: CorrectnessBaseline | None
 ) -> None:
-    works = {part: parts.named(part) for part in wanted}
+    works = [parts.named(part) for part in MEASURES if part in wanted]
     if baseline is not None:
-        works["tax"] = lambda: parts.tax(baseline)
+        works.append(partial(parts.tax, baseline))
     if not works:
         return
     info = PhaseInfo(parts.round, context.experiment.game.rounds, "measures", "measures", len(works))
     context.observer.phase_started(info)
-    for number, work in enumerate(works.values()):
+    for number, work in enumerate(works):
         await work()
         context.observer.progressed(Progress(number + 1))
     context.observer.phase_finished(info, {})
-
-
-@contextmanager
-def _judged(context: EvaluationContext, round_: int) -> Iterator[RoundParts]:
-    with open_frozen_verifier(context, round_) as frozen:
-        yield RoundParts(context, frozen)
 
 
 # --- the report --------------------------------------------------------------------------------------------------
@@ -560,30 +520,28 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
     stale: list[str] = []
     found: list[dict[str, Any]] = []
     remarks = notes(context.experiment)
+    baseline: CorrectnessBaseline | None = None
+    record: dict[str, Any] | None = None
     context.computing = False
-    diverged = False
     try:
         try:
             baseline = await baseline_of(context, base_set(context))
         except MissingResult:
-            baseline = None
+            pass
         except TrainingDivergedError as error:
-            baseline, diverged = None, True
+            record = {"points": []}
             remarks.append(f"There is no tax, because the training of the correctness baseline diverged: {error}")
         for round_ in range(context.ledger.rounds):
             found.append(await _assemble_round(context, round_, baseline, stale))
     finally:
         context.computing = True
     remarks += notes_of_results(found, context.experiment.evaluate.attack_error_rate)
-    required = [part for part in wanted if not (part == "tax" and diverged)]
-    complete = all(_is_complete(context, found[round_], part) for round_ in rounds for part in required)
-    there = [entry for entry in found if len(entry) > 2]
-    record = _baseline_record(context, baseline) if any("tax" in entry for entry in there) else None
-    if diverged:
-        record = {"points": []}
-    return EvaluationReport.model_validate(
+    if baseline is not None and any("tax" in entry for entry in found):
+        weights_BP = bootstrap(context, len(context.test_problems()))
+        record = {"points": [distance(name, totals, weights_BP) for name, totals in baseline.points]}
+    report = EvaluationReport.model_validate(
         {
-            "status": "complete" if complete else "partial",
+            "status": "partial",
             "run": context.ledger.directory.name,
             "experiment": context.experiment.name,
             "config_hash": context.config,
@@ -593,46 +551,33 @@ async def assemble(context: EvaluationContext, rounds: Sequence[int], wanted: Se
             "rounds_finished": context.ledger.rounds,
             "rounds_planned": context.experiment.game.rounds,
             "settings": context.experiment.evaluate.model_dump(mode="json"),
-            "rounds": there,
+            "rounds": [entry for entry in found if len(entry) > 2],
             "baseline": record,
             "stale": stale,
             "notes": remarks,
         }
     )
-
-
-def _is_complete(context: EvaluationContext, found: Mapping[str, Any], part: str) -> bool:
-    if part == "exploit":  # an interrupted evaluation may have some of the attacks
-        return len(found.get("exploit", ())) == len(attack_kinds(context.experiment))
-    return found.get(part.replace("-", "_")) is not None
+    missing = report.missing(wanted, rounds, attack_kinds(context.experiment))
+    return report if missing else report.model_copy(update={"status": "complete"})
 
 
 async def _assemble_round(
     context: EvaluationContext, round_: int, baseline: CorrectnessBaseline | None, stale: list[str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"round": round_}
-    with _judged(context, round_) as parts:
-        try:
-            found["verifier_version"] = (await parts.frozen.facts())["version"]
-        except MissingResult:
-            found["verifier_version"] = None
+    found: dict[str, Any] = {"round": round_, "verifier_version": None}
+    with open_frozen_verifier(context, round_) as frozen:
+        parts = RoundParts(context, frozen)
+        with suppress(MissingResult):
+            found["verifier_version"] = (await frozen.facts())["version"]
         for part in PARTS:
             try:
-                if part == "tax":
-                    if baseline is None:
-                        raise MissingResult(part, stale=context.units.exists(f"{part}-{parts.source}"))
+                if part != "tax":
+                    found[field_of(part)] = await parts.named(part)()
+                elif baseline is not None:
                     found["tax"] = await parts.tax(baseline)
-                else:
-                    found[part.replace("-", "_")] = await parts.named(part)()
+                elif context.units.exists(f"tax-{parts.source}"):
+                    stale.append(f"tax of round {round_}")
             except MissingResult as missing:
                 if missing.stale:
                     stale.append(f"{part} of round {round_}")
     return found
-
-
-def _baseline_record(context: EvaluationContext, baseline: CorrectnessBaseline | None) -> dict[str, Any] | None:
-    if baseline is None:
-        return None
-    weights_BP = bootstrap(context, len(context.test_problems()))
-    points = [distance(name, totals, weights_BP) for name, totals in baseline.points]
-    return {"points": points}

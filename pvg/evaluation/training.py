@@ -235,10 +235,8 @@ async def policy_totals(
     """The accuracy of a policy and its KL to the base prover, from its `helpful` samples, whose digest is `of`.
     Computed once and stored. `read` returns the policy's weights; None is the base prover itself, with KL 0. `shown`:
     as a phase of its own, because two forward passes of a larger model take minutes."""
-    for_ = digest("reach", of)
-    found = context.units.read(f"reach-{name}", for_)
-    if found is None:
-        context.begin(f"reach-{name}")
+
+    async def work() -> Any:
         info = PhaseInfo(0, context.experiment.game.rounds, "kl", "solutions", len(helpful))
         if shown:
             context.observer.phase_started(info)
@@ -249,8 +247,9 @@ async def policy_totals(
         )
         if shown:
             context.observer.phase_finished(info, {})
-        found = _by_problem(helpful, kl_N, context.test_problems())
-        context.units.write(f"reach-{name}", for_, found)
+        return _by_problem(helpful, kl_N, context.test_problems())
+
+    found = await context.unit(f"reach-{name}", digest("reach", of), work)
     return PolicyTotals(*(np.array(found[key], dtype=np.float64) for key in ("kl", "correct", "tokens", "solutions")))
 
 
@@ -366,9 +365,9 @@ def distance(name: str, found: PolicyTotals, weights_BP: Float64) -> dict[str, A
     n, tokens = int(found.solutions_P.sum()), int(found.tokens_P.sum())
     return {
         "name": name,
-        "kl": ratio(found.kl_P, found.solutions_P, weights_BP, n).plain(),
-        "kl_per_token": ratio(found.kl_P, found.tokens_P, weights_BP, tokens).plain(),
-        "accuracy": ratio(found.correct_P, found.solutions_P, weights_BP, n).plain(),
+        "kl": ratio(found.kl_P, found.solutions_P, weights_BP, n),
+        "kl_per_token": ratio(found.kl_P, found.tokens_P, weights_BP, tokens),
+        "accuracy": ratio(found.correct_P, found.solutions_P, weights_BP, n),
     }
 
 
@@ -423,11 +422,7 @@ def _baseline_training(context: EvaluationContext) -> PolicyTraining:
 
 
 async def _trained(context: EvaluationContext, training: PolicyTraining) -> None:
-    stored: Any = context.units.read(UNIT, training.digest)
-    if stored is None:
-        context.begin(UNIT)
-        stored = await _train_baseline(context, training)
-        context.units.write(UNIT, training.digest, stored)
+    stored = await context.unit(UNIT, training.digest, partial(_train_baseline, context, training))
     if DIVERGED in stored:
         raise TrainingDivergedError(stored[DIVERGED])
 

@@ -13,18 +13,19 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from pvg.config.experiment import Experiment
-from pvg.errors import ConfigurationError, StateError, UsageError, shortened, user_paths
+from pvg.errors import ConfigurationError, UsageError, path_error, shortened, user_paths
 from pvg.inputs import not_json, open_input
 from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_directory import RunDirectory, refuse_samples
-from pvg.store.run_players import prover_weights_name, saved_verifier_name
+from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import open_round, prover_weights_name, saved_verifier_name
 
 if TYPE_CHECKING:
     import torch
@@ -59,29 +60,9 @@ class FinishedRound:
 
     @classmethod
     def open(cls, run: RunDirectory, round_: int = -1) -> FinishedRound:
-        """Rounds count from 0; -1 is the last. Raises UsageError for a round that is not finished, and StateError for
-        one that a lost commit may have had."""
-        loaded = run.load_state()
-        state = loaded.state or {}
-        rounds = state.get("rounds", ())
-        refuse_samples(run, state)
-        number = len(rounds) + round_ if round_ < 0 else round_
-        if loaded.notice and (not rounds or len(rounds) <= round_ < run.experiment().game.rounds):
-            lost = f"does not have round {round_}" if rounds else "has no finished round"
-            raise StateError(
-                f"The last valid commit of {run.name} {lost}. {loaded.notice}",
-                f"To play on from it: pvg train --resume {run.argument}",
-            )
-        if not rounds:
-            raise UsageError(
-                f"No round of {run.name} is finished yet.",
-                f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
-            )
-        if not 0 <= number < len(rounds):
-            raise UsageError(
-                f"Round {round_} of the run {run.name!r} is not finished.",
-                f"Finished rounds, counted from 0: {', '.join(map(str, range(len(rounds))))}.",
-            )
+        """Rounds count from 0; -1 is the last. Raises the errors of pvg.store.run_players.open_round."""
+        state, number = open_round(run, round_)
+        rounds = state["rounds"]
         return cls(run, run.experiment(), number, len(rounds), tuple(state.get("weights", ())), dict(rounds[number]))
 
     @property
@@ -141,7 +122,7 @@ class FinishedRound:
                 verifier,
                 template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
-                token_budget=section.score_tokens,
+                token_budget=section.micro_batch_tokens,
                 precision=section.precision,
                 executor=executor,
                 threshold=threshold,
@@ -167,7 +148,6 @@ class _Verifiers:
 
 ROWS_AT_ONCE = 256  # scored together and then written
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors on Windows begin a file with it
-EXACT_FLOAT = 2.0**53  # from here on a float may have lost digits of the number in the file
 EXAMPLE = 'Write {"question": "...", "solution": "..."}'
 
 
@@ -192,15 +172,10 @@ class Verdict:
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The line numbers (from 1) and objects of a JSONL file. Empty lines are skipped. Raises UsageError for a path that
     is not a regular file, and with the line number for a line that is not an object with two texts."""
-    with user_paths():
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder, not a file of solutions.", f"Give a file in it: {path}/FILE.jsonl")
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is not a regular file, and pvg reads it twice.", "Save the solutions in a file.")
-        try:
-            file = open_input(path)
-        except FileNotFoundError:
-            raise UsageError(f"There is no file {str(path)!r}.", "Give a JSONL file.") from None
+    try:
+        file = open_input(path)
+    except OSError as error:
+        raise path_error(error, UsageError, "Give a JSONL file of solutions.") from None
     with file, user_paths():
         for number, line in enumerate(file, 1):
             if text := line.removeprefix(BYTE_ORDER_MARK if number == 1 else b"").strip():
@@ -209,10 +184,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def check_rows(path: Path) -> None:
     """Read the whole file. Raises UsageError as `read_rows` does, and for a file without rows."""
-    rows = 0
-    for _ in read_rows(path):
-        rows += 1
-    if not rows:
+    if not sum(1 for _ in read_rows(path)):
         raise UsageError(f"{path} has no solutions.", f"{EXAMPLE}, one per line.")
 
 
@@ -231,28 +203,9 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
             raise UsageError(f"{place}: {wrong}.", EXAMPLE)
     if not row["question"].strip():
         raise UsageError(f"{place}: 'question' is empty.", "Write the question, or remove the line.")
-    if not _is_copied_exactly(row.get("id")):
-        raise UsageError(f"{place}: 'id' has a number that is too large, or too many levels.", "Write it as a text.")
+    if not isinstance(row.get("id"), str | int | None):  # orjson reads larger integers as floats, which lose digits
+        raise UsageError(f"{place}: 'id' is neither a text nor an integer of 64 bits.", "Write it as a text.")
     return row
-
-
-def _is_copied_exactly(identity: object) -> bool:
-    """Whether the result can have the same "id". orjson reads an integer of more than 64 bits as a float, and cannot
-    write everything that it reads."""
-    try:
-        orjson.dumps({"id": identity})
-    except TypeError:
-        return False
-    parts = [identity]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, float) and abs(part) >= EXACT_FLOAT:
-            return False
-        if isinstance(part, list):
-            parts += part
-        elif isinstance(part, dict):
-            parts += part.values()
-    return True
 
 
 async def score_rows(
@@ -260,15 +213,10 @@ async def score_rows(
 ) -> AsyncIterator[tuple[dict[str, Any], Verdict]]:
     """The result of each row, in order: a plain object for one line of output, and its verdict. Raises UsageError with
     the line number for a row that cannot be scored."""
-    chunk: list[tuple[int, dict[str, Any]]] = []
-    for row in read_rows(path):
-        chunk.append(row)
-        if len(chunk) == ROWS_AT_ONCE:
-            for result in await _scored(scorer, path, chunk, calibration):
-                yield result
-            chunk = []
-    for result in await _scored(scorer, path, chunk, calibration):
-        yield result
+    rows = read_rows(path)
+    while chunk := list(islice(rows, ROWS_AT_ONCE)):
+        for result in await _scored(scorer, path, chunk, calibration):
+            yield result
 
 
 async def _scored(

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
+from pydantic import BaseModel, Field, ValidationError
 
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, reason, shortened
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, reason
 from pvg.export.finished import FinishedRound, Platt, Verdict
 from pvg.verifier.scorer import TextSolution, VerifierScorer
 
@@ -32,6 +33,22 @@ NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 MOST_BYTES = 8 * 2**20  # of a request
 MOST_ROWS = 4096  # of a request
 
+
+class ScoreRow(BaseModel, strict=True):
+    question: str
+    solution: str
+
+
+class ScoreRequest(BaseModel, strict=True):
+    rows: Annotated[list[ScoreRow], Field(max_length=MOST_ROWS)]
+
+
+class RewardRequest(BaseModel, strict=True):
+    query: Annotated[list[str], Field(max_length=MOST_ROWS)]
+    prompts: Annotated[list[str], Field(max_length=MOST_ROWS)]
+
+
+Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -88,28 +105,19 @@ class RewardServer:
         )
 
     async def _score(self, request: web.Request) -> web.Response:
-        rows = _list(await _object(request), "rows")
-        for number, row in enumerate(rows):
-            if not (isinstance(row, dict) and isinstance(row.get("question"), str)):
-                raise UsageError(f'rows[{number}] has no text "question".')
-            if not isinstance(row.get("solution"), str):
-                raise UsageError(f'rows[{number}] has no text "solution".')
-        verdicts = await self._verdicts([(row["question"], row["solution"]) for row in rows])
+        rows = (await _body(request, ScoreRequest)).rows
+        verdicts = await self._verdicts([(row.question, row.solution) for row in rows])
         return _json({"results": [verdict.plain() for verdict in verdicts]})
 
     async def _get_reward(self, request: web.Request) -> web.Response:
-        body = await _object(request)
-        queries, prompts = _list(body, "query"), _list(body, "prompts")
-        if len(queries) != len(prompts):
-            raise UsageError(f'"query" has {len(queries)} texts, but "prompts" has {len(prompts)}.')
-        pairs = []
-        for number, (query, prompt) in enumerate(zip(queries, prompts, strict=True)):
-            if not (isinstance(query, str) and isinstance(prompt, str)):
-                raise UsageError(f"query[{number}] or prompts[{number}] is not a text.")
+        body = await _body(request, RewardRequest)
+        if len(body.query) != len(body.prompts):
+            raise UsageError(f'"query" has {len(body.query)} texts, but "prompts" has {len(body.prompts)}.')
+        for number, (query, prompt) in enumerate(zip(body.query, body.prompts, strict=True)):
             if not query.startswith(prompt):
                 raise UsageError(f"query[{number}] does not begin with prompts[{number}], the question.")
-            pairs.append((prompt, query[len(prompt) :]))
-        verdicts = await self._verdicts(pairs)
+        pairs = zip(body.query, body.prompts, strict=True)
+        verdicts = await self._verdicts([(prompt, query[len(prompt) :]) for query, prompt in pairs])
         scores = [verdict.score for verdict in verdicts]
         accepted = [float(verdict.accepted) for verdict in verdicts]
         # OpenRLHF reads `rewards` as the reward, `scores` for its filter of prompts (0 to 1), and logs the rest.
@@ -122,23 +130,12 @@ class RewardServer:
         return [Verdict.of(float(score), self._scorer.threshold, self._calibration) for score in scores_N]
 
 
-async def _object(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request, kind: type[Body]) -> Body:
     try:
-        body = orjson.loads(await request.read())
-    except orjson.JSONDecodeError as error:
-        raise UsageError(f"The request is not JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise UsageError("The request is not a JSON object.")
-    return body
-
-
-def _list(body: dict[str, Any], key: str) -> list[Any]:
-    found = body.get(key)
-    if not isinstance(found, list):
-        raise UsageError(f'"{key}" is not a list: {shortened(repr(found))}.')
-    if len(found) > MOST_ROWS:
-        raise UsageError(f'"{key}" has {len(found)} rows; a request may have at most {MOST_ROWS}.')
-    return found
+        return kind.model_validate_json(await request.read())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UsageError(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))) from None
 
 
 @web.middleware

@@ -1,4 +1,4 @@
-"""Where the groups of a batch come from. A round's loop (pvg.game.round) asks one `GroupSource` for them.
+"""Where the groups of a batch come from. A round's loop (pvg.game.round) asks one of these sources for them.
 
 - `FreshGroups`: sampled now.
 - `CarriedGroups`: with those that a deadline has interrupted in earlier batches (`rollout.deadline = "continue"`).
@@ -31,19 +31,26 @@ Bools = NDArray[np.bool_]
 
 
 class FreshGroups:
-    """Every batch is sampled by the newest policy when it is asked for."""
+    """Every batch is sampled by the newest policy when it is asked for. `ahead`: whether the source samples while the
+    trainer works. `carried`: rollouts that wait for the next batch."""
 
     ahead = False
-    carried = 0
 
     def __init__(self, orders: ProverOrders) -> None:
         self._orders = orders
 
-    def start(self, version: int, batch: int, batches: int) -> None: ...
+    @property
+    def carried(self) -> int:
+        return 0
 
-    def published(self, version: int) -> None: ...
+    def start(self, version: int, batch: int, batches: int) -> None:
+        """Begin with batch number `batch`; engine and trainer have `version`. `batches` of them remain."""
+
+    def published(self, version: int) -> None:
+        """The engine has received the trainer's new `version`."""
 
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
+        """The groups of batch `number`, and metrics."""
         with span("rollout"):
             return await self._orders.sample(self._orders.batch(number), number), {}
 
@@ -53,6 +60,7 @@ class FreshGroups:
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> int:
+        """Returns the number of rollouts that were in progress and are lost."""
         return 0
 
 
@@ -64,7 +72,7 @@ class CarriedGroups(FreshGroups):
         self._partial = partial
 
     @property
-    def carried(self) -> int:  # type: ignore[override]
+    def carried(self) -> int:
         return self._partial.carried
 
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:

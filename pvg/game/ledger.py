@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,60 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Manifests: one JSON document per finished phase, with its inputs, outputs, configuration and code.
-
-
 MANIFEST_SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """`inputs` and `outputs` name files and what identifies them. `finished`: seconds since 1970. `peak_memory`: the
-    maximum over the processes of the run so far, in bytes.
-
-    A metric that is NaN or infinite reads back as None. `machine`: torch, device and threads, which affect the last
-    bits of the results.
-    """
-
-    round: int
-    phase: str
-    inputs: Mapping[str, Any]
-    outputs: Mapping[str, Any]
-    config_hash: str
-    code_version: str
-    metrics: Mapping[str, float | None]
-    finished: float
-    peak_memory: Mapping[str, float]
-    machine: str
-    schema: int = MANIFEST_SCHEMA
-
-
-def write_manifest(
-    run: RunDirectory,
-    round_: int,
-    phase: str,
-    inputs: Mapping[str, Any],
-    outputs: Mapping[str, Any],
-    config_hash: str,
-    code_version: str,
-    metrics: Mapping[str, float | None],
-    peak_memory: Mapping[str, float],
-    machine: str = "",
-    *,
-    before: Callable[[], None] | None = None,
-) -> Path:
-    """Write `manifest/round-002-train_prover.json`, atomically. `before` is called just before it gets its name.
-
-    If a process was killed between this and the commit, the repeated phase replaces the manifest.
-    """
-    given = (round_, phase, inputs, outputs, config_hash, code_version, metrics)
-    manifest = Manifest(*given, time.time(), peak_memory, machine)
-    path = run.manifest / f"round-{round_:03d}-{phase}.json"
-    make_directory(run.manifest)
-    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
-    write_atomic(path, orjson.dumps(asdict(manifest), option=options), before)
-    return path
-
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
@@ -244,29 +191,36 @@ class Ledger:
         return [*kept, mark]
 
     def _write_manifest(self, after: GameState, metrics: Mapping[str, float | None]) -> None:
-        """Write the manifest before the state: a process killed in between ends the phase again and rewrites it."""
-        before = self.state
-        own = [info.path for info in shards_of(after, before.round, before.phase.value)]
+        """Write `manifest/round-002-train_prover.json`: the inputs and outputs of the phase that ends, and what its
+        results depend on. `peak_memory`: the maximum over the run's processes so far, in bytes.
+
+        It is written before the state: a process killed in between ends the phase again and replaces it."""
+        before, phase = self.state, self.state.phase.value
+        own = [info.path for info in shards_of(after, before.round, phase)]
         earlier = before.progress.get("weights", ())  # weights of this phase in an earlier commit
-        write_manifest(
-            self.directory,
-            before.round,
-            before.phase.value,
-            inputs={
+        manifest = {
+            "round": before.round,
+            "phase": phase,
+            "inputs": {
                 "weights": [name for name in before.weights if name not in earlier],
                 "shards": len(after.shards) - len(own),
             },
-            outputs={
+            "outputs": {
                 "weights": [name for name in after.weights if name not in before.weights or name in earlier],
                 "shards": own,
             },
-            config_hash=after.config_hash,
-            code_version=after.code_version,
-            metrics=metrics,
-            machine=after.machine,
-            peak_memory=after.peak_memory,
-            before=self._unchanged,
-        )
+            "config_hash": after.config_hash,
+            "code_version": after.code_version,
+            "metrics": metrics,
+            "finished": time.time(),
+            "peak_memory": after.peak_memory,
+            "machine": after.machine,
+            "schema": MANIFEST_SCHEMA,
+        }
+        make_directory(self.directory.manifest)
+        path = self.directory.manifest / f"round-{before.round:03d}-{phase}.json"
+        options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+        write_atomic(path, orjson.dumps(manifest, option=options), self._unchanged)
 
     async def save_weights(
         self,

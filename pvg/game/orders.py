@@ -31,7 +31,7 @@ from pvg.verifier.scorer import Scorer
 
 
 Weights = NDArray[np.float64]
-DECAY = 0.5  # of a source's share, per round of its age
+DECAY = 0.5  # of the shares of older sources, per round
 WINDOW = 2
 
 
@@ -66,11 +66,6 @@ def equal(count: int) -> Weights:
     return np.ones(count)
 
 
-def exponential(count: int) -> Weights:
-    """DECAY ** age: the newest source has weight 1, each older one DECAY times the next newer."""
-    return np.power(DECAY, _ages(count).astype(np.float64))
-
-
 def geometric(count: int) -> Weights:
     """Stick-breaking: the newest source takes 1 - DECAY, each older one the same share of the rest, the oldest the
     remainder."""
@@ -97,7 +92,6 @@ def base(count: int) -> Weights:
 
 MIXTURES: dict[str, Callable[[int], Weights]] = {
     "equal": equal,
-    "exponential": exponential,
     "geometric": geometric,
     "window": window,
     "latest": latest,
@@ -109,10 +103,8 @@ MIXTURES: dict[str, Callable[[int], Weights]] = {
 
 
 Float64 = NDArray[np.float64]
-Int64 = NDArray[np.int64]
 
 LEAST_WEIGHT = 0.05  # keeps the probability of every problem above 0
-ROUNDING = 1e-6  # well above the rounding errors of a short sum, well below any meaningful share
 UNKNOWN = 0.5  # the rate of a problem that a role has not tried yet
 
 
@@ -129,110 +121,21 @@ def uncertainty_weights(rates_P: Float64) -> Float64:
     return weights_P
 
 
-def buckets_of(rates_P: Float64, edges: Sequence[float]) -> Int64:
-    """int64 [P]: the bucket of each problem. Bucket b holds edges[b - 1] <= v < edges[b]; the first starts at 0, the
-    last ends at 1."""
-    return np.searchsorted(np.asarray(edges, dtype=np.float64), known_rates(rates_P), side="right").astype(np.int64)
-
-
-def bucket_counts(sizes_B: Int64, shares_B: Float64, count: int, offset: float) -> Int64:
-    """int64 [B]: how many of `count` draws without replacement come from each bucket. They sum to `count`.
-
-    A bucket gives its share, but no more than its size. The other buckets fill the rest, in proportion to their shares
-    (to their sizes if those shares are all 0). One `offset` in [0, 1) rounds all fractions systematically: each count
-    is its exact value rounded down or up, and its mean over uniform offsets is exact.
-
-    Raises ValueError if `count` exceeds the total size of the buckets.
-    """
-    if count > sizes_B.sum():
-        raise ValueError(f"cannot draw {count} of {sizes_B.sum()} problems without replacement")
-    exact_B = _filled(sizes_B.astype(np.float64), np.asarray(shares_B, dtype=np.float64), float(count))
-    # A bucket of 5 with an exact count of 4.999999999 is full. Without this rounding, another bucket could get its
-    # fifth problem.
-    exact_B = _whole_where_near(exact_B)
-    whole_B = np.floor(exact_B).astype(np.int64)
-    ends_B = _whole_where_near(np.cumsum(exact_B - whole_B))
-    marks_B = np.floor(ends_B + offset).astype(np.int64)
-    counts_B: Int64 = whole_B + np.diff(marks_B, prepend=0)
-    return counts_B
-
-
-def _whole_where_near(values_B: Float64) -> Float64:
-    """float64 [B]: values within rounding error of a whole number become that number."""
-    nearest_B = np.rint(values_B)
-    found_B: Float64 = np.where(np.abs(values_B - nearest_B) < ROUNDING, nearest_B, values_B)
-    return found_B
-
-
-def _filled(sizes_B: Float64, shares_B: Float64, count: float) -> Float64:
-    """float64 [B]: `count` split by shares. A bucket that would exceed its size gives its size; the others share the
-    rest."""
-    exact_B = np.zeros(len(sizes_B))
-    open_B = sizes_B > 0.0
-    while count > 0.0 and open_B.any():
-        weights_B = np.where(open_B, shares_B, 0.0)
-        if weights_B.sum() == 0.0:
-            weights_B = np.where(open_B, sizes_B, 0.0)
-        wanted_B = count * weights_B / weights_B.sum()
-        full_B = open_B & (wanted_B >= sizes_B)
-        if not full_B.any():
-            return np.where(open_B, wanted_B, exact_B)
-        exact_B[full_B] = sizes_B[full_B]
-        count -= float(sizes_B[full_B].sum())
-        open_B &= ~full_B
-    return exact_B
-
-
-def draw_from_buckets(
-    buckets_P: Int64, shares_B: Sequence[float], count: int, generator: np.random.Generator
-) -> list[int]:
-    """`count` positions in random order, with the buckets in their shares. No position repeats before all positions
-    were drawn once."""
-    chosen: list[int] = []
-    everything = np.arange(len(buckets_P))
-    while count - len(chosen) >= len(buckets_P):
-        chosen += generator.permutation(everything).tolist()
-    sizes_B = np.bincount(buckets_P, minlength=len(shares_B)).astype(np.int64)
-    counts_B = bucket_counts(sizes_B, np.asarray(shares_B), count - len(chosen), generator.random())
-    rest: list[int] = []
-    for bucket, of_bucket in enumerate(counts_B.tolist()):
-        rest += generator.choice(everything[buckets_P == bucket], of_bucket, replace=False).tolist()
-    shuffled: list[int] = generator.permutation(np.array(rest, dtype=np.int64)).tolist()
-    return chosen + shuffled
-
-
-class Problems(Protocol):
-    """Chooses the problems of prover training."""
+class ShuffledProblems:
+    """Chooses the problems of prover training: one endless shuffle of all problems for both roles."""
 
     def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
         """The problems of `groups` of batch `number`, whose groups have `roles`."""
-        ...
-
-    def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        """`count` positions in `problems` for `role`; none repeats before all were drawn once."""
-        ...
-
-    def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
-        """Learn which rollouts of a batch were role-aligned. Returns metrics."""
-        ...
-
-    def state(self) -> dict[str, Any]: ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-class ShuffledProblems:
-    """One endless shuffle of all problems for both roles."""
-
-    def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
         # Both roles share one shuffle, so a group's problem depends on its position among all groups.
         problems = session.draw("prover", number * len(roles), len(roles), f"prover-{session.state.round}")
         return [problems[group] for group in groups]
 
     def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
+        """`count` positions in `problems` for `role`; none repeats before all were drawn once."""
         return [int(position) for position in generator.permutation(len(problems))[:count]]
 
     def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
+        """Learn which rollouts of a batch were role-aligned. Returns metrics."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -241,15 +144,13 @@ class ShuffledProblems:
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-EDGES = (0.2, 0.8)  # success rates between hard, middle and easy problems
-SHARES = (0.25, 0.5, 0.25)  # of each role's groups in a batch, from hard to easy
+HARD, EASY = 0.2, 0.8  # success rates below and from which a problem counts as hard or easy
 
 
-class Curriculum:
-    """Problems by how often each role has succeeded at them. `rates`: success of each problem and role."""
+class Curriculum(ShuffledProblems):
+    """Draws problems whose outcome is uncertain more often: by the success rate of each problem and role."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self._rates = ValueTracker()
 
     def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
@@ -262,12 +163,10 @@ class Curriculum:
 
     def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
         rates_P = self._of([(problem.id, role) for problem in problems])
-        if self._kind == "buckets":
-            return draw_from_buckets(buckets_of(rates_P, EDGES), SHARES, count, generator)
         return draw_weighted(uncertainty_weights(rates_P), count, generator)
 
     def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
-        """Learn which rollouts of a batch were role-aligned. Returns metrics of the rates before this update."""
+        """The metrics are those of the rates before this update."""
         keys = [(rollout.problem_id, rollout.role) for rollout in rollouts]
         versions_N = np.array([rollout.version for rollout in rollouts], dtype=np.int32)
         rates_N = known_rates(self._of(keys))
@@ -277,17 +176,14 @@ class Curriculum:
             "success_tracked": float(rates_N.mean()),
             "success_error": float(np.abs(rates_N - aligned_N).mean()),
             "success_unseen": float(unseen_N.mean()),
-            "success_hard": float((rates_N < EDGES[0]).mean()),
-            "success_easy": float((rates_N >= EDGES[-1]).mean()),
+            "success_hard": float((rates_N < HARD).mean()),
+            "success_easy": float((rates_N >= EASY).mean()),
         }
 
     def _of(self, keys: Sequence[tuple[str, Role]]) -> NDArray[np.float64]:
         return np.array([self._rates.value(key) for key in keys], dtype=np.float64)
 
-    # --- resuming ----------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
-        """JSON data that restores the rates bit by bit."""
         return self._rates.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -303,7 +199,7 @@ class ProverOrders:
     groups: int
     size: int
     sneaky_share: float
-    problems: Problems = field(default_factory=ShuffledProblems)
+    problems: ShuffledProblems = field(default_factory=ShuffledProblems)
     deadline: Deadline | None = None
     environment: Environment | None = None
     on_group: Callable[[Sequence[Rollout]], None] | None = None
@@ -368,13 +264,13 @@ class ProverOrders:
 
 def prover_orders(session: Session, environment: Environment | None = None) -> ProverOrders:
     """The orders of prover training in the session's game."""
-    training, curriculum = session.training, session.training.curriculum
+    training = session.training
     return ProverOrders(
         session,
         training.groups,
         session.rollout.group_size,
         session.game.sneaky_share,
-        ShuffledProblems() if curriculum == "none" else Curriculum(curriculum),
+        ShuffledProblems() if training.curriculum == "none" else Curriculum(),
         training_deadline(session.rollout.deadline, training),
         environment,
     )

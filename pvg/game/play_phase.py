@@ -23,6 +23,7 @@ from pvg.config.task import PlayReference
 from pvg.errors import ConfigurationError
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.mint import load_source
+from pvg.game.parts import Batches
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
@@ -40,8 +41,6 @@ from pvg.training.credit import advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pvg.workers.training import ModelInWorkers
 
 
@@ -347,7 +346,7 @@ class _Starts:
 
 
 @dataclass
-class PlayBatches:
+class PlayBatches(Batches):
     """Produces one batch of decisions per call, from games that the current policy plays. A batch depends only on the
     weights and its number. `opponent`: who plays the other seats; None: the policy itself.
 
@@ -360,27 +359,10 @@ class PlayBatches:
     opponent: Opponent | None
     done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    carried = 0
 
     def __post_init__(self) -> None:
         task = play_task(self.session)
         self.game, self.section = task.game, task.section
-
-    def start(self, version: int) -> None: ...
-
-    async def published(self, version: int) -> dict[str, float]:
-        return {}
-
-    async def close(self) -> None: ...
-
-    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {"done": self.done}
-
-    def load_state(self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
-        self.done = progress["done"]
-        return dict(tensors), 0
-
-    # --- a batch ------------------------------------------------------------------------------------------------------
 
     async def next_batch(self) -> PolicyBatch:
         session, number = self.session, self.done

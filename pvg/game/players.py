@@ -358,12 +358,12 @@ class Players:
             from pvg.workers.scoring import WorkerBackend
 
             references = ScoreCache(CACHE_ENTRIES)
-            backend = WorkerBackend(self._slots.of(verifier), template.key, references, section.score_tokens)
+            backend = WorkerBackend(self._slots.of(verifier), template.key, references, section.micro_batch_tokens)
         return VerifierScorer(
             verifier,
             template,
             verifier.version(),
-            token_budget=section.score_tokens,
+            token_budget=section.micro_batch_tokens,
             precision=section.precision,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,

@@ -31,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from pvg.config.rollout import SamplingAhead
+from pvg.game.groups import FreshGroups
 from pvg.game.orders import ProverOrders
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
@@ -54,9 +55,11 @@ class BufferedGroup:
 
 
 @dataclass(slots=True)
-class DroppedRollouts:
-    """Sampled rollouts that were too old when they arrived or after waiting, and their completion tokens."""
+class LostRollouts:
+    """Discarded work. `groups_cancelled` were too old while still in flight. The other fields count sampled rollouts
+    that were too old when they arrived or after waiting, and their completion tokens."""
 
+    groups_cancelled: int = 0
     on_arrival: int = 0
     waiting: int = 0
     tokens: int = 0
@@ -66,7 +69,7 @@ class GroupBuffer:
     """Finished groups that wait for the trainer. `budget`: the most versions that a rollout may be behind."""
 
     def __init__(self, budget: int, prefer: Prefer = "fresh") -> None:
-        self.drops = DroppedRollouts()
+        self.drops = LostRollouts()
         self._budget = budget
         self._sign = -1 if prefer == "fresh" else 1
         self._waiting: list[BufferedGroup] = []  # in order of arrival
@@ -153,17 +156,6 @@ Sample = Callable[[Role, AdmissionGate], Coroutine[Any, Any, Group]]
 Shares = Callable[[int], Mapping[Role, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class LostRollouts:
-    """Discarded work since the pipeline was created. `groups_cancelled` were too old while still in flight. The other
-    fields count sampled rollouts that were too old, and their tokens."""
-
-    groups_cancelled: int = 0
-    on_arrival: int = 0
-    waiting: int = 0
-    tokens: int = 0
-
-
 class Pipeline:
     """See the module docstring. Belongs to one event loop; only one task may call `take`."""
 
@@ -182,8 +174,6 @@ class Pipeline:
     ) -> None:
         """`ahead`: batches in flight or waiting beyond the next one. `batch`: number of the first batch. `batches`: how
         many will be taken in total; None: unknown."""
-        if ahead < 0 or budget < 0:
-            raise ValueError(f"ahead ({ahead}) and budget ({budget}) must be at least 0")
         self.version = version
         self._sample = sample
         self._shares = shares
@@ -197,10 +187,9 @@ class Pipeline:
         self._buffer = GroupBuffer(budget, prefer)
         self._running: dict[asyncio.Task[Group], tuple[Role, AdmissionGate]] = {}
         self._given_up: set[asyncio.Task[Group]] = set()
-        self._cancelled = 0
         self._producer: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
-        self._starved = False
+        self.starved = False  # whether `take` waits for a group
         self._room = asyncio.Event()
         self._result_arrived = asyncio.Event()
 
@@ -213,13 +202,9 @@ class Pipeline:
         return len(self._running)
 
     @property
-    def starved(self) -> bool:
-        return self._starved
-
-    @property
     def lost(self) -> LostRollouts:
-        drops = self._buffer.drops
-        return LostRollouts(self._cancelled, drops.on_arrival, drops.waiting, drops.tokens)
+        """Since the pipeline was created."""
+        return replace(self._buffer.drops)
 
     def start(self) -> None:
         """Start sampling. Call it outside the spans of single steps, because it continues during them."""
@@ -244,11 +229,11 @@ class Pipeline:
                     self._batches -= 1
                 return taken
             self._result_arrived.clear()
-            self._starved = True
+            self.starved = True
             try:
                 await self._result_arrived.wait()
             finally:
-                self._starved = False
+                self.starved = False
 
     def published(self, version: int) -> None:
         """The trainer has `version` from now on. Cancels groups that would arrive over the budget."""
@@ -309,7 +294,7 @@ class Pipeline:
         self._given_up.discard(task)
         if task.cancelled():
             if given_up:
-                self._cancelled += 1
+                self._buffer.drops.groups_cancelled += 1
             elif self._producer is not None:
                 self._fail(RuntimeError("A group of rollouts was cancelled, but not by its pipeline."))
         elif error := task.exception():
@@ -379,12 +364,11 @@ class RoleQueue:
         return batch * self.size + order.group
 
 
-class Prefetcher:
-    """A `GroupSource` of `orders`. `scored`: when a group is scored - as soon as it arrives, in the background with
-    others, or with its batch."""
+class Prefetcher(FreshGroups):
+    """Groups of `orders`. `scored`: when a group is scored - as soon as it arrives, in the background with
+    others, or with its batch. `budget`: the most versions that a rollout may be behind."""
 
     ahead = True
-    carried = 0
 
     def __init__(
         self,
@@ -392,10 +376,12 @@ class Prefetcher:
         scorer: VerifierScorer,
         settings: SamplingAhead,
         *,
+        budget: int,
         concurrency: int,
         scored: WhenScored,
     ) -> None:
-        self._orders, self._scorer, self._settings = orders, scorer, settings
+        super().__init__(orders)
+        self._scorer, self._settings, self._budget = scorer, settings, budget
         self._concurrency, self._scored = concurrency, scored
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, orders.groups) for role in Role}
@@ -413,13 +399,12 @@ class Prefetcher:
         return 0
 
     def start(self, version: int, batch: int, batches: int) -> None:
-        """Begin to sample for batch number `batch`; trainer and engine have `version`. `batches`: batches that remain
-        in the phase. After the last one is taken, no new group begins."""
+        """After the last of the `batches` is taken, no new group begins."""
         self._pipeline = Pipeline(
             self._sample,
             lambda number: Counter(self._orders.roles(number)),
             ahead=self._settings.batches,
-            budget=self._settings.staleness_budget,
+            budget=self._budget,
             concurrency=self._concurrency,
             version=version,
             batch=batch,
@@ -477,7 +462,6 @@ class Prefetcher:
             raise errors[0]
 
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups of training batch `number`, and metrics."""
         taken = await self._open.take()
         self._check_scoring()
         groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]

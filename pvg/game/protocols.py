@@ -35,27 +35,23 @@ among MOST_CONSIDERED drawn ones. The verifier chooses before it reads the answe
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pvg.config.base import RunId
 from pvg.config.game import DecoupledProtocol
-from pvg.errors import ConfigurationError, StateError
-from pvg.game.session import Session
+from pvg.errors import ConfigurationError
+from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.game.statistics import sample_metrics
-from pvg.inputs import expanded
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution, VersionSpan
+from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import Environment, Observation, SampleCall, Transcript
 from pvg.seeds import generator_for, seed_for
 from pvg.store.checkpoints import read_checkpoint
-from pvg.store.run_directory import RunDirectory
-from pvg.store.samples import SampleColumns
-from pvg.store.state import FileStateStore
+from pvg.store.run_players import find_player
 from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
 from pvg.telemetry.spans import span
 from pvg.verifier.scorer import Scorer
@@ -65,58 +61,32 @@ if TYPE_CHECKING:
 
 
 SOLVER_SOURCE = "solver"
-PROVERS = re.compile(r"round-\d{3}-prover")
 
 
 async def solve(session: Session) -> None:
     """Run the phase from the last committed chunk on, then enter MINT."""
     problems = [problem for split in ("train", "test") for problem in session.task.problems(split)]
-    size = session.rollout.chunk
-    chunks = [problems[first : first + size] for first in range(0, len(problems), size)]
-    done = session.state.step * size
-    info = session.begin("rollouts", len(problems), min(done, len(problems)))
-    started = time.perf_counter()
-    session.first_step()
-    version = session.state.version
-    if session.state.step == 0:
-        version += 1
-    if session.state.step < len(chunks):
-        with span("sync"):
-            tensors = await session.players.compute(lambda: solver_weights(session))
-            await session.players.publish(tensors, version)
-    for number in range(session.state.step, len(chunks)):
-        chunk_started = time.perf_counter()
-        with span("rollout"):
-            rollouts = await _sample(session, chunks[number], number)
-        with span("record"):
-            session.ledger.keep(rollouts)
-            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - chunk_started)
-        session.report_step(info, min((number + 1) * size, len(problems)), metrics)
-        await session.commit(step=number + 1, version=version)
+    size, first = session.rollout.chunk, session.state.step
+    info = session.begin("rollouts", len(problems), min(first * size, len(problems)))
+
+    async def load(number: int) -> int:
+        version = session.state.version + (number == 0)
+        if number == first:
+            with span("sync"):
+                tensors = await session.players.compute(lambda: solver_weights(session))
+                await session.players.publish(tensors, version)
+        return version
+
+    def orders(number: int) -> tuple[list[GroupOrder], SampleCall]:
+        chunk = problems[number * size : (number + 1) * size]
+        seed = seed_for(session.seed, "solve", number)
+        call = SampleCall(0, SOLVER_SOURCE, step=number, seed=seed, prefix=f"000/solve/{number:05d}")
+        return [session.order(problem, Role.HELPFUL, group, 1) for group, problem in enumerate(chunk)], call
+
+    await sample_chunks(session, info, -(-len(problems) // size), orders, load)
     with span("record"):
         session.prompts.solutions = await read_solutions(session)
-        solved = await session.ledger.sample_columns(0, Phase.SOLVE.value)
-    seconds = time.perf_counter() - started
-    metrics = sample_metrics(solved, seconds)
-    if done:  # an earlier process sampled a part, and this process does not know its seconds
-        del metrics["tokens_per_s"]
-    session.finish_phase(info, metrics, seconds)
     await session.leave_phase(session.state.enter(Phase.MINT))
-
-
-async def _sample(session: Session, problems: list[Problem], number: int) -> list[Rollout]:
-    orders = [session.order(problem, Role.HELPFUL, group, 1) for group, problem in enumerate(problems)]
-    groups = await session.players.dispatcher.sample(
-        orders,
-        SampleCall(
-            round=0,
-            source=SOLVER_SOURCE,
-            step=number,
-            seed=seed_for(session.seed, "solve", number),
-            prefix=f"000/solve/{number:05d}",
-        ),
-    )
-    return [rollout for group in groups for rollout in group.rollouts]
 
 
 async def read_solutions(session: Session) -> dict[str, SolverSolution]:
@@ -134,39 +104,20 @@ def solutions_of(solved: Iterable[Rollout]) -> dict[str, SolverSolution]:
 def solver_weights(session: Session) -> Mapping[str, Tensor]:
     """The weights of `game.protocol.solver`, in the shapes of the base prover.
 
-    Raises ConfigurationError if the directory has no finished prover, or one of another model.
+    Raises ConfigurationError for a prover of another model, and what `find_player` raises for a run without one.
     """
     protocol, base = session.game.protocol, session.players.base.weights()
     assert isinstance(protocol, DecoupledProtocol), "only the decoupled game has a solver"
     solver = protocol.solver
     if solver == BASE_SOURCE:
         return base
-    tensors = read_newest_prover(Path(solver))
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if shapes != {name: tuple(tensor.shape) for name, tensor in base.items()}:
+    found = find_player(RunId(solver if "/" in solver else f"./{solver}"))
+    tensors, _ = read_checkpoint(found.run.weights, found.weights)
+    if {name: tensor.shape for name, tensor in tensors.items()} != {name: value.shape for name, value in base.items()}:
         raise ConfigurationError(
             f"The prover of game.protocol.solver = {solver!r} does not have the architecture of models.prover.",
             "Choose a run that was trained from the same model.",
         )
-    return tensors
-
-
-def read_newest_prover(directory: Path) -> dict[str, Tensor]:
-    """The weights of the newest finished prover of the run in `directory`. Raises ConfigurationError if it has none."""
-    run = RunDirectory(expanded(directory, "game.protocol.solver"))
-    remedy = 'Set game.protocol.solver to the directory of a run with a finished round (runs/NAME), or to "base".'
-    if not run.state.exists():
-        raise ConfigurationError(f"game.protocol.solver: there is no run in {directory}.", remedy)
-    try:
-        state = FileStateStore(run.state).load().state or {}
-    except StateError as error:
-        raise ConfigurationError(
-            f"game.protocol.solver: the run in {directory} cannot be read: {error}", remedy
-        ) from None
-    names = sorted(name for name in state.get("weights", ()) if PROVERS.fullmatch(name))
-    if not names:
-        raise ConfigurationError(f"game.protocol.solver: the run in {directory} has no finished prover.", remedy)
-    tensors, _ = read_checkpoint(run.weights, names[-1])
     return tensors
 
 
@@ -207,13 +158,10 @@ class ChallengeEnvironment(Environment):
             return await self._answered(self._task, transcripts, texts)
         steps = [[] if text is None else steps_of(self._task, text) for text in texts]
         numbers = await self._chosen(transcripts, steps)
-        found: list[Observation | None] = []
-        for text, places, number in zip(texts, steps, numbers, strict=True):
-            if text is None or number is None:
-                found.append(None)
-            else:
-                found.append(self._question(number, text[slice(*places[number])]))
-        return found
+        return [
+            None if text is None or number is None else self._question(number, text[slice(*places[number])])
+            for text, places, number in zip(texts, steps, numbers, strict=True)
+        ]
 
     def example(self, problem: Problem, solution: str) -> tuple[Observation, str] | None:
         """A question about `solution` and an answer, for previews: without a model. A task's answer is also in the
@@ -244,30 +192,24 @@ class ChallengeEnvironment(Environment):
         asked = [
             [] if text is None else task.questions(problem, text) for problem, text in zip(problems, texts, strict=True)
         ]
-        encode = self._tokenizer.encode
         most = 1 if self._scorer is None else MOST_CONSIDERED
         asked = [self._some(transcript, found, most) for transcript, found in zip(transcripts, asked, strict=True)]
         if self._scorer is None:
             chosen = [0 if found else None for found in asked]
         else:
+            encode = self._tokenizer.encode
             candidates = [
-                _prefix(t, np.concatenate([t.completion_ids[:-1], encode(question)]), self._tokenizer)
+                [
+                    _prefix(t, np.concatenate([t.completion_ids[:-1], encode(question)]), self._tokenizer)
+                    for question in found
+                ]
                 for t, found in zip(transcripts, asked, strict=True)
-                for question in found
             ]
-            scores_N = await self._scorer.score(candidates)
-            ends = np.cumsum([len(found) for found in asked]).tolist()
-            chosen = [
-                int(scores_N[end - len(found) : end].argmin()) if found else None
-                for found, end in zip(asked, ends, strict=True)
-            ]
-        observed: list[Observation | None] = []
-        for problem, text, found, number in zip(problems, texts, asked, chosen, strict=True):
-            if text is None or number is None:
-                observed.append(None)
-                continue
-            observed.append(self._told(task, problem, text, found[number]))
-        return observed
+            chosen = await _best(self._scorer, candidates, lambda scores_K: int(scores_K.argmin()))
+        return [
+            None if text is None or number is None else self._told(task, problem, text, found[number])
+            for problem, text, found, number in zip(problems, texts, asked, chosen, strict=True)
+        ]
 
     def _told(self, task: AnswersQuestions, problem: Problem, solution: str, question: str) -> Observation:
         """The question with the task's answer. It ends the episode."""
@@ -289,12 +231,7 @@ class ChallengeEnvironment(Environment):
                 for transcript, places in zip(transcripts, steps, strict=True)
             ]
         prefixes = [self._prefixes(t, places) if places else [] for t, places in zip(transcripts, steps, strict=True)]
-        scores_N = await self._scorer.score([prefix for part in prefixes for prefix in part])
-        ends = np.cumsum([len(part) for part in prefixes])
-        return [
-            weakest(scores_N[end - len(part) : end]) if part else None
-            for part, end in zip(prefixes, ends.tolist(), strict=True)
-        ]
+        return await _best(self._scorer, prefixes, weakest)
 
     def _prefixes(self, transcript: Transcript, places: Sequence[Place]) -> list[Rollout]:
         """The solution before its first step and after each step, as rollouts for the scorer."""
@@ -311,6 +248,17 @@ class ChallengeEnvironment(Environment):
         asked = f"Check step {number + 1}: {quoted}\nWrite this step again, with its calculation. Is it right?"
         ids = self._tokenizer.encode(f"\n{asked}\n") if self._style != "chat" else self._tokenizer.next_turn(asked)
         return Observation(ids, f"\n{asked}\n", self._max_tokens)
+
+
+async def _best(
+    scorer: Scorer, candidates: Sequence[Sequence[Rollout]], choose: Callable[[Float32], int]
+) -> list[int | None]:
+    """What `choose` takes by the scores of each transcript's candidates; None for one without candidates."""
+    scores_N = await scorer.score([each for part in candidates for each in part])
+    ends = np.cumsum([len(part) for part in candidates]).tolist()
+    return [
+        choose(scores_N[end - len(part) : end]) if part else None for part, end in zip(candidates, ends, strict=True)
+    ]
 
 
 def weakest(scores_K: Float32) -> int:

@@ -17,7 +17,7 @@ from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, environment_of, prover_orders
-from pvg.game.parts import Batches, GroupSource, Helper, TrainingStop, VerifierInRound
+from pvg.game.parts import Batches, Helper, TrainingStop
 from pvg.game.players import Players
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
@@ -25,7 +25,6 @@ from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import BatchClock
 from pvg.game.verifier_phase import FixedVerifier, read_verifier
-from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
@@ -128,7 +127,7 @@ async def train_prover(session: Session) -> None:
         verifier.close()
 
 
-async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> VerifierInRound:
+async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> FixedVerifier:
     schedule = session.game.schedule
     if not isinstance(schedule, SimultaneousSchedule):
         return FixedVerifier(threshold)
@@ -141,7 +140,7 @@ def open_prover_phase(
     session: Session,
     info: PhaseInfo,
     verifier: ScoringModel,
-    current: VerifierInRound,
+    current: FixedVerifier,
     learner: LanguageModel,
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
@@ -200,7 +199,7 @@ def open_phase(
 def open_batches(
     session: Session,
     scorer: VerifierScorer,
-    verifier: VerifierInRound,
+    verifier: FixedVerifier,
     objective: PolicyObjective,
     learner: LanguageModel,
     workers: ModelInWorkers[PolicyBatch] | None = None,
@@ -214,7 +213,7 @@ def open_batches(
         learner,
         workers=workers,
         recomputed=rollout.logprobs == "recomputed",
-        staleness_budget=rollout.prefetch.staleness_budget,
+        staleness_budget=rollout.staleness_budget,
     )
     orders.on_group = logprobs.early.arrived
     return GameBatches(
@@ -232,7 +231,7 @@ def open_batches(
     )
 
 
-def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -> GroupSource:
+def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -> FreshGroups:
     players, rollout = session.players, session.rollout
     ahead = rollout.prefetch
     if isinstance(ahead, SamplingAhead):
@@ -242,7 +241,14 @@ def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -
         scored: WhenScored = "background" if beside else "batch"
         if session.verifier.engine != "torch":
             scored = "arrival"
-        return Prefetcher(orders, scorer, ahead, concurrency=rollout.concurrency, scored=scored)
+        return Prefetcher(
+            orders,
+            scorer,
+            ahead,
+            budget=rollout.staleness_budget,
+            concurrency=rollout.concurrency,
+            scored=scored,
+        )
     carried = partial_sampling(rollout, session.training, session.game.reward.kind, players.dispatcher)
     return FreshGroups(orders) if carried is None else CarriedGroups(orders, carried)
 
@@ -259,6 +265,8 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
         learner = open_learner(session.players, round_)
         learner.load_weights(tensors)
         return learner
+    from pvg.models.adapters import AdaptedModel
+
     low_rank, meta = read(adapter_name(name))
     learner = open_learner(session.players, round_)
     assert isinstance(learner, AdaptedModel)

@@ -29,7 +29,6 @@ from pvg.config.game import (
 )
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
-from pvg.game.parts import Credit
 from pvg.game.statistics import RolloutColumns, value_metrics
 from pvg.records import Float32, Rollout
 from pvg.tasks.task import ComparesPrograms, Task
@@ -272,13 +271,14 @@ def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N
 
 
 class GroupCredit:
-    """Compares the rollouts of a group. `loss`: see pvg.training.credit.advantages; `own`: the credit function of a
-    user's loss."""
+    """Turns the rewards of a batch into advantages. Here it compares the rollouts of a group. `loss`: see
+    pvg.training.credit.advantages; `own`: the credit function of a user's loss."""
 
     def __init__(self, loss: str, own: CreditFunction | None = None) -> None:
         self._loss, self._own = loss, own
 
     def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
+        """Advantages float32 [N] of N rollouts with these rewards, and metrics."""
         return advantages(self._loss, rewards_N, *groups_and_roles(rollouts), credit=self._own), {}
 
     def state(self) -> dict[str, Any]:
@@ -287,38 +287,33 @@ class GroupCredit:
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
-class TrackedCredit:
-    """spo: compares a rollout with the value of its problem and role (`ValueTracker`)."""
+class TrackedCredit(GroupCredit):
+    """spo: compares a rollout with the value of its problem and role (`ValueTracker`); rae: with the mean reward of its
+    role (`RoleBaseline`)."""
 
-    def __init__(self) -> None:
-        self._tracker = ValueTracker()
-        self.state, self.load_state = self._tracker.state, self._tracker.load_state
-
-    def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
-        versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
-        values_N = self._tracker.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
-        lengths_N = np.array([r.sampled_tokens for r in rollouts])
-        _, role_ids_N = groups_and_roles(rollouts)
-        advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
-        return advantages_N, value_metrics(rewards_N, values_N, advantages_N)
-
-
-class BaselineCredit:
-    """rae: compares a rollout with the mean reward of its role (`RoleBaseline`)."""
-
-    def __init__(self) -> None:
-        self._baseline = RoleBaseline()
-        self.state, self.load_state = self._baseline.state, self._baseline.load_state
+    def __init__(self, loss: str) -> None:
+        super().__init__(loss)
+        self._tracked: ValueTracker | RoleBaseline = ValueTracker() if loss == "spo" else RoleBaseline()
 
     def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
-        values_N = self._baseline.observe([r.role for r in rollouts], rewards_N)
         _, role_ids_N = groups_and_roles(rollouts)
-        advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
+        if isinstance(self._tracked, RoleBaseline):
+            values_N = self._tracked.observe([r.role for r in rollouts], rewards_N)
+            advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
+        else:
+            versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
+            values_N = self._tracked.observe([(r.problem_id, r.role) for r in rollouts], rewards_N, versions_N)
+            lengths_N = np.array([r.sampled_tokens for r in rollouts])
+            advantages_N = tracked_advantages(rewards_N, values_N, lengths_N, role_ids_N)
         return advantages_N, value_metrics(rewards_N, values_N, advantages_N)
 
+    def state(self) -> dict[str, Any]:
+        return self._tracked.state()
 
-def credit_of(loss: str, own: CreditFunction | None) -> Credit:
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._tracked.load_state(state)
+
+
+def credit_of(loss: str, own: CreditFunction | None) -> GroupCredit:
     """The credit of policy loss `loss`; `own`: see `GroupCredit`."""
-    if loss == "spo":
-        return TrackedCredit()
-    return BaselineCredit() if loss == "rae" else GroupCredit(loss, own)
+    return TrackedCredit(loss) if loss in ("spo", "rae") else GroupCredit(loss, own)

@@ -22,12 +22,13 @@ import numpy as np
 
 from pvg.errors import StateError
 from pvg.game.batch_logprobs import BatchLogprobs
-from pvg.game.groups import Refill, ScoredGroups
+from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
-from pvg.game.parts import Batches, Credit, GroupSource, Helper, Progress, Tensors, TrainingStop, VerifierInRound
-from pvg.game.rewards import BatchRewards
+from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
+from pvg.game.rewards import BatchRewards, GroupCredit
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, mean_score
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
@@ -142,7 +143,7 @@ class TrainingPhase:
 
 
 @dataclass
-class GameBatches:
+class GameBatches(Batches):
     """The batches of the prover-verifier game. A batch is deterministic given the weights, its number and the states of
     the parts, unless a deadline or work ahead makes it depend on which rollouts have arrived.
 
@@ -152,12 +153,12 @@ class GameBatches:
     session: Session
     total: int
     orders: ProverOrders
-    groups: GroupSource
+    groups: FreshGroups
     refill: Refill
     scorer: VerifierScorer
-    verifier: VerifierInRound
+    verifier: FixedVerifier
     pay: Callable[[Sequence[Rollout], Float32], BatchRewards]
-    credit: Credit
+    credit: GroupCredit
     logprobs: BatchLogprobs
     clock: BatchClock
     done: int = 0
@@ -230,9 +231,8 @@ class GameBatches:
             await self.verifier.close()
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        # With the score cache, so that a resumed run asks the verifier for the same scores. A score depends on its
-        # batch mates in its last bits, and these would reach the weights. Groups ahead are not reproducible bit by bit
-        # anyway, and scores may be in flight at any time, so they store no cache.
+        # With the score cache, so that a resumed run asks the verifier for the same scores. Groups ahead are not
+        # reproducible bit by bit anyway, and scores may be in flight at any time, so they store no cache.
         players = self.session.players
         cache = {} if self.groups.ahead else await players.off_loop(self.scorer.cache_state)
         tensors, updates = await self.verifier.state()

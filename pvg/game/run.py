@@ -31,17 +31,16 @@ from pvg.game.players import Players
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
-from pvg.game.session import InterruptedByUser, Session
-from pvg.game.states import GameState, Phase
-from pvg.game.statistics import sample_metrics
+from pvg.game.session import InterruptedByUser, Session, sample_chunks
+from pvg.game.states import Phase
 from pvg.models.shared_prompts import check_packing
 from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Split
 from pvg.rollout.decoding import check_decoding
+from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
-from pvg.store.samples import SampleColumns
 from pvg.tasks import open_task
 from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
@@ -148,14 +147,6 @@ def _refuse_begun(session: Session, resume: bool) -> None:
         raise StateError(f"{run.path} has already begun.", f"Continue it with: pvg train --resume {run.argument}")
 
 
-def _warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Experiment:
-    if experiment.warmup.path is None:
-        return experiment
-    from pvg.game.warm_start import warmed
-
-    return warmed(experiment, run, state)
-
-
 def _is_cold(run: RunDirectory) -> bool:
     """Whether a run with a warm start has not finished it."""
     state = run.load_state().state
@@ -246,7 +237,11 @@ async def open_session(
             observer.noticed(notice)
         notices = _notices(experiment, ledger.log, observer.noticed)
         if playing is None:
-            playing = _warmed(experiment, run, ledger.state)
+            playing = experiment
+            if experiment.warmup.path:
+                from pvg.game.warm_start import warmed
+
+                playing = warmed(experiment, run, ledger.state)
         players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
         stack.push_async_callback(players.close)
         if players.workers is not None:
@@ -413,39 +408,20 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
     size = session.rollout.group_size
     per_chunk = max(1, session.rollout.chunk // (size * len(roles)))
     info = session.begin("rollouts", len(pool) * len(roles) * size)
-    chunks: list[SampleColumns] = []
-    done = 0
-    started = time.perf_counter()
-    session.first_step()
-    for number, first in enumerate(range(0, len(pool), per_chunk)):
-        chunk_started = time.perf_counter()
-        orders = [
+
+    async def load(number: int) -> int:
+        return session.state.version
+
+    def orders(number: int) -> tuple[list[GroupOrder], SampleCall]:
+        first = number * per_chunk
+        chunk = [
             session.order(problem, role, len(roles) * (first + position) + rank, size)
             for position, problem in enumerate(pool[first : first + per_chunk])
             for rank, role in enumerate(roles)
         ]
-        with span("rollout"):
-            groups = await session.players.dispatcher.sample(
-                orders,
-                SampleCall(
-                    round=0,
-                    source=BASE_SOURCE,
-                    step=number,
-                    seed=seed_for(session.seed, "rollout", number),
-                    prefix=f"rollout/{number:05d}",
-                    environment=environment_of(session, None),
-                ),
-            )
-        with span("record"):
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            chunks.append(SampleColumns.of(rollouts))
-            session.ledger.keep(rollouts)
-            done += len(rollouts)
-            metrics = sample_metrics(chunks[-1], time.perf_counter() - chunk_started)
-        session.report_step(info, done, metrics)
-        await session.commit(step=number + 1)
-    seconds = time.perf_counter() - started
-    metrics = sample_metrics(SampleColumns.joined(chunks), seconds)
-    session.finish_phase(info, metrics, seconds)
+        seed, environment = seed_for(session.seed, "rollout", number), environment_of(session, None)
+        return chunk, SampleCall(0, BASE_SOURCE, number, seed, f"rollout/{number:05d}", environment=environment)
+
+    metrics = await sample_chunks(session, info, -(-len(pool) // per_chunk), orders, load)
     await session.commit()
     return metrics

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,12 @@ from pvg.game.ledger import Checkpoint, Ledger
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder
 from pvg.game.states import GameState
+from pvg.game.statistics import sample_metrics
 from pvg.records import Half, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
+from pvg.rollout.episodes import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
+from pvg.store.samples import SampleColumns
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
 from pvg.telemetry.events import Observer, PhaseInfo, Progress
@@ -249,3 +253,37 @@ class Session:
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Metrics for JSON: values that are not finite (such as a mean of nothing) become null."""
     return {name: (float(value) if math.isfinite(value) else None) for name, value in metrics.items()}
+
+
+async def sample_chunks(
+    session: Session,
+    info: PhaseInfo,
+    chunks: int,
+    orders: Callable[[int], tuple[list[GroupOrder], SampleCall]],
+    load: Callable[[int], Awaitable[int]],
+) -> dict[str, float]:
+    """Sample and record the `orders` of each chunk, from the last committed chunk on, and finish the phase. A chunk is
+    a step with a commit. `load` gives the engine the weights of a chunk and returns their version. Returns the metrics
+    of the phase."""
+    started, state, done = time.perf_counter(), session.state, info.done
+    session.first_step()
+    for number in range(state.step, chunks):
+        began = time.perf_counter()
+        version = await load(number)
+        with span("rollout"):
+            groups = await session.players.dispatcher.sample(*orders(number))
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+        with span("record"):
+            session.ledger.keep(rollouts)
+            done += len(rollouts)
+            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - began)
+        session.report_step(info, done, metrics)
+        await session.commit(step=number + 1, version=version)
+    with span("record"):
+        sampled = await session.ledger.sample_columns(state.round, state.phase.value)
+    seconds = time.perf_counter() - started
+    metrics = sample_metrics(sampled, seconds)
+    if state.step:  # an earlier process sampled a part, and this process does not know its seconds
+        del metrics["tokens_per_s"]
+    session.finish_phase(info, metrics, seconds)
+    return metrics

@@ -29,6 +29,7 @@ from pvg.game.orders import environment_of, mint_orders, source_weights, sources
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import (
+    FixedVerifier,
     calibration,
     calibration_view,
     minted_roles,
@@ -87,7 +88,7 @@ class _NewestPairs:
         return None if self.source is None else await self.source.next_batch()
 
 
-class VerifierUpdates:
+class VerifierUpdates(FixedVerifier):
     """Trains `verifier`, which the caller owns. `threshold`: that of the current verifier.
 
     `calibrating`: minted solutions that no update trains on (all of them if the mint is too small); `helpful_R`: which
@@ -108,7 +109,7 @@ class VerifierUpdates:
         self._session = session
         self._schedule = schedule
         self._verifier = verifier
-        self.threshold = threshold
+        super().__init__(threshold)
         self._calibrating = calibrating
         self._helpful_R = helpful_R
         self._fresh = fresh

@@ -13,7 +13,7 @@ Invariant: every file that a state on disk names is complete; all other files ma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -102,25 +102,10 @@ class GameState:
 
     def plain(self) -> dict[str, Any]:
         """JSON-compatible data."""
-        return {
-            "config_hash": self.config_hash,
-            "config": dict(self.config),
-            "code_version": self.code_version,
-            "phase": self.phase.value,
-            "round": self.round,
-            "step": self.step,
-            "version": self.version,
-            "checkpoint": self.checkpoint,
-            "shards": [dict(shard) for shard in self.shards],
-            "weights": list(self.weights),
-            "progress": dict(self.progress),
-            "rounds": [dict(metrics) for metrics in self.rounds],
-            "offsets": dict(self.offsets),
-            "marks": {name: [list(mark) for mark in marks] for name, marks in self.marks.items()},
-            "machine": self.machine,
-            "own_code": dict(self.own_code),
-            "peak_memory": dict(self.peak_memory),
-        }
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        lists = {name: list(plain[name]) for name in ("shards", "weights", "rounds")}
+        marks = {name: [list(mark) for mark in marks] for name, marks in self.marks.items()}
+        return {**plain, **lists, "phase": self.phase.value, "marks": marks}
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> GameState:

@@ -9,9 +9,9 @@ A check that cannot be made has `passed` None, and the detail says why. No check
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -22,8 +22,8 @@ from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
-from pvg.game.roles import TAGS, prompt_builder, worded
-from pvg.records import Grade, Half, Int32, Problem, Role
+from pvg.game.roles import TAGS, PromptSection, prompt_builder, worded
+from pvg.records import Half, Int32, Problem, Role
 from pvg.tasks import digest_of, digests_elsewhere
 from pvg.tasks.answers import by_fallback
 from pvg.tasks.task import (
@@ -50,72 +50,6 @@ NO_SOLUTION = "(a solution)"  # shown to the players if the task writes none
 
 
 @dataclass(frozen=True, slots=True)
-class ShownInput:
-    """The input of a player as text, special tokens included. `tokens`: their number; None without a tokenizer."""
-
-    text: str
-    tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class GradedSolution:
-    known: KnownSolution
-    grade: Grade
-
-    def plain(self) -> dict[str, Any]:
-        grade = self.grade
-        return {
-            "solution": self.known.name,
-            "text": self.known.text,
-            "expected_correct": self.known.correct,
-            "correct": grade.correct,
-            "well_formed": grade.well_formed,
-            "answer": grade.answer,
-            "note": grade.note,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class ShownQuestion:
-    """A question of the verifier about the shown solution (game.protocol = "challenge"), special tokens included, and
-    an answer. `by`: who answers in a game. The prover may write something else, in at most `limit` tokens; None if the
-    task answers."""
-
-    question: str
-    answer: str
-    by: Literal["prover", "task"]
-    limit: int | None
-
-    def plain(self) -> dict[str, Any]:
-        return {"question": self.question, "answer": self.answer, "answered_by": self.by, "max_tokens": self.limit}
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPreview:
-    """One training problem as the players read it. `verifier`: None without a tokenizer; it includes `challenge`.
-    `challenge`: None in other protocols, and for a solution without a step. `graded`: a correct solution if the task
-    can write one, and a wrong one of each sort. Self-play has only the problem: its prompts come from the game."""
-
-    problem: Problem
-    prompts: Mapping[Role, ShownInput]
-    verifier: ShownInput | None
-    graded: tuple[GradedSolution, ...]
-    challenge: ShownQuestion | None = None
-
-    def plain(self) -> dict[str, Any]:
-        shown = {role.value: {"text": each.text, "tokens": each.tokens} for role, each in self.prompts.items()}
-        verifier = self.verifier
-        return {
-            "problem": self.problem.id,
-            "question": self.problem.question,
-            "prompts": shown,
-            "challenge": None if self.challenge is None else self.challenge.plain(),
-            "verifier_input": None if verifier is None else {"text": verifier.text, "tokens": verifier.tokens},
-            "graded": [graded.plain() for graded in self.graded],
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class PlayerModels:
     """The models of an experiment without their weights."""
 
@@ -132,9 +66,11 @@ def open_models(experiment: Experiment) -> PlayerModels:
     return PlayerModels(prover, prover if same else open_without_weights(experiment.models.verifier))
 
 
-def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, grades: bool = True) -> PromptPreview:
-    """The first training problem of the prover's half. Without `models`, prompts are shown without a chat template.
-    Without `grades`, nothing is graded.
+def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, grades: bool = True) -> dict[str, Any]:
+    """The first training problem of the prover's half as the players read it, as JSON data, with the grades of a
+    correct solution (if the task can write one) and of a wrong one of each sort. Without `models`, prompts are shown
+    without a chat template. Without `grades`, nothing is graded. Self-play has only the problem: its prompts come from
+    the game.
 
     Raises ConfigurationError for problems and prompts with which `pvg train` would fail.
     """
@@ -142,38 +78,52 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     halves: dict[Half, list[Problem]] = {"prover": [], "verifier": []}
     for problem in train:
         halves[half_of(problem.id)].append(problem)
-    template = None
+    problem, plays = (halves["prover"] or train)[0], experiment.task.kind == "play"
+    found: dict[str, Any] = {"problem": problem.id, "question": problem.question, "prompts": {}}
+    found |= {"challenge": None, "verifier_input": None, "graded": []}
+    prompts = None
     if models is not None:
         prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
         check_prompts_fit(experiment.token_limits(), prompts, halves, test, models.prover.max_length)
-        if experiment.task.kind != "play":
-            template = verifier_template_of(experiment, task, models.verifier)
-            check_verifier_input_fits(experiment.token_limits(), template, train, models.verifier.max_length)
-    problem = (halves["prover"] or train)[0]
-    if experiment.task.kind == "play":
-        return PromptPreview(problem, {}, None, ())
+    if models is not None and not plays:
+        template = verifier_template_of(experiment, task, models.verifier)
+        check_verifier_input_fits(experiment.token_limits(), template, train, models.verifier.max_length)
+    if plays:
+        return found
     right = correct_solution(task, problem)
-    solution = NO_SOLUTION if right is None else right.text
-    solution = _expressible(models, solution) or _expressible(models, problem.answer)
-    shown = {role: shown_prompt(experiment, models, problem, role, solution) for role in Role}
-    found = graded_solutions(task, problem, train) if grades else []
-    graded = tuple(reversed({each.known.name: each for each in reversed(found)}.values()))
-    if template is None or models is None:
-        return PromptPreview(problem, shown, None, graded)
-    asked = example_dialogue(experiment, task, models.prover.tokenizer, problem, solution)
-    if asked is None:
-        return PromptPreview(problem, shown, shown_verifier_input(template, models, problem, solution), graded)
-    challenge, text, ids = asked
-    return PromptPreview(problem, shown, shown_verifier_input(template, models, problem, text, ids), graded, challenge)
+    solution = _expressible(models, NO_SOLUTION if right is None else right.text)
+    solution = solution or _expressible(models, problem.answer)
+    if grades:
+        found["graded"] = graded_solutions(task, problem, train)
+    if models is None or prompts is None:
+        found["prompts"] = {role.value: _untokenized_prompt(experiment.prompts, problem, role) for role in Role}
+        return found
+    tokenizer = models.prover.tokenizer
+    for role in Role:  # in the decoupled game, the prompt for the translation of the solution
+        render, translate = prompts.render, prompts.translate
+        ids = render(problem, role) if translate is None else translate(problem, role, solution)
+        found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
+    challenge, text, completion = example_dialogue(experiment, task, tokenizer, problem, solution)
+    read, _ = template.tokens(problem.question, text, completion, tokenizer.fingerprint)
+    shown = {"text": models.verifier.tokenizer.shown(read), "tokens": len(read)}
+    return found | {"challenge": challenge, "verifier_input": shown}
 
 
-def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> list[GradedSolution]:
-    """The correct solution if the task can write one, otherwise the reference answer alone; then wrong solutions."""
+def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> list[dict[str, Any]]:
+    """The correct solution if the task can write one, otherwise the reference answer alone; then a wrong solution of
+    each sort."""
     right = correct_solution(task, problem)
     if right is None and problem.answer:
         right = KnownSolution("the reference answer alone", problem.answer, True, certain=False)
-    known = [*([] if right is None else [right]), *wrong_solutions(task, problem, others)]
-    return [GradedSolution(each, task.grade(problem, each.text)) for each in known]
+    known = {} if right is None else {right.name: right}
+    for solution in wrong_solutions(task, problem, others):
+        known.setdefault(solution.name, solution)
+    found = []
+    for each in known.values():
+        grade = task.grade(problem, each.text)
+        shown = {"correct": grade.correct, "well_formed": grade.well_formed, "answer": grade.answer, "note": grade.note}
+        found.append({"solution": each.name, "text": each.text, "expected_correct": each.correct, **shown})
+    return found
 
 
 def _expressible(models: PlayerModels | None, solution: str) -> str:
@@ -186,55 +136,40 @@ def _expressible(models: PlayerModels | None, solution: str) -> str:
     return solution
 
 
-def shown_prompt(
-    experiment: Experiment, models: PlayerModels | None, problem: Problem, role: Role, solution: str
-) -> ShownInput:
-    """The role's prompt; in the decoupled game, its prompt for the translation of `solution`."""
-    prompts = experiment.prompts
-    if models is not None:
-        builder, tokenizer = (
-            prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer),
-            models.prover.tokenizer,
-        )
-        translate = builder.translate
-        ids = builder.render(problem, role) if translate is None else translate(problem, role, solution)
-        return ShownInput(tokenizer.shown(ids), len(ids))
+def _untokenized_prompt(prompts: PromptSection, problem: Problem, role: Role) -> dict[str, Any]:
     if not isinstance(prompts, WordedPrompts):
-        return ShownInput(f"{TAGS[role] if prompts.kind == 'tag' else ''}{problem.question}", None)
-    messages = worded(prompts, problem, role).messages("system")
-    return ShownInput("\n".join(f"[{message['role']}]\n{message['content']}" for message in messages), None)
+        return {"text": f"{TAGS[role] if prompts.kind == 'tag' else ''}{problem.question}", "tokens": None}
+    messages = worded(prompts, problem, role).messages(system=True)
+    return {"text": "\n".join(f"[{each['role']}]\n{each['content']}" for each in messages), "tokens": None}
 
 
 def example_dialogue(
     experiment: Experiment, task: Task, tokenizer: Tokenizer, problem: Problem, solution: str
-) -> tuple[ShownQuestion, str, Int32] | None:
-    """A question about the solution, and the completion that the verifier reads as text and as the prover's token ids
-    int32 [C]: solution, question and answer. None in other protocols, and for a solution without a step."""
+) -> tuple[dict[str, Any] | None, str, Int32 | None]:
+    """A question of the verifier about the solution (game.protocol = "challenge") with an answer, and the completion
+    that the verifier reads, as text and as the prover's token ids int32 [C] (None: encode the text). The prover may
+    write another answer, in at most `max_tokens` tokens. Without a question the completion is the solution."""
     from pvg.game.protocols import ChallengeEnvironment
 
     protocol = experiment.game.protocol
     if not isinstance(protocol, ChallengeProtocol):
-        return None
+        return None, solution, None
     environment = ChallengeEnvironment(task, tokenizer, experiment.prompts.kind, None, experiment.seed, protocol.tokens)
     if (found := environment.example(problem, solution)) is None:
-        return None
+        return None, solution, None
     observation, answer = found
     end = np.array([tokenizer.eos_id], dtype=np.int32)
-    turns = [tokenizer.encode(solution), end, observation.token_ids]
-    text = solution + observation.text
-    if not observation.max_tokens:
-        question = observation.text.removesuffix(answer)
-        return ShownQuestion(question, answer, "task", None), text, np.concatenate(turns)
-    shown = ShownQuestion(tokenizer.shown(observation.token_ids), answer, "prover", observation.max_tokens)
-    return shown, text + answer, np.concatenate([*turns, tokenizer.encode(answer), end])
-
-
-def shown_verifier_input(
-    template: VerifierTemplate, models: PlayerModels, problem: Problem, text: str, ids: Int32 | None = None
-) -> ShownInput:
-    """`ids` int32 [C]: the completion as the prover's token ids; None encodes `text`."""
-    shown, _ = template.tokens(problem.question, text, ids, models.prover.tokenizer.fingerprint)
-    return ShownInput(models.verifier.tokenizer.shown(shown), len(shown))
+    turns, text = [tokenizer.encode(solution), end, observation.token_ids], solution + observation.text
+    by_prover = observation.max_tokens > 0
+    shown = {
+        "question": tokenizer.shown(observation.token_ids) if by_prover else observation.text.removesuffix(answer),
+        "answer": answer,
+        "answered_by": "prover" if by_prover else "task",
+        "max_tokens": observation.max_tokens or None,
+    }
+    if by_prover:
+        turns, text = [*turns, tokenizer.encode(answer), end], text + answer
+    return shown, text, np.concatenate(turns)
 
 
 def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessModel) -> VerifierTemplate:

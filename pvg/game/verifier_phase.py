@@ -102,12 +102,14 @@ def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequ
 
 
 class FixedVerifier:
-    """The round's verifier in the Stackelberg schedule: nothing changes while the prover trains."""
+    """The round's verifier while the prover trains. Here nothing changes (the Stackelberg schedule); with updates it is
+    pvg.game.simultaneous.VerifierUpdates. `threshold`: of acceptance, a logit."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
 
     async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
+        """Called after the prover's batch number `batches`, counted from 1. Returns the metrics of an update."""
         return {}
 
     async def close(self) -> None: ...
@@ -118,9 +120,11 @@ class FixedVerifier:
     def load_state(
         self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
     ) -> dict[str, Tensor]:
+        """Restore a `state` whose tensors are among `tensors`; returns the other tensors."""
         return dict(tensors)
 
     async def save(self) -> list[str]:
+        """Write what has changed since the round's verifier; returns the names to commit."""
         return []
 
 
@@ -443,7 +447,7 @@ async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairVi
             member_scores,
             ensemble,
             players.template(ensemble),
-            token_budget=section.score_tokens,
+            token_budget=section.micro_batch_tokens,
             executor=players.executor,
             prover_fingerprint=players.base.tokenizer.fingerprint,
         ),

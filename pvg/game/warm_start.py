@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -80,7 +80,6 @@ class SupervisedObjective:
 
     def __init__(self, section: Training, pad_id: int) -> None:
         self._forward = ForwardSettings.of(section, 1.0, pad_id)
-        self._max_rows = section.micro_batch_rollouts
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
         """Each token of the batch counts the same."""
@@ -89,8 +88,7 @@ class SupervisedObjective:
 
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
         """Micro-batches within the token budget. Raises ConfigurationError if a single row exceeds it."""
-        parts = forward_batches(batch, np.arange(len(batch)), self._forward, self._max_rows)
-        return [batch.select(part) for part in parts]
+        return [batch.select(part) for part in forward_batches(batch, np.arange(len(batch)), self._forward)]
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         assert micro_batch.row_weights_N is not None, "prepare the batch before computing its loss"
@@ -181,12 +179,11 @@ def _text(row: dict[str, object], column: str, place: str) -> str:
     value = row.get(column)
     if column not in row:
         raise no_column(row, column, place)
-    if not isinstance(value, str):
-        wrong = f"is {shortened(repr(value))}, not a text"
-        raise ConfigurationError(f"{place}: the column {column!r} {wrong}.", "Correct the row, or remove it.")
-    if not value.strip() or "\0" in value:
-        wrong = "contains a NUL character" if "\0" in value else "is empty"
-        raise ConfigurationError(f"{place}: the column {column!r} {wrong}.", "Correct the row, or remove it.")
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ConfigurationError(
+            f"{place}: the column {column!r} is {shortened(repr(value))}, not a text.",
+            "Write some text without NUL characters there, or remove the row.",
+        )
     return value
 
 
@@ -269,7 +266,7 @@ def warmed(experiment: Experiment, run: RunDirectory, state: GameState) -> Exper
 
 async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
     """Run the phase from the last committed step on, then enter the `following` one."""
-    players, state = session.players, session.state
+    players, state, training = session.players, session.state, session.training
     info = session.begin("steps", section.steps, state.step)
     started = time.perf_counter()
     with span("open_models"):
@@ -278,16 +275,46 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
         train, held_out = batches_of(session, demonstrations)
         learner = await players.compute(lambda: open_learner(players, round_=0))
     try:
-        learning = _Learning(session, section, learner, train, held_out)
-        await learning.begin(demonstrations.digest)
+        learner.require_gradients()
+        objective = SupervisedObjective(training, learner.tokenizer.pad_id)
+        settings = OptimizerSettings(
+            learning_rate=section.learning_rate, warmup=RISING, schedule="linear", total_steps=section.steps
+        )
+        trainer: Trainer[PolicyBatch] = Trainer(
+            learner.module,
+            objective,
+            settings,
+            _DemonstrationSource(train, section.batch, seed_for(session.seed, "warmup"), state.step),
+            executor=players.executor,
+            precision=training.precision,
+            gradient_checkpointing=training.gradient_checkpointing,
+            waits_for="demonstrations",
+        )
+        if (checkpoint := session.ledger.read_checkpoint()) is not None:
+            trainer.load_state(*checkpoint)
+
+        async def losses(when: str) -> dict[str, float]:
+            """The mean losses of trained and of held-out solutions, in nats per token."""
+            found: dict[str, float] = {}
+            for name, batch in ((f"loss_{when}", train), (f"held_out_loss_{when}", held_out)):
+                if len(batch):
+                    first = batch.select(np.arange(min(MEASURED, len(batch))))
+                    found[name] = await players.compute(partial(objective.mean_loss, learner.module, first))
+            return found
+
+        progress = dict(state.progress)
+        if not progress:  # an earlier process has measured the losses before the first step
+            with span("evaluate"):
+                progress = {"digest": demonstrations.digest, "before": await losses("before")}
         session.first_step()
-        while learning.trainer.steps_done < section.steps:
-            metrics = await learning.step()
-            session.report_step(info, learning.trainer.steps_done, metrics)
-            if session.due(learning.trainer.steps_done, info.total):
-                await session.commit_trainer(learning.trainer, progress=learning.progress)
+        while trainer.steps_done < section.steps:
+            report = await trainer.step()
+            assert report is not None, "the demonstrations never end"
+            session.report_step(info, trainer.steps_done, report.metrics)
+            if session.due(trainer.steps_done, info.total):
+                await session.commit_trainer(trainer, progress=progress)
         with span("evaluate"):
-            metrics = {**learning.progress["before"], **await learning.losses("after")}
+            metrics = {**progress["before"], **await losses("after")}
         metrics |= {"demonstrations": float(len(train)), "held_out": float(len(held_out))}
         with span("checkpoint"):
             tensors = await players.compute(learner.weights)
@@ -321,59 +348,6 @@ def _refuse_changed(demonstrations: Demonstrations, state: GameState) -> None:
         )
 
 
-class _Learning:
-    """The trainer of the phase, and what it measures."""
-
-    def __init__(
-        self,
-        session: Session,
-        section: Warmup,
-        learner: LanguageModel,
-        train: PolicyBatch,
-        held_out: PolicyBatch,
-    ) -> None:
-        training, self._session, self._learner = session.training, session, learner
-        self._objective = SupervisedObjective(training, learner.tokenizer.pad_id)
-        self._measured = {"loss": _first(train), "held_out_loss": _first(held_out)}
-        learner.require_gradients()
-        self.progress: dict[str, Any] = dict(session.state.progress)
-        self.trainer = Trainer(
-            learner.module,
-            self._objective,
-            OptimizerSettings(
-                learning_rate=section.learning_rate, warmup=RISING, schedule="linear", total_steps=section.steps
-            ),
-            _DemonstrationSource(train, section.batch, seed_for(session.seed, "warmup"), session.state.step),
-            executor=session.players.executor,
-            precision=training.precision,
-            gradient_checkpointing=training.gradient_checkpointing,
-            waits_for="demonstrations",
-            section="training",
-        )
-        if (checkpoint := session.ledger.read_checkpoint()) is not None:
-            self.trainer.load_state(*checkpoint)
-
-    async def begin(self, digest: str) -> None:
-        """Measure the losses before the first step, unless an earlier process has."""
-        if not self.progress:
-            with span("evaluate"):
-                self.progress = {"digest": digest, "before": await self.losses("before")}
-
-    async def step(self) -> dict[str, float]:
-        report = await self.trainer.step()
-        assert report is not None, "the demonstrations never end"
-        return report.metrics
-
-    async def losses(self, when: str) -> dict[str, float]:
-        """The mean losses of trained and of held-out solutions, in nats per token."""
-        found: dict[str, float] = {}
-        for name, batch in self._measured.items():
-            if len(batch):
-                measure = partial(self._objective.mean_loss, self._learner.module, batch)
-                found[f"{name}_{when}"] = await self._session.players.compute(measure)
-        return found
-
-
 class _DemonstrationSource:
     """Batches of all demonstrations in an order that depends only on the seed and the step."""
 
@@ -384,10 +358,6 @@ class _DemonstrationSource:
         chosen = draw_cyclic(len(self._rows), self._step * self._size, self._size, self._seed)
         self._step += 1
         return self._rows.select(np.array(chosen, dtype=np.int64))
-
-
-def _first(batch: PolicyBatch) -> PolicyBatch:
-    return batch.select(np.arange(min(MEASURED, len(batch))))
 
 
 def _batch(session: Session, rows: Sequence[Demonstration]) -> PolicyBatch:

@@ -178,8 +178,8 @@ def pad_right(rows: Sequence[Int32], pad_id: int, device: torch.device | str = "
     return torch.from_numpy(ids_BL).to(device), torch.from_numpy(lengths_B).to(device)
 
 
-def token_budget_batches(lengths: ArrayLike, budget: int, max_rows: int | None = None) -> list[NDArray[np.int64]]:
-    """Row numbers in batches with rows x longest <= `budget` and at most `max_rows` rows each.
+def token_budget_batches(lengths: ArrayLike, budget: int) -> list[NDArray[np.int64]]:
+    """Row numbers in batches with rows x longest <= `budget`.
 
     The longest rows come first, so a batch that does not fit in memory fails at once. Rows of equal length keep
     their order, so the result depends only on the lengths. Each row is in exactly one batch.
@@ -187,8 +187,6 @@ def token_budget_batches(lengths: ArrayLike, budget: int, max_rows: int | None =
     Raises ConfigurationError if a single row is over the budget.
     """
     lengths_N = np.asarray(lengths, dtype=np.int64)
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows must be at least 1, not {max_rows}")
     if not lengths_N.size:
         return []
     order_N = np.argsort(-lengths_N, kind="stable")
@@ -197,8 +195,6 @@ def token_budget_batches(lengths: ArrayLike, budget: int, max_rows: int | None =
     start = 0
     while start < len(order_N):
         rows = budget // max(1, int(lengths_N[order_N[start]]))
-        if max_rows is not None:
-            rows = min(rows, max_rows)
         batches.append(order_N[start : start + rows])
         start += rows
     return batches
@@ -211,7 +207,7 @@ def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
         row = int(lengths_N.argmax())
         raise ConfigurationError(
             f"A sequence of {longest} tokens (row {row}) is over the token budget of {budget} per batch.",
-            "Raise the budget (micro_batch_tokens, score_tokens) or shorten the completions (rollout.max_tokens).",
+            "Raise the budget (micro_batch_tokens) or shorten the completions (rollout.max_tokens).",
         )
     return longest
 
@@ -419,10 +415,9 @@ def shared_prompt_batches(
     prompt_lengths: NDArray[Any],
     lengths: NDArray[np.int64],
     budget: int,
-    max_rows: int | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Row numbers in batches of at most `max_rows` rows, where distinct prompts x longest prompt + rows x longest
-    completion <= `budget`. This is attention's work, including padding.
+    """Row numbers in batches where distinct prompts x longest prompt + rows x longest completion <= `budget`. This is
+    attention's work, including padding.
 
     Rows with the same prompt stay together, and those with the longest row come first. The result depends only on
     prompts and lengths. Each row is in exactly one batch.
@@ -430,8 +425,6 @@ def shared_prompt_batches(
     Raises ConfigurationError if a single row is over the budget.
     """
     check_budget(lengths, budget)
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows must be at least 1, not {max_rows}")
     longest_U = np.zeros(int(prompt_of_N.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(longest_U, prompt_of_N, lengths)
     order_N = np.lexsort((-lengths, prompt_of_N, -longest_U[prompt_of_N]))
@@ -443,7 +436,7 @@ def shared_prompt_batches(
         widest, longest = max(widest, start), max(longest, int(lengths[row]) - start)
         rows = len(batches[-1]) if batches else 0
         positions = (len(prompts) + (prompt not in prompts)) * widest + (rows + 1) * longest
-        if not batches or positions > budget or rows == max_rows:
+        if not batches or positions > budget:
             batches.append([])
             prompts, widest, longest = set(), start, int(lengths[row]) - start
         batches[-1].append(row)

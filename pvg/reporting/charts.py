@@ -2,8 +2,8 @@
 
     line_chart("KL", [ChartLine("prover", [[(1.0, 0.1), (2.0, 0.2)]], "ink")], XAxis(0.0, 2.0, "step"), "number")
 
-uPlot (templates/uplot, MIT licence) has the axes, the legend and the values under the pointer. Rows of bars and
-dots are plain HTML (`StripRow`). A chart with nothing to show is empty markup.
+uPlot (templates/uplot, MIT licence) has the axes, the legend and the values under the pointer. Rows of bars are
+plain HTML (`StripRow`). A chart with nothing to show is empty markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pvg.reporting.formats import NumberStyle, in_order, percent, value_text
 from pvg.reporting.run_summary import StepRecord, base_metrics
-from pvg.reporting.table import LegendKey, chart
+from pvg.reporting.table import chart
 
 MOST_POINTS = 400  # of a line; longer lines show the mean and the range of neighbours
 LEAST_POINTS = 12  # of one piece of a line
@@ -332,17 +332,16 @@ def mirrored_histogram(
     return _figure(title, x, y, series, "solutions per bar; helpful above, sneaky below", note, says, stacked=True)
 
 
-# --- rows of bars, dots and spans --------------------------------------------------------------------------------
+# --- rows of bars ------------------------------------------------------------------------------------------------
 
 
 class Mark(NamedTuple):
-    """A part of a row: `kind` and `style` are classes, `left` and `width` shares of the row's length."""
+    """A part of a row: `style` is its class, `left` and `width` are shares of the row's length."""
 
-    kind: str
     style: str
     left: float
-    width: float = 0.0
-    hint: str = ""
+    width: float
+    hint: str
 
 
 class StripRow(NamedTuple):
@@ -361,26 +360,9 @@ def budget_marks(budget: Mapping[str, float], whole: float) -> list[Mark]:
         seconds = max(0.0, budget[part.name])
         if seconds and whole > 0:
             hint = f"{part.label}: {value_text('seconds', seconds)}, {percent(seconds / total)}"
-            marks.append(Mark("bar", part.style, left, seconds / whole, hint))
+            marks.append(Mark(part.style, left, seconds / whole, hint))
             left += seconds / whole
     return marks
-
-
-def dot_strips(
-    title: str, rows: Sequence[tuple[str, Sequence[float], str]], style: NumberStyle, *, unit: str, note: str = ""
-) -> Markup:
-    """Raw samples, one row each (label, values, colour's class), with the median as a mark. All rows share an axis."""
-    values = [value for _, found, _ in rows for value in found]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    strips = []
-    for label, found, colour in rows:
-        middle = float(np.median(found))
-        dots = [Mark("dot", colour, (value - low) / span, hint=value_text(style, value)) for value in found]
-        median = Mark("median", colour, (middle - low) / span, hint=f"median {value_text(style, middle)}")
-        strips.append(StripRow(label, [*dots, median], value_text(style, middle)))
-    ends = (value_text(style, low), value_text(style, high))
-    return chart.figure(title, chart.strips(strips, ends, "median"), unit=unit, note=note, look="wide")
 
 
 def spark(values: Sequence[float], style: str) -> Markup:
@@ -392,7 +374,3 @@ def spark(values: Sequence[float], style: str) -> Markup:
     low, span = min(means), (max(means) - min(means)) or 1.0
     places = [(100 * n / (len(means) - 1), 30 - 28 * (mean - low) / span) for n, mean in enumerate(means)]
     return chart.spark(" ".join(f"{x:.1f},{y:.1f}" for x, y in places), style)
-
-
-def budget_legend(parts: Sequence[str]) -> Markup:
-    return chart.legend([LegendKey(part.label, part.style, shape="box") for part in in_order(parts)])

@@ -3,21 +3,21 @@
     found = diagnose(run)
     for finding in found.findings: print(finding.signature, finding.says)
 
-A signature is a function from the times of a run to a `Finding`, to None (checked, no problem), or to a sentence that
-says what the record lacks. To add one: write the function and add it to SIGNATURES. A signature is reported if its
-criterion is met and it costs at least LEAST_SHARE of the time. Loop lag is also reported if a warning level was
-crossed, because a single stall can cause timeouts. The advice is general: it names settings, not their values.
+A signature is a function from the times of a run to a `Criterion`. To add one: write the function and add it to
+SIGNATURES. It is reported if its criterion is met and it costs at least LEAST_SHARE of the time. Loop lag is also
+reported if a warning level was crossed, because a single stall can cause timeouts. The advice is general: it names
+settings, not their values.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Group, RenderableType
@@ -302,10 +302,6 @@ class RunTimes:
     def share(self, cost_s: float) -> float:
         return cost_s / self.seconds if self.seconds else 0.0
 
-    def costs(self, cost_s: float) -> bool:
-        """Whether it is worth reporting."""
-        return self.share(cost_s) >= LEAST_SHARE
-
 
 def _chosen(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
     return {name: metrics[name] for name in names if name in metrics}
@@ -315,10 +311,6 @@ def _chosen(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
 
 # What to change for each cause: a sentence, and the keys of the settings; no keys if no setting helps.
 ADVICE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "dedicated-updates": (
-        'weights.client = "dedicated" sends updates over separate connections, past the generation requests.',
-        ("weights.client",),
-    ),
     "fewer-requests": ("Allow fewer requests in flight.", ("rollout.concurrency",)),
     "fewer-rows": (
         "The engine is in this process, and an update waits until no row is decoded: decode fewer rows together.",
@@ -380,33 +372,24 @@ def _for_cores(times: RunTimes) -> list[str]:
 # --- signatures -------------------------------------------------------------------------------------------------------
 
 
-def _finding(
-    times: RunTimes, signature: str, says: str, criterion: tuple[str, float, float], cost_s: float, *more: Any
-) -> Finding:
-    """`criterion`: its words, the measured value, the threshold. `more`: names of advice, then the quantity whose
-    largest values are the evidence."""
-    *advice, evidence = more
-    chosen = [ADVICE[name] for name in advice]
-    return Finding(
-        signature,
-        says,
-        *criterion,
-        cost_s=cost_s,
-        share=times.share(cost_s),
-        settings=tuple(dict.fromkeys(key for _, keys in chosen for key in keys)),
-        remedy=" ".join(sentence for sentence, _ in chosen) or NOTHING_TO_SET,
-        evidence=times.quantities[evidence].worst(),
-    )
+class Criterion(NamedTuple):
+    """What a signature measures: it is met from `threshold` on. `cost_s` seconds are lost. `advice`: keys of ADVICE.
+    `evidence`: the quantity whose largest values are shown. `urgent`: also reported if the cost is small."""
+
+    says: str
+    words: str
+    measured: float
+    threshold: float
+    cost_s: float
+    advice: Sequence[str]
+    evidence: str
+    urgent: bool = False
 
 
-def front_end_queue(times: RunTimes) -> Finding | str | None:
+def front_end_queue(times: RunTimes) -> Criterion:
     """Weight updates wait before the engine loads them, longer under higher load."""
     queue, wall = times.quantities["weights_queue_s"], times.quantities["weights_wall_s"]
-    if queue.n < LEAST_EVENTS:
-        return f"{counted(queue.n, 'weight update')} (weights_queue_s); {LEAST_EVENTS} are needed"
     share = queue.total / max(wall.total, 1e-9)
-    if share < DOMINATES or not times.costs(queue.total):
-        return None
     says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading"
     waits, loads = times.with_load("weights_queue_s"), times.with_load("weights_load_s")
     if waits is None:
@@ -417,92 +400,69 @@ def front_end_queue(times: RunTimes) -> Finding | str | None:
     else:
         says += f". It does not grow with the load ({waits}): look at the network and at the event loop."
     own_engine = times.experiment.rollout.engine.kind == "torch"
-    advice = ["fewer-rows"] if own_engine else ["dedicated-updates", "fewer-requests"]
-    criterion = ("queue / wall time of the updates", share, DOMINATES)
-    return _finding(times, "front-end-queue", says, criterion, queue.total, *advice, "weights_queue_s")
+    advice = ["fewer-rows"] if own_engine else ["fewer-requests"]
+    words = "queue / wall time of the updates"
+    return Criterion(says, words, share, DOMINATES, queue.total, advice, "weights_queue_s")
 
 
-def engine_reload(times: RunTimes) -> Finding | str | None:
+def engine_reload(times: RunTimes) -> Criterion:
     """The engine itself takes long to load the weights."""
     load, wall = times.quantities["weights_load_s"], times.quantities["weights_wall_s"]
-    if load.n < LEAST_EVENTS:
-        return f"{counted(load.n, 'weight update')} (weights_wall_s); {LEAST_EVENTS} are needed"
     share = load.total / max(wall.total, 1e-9)
-    if share < DOMINATES or not times.costs(load.total):
-        return None
     says = f"Loading weights takes the engine {short_seconds(load.median)} (median), {percent(share)} of an update"
     related = times.with_load("weights_load_s")
     says += f"; more under load: {related}." if related is not None and related.rises else "."
     advice = ("smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches")
-    criterion = ("loading / wall time of the updates", share, DOMINATES)
-    return _finding(times, "engine-reload", says, criterion, load.total, *advice, "weights_load_s")
+    words = "loading / wall time of the updates"
+    return Criterion(says, words, share, DOMINATES, load.total, advice, "weights_load_s")
 
 
-def checkpoint(times: RunTimes) -> Finding | str | None:
+def checkpoint(times: RunTimes) -> Criterion:
     """The run waits for commits."""
     found = times.quantities["checkpoint_s"]
-    if found.n < LEAST_EVENTS:
-        return f"{counted(found.n, 'time')} of waiting for a commit; {LEAST_EVENTS} are needed"
     share = times.share(found.total)
-    if share < CHECKPOINT_SHARE:
-        return None
     says = f"The run waits for checkpoints {percent(share)} of the time: {short_seconds(found.median)} each (median)."
-    criterion = ("time of checkpoints / time", share, CHECKPOINT_SHARE)
-    return _finding(times, "checkpoint", says, criterion, found.total, "rarer-commits", "faster-disk", "checkpoint_s")
+    advice, words = ("rarer-commits", "faster-disk"), "time of checkpoints / time"
+    return Criterion(says, words, share, CHECKPOINT_SHARE, found.total, advice, "checkpoint_s")
 
 
-def starved_trainer(times: RunTimes) -> Finding | str | None:
+def starved_trainer(times: RunTimes) -> Criterion:
     """The trainer waits for something to train on."""
-    steps = times.quantities["step_s"].n
-    if steps < LEAST_EVENTS:
-        return f"{counted(steps, 'step')} with idle times (trainer_idle); {LEAST_EVENTS} are needed"
     phase, sums = max(times.phases.items(), key=lambda item: item[1]["idle_s"])
     share = sums["idle_s"] / max(sums["step_s"], 1e-9)
-    if share < STARVED_SHARE or not times.costs(sums["idle_s"]):
-        return None
     says = f"In the steps of {phase} the trainer is idle {percent(share)} of the time: it waits for other work."
-    advice = ["more-requests", "more-rows", "sample-ahead"]
-    if times.truncated:  # otherwise no completion hit the limit
-        advice.append("shorter-solutions")
-    advice = [*advice, "more-minibatches", "budget"] if phase not in UNSAMPLED else ["budget"]
-    criterion = ("idle / wall time of the steps", share, STARVED_SHARE)
-    return _finding(times, "starved-trainer", says, criterion, sums["idle_s"], *advice, "idle_s")
+    shorter = ["shorter-solutions"] if times.truncated else []  # otherwise no completion hit the limit
+    sampling = ["more-requests", "more-rows", "sample-ahead", *shorter, "more-minibatches"]
+    advice = [*(sampling if phase not in UNSAMPLED else []), "budget"]
+    words = "idle / wall time of the steps"
+    return Criterion(says, words, share, STARVED_SHARE, sums["idle_s"], advice, "idle_s")
 
 
-def stragglers(times: RunTimes) -> Finding | str | None:
+def stragglers(times: RunTimes) -> Criterion:
     """One slow rollout delays its group, and the group delays the batch."""
     slowest, middle = times.quantities["group_wait_max_s"], times.quantities["group_wait_p50_s"]
-    if slowest.n < LEAST_EVENTS:
-        return f"{counted(slowest.n, 'step')} with times of groups (group_wait_max_s); {LEAST_EVENTS} are needed"
     excess_s = slowest.total - middle.total
     share = excess_s / max(slowest.total, 1e-9)
-    if share < STRAGGLING_SHARE or not times.costs(excess_s):
-        return None
     says = (
         f"The slowest group of a batch waits {short_seconds(slowest.median)} for its last rollout, the middle group "
         f"{short_seconds(middle.median)} (medians over {slowest.n} batches)."
     )
-    criterion = ("(slowest - middle) / slowest group's wait", share, STRAGGLING_SHARE)
+    words = "(slowest - middle) / slowest group's wait"
     advice = [*(["shorter-solutions"] if times.truncated else []), "whole-groups", "deadline"]
-    return _finding(times, "stragglers", says, criterion, excess_s, *advice, "group_wait_max_s")
+    return Criterion(says, words, share, STRAGGLING_SHARE, excess_s, advice, "group_wait_max_s")
 
 
-def loop_lag(times: RunTimes) -> Finding | str | None:
+def loop_lag(times: RunTimes) -> Criterion:
     """The event loop is blocked, so requests, weight updates and all other work on it are late. Either something
     computes on the loop, or other programs use the cores."""
-    if not times.quantities["lag_max_s"].n:
-        return "measurements of the event loop (records of kind loop)"
     levels = {"p90": times.limits.p90_s, "p99": times.limits.p99_s, "max": times.limits.max_s}
     crossed = {name: times.quantities[f"lag_{name}_s"].largest / level for name, level in levels.items()}
     name, ratio = max(crossed.items(), key=lambda item: item[1])
-    if ratio <= 1.0 and not times.costs(times.lagged_s):
-        return None
+    urgent = ratio > 1.0
     says = f"The event loop was late by {short_seconds(times.quantities['lag_max_s'].largest)} at worst"
-    criterion = ("blocked time / time", times.share(times.lagged_s), LEAST_SHARE)
-    if ratio > 1.0:
+    if urgent:
         largest, level = short_seconds(ratio * levels[name]), short_seconds(levels[name])
         says += f"; the {name} of a window reached {largest} (warning level {level})"
-        criterion = (f"largest {name} / its warning level", ratio, 1.0)
     says += f". It was blocked for at least {short_seconds(times.lagged_s)} in all"
     if times.lagged_shared_s > times.lagged_s / 2:
         waited = short_seconds(times.lagged_shared_s)
@@ -511,11 +471,14 @@ def loop_lag(times: RunTimes) -> Finding | str | None:
     else:
         says += ". Something computes on it that should run in a thread."
         advice = ["profile", "fewer-requests"]
-    evidence = f"lag_{name}_s" if ratio > 1.0 else "lag_max_s"
-    return _finding(times, "loop-lag", says, criterion, times.lagged_s, *advice, evidence)
+    if urgent:
+        words, evidence = f"largest {name} / its warning level", f"lag_{name}_s"
+        return Criterion(says, words, ratio, 1.0, times.lagged_s, advice, evidence, urgent)
+    share = times.share(times.lagged_s)
+    return Criterion(says, "blocked time / time", share, LEAST_SHARE, times.lagged_s, advice, "lag_max_s")
 
 
-def shared_machine(times: RunTimes) -> Finding | str | None:
+def shared_machine(times: RunTimes) -> Criterion | None:
     """Other programs use the cores while threads of pvg, or its workers, are ready to run. The kernel counts such waits
     on Linux; elsewhere the cores that pvg used far below the cores that were busy show the same."""
     found = [cores for cores in (times.cores, times.worker_cores) if cores is not None]
@@ -523,8 +486,6 @@ def shared_machine(times: RunTimes) -> Finding | str | None:
         return _shared_by_use(times)
     cores = reduce(add, found)
     longest_s = max(part.longest_s for part in found)  # driver and workers wait at the same time
-    if not cores.shared or not times.costs(longest_s):
-        return None
     others = times.quantities["other_cores"]
     why = "because other programs use the cores too"
     if others.n and times.others_run:
@@ -536,69 +497,90 @@ def shared_machine(times: RunTimes) -> Finding | str | None:
         f"Added up over {whose}, pvg ran for {short_seconds(cores.ran_s)} and waited {short_seconds(cores.waited_s)} "
         f"for a core, {why}. Other times in this record are longer for the same reason."
     )
-    criterion = ("time threads waited for a core / time they were ready to run", cores.share, SHARED)
-    return _finding(times, "shared-machine", says, criterion, longest_s, *_for_cores(times), "longest_wait_s")
+    words = "time threads waited for a core / time they were ready to run"
+    return Criterion(says, words, cores.share, SHARED, longest_s, _for_cores(times), "longest_wait_s")
 
 
-def _shared_by_use(times: RunTimes) -> Finding | str | None:
+def _shared_by_use(times: RunTimes) -> Criterion | None:
     busy, others = times.quantities["busy_cores"], times.quantities["other_cores"]
-    if not others.n:
-        return "how long threads waited for a core, and which programs used the cores"
-    share, own = others.total / max(busy.total, 1e-9), busy.mean - others.mean
-    own_cores_only = 0 < times.usable_cores < times.machine_cores
-    if own_cores_only or busy.mean < FULL * times.machine_cores or share <= SHARED:
+    if 0 < times.usable_cores < times.machine_cores or busy.mean < FULL * times.machine_cores:
         return None
+    share, own = others.total / max(busy.total, 1e-9), busy.mean - others.mean
     says = (
         f"{busy.mean:.1f} of {times.machine_cores:g} cores were busy, and pvg used {own:.1f} of them. Other programs "
         "used the rest. Other times in this record are longer for the same reason."
     )
-    criterion = ("cores that other programs used / busy cores", share, SHARED)
+    words = "cores that other programs used / busy cores"
     cost_s = share * times.seconds  # at most: with all cores, pvg might not have used them
-    return _finding(times, "shared-machine", says, criterion, cost_s, *_for_cores(times), "other_cores")
+    return Criterion(says, words, share, SHARED, cost_s, _for_cores(times), "other_cores")
 
 
-def idle_workers(times: RunTimes) -> Finding | str | None:
+def idle_workers(times: RunTimes) -> Criterion:
     """The workers wait for the driver."""
-    busy = times.quantities["busy"]
-    if busy.n < LEAST_EVENTS:
-        return _too_few_samples(times)
-    idle = 1.0 - busy.mean
-    if idle < IDLE_WORKERS:
-        return None
+    idle = 1.0 - times.quantities["busy"].mean
     says = f"The workers had nothing to do for {percent(idle)} of the time: the driver does not give them enough."
-    more = ("fewer-idle-workers", "larger-batches", "sample-ahead", "busy")
-    criterion = ("mean time without work / time", idle, IDLE_WORKERS)
-    return _finding(times, "idle-workers", says, criterion, idle * times.seconds, *more)
+    advice = ("fewer-idle-workers", "larger-batches", "sample-ahead")
+    return Criterion(says, "mean time without work / time", idle, IDLE_WORKERS, idle * times.seconds, advice, "busy")
 
 
-def unbalanced_workers(times: RunTimes) -> Finding | str | None:
+def unbalanced_workers(times: RunTimes) -> Criterion:
     """One worker has much more to do than the others, which wait for it."""
     busy, most = times.quantities["busy"], times.quantities["busy_most"]
-    if busy.n < LEAST_EVENTS:
-        return _too_few_samples(times)
     gap = most.mean - busy.mean
-    if gap < UNBALANCED:
-        return None
     says = (
         f"The busiest worker had work for {percent(most.mean)} of the time, the mean worker for {percent(busy.mean)}: "
         "the others wait for the slowest."
     )
-    criterion = ("share of the busiest worker - mean share", gap, UNBALANCED)
-    more = ("equal-shares", "slow-machine", "busy_most")
-    return _finding(times, "unbalanced-workers", says, criterion, gap * times.seconds, *more)
+    advice, words = ("equal-shares", "slow-machine"), "share of the busiest worker - mean share"
+    return Criterion(says, words, gap, UNBALANCED, gap * times.seconds, advice, "busy_most")
 
 
-def _too_few_samples(times: RunTimes) -> str | None:
-    """None for a run without workers."""
-    samples = times.quantities["busy"].n
-    return f"{counted(samples, 'sample')} of the workers; {LEAST_EVENTS} are needed" if times.summary.workers else None
+class Question(NamedTuple):
+    """A signature. `look` needs at least `least` values of one of the quantities `of`. `lacks`: what they are."""
+
+    look: Callable[[RunTimes], Criterion | None]
+    of: Sequence[str]
+    lacks: str
+    least: int = LEAST_EVENTS
+
+    def unknown(self, times: RunTimes) -> str:
+        """What the record lacks to answer; empty if it lacks nothing."""
+        count = max(times.quantities[name].n for name in self.of)
+        if count >= self.least:
+            return ""
+        return f"{counted(count, self.lacks)}; {self.least} are needed" if self.least > 1 else self.lacks
 
 
-Look = Callable[[RunTimes], Finding | str | None]
-_OF_WEIGHTS: tuple[Look, ...] = (front_end_queue, engine_reload)
-_OF_STEPS: tuple[Look, ...] = (checkpoint, starved_trainer, stragglers)
-_OF_MACHINES: tuple[Look, ...] = (loop_lag, shared_machine, idle_workers, unbalanced_workers)
-SIGNATURES = {look.__name__.replace("_", "-"): look for look in (*_OF_WEIGHTS, *_OF_STEPS, *_OF_MACHINES)}
+SIGNATURES = {
+    "front-end-queue": Question(front_end_queue, ["weights_queue_s"], "weight update"),
+    "engine-reload": Question(engine_reload, ["weights_load_s"], "weight update"),
+    "checkpoint": Question(checkpoint, ["checkpoint_s"], "wait for a commit"),
+    "starved-trainer": Question(starved_trainer, ["step_s"], "step with an idle time"),
+    "stragglers": Question(stragglers, ["group_wait_max_s"], "step with waits of groups"),
+    "loop-lag": Question(loop_lag, ["lag_max_s"], "measurements of the event loop", 1),
+    "shared-machine": Question(
+        shared_machine, ["longest_wait_s", "other_cores"], "how long threads waited, and which programs used cores", 1
+    ),
+    "idle-workers": Question(idle_workers, ["busy"], "sample of the workers"),
+    "unbalanced-workers": Question(unbalanced_workers, ["busy"], "sample of the workers"),
+}
+OF_WORKERS = ("idle-workers", "unbalanced-workers")  # not asked of a run without workers
+
+
+def _finding(times: RunTimes, signature: str, found: Criterion) -> Finding:
+    chosen = [ADVICE[name] for name in found.advice]
+    return Finding(
+        signature,
+        found.says,
+        found.words,
+        found.measured,
+        found.threshold,
+        cost_s=found.cost_s,
+        share=times.share(found.cost_s),
+        settings=tuple(dict.fromkeys(key for _, keys in chosen for key in keys)),
+        remedy=" ".join(sentence for sentence, _ in chosen) or NOTHING_TO_SET,
+        evidence=times.quantities[found.evidence].worst(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,14 +608,20 @@ def diagnose(run: RunDirectory, limits: LagLimits = LAG_LIMITS) -> Diagnosis:
     times = RunTimes(run.experiment(), read_run(run), limits)
     if not times.summary.steps:
         raise UsageError(f"The run {run.name!r} has not recorded any step.", "Diagnose it after its first step.")
-    looked = {name: look(times) for name, look in SIGNATURES.items()}
-    findings = [found for found in looked.values() if isinstance(found, Finding)]
+    asked = {name: of for name, of in SIGNATURES.items() if times.summary.workers or name not in OF_WORKERS}
+    unknown = {name: lacks for name, of in asked.items() if (lacks := of.unknown(times))}
+    looked = {name: of.look(times) for name, of in asked.items() if name not in unknown}
+    findings = [
+        _finding(times, name, found)
+        for name, found in looked.items()
+        if found and found.measured >= found.threshold and (found.urgent or times.share(found.cost_s) >= LEAST_SHARE)
+    ]
     related = {name: times.with_load(name) for name in ("weights_queue_s", "weights_load_s")}
     return Diagnosis(
         run=run.name,
         seconds=times.seconds,
         findings=tuple(sorted(findings, key=lambda finding: -finding.cost_s)),
-        not_seen={name: found for name, found in looked.items() if isinstance(found, str)},
+        not_seen=unknown,
         timings_s={name: times.quantities[name].summary() for name in TIMINGS if times.quantities[name].n},
         with_load={name: found for name, found in related.items() if found is not None},
         steps_s=times.phases,

@@ -14,12 +14,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.evaluation.intervals import CONFIDENCE
+from pvg.evaluation.intervals import CONFIDENCE, Estimate
 from pvg.evaluation.report import (
     AttackRecord,
     EvaluationReport,
     FlawDetection,
-    NumberRecord,
     RoundEvaluation,
 )
 from pvg.records import Role, source_of_round
@@ -38,7 +37,7 @@ CHANCE = (ReferenceLine(0.5, "chance"),)
 markup = TemplateMacros("run.html.j2")
 
 
-def interval(number: NumberRecord | None, *, digits: int = 2) -> str:
+def interval(number: Estimate | None, *, digits: int = 2) -> str:
     """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
     if number is None or number.value is None:
         return ABSENT
@@ -365,7 +364,7 @@ def evaluation_charts(report: EvaluationReport) -> list[Markup]:
     ]
 
 
-def _line(name: str, style: str, points: Iterable[tuple[float | None, NumberRecord]], dash: str = "") -> ChartLine:
+def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]], dash: str = "") -> ChartLine:
     """A line through the numbers that have a value, with their intervals."""
     known = [(x, n.value, n.low, n.high) for x, n in points if x is not None and n.value is not None]
     whiskers: list[Interval] = [(x, low, high) for x, _, low, high in known if low is not None and high is not None]
@@ -394,7 +393,7 @@ def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
 
 def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
     kinds = (("own flaws", "sneaky", ""), ("base flaws", "ink", "dotted"), ("previous flaws", "verifier", "dashed"))
-    points: dict[str, list[tuple[float | None, NumberRecord]]] = {name: [] for name, _, _ in kinds}
+    points: dict[str, list[tuple[float | None, Estimate]]] = {name: [] for name, _, _ in kinds}
     for found in rounds:
         sources = (source_of_round(found.round), "base", source_of_round(found.round - 1))
         for flaws in found.detection.sources if found.detection else ():
@@ -411,15 +410,12 @@ def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         return Markup()
     lines = [_roc(flaws, place) for place, flaws in enumerate(last.detection.sources)]
     title, x = f"ROC of round {last.round}, by source of flaws", XAxis(0.0, 1.0, "false-positive rate")
-    areas = "Areas: a separate interval at each false-positive rate; the whole curve is inside less often."
-    note = areas if any(line.spread for line in lines) else ""
-    return line_chart(title, lines, x, "share", unit="true-positive rate", note=note)
+    return line_chart(title, lines, x, "share", unit="true-positive rate")
 
 
 def _roc(flaws: FlawDetection, place: int) -> ChartLine:
-    spread: list[Interval] = [(x, low, high) for x, _, low, high in flaws.band if low is not None and high is not None]
     dash = "dashed" if place >= SHADES else ""
-    return ChartLine(flaws.source, [[(x, y) for x, y in flaws.roc]], f"run-{place % SHADES}", dash, spread=spread)
+    return ChartLine(flaws.source, [[(x, y) for x, y in flaws.roc]], f"run-{place % SHADES}", dash)
 
 
 def _over_n(rounds: Sequence[RoundEvaluation]) -> tuple[dict[int, float], XAxis]:

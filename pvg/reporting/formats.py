@@ -65,7 +65,7 @@ def in_order(names: Iterable[str]) -> list[BudgetPart]:
     return found
 
 
-NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "sample_s", "bytes"]
+NumberStyle = Literal["share", "auc", "score", "rate", "number", "seconds", "bytes"]
 
 BARS = "▁▂▃▄▅▆▇"  # without the full block, which would merge with the line below
 ABSENT = "–"
@@ -321,6 +321,5 @@ _WRITTEN: dict[NumberStyle, Callable[[float], str]] = {
     "rate": compact,
     "number": _plain_number,
     "seconds": short_seconds,
-    "sample_s": sample_seconds,
     "bytes": byte_size,
 }

@@ -10,6 +10,8 @@ from typing import Any
 
 import orjson
 from markupsafe import Markup
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from pvg.config.experiment import Experiment
 from pvg.config.task import TASKS
@@ -29,11 +31,10 @@ from pvg.reporting.charts import (
     stacked_chart,
 )
 from pvg.reporting.evaluation import evaluation_section
-from pvg.reporting.follow import RunState, state_of, state_word
+from pvg.reporting.follow import state_of
 from pvg.reporting.formats import (
     ABSENT,
     HOME_PHASES,
-    BudgetPart,
     duration,
     in_order,
     metric_display,
@@ -50,7 +51,7 @@ from pvg.reporting.run_sections import (
     scores_section,
     throughput_section,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics
+from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, read_run, state_word
 from pvg.reporting.solutions import (
     RoundScores,
     SolutionPair,
@@ -71,6 +72,7 @@ from pvg.reporting.table import (
     elements,
     page,
 )
+from pvg.reporting.terminal import QUIET, alerts_told, box_key, headline, parts_table, section
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
@@ -216,14 +218,7 @@ def _tiles(summary: RunSummary) -> list[Tile]:
 
 
 def _alerts(summary: RunSummary) -> PageSection:
-    """What to do is said once per kind, below its first alert."""
-    found, explained = [], set[str]()
-    for alert in summary.alerts:
-        step = "" if alert.step is None else f", step {alert.step}"
-        when_ = f"round {alert.round}, {phase_label(alert.phase)}{step}"
-        remedy = "" if alert.remedy in explained else alert.remedy
-        explained.add(remedy)
-        found.append((alert.name.replace("_", " "), alert.message, when_, remedy))
+    found = [(name.replace("_", " "), *rest) for name, *rest in alerts_told(summary)]
     lead = "docs/runbook.md in pvg's repository explains each kind of alert."
     return PageSection("alerts", "Alerts", [markup.alerts(found)], lead)
 
@@ -301,7 +296,6 @@ def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 # Where the time went: by phase, by part and by step.
 
 
-NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
 MOST_PHASES = 24  # rows of the chart by phase; longer games show each phase summed over rounds
 
 
@@ -335,39 +329,6 @@ def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
 def _unaccounted(budget: dict[str, float]) -> str:
     total = sum(budget.values())
     return f"{duration(total)}, {percent(budget.get(UNACCOUNTED, 0.0) / total)} unaccounted"
-
-
-def box_key(part: BudgetPart) -> LegendKey:
-    """A part of a budget in a legend."""
-    return LegendKey(part.label, part.style, shape="box")
-
-
-def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
-    """Exposed seconds by part. If work overlapped, also the busy and the hidden seconds.
-
-    `busy` covers the steps only, whose exposed time is `steps`. Time outside of the steps has no overlap.
-    """
-    total = sum(budget.values())
-    over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
-    hidden = sum(over.values())
-    largest = max(budget.values(), default=0.0)
-    titles = ["", "exposed", "share", "busy", "hidden"] if hidden > NOTEWORTHY * total else ["", "exposed", "share"]
-    table = Table([Column("part"), *(Column(title, "right") for title in titles)], look="parts")
-
-    def add(first: TableCell, bar: TableCell, exposed: float, covered: float) -> None:
-        numbers = [value_text("seconds", exposed), percent(exposed / total), value_text("seconds", exposed + covered)]
-        last = value_text("seconds", covered) if covered > 1e-4 * total else ""
-        table.add(first, bar, *[*numbers, last][: len(titles) - 1])
-
-    for part in in_order({**budget, **busy}):
-        exposed = budget.get(part.name, 0.0)
-        bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
-        add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
-    add(TableCell("all"), TableCell(), total, hidden)
-    table.caption = "Exposed: the time that the run waited for a part."
-    if len(titles) > 3:
-        table.caption += " Hidden: the part overlapped with other work. Busy: the sum of both."
-    return table
 
 
 def _phases(summary: RunSummary) -> Markup:
@@ -419,42 +380,62 @@ BY_ROUND = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run with its name, colour and dash on this page."""
+    """A run beside others. `place`: its number among them, which gives its colour and dash."""
 
-    def __init__(self, name: str, summary: RunSummary, place: int, state: RunState) -> None:
-        self.name = name
-        self.summary = summary
-        self.state = state
-        self.style = f"run-{place % COLOURS}"
-        self.dash = DASHES[place // COLOURS % len(DASHES)]
+    name: str
+    summary: RunSummary
+    place: int
+    state: RunState
+    plain: Mapping[str, object]  # its settings
+
+    @property
+    def style(self) -> str:
+        return f"run-{self.place % COLOURS}"
+
+    @property
+    def dash(self) -> str:
+        return DASHES[self.place // COLOURS % len(DASHES)]
 
     @property
     def key(self) -> LegendKey:
         return LegendKey(self.name, self.style, self.dash)
 
 
-def several_page(directories: Sequence[RunDirectory], summaries: Sequence[RunSummary]) -> str:
-    names = distinct_names(directories)
-    runs = [
-        ComparedRun(name, summary, place, state_of(directory))
-        for place, (name, summary, directory) in enumerate(zip(names, summaries, directories, strict=True))
+def compared_runs(directories: Sequence[RunDirectory]) -> list[ComparedRun]:
+    """Raises what `read_run` raises."""
+    found = zip(distinct_names(directories), directories, strict=True)
+    return [
+        ComparedRun(name, read_run(run), place, state_of(run), run.experiment().plain())
+        for place, (name, run) in enumerate(found)
     ]
+
+
+def several_text(runs: Sequence[ComparedRun]) -> Group:
+    """Runs side by side on the terminal: their states, final metrics, and the settings in which they differ."""
+    parts: list[RenderableType] = [headline(run.summary, run.state) for run in runs]
+    if final := _final_table(runs):
+        parts += section("After the last finished round", final)
+        if len({max(run.summary.rounds, default=-1) for run in runs}) > 1:
+            parts += [Text("  The runs have finished different numbers of rounds.", style=QUIET)]
+    parts += section("Settings that differ", _settings_table(runs) or Text("None.", style=QUIET))
+    return Group(*parts)
+
+
+def several_page(runs: Sequence[ComparedRun]) -> str:
     header = [elements.title(f"{len(runs)} runs", "side by side"), _runs_table(runs)]
+    lead = f"Step by step. Each line is the mean over {WINDOW} points."
+    same = elements.empty("All settings are the same.")
     sections = [
         _rounds(runs),
-        PageSection(
-            "learning",
-            "Learning",
-            [elements.grid(_step_charts(runs))],
-            f"Step by step. Each line is the mean over {WINDOW} points.",
-        ),
+        PageSection("learning", "Learning", [elements.grid(_step_charts(runs))], lead),
         _final(runs),
         _time(runs),
-        _settings([directory.experiment().plain() for directory in directories], runs),
+        PageSection("settings", "Settings that differ", [_settings_table(runs) or same]),
         _notes(runs),
     ]
-    return page(f"{', '.join(names)}: pvg report", header, sections)
+    return page(f"{', '.join(run.name for run in runs)}: pvg report", header, sections)
 
 
 def distinct_names(directories: Sequence[RunDirectory]) -> list[str]:
@@ -546,7 +527,7 @@ def final_names(finals: Sequence[Mapping[str, float]]) -> list[str]:
     return sorted(names, key=lambda name: order.get(name, len(order)))
 
 
-def _final(runs: Sequence[ComparedRun]) -> PageSection:
+def _final_table(runs: Sequence[ComparedRun]) -> Table:
     """Final metrics side by side, each with the difference to the first run."""
     finals = [final_metrics(run.summary) for run in runs]
     table = Table(_columns("", runs))
@@ -554,9 +535,13 @@ def _final(runs: Sequence[ComparedRun]) -> PageSection:
         first = finals[0].get(name)
         others = (_difference(name, metrics.get(name), first) for metrics in finals[1:])
         table.add(metric_display(name).label, metric_text(name, first), *others)
+    return table
+
+
+def _final(runs: Sequence[ComparedRun]) -> PageSection:
     last = ", ".join(f"{run.name}: {max(run.summary.rounds)}" for run in runs if run.summary.rounds)
     lead = f"After each run's last finished round ({last}); differences to {runs[0].name}."
-    return PageSection("final", "Final metrics", [table], lead)
+    return PageSection("final", "Final metrics", [_final_table(runs)], lead)
 
 
 def _difference(name: str, value: float | None, first: float | None) -> TableCell:
@@ -588,14 +573,12 @@ def _time(runs: Sequence[ComparedRun]) -> PageSection:
     return PageSection("time", "Time", [rows, table], "Exposed seconds by part, over the whole run.")
 
 
-def _settings(plains: Sequence[dict[str, object]], runs: Sequence[ComparedRun]) -> PageSection:
+def _settings_table(runs: Sequence[ComparedRun]) -> Table:
     columns = [Column("setting"), *(Column(run.name, key=run.key) for run in runs)]
     table = Table(columns, look="settings")
-    for key, values in setting_differences(plains).items():
+    for key, values in setting_differences([run.plain for run in runs]).items():
         table.add(TableCell(key, "code"), *(setting_cell(value) for value in values))
-    return PageSection(
-        "settings", "Settings that differ", [table if table else elements.empty("All settings are the same.")]
-    )
+    return table
 
 
 def _notes(runs: Sequence[ComparedRun]) -> PageSection:

@@ -29,15 +29,12 @@ from pvg.reporting.formats import (
     NumberStyle,
     duration,
     metric_display,
-    peak_memory_texts,
     percent,
-    short_seconds,
-    value_text,
 )
-from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading, lag_summary, reading_ranges, workers_text
+from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import PageSection, elements
-from pvg.reporting.terminal import outcome, rounds_table
+from pvg.reporting.terminal import machine_facts, outcome, rounds_table
 
 WARMUP = "warmup"
 BINS = 32
@@ -329,26 +326,20 @@ def without_gaps(times: Sequence[float], longest: float) -> tuple[list[float], l
 
 def machine_section(summary: RunSummary) -> PageSection:
     """Charts of the device, of the workers and of event-loop lag over time."""
-    body: list[Markup] = []
-    if summary.peak_memory:
-        body.append(elements.facts(peak_memory_texts(summary.peak_memory)))
+    body: list[Markup] = [elements.facts(machine_facts(summary))]
     if summary.device:
         clock = ReadingClock(summary.device)
-        body += [
-            elements.facts(_device_facts(summary)),
-            elements.grid(drawn(clock, [*DEVICE, *_gpu_charts(clock.numbers(GPU))])),
-        ]
+        body.append(elements.grid(drawn(clock, [*DEVICE, *_gpu_charts(clock.numbers(GPU))])))
     if summary.workers:
         clock = ReadingClock(summary.workers)
         each = [f"w{n}_busy run-{n % 6}" for n in clock.numbers(WORKER)]
         lines = ", ".join(each) if 0 < len(each) <= MOST_LINES else BUSY
         busy = ChartOf("Busy: share of the time", lines, "share")
         charts = drawn(clock, [*([WORKERS] if summary.scaling else []), busy])
-        body += [elements.subheading("Workers", workers_text(summary)), elements.grid(charts)]
+        body += [elements.subheading("Workers"), elements.grid(charts)]
         body.append(elements.notes(_scaling_notes(summary)))
     if summary.loop:
-        lag = elements.grid(drawn(ReadingClock(summary.loop), [LAG]))
-        body += [elements.subheading("Event loop", _lag_text(summary.loop)), lag]
+        body += [elements.subheading("Event loop"), elements.grid(drawn(ReadingClock(summary.loop), [LAG]))]
     return PageSection("machine", "Machine", body)
 
 
@@ -362,22 +353,6 @@ def _gpu_charts(numbers: Sequence[int]) -> list[ChartOf]:
     return found
 
 
-def _device_facts(summary: RunSummary) -> list[tuple[str, str]]:
-    found = reading_ranges(summary.device)
-    rows: list[tuple[str, str, str, NumberStyle]] = [
-        ("processors in use, mean", "cpu", "mean", "share"),
-        ("cores used by pvg, mean", "process_cpu", "mean", "number"),
-        ("largest resident memory", "rss_bytes", "max", "bytes"),
-        ("memory of the machine", "memory_total_bytes", "last", "bytes"),
-    ]
-    for number in ReadingClock(summary.device).numbers(GPU):
-        rows += [
-            (f"GPU {number} in use, mean", f"gpu{number}_utilisation", "mean", "share"),
-            (f"GPU {number} memory, most", f"gpu{number}_memory_bytes", "max", "bytes"),
-        ]
-    return [(label, value_text(style, found[name][of])) for label, name, of, style in rows if name in found]
-
-
 def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:
     """Each change of the number of workers and its reason; of many, the last ones."""
     began = summary.began or summary.scaling[0].time if summary.scaling else 0.0
@@ -385,15 +360,3 @@ def _scaling_notes(summary: RunSummary) -> list[tuple[str, str]]:
         (f"after {duration(change.time - began)}", f"{change.why}; {counted(change.workers, 'worker')} now")
         for change in summary.scaling[-MOST_CHANGES:]
     ]
-
-
-def _lag_text(readings: list[SamplerReading]) -> str:
-    figures = lag_summary(readings)
-    typical, worst = figures.get("median_p50_s"), figures.get("worst_max_s")
-    if typical is None or worst is None:
-        return ""
-    return (
-        "Delay between the time a task of the event loop was due and the time it ran: "
-        f"typically {short_seconds(typical)}, at worst {short_seconds(worst)}, "
-        f"in {figures['samples']:.0f} samples over {duration(readings[-1].time - readings[0].time)}."
-    )

@@ -45,27 +45,19 @@ class ShownSolution:
     after: list[str]
 
 
-def rollout_side(rollout: Rollout, threshold: float | None, longest: int) -> ShownSolution:
-    """A stored solution as a page shows it, with at most `longest` characters of each text."""
-    return shown_solution(example_of(rollout, ""), threshold, longest)
-
-
 def shown_solution(example: Example, threshold: float | None, longest: int = LONGEST) -> ShownSolution:
     """An example as a page shows it, with at most `longest` characters of each text."""
     score = ""
     if example.score is not None:
         score = ", ".join(filter(None, [f"score {example.score:+.3f}", verdict_word(example.score, threshold)]))
     pieces, wrong = text_pieces(example.text, example.note, longest)
+    verdict = "correct" if example.correct else ("wrong" if example.well_formed else "malformed")
+    answer = f"answer {example.answer}" if example.answer is not None else "no answer"
+    note = example.note.removeprefix("malformed: ")
+    grade = f"{verdict}: {answer}" + (f", {note}" if note else "")
     before = [] if example.solver_text is None else [f"solver: {shortened(example.solver_text, longest)}"]
     after = [f"{role}: {shortened(text, longest)}" for role, text in example.dialogue]
-    return ShownSolution(example, score, _grade(example), pieces, wrong, before, after)
-
-
-def _grade(example: Example) -> str:
-    found = f"answer {example.answer}" if example.answer is not None else "no answer"
-    verdict = "correct" if example.correct else ("wrong" if example.well_formed else "malformed")
-    note = example.note.removeprefix("malformed: ")
-    return f"{verdict}: {found}" + (f", {note}" if note else "")
+    return ShownSolution(example, score, grade, pieces, wrong, before, after)
 
 
 def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str], int]:
@@ -383,7 +375,7 @@ def stored_rollouts(run: RunDirectory, summary: RunSummary, most: int = MOST_CHA
 
 def _row(stored: StoredRollouts, rollout: Rollout, phase: str, threshold: float | None) -> bytes:
     """`text`: what comes before the wrong step, the wrong step, and what follows it."""
-    side = rollout_side(rollout, threshold, LONGEST_STORED)
+    side = shown_solution(example_of(rollout, ""), threshold, LONGEST_STORED)
     wrong = side.wrong if side.wrong >= 0 else len(side.pieces)
     pieces = (side.pieces[:wrong], side.pieces[wrong : wrong + 1], side.pieces[wrong + 1 :])
     question, reference = (_shown(shortened(text, LONGEST_STORED)) for text in (rollout.question, rollout.reference))

@@ -355,11 +355,6 @@ def markdown_lines(header: Sequence[str], align: str, rows: Iterable[Row]) -> li
     return Table(columns, list(rows)).to_markdown().split("\n")
 
 
-def side_by_side(first: str, names: Sequence[str]) -> list[Column]:
-    """Columns for the values of several runs, side by side."""
-    return [Column(first), *(Column(name, "right") for name in names)]
-
-
 def _rich_cell(cell: TableCell) -> Text:
     text = Text(style=STYLES.get(cell.style, ""))
     if cell.bar is not None:

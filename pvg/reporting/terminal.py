@@ -5,9 +5,11 @@ The live display uses the same rounds table and budget bar, so a run looks the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -16,24 +18,35 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
-    byte_size,
+    BudgetPart,
+    NumberStyle,
     duration,
     in_order,
     metric_display,
     metric_text,
     peak_memory_texts,
+    percent,
     phase_label,
     short_seconds,
-    sparkline,
     trend,
+    value_text,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges, workers_text
-from pvg.reporting.solutions import Example
-from pvg.reporting.table import Column, Table, TableCell, side_by_side
+from pvg.reporting.run_summary import (
+    RunState,
+    RunSummary,
+    base_metrics,
+    lag_summary,
+    reading_ranges,
+    state_word,
+    workers_text,
+)
+from pvg.reporting.table import Column, LegendKey, Table, TableCell
 from pvg.telemetry.spans import UNACCOUNTED
+
+if TYPE_CHECKING:
+    from pvg.reporting.solutions import Example
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
@@ -227,9 +240,13 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
         caption = f"{duration(sum(summary.budget.values()))} over all steps"
         parts += section("Time budget", BudgetBar(summary.budget, caption))
         if summary.hidden:
-            parts += [Text(), Padding(overlap_table(summary), (0, 0, 0, 2))]
-    if machine := machine_table(summary):
-        parts += section("Machine", machine)
+            table = parts_table(summary.budget, summary.busy, summary.budget)
+            parts += [Text(), Padding(table, (0, 0, 0, 2))]
+    if machine := machine_facts(summary):
+        rows = RichTable.grid(padding=(0, 2, 0, 0))
+        for what, how_much in machine:
+            rows.add_row(Text(what, QUIET), Text(how_much))
+        parts += section("Machine", rows)
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if summary.warnings:
@@ -260,9 +277,7 @@ def headline(summary: RunSummary, state: RunState | None = None) -> Text:
 
 def phases_table(summary: RunSummary) -> Table:
     columns = [Column("round", "right"), Column("phase"), Column("steps", "right"), Column("time", "right")]
-    table = Table(
-        [*(replace(column, wrap=False) for column in columns), Column("", style="verifier"), Column("", style="quiet")]
-    )
+    table = Table([*(replace(column, wrap=False) for column in columns), Column("", style="verifier")])
     longest = max((phase.seconds for phase in summary.phases if phase.seconds is not None), default=0.0)
     for phase in summary.phases:
         table.add(
@@ -271,7 +286,6 @@ def phases_table(summary: RunSummary) -> Table:
             str(phase.steps) if phase.steps else "",
             TableCell(duration(phase.seconds)) if phase.finished else TableCell("unfinished", "badge warn"),
             TableCell(bar=phase.seconds / longest if phase.seconds and longest > 0 else 0.0),
-            "  ".join(f"{metric_display(name).label} {metric_text(name, value)}" for name, value in phase.highlights()),
         )
     return table
 
@@ -290,98 +304,113 @@ def metrics_table(summary: RunSummary) -> Table:
     return table
 
 
-def overlap_table(summary: RunSummary) -> Table:
-    """The parts that overlapped with other work."""
-    titles = ("busy", "exposed", "hidden")
-    table = Table([Column("overlapped"), *(Column(title, "right", wrap=False) for title in titles)])
-    for part, hidden in sorted(summary.hidden.items(), key=lambda pair: -pair[1]):
-        busy = summary.busy[part]
-        table.add(part.replace("_", " "), short_seconds(busy), short_seconds(busy - hidden), short_seconds(hidden))
+NOTEWORTHY = 2e-3  # share of the time; less overlap than this gets no columns
+
+
+def box_key(part: BudgetPart) -> LegendKey:
+    """A part of a budget in a legend."""
+    return LegendKey(part.label, part.style, shape="box")
+
+
+def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[str, float]) -> Table:
+    """Exposed seconds by part. If work overlapped, also the busy and the hidden seconds.
+
+    `busy` covers the steps only, whose exposed time is `steps`. Time outside of the steps has no overlap.
+    """
+    total = sum(budget.values())
+    over = {part: max(0.0, seconds - steps.get(part, 0.0)) for part, seconds in busy.items()}
+    hidden = sum(over.values())
+    largest = max(budget.values(), default=0.0)
+    titles = ["", "exposed", "share", "busy", "hidden"] if hidden > NOTEWORTHY * total else ["", "exposed", "share"]
+    table = Table([Column("part"), *(Column(title, "right") for title in titles)], look="parts")
+
+    def add(first: TableCell, bar: TableCell, exposed: float, covered: float) -> None:
+        numbers = [value_text("seconds", exposed), percent(exposed / total), value_text("seconds", exposed + covered)]
+        last = value_text("seconds", covered) if covered > 1e-4 * total else ""
+        table.add(first, bar, *[*numbers, last][: len(titles) - 1])
+
+    for part in in_order({**budget, **busy}):
+        exposed = budget.get(part.name, 0.0)
+        bar = TableCell(style=part.style, bar=exposed / largest if largest > 0 else 0.0)
+        add(TableCell(part.label, key=box_key(part)), bar, exposed, over.get(part.name, 0.0))
+    add(TableCell("all"), TableCell(), total, hidden)
+    table.caption = "Exposed: the time that the run waited for a part."
+    if len(titles) > 3:
+        table.caption += " Hidden: the part overlapped with other work. Busy: the sum of both."
     return table
 
 
-def machine_table(summary: RunSummary) -> RichTable | None:
-    """One line each for device, peak memory, workers and event loop; None for runs that recorded none of them."""
-    table = RichTable.grid(padding=(0, 2, 0, 0))
-    table.add_column(style=QUIET, no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(style=VERIFIER, no_wrap=True)
-    device = reading_ranges(summary.device)
-    if device:
-        facts = [
-            ("processors", "cpu", "mean", percent_short),
-            ("resident memory at most", "rss_bytes", "max", byte_size),
-        ]
-        found = [f"{label} {written(device[name][of])}" for label, name, of, written in facts if name in device]
-        gpus = sorted(name for name in device if name.startswith("gpu") and name.endswith("_utilisation"))
-        found += [f"GPU {name[3:].split('_')[0]} {percent_short(device[name]['mean'])}" for name in gpus]
-        curve = [reading.metrics["cpu"] for reading in summary.device if "cpu" in reading.metrics]
-        table.add_row("device", ", ".join(found), sparkline(curve, MACHINE_BARS, 0.1))
-    if summary.peak_memory:
-        table.add_row(
-            "memory", ", ".join(f"{what} {size}" for what, size in peak_memory_texts(summary.peak_memory)), ""
-        )
-    if summary.workers:
-        curve = [reading.metrics["busy"] for reading in summary.workers if "busy" in reading.metrics]
-        table.add_row("workers", workers_text(summary), sparkline(curve, MACHINE_BARS, 0.1))
-    if summary.scaling:
-        curve = [float(change.workers) for change in summary.scaling]
-        newest = summary.scaling[-1]
-        words = f"{counted(len(summary.scaling), 'change')} of their number; the last one: {newest.why}"
-        table.add_row("", words, sparkline(curve, MACHINE_BARS))
-    lags = lag_summary(summary.loop)
-    if "worst_max_s" in lags:
-        found = [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]
-        curve = [reading.metrics["lag_max_s"] for reading in summary.loop if "lag_max_s" in reading.metrics]
-        table.add_row("loop lag", ", ".join(found), sparkline(curve, MACHINE_BARS))
-    return table if table.row_count else None
-
-
-MACHINE_BARS = 16
+DEVICE_FACTS: tuple[tuple[str, str, str, NumberStyle], ...] = (
+    ("processors in use, mean", "cpu", "mean", "share"),
+    ("cores used by pvg, mean", "process_cpu", "mean", "number"),
+    ("largest resident memory", "rss_bytes", "max", "bytes"),
+    ("memory of the machine", "memory_total_bytes", "last", "bytes"),
+)
+GPU_FACTS: tuple[tuple[str, str, str, NumberStyle], ...] = (
+    ("GPU {} in use, mean", "gpu{}_utilisation", "mean", "share"),
+    ("GPU {} memory, most", "gpu{}_memory_bytes", "max", "bytes"),
+)
+GPU_USE = re.compile(r"gpu(\d+)_utilisation")
 LAGS = (("typically", "median_p50_s"), ("worst p90", "worst_p90_s"), ("p99", "worst_p99_s"), ("longest", "worst_max_s"))
 
 
-def alerts_list(summary: RunSummary) -> Text:
-    """A line per alert. What to do is said once per kind, below its first alert."""
-    lines, explained = Text(), {""}
+def machine_facts(summary: RunSummary) -> list[tuple[str, str]]:
+    """(what, how much) of device, peak memory, workers and event loop, as far as the run recorded them."""
+    device, lags = reading_ranges(summary.device), lag_summary(summary.loop)
+    gpus = sorted(int(match[1]) for name in device if (match := GPU_USE.fullmatch(name)))
+    rows = [*DEVICE_FACTS, *((a.format(n), b.format(n), of, style) for n in gpus for a, b, of, style in GPU_FACTS)]
+    found = [(label, value_text(style, device[name][of])) for label, name, of, style in rows if name in device]
+    found += peak_memory_texts(summary.peak_memory)
+    if summary.workers:
+        found.append(("workers", workers_text(summary)))
+    if summary.scaling:
+        newest = summary.scaling[-1]
+        changes = f"{counted(len(summary.scaling), 'change')} of their number; the last one: {newest.why}"
+        found.append(("scaling", changes))
+    if said := [f"{word} {short_seconds(lags[name])}" for word, name in LAGS if name in lags]:
+        found.append(("event-loop lag", ", ".join(said)))
+    return found
+
+
+def alerts_told(summary: RunSummary) -> list[tuple[str, str, str, str]]:
+    """(name, message, when, what to do) of each alert. What to do is said once per kind, with its first alert."""
+    found, explained = [], set[str]()
     for alert in summary.alerts:
-        lines.append(f"round {alert.round} {phase_label(alert.phase)}", style=QUIET)
-        lines.append(f" step {alert.step}  " if alert.step is not None else "  ", style=QUIET)
-        lines.append(alert.name, style="yellow")
-        lines.append(f"  {alert.message}\n")
-        if alert.remedy not in explained:
-            lines.append(f"  {alert.remedy}\n", style=QUIET)
-            explained.add(alert.remedy)
+        step = "" if alert.step is None else f", step {alert.step}"
+        when = f"round {alert.round}, {phase_label(alert.phase)}{step}"
+        found.append((alert.name, alert.message, when, "" if alert.remedy in explained else alert.remedy))
+        explained.add(alert.remedy)
+    return found
+
+
+def alerts_list(summary: RunSummary) -> Text:
+    lines = Text()
+    for name, message, when, remedy in alerts_told(summary):
+        lines.append_text(Text.assemble((f"{when}  ", QUIET), (name, "yellow"), f"  {message}\n"))
+        lines.append(f"  {remedy}\n" if remedy else "", style=QUIET)
     lines.rstrip()
     return lines
 
 
 def examples_list(examples: Sequence[Example]) -> Group:
+    from pvg.reporting.solutions import shown_solution  # `pvg train` shows none
+
     parts: list[RenderableType] = []
     for example in examples:
-        if parts:
-            parts.append(Text())
-        parts += [_example_head(example), Text(f"question  {example.question}", style=QUIET)]
-        if example.solver_text is not None:
-            parts.append(Text.assemble(("solver    ", QUIET), example.solver_text))
-        parts.append(Text.assemble(("solution  ", QUIET), example.text))
-        parts += [Text.assemble((f"{role:<10}", QUIET), text) for role, text in example.dialogue]
-        note = f", {example.note}" if example.note else ""
-        wrong = f"wrong: the answer is {example.reference}" if example.reference else "wrong"
-        verdict = "correct" if example.correct else wrong
-        found = f"answer {example.answer}" if example.answer is not None else "no answer"
-        parts.append(
-            Text.assemble(("grade     ", QUIET), (f"{found}, {verdict}{note}", "green" if example.correct else "red"))
-        )
+        shown = shown_solution(example, None)
+        role = HELPFUL if example.role == "helpful" else SNEAKY
+        score = f"  {shown.score}" if shown.score else ""
+        answer = f" (answer {example.reference})" if example.reference else ""
+        rows = [
+            Text.assemble((example.role, role), f", {example.why}", (score, VERIFIER), (f"  {example.id}", QUIET)),
+            Text(f"question  {example.question}{answer}", style=QUIET),
+            *(Text(text, style=QUIET) for text in shown.before),
+            Text.assemble(("solution  ", QUIET), "".join(shown.pieces)),
+            *(Text(text, style=QUIET) for text in shown.after),
+            Text.assemble(("grade     ", QUIET), (shown.grade, "green" if example.correct else "red")),
+        ]
+        parts += [*([Text()] if parts else []), *rows]
     return Group(*parts)
-
-
-def _example_head(example: Example) -> Text:
-    head = Text.assemble((example.role, HELPFUL if example.role == "helpful" else SNEAKY), (f", {example.why}", ""))
-    if example.score is not None:
-        head.append(f"  score {example.score:+.2f}", style=VERIFIER)
-    head.append(f"  {example.id}", style=QUIET)
-    return head
 
 
 def closing(summary: RunSummary, commands: Mapping[str, str]) -> Group:
@@ -404,31 +433,4 @@ def closing(summary: RunSummary, commands: Mapping[str, str]) -> Group:
         Text.assemble("  ", (f"{command:<{width}}", "bold cyan"), (f"   {what}", QUIET), overflow="fold")
         for command, what in commands.items()
     ]
-    return Group(*parts)
-
-
-# --- several runs ----------------------------------------------------------------------------------------------------
-
-
-def several(
-    names: Sequence[str],
-    summaries: Sequence[RunSummary],
-    metrics: Sequence[str],
-    finals: Sequence[Mapping[str, float]],
-    settings: Mapping[str, Sequence[str]],
-    states: Sequence[RunState],
-) -> Group:
-    """Runs side by side: their states, final `metrics`, and the settings in which they differ."""
-    parts: list[RenderableType] = [headline(summary, state) for summary, state in zip(summaries, states, strict=True)]
-    if metrics:
-        table = Table(side_by_side("metric", names))
-        for name in metrics:
-            table.add(metric_display(name).label, *(metric_text(name, final.get(name)) for final in finals))
-        parts += section("After the last finished round", table)
-        if len({max(summary.rounds, default=-1) for summary in summaries}) > 1:
-            parts += [Text("  The runs have finished different numbers of rounds.", style=QUIET)]
-    table = Table(side_by_side("setting", names))
-    for key, values in settings.items():
-        table.add(key, *values)
-    parts += section("Settings that differ", table if settings else Text("None.", style=QUIET))
     return Group(*parts)

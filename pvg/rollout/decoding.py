@@ -3,8 +3,8 @@
 `decode` works for every architecture. pvg.rollout.lean_rows is faster, but supports only Llama-like models.
 
 The prefill computes each distinct prompt once, without its last token, which is the input of the first decoding step.
-Prompts are aligned at their right ends, so in each step every row writes the same column of the preallocated KV cache.
-Finished rows leave the batch. Decoding runs no Python per row.
+Prompts are aligned at their right ends, so each step appends one column to the cache. Finished rows leave the batch.
+Decoding runs no Python per row.
 
 Invariants: a row gets the same result as if decoded alone, up to rounding, which may swap two tokens with almost equal
 probability. Columns before a row's first token hold zeros and are masked, so they cannot affect its result.
@@ -13,115 +13,52 @@ probability. Columns before a row's first token hold zeros and are masked, so th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.models.compute import product_tolerance
 from pvg.models.packing import pad_right, token_budget_batches
-from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.sampler import RowSettings, distribution, sample, uniform_numbers
+from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
 
-
-@dataclass(frozen=True, slots=True)
-class PromptPlacement:
-    """The first `length` tokens of prefill row `prompts_F[f]` become the prompt of cache row `rows_F[f]`."""
-
-    rows_F: Tensor
-    prompts_F: Tensor
-    length: int
+if TYPE_CHECKING:
+    from pvg.models.routing import ExpertRecorder
 
 
-@dataclass(slots=True)
-class CacheSlots:
-    """State shared by all layers. `rows` are in use, `columns` are filled, and the first `start` columns hold
-    prompts."""
+class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """One layer's keys and values [rows, heads, columns, width], with room for `capacity` columns, so that a step
+    appends one without copying the others."""
 
-    rows: int
-    start: int
-    capacity: int
-    columns: int
-    placements: Sequence[PromptPlacement] | None = None
-
-
-class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer: keys and values [rows, heads, capacity, head width]."""
-
-    def __init__(self, slots: CacheSlots) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         super().__init__()
-        self._slots = slots
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = (self._buffer(states) for states in (key_states, value_states))
         self.is_initialized = True
+        room = (0, 0, 0, capacity - keys.shape[2])
+        self._buffers = [nn.functional.pad(states, room) for states in (keys, values)]
+        self._show(keys.shape[2])
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """In a prefill, copy the prompts to their rows and attend only to the prompts. Otherwise append one column."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        slots = self._slots
-        if slots.placements is not None:
-            for place in slots.placements:
-                columns = slice(slots.start - place.length, slots.start)
-                self.keys[place.rows_F, :, columns] = key_states[place.prompts_F, :, : place.length]
-                self.values[place.rows_F, :, columns] = value_states[place.prompts_F, :, : place.length]
-            return key_states, value_states
-        end = slots.columns + key_states.shape[2]
-        self.keys[: slots.rows, :, slots.columns : end] = key_states
-        self.values[: slots.rows, :, slots.columns : end] = value_states
-        return self.keys[: slots.rows, :, :end], self.values[: slots.rows, :, :end]
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: object, **_kw: object) -> tuple[Tensor, Tensor]:
+        columns = self.keys.shape[2]
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, columns : columns + 1] = new
+        self._show(columns + 1)
+        return self.keys, self.values
 
-    def move(self, sources_M: Tensor, targets_M: Tensor) -> None:
-        for buffer in (self.keys, self.values):
-            filled = buffer[:, :, : self._slots.columns]
-            filled[targets_M] = filled[sources_M]
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._buffers = [buffer[indices] for buffer in self._buffers]
+        self._show(self.keys.shape[2])
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return 0 if self._slots.placements is not None else self._slots.columns
-
-    def get_max_length(self) -> int:
-        return self._slots.capacity
-
-    def _buffer(self, states: Tensor) -> Tensor:
-        slots = self._slots
-        buffer = states.new_empty(slots.rows, states.shape[1], slots.capacity, states.shape[3])
-        # Masked columns are still multiplied: a NaN in uninitialized memory would survive a weight of 0.
-        buffer[:, :, : slots.start] = 0
-        return buffer
-
-
-class RowCache(Cache):  # type: ignore[misc]
-    """A transformers cache for `rows` rows whose prompts, without their last tokens, fit in `start` columns."""
-
-    def __init__(self, rows: int, start: int, capacity: int) -> None:
-        self.slots = CacheSlots(rows=rows, start=start, capacity=capacity, columns=start)
-        super().__init__(layer_class_to_replicate=partial(RowLayer, self.slots))
-
-    def advance(self) -> None:
-        """Count the column that the last forward pass wrote."""
-        self.slots.columns += 1
-
-    def compact(self, sources_M: Tensor, targets_M: Tensor, rows: int) -> None:
-        """Move row `sources_M[m]` to the place of row `targets_M[m]`, then keep only the first `rows` rows."""
-        for layer in self.layers:
-            layer.move(sources_M, targets_M)
-        self.slots.rows = rows
+    def _show(self, columns: int) -> None:
+        self.keys, self.values = (buffer[:, :, :columns] for buffer in self._buffers)
 
 
 class RowExperts:
@@ -129,6 +66,8 @@ class RowExperts:
     forward pass. `steps` is the most sampled tokens of any request."""
 
     def __init__(self, module: nn.Module, recorder: ExpertRecorder, rows: int, steps: int) -> None:
+        from pvg.models.routing import number_of_experts, routers_of
+
         experts = max(map(number_of_experts, routers_of(module)))
         # torch cannot index-assign uint16. So int16 holds their bits, and `_read` views them as uint16.
         self._dtype = torch.uint8 if experts <= 256 else torch.int16
@@ -174,7 +113,7 @@ def _read(experts: Tensor) -> RoutedExperts:
 # Prompt tokens in one forward pass: enough to fill a device, few enough that activations stay smaller than the KV
 # cache.
 PREFILL_TOKENS = 16_384
-# Compact when this share of the rows has finished: moving rows costs about as much as one step that reads them.
+# Drop finished rows when they are this share: copying the others costs about as much as one step that reads them.
 COMPACT_SHARE = 1 / 8
 NO_STOP = -1
 # On a GPU, look for finished rows after this many steps.
@@ -221,6 +160,11 @@ class RunningRows(Protocol):
         """True if `turn` accepts jobs while rows run. If False, it accepts them only when all rows have finished."""
         ...
 
+    @property
+    def refusal(self) -> str:
+        """Why torch does not record steps on the GPU; "" if it does, or without a GPU."""
+        return ""
+
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs` and decode until at least one row finishes or a bounded number of steps is done.
 
@@ -231,7 +175,7 @@ class RunningRows(Protocol):
         ...
 
 
-class ModuleRows:
+class ModuleRows(RunningRows):
     """`RunningRows` that decodes whole batches with `decode`, for every architecture."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, routed_experts: bool = False) -> None:
@@ -254,31 +198,6 @@ class ModuleRows:
         )
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The live rows: request number, next input token, position, settings, stop tokens and limit of each. `first` is
-    the number of tokens that the completion began with."""
-
-    request_R: Tensor
-    first_R: Tensor
-    token_R: Tensor
-    position_R: Tensor
-    stop_RS: Tensor
-    limit_R: Tensor
-    done_R: Tensor
-    settings: RowSettings
-    visible_RT: Tensor | None  # None: no row has padding, so no mask is needed
-
-    def select(self, rows_K: Tensor) -> None:
-        self.request_R, self.token_R = self.request_R[rows_K], self.token_R[rows_K]
-        self.first_R = self.first_R[rows_K]
-        self.position_R, self.stop_RS = self.position_R[rows_K], self.stop_RS[rows_K]
-        self.limit_R, self.done_R = self.limit_R[rows_K], self.done_R[rows_K]
-        self.settings = self.settings.select(rows_K)
-        if self.visible_RT is not None:
-            self.visible_RT = self.visible_RT[rows_K]
-
-
 @torch.inference_mode()
 def decode(
     module: nn.Module,
@@ -296,152 +215,159 @@ def decode(
     Raises TrainingDivergedError if the model's logits are not finite, and ConfigurationError if `routed_experts` is set
     for a model without experts.
     """
-    limits_N = np.asarray([request.sampling.max_tokens for request in requests], dtype=np.int64)
-    first_N = np.asarray([request.tokens_resumed for request in requests], dtype=np.int64)
-    with recorded_experts(module) if routed_experts else nullcontext() as recorder:
-        steps = int((limits_N - first_N).max())
+    recording: AbstractContextManager[ExpertRecorder | None] = nullcontext()
+    if routed_experts:
+        from pvg.models.routing import recorded_experts
+
+        recording = recorded_experts(module)
+    with recording as recorder:
+        steps = max(request.sampling.max_tokens - request.tokens_resumed for request in requests)
         experts = None if recorder is None else RowExperts(module, recorder, len(requests), steps)
         with span("prefill", device=True):
-            cache, rows = _start(module, requests, limits_N, device, experts)
+            batch = _Batch(module, requests, device, experts)
         with span("decode", device=True):
-            sampled = _sample_to_the_end(module, requests, cache, rows, dropped_N, limits_N, experts)
-            results = _results(requests, limits_N, dropped_N, *sampled)
+            results = batch.decoded(steps, dropped_N)
     if experts is None:
         return results
-    carried = experts.results([len(result.token_ids) - int(n) for result, n in zip(results, first_N, strict=True)])
-    return [replace(result, routed_experts=own) for result, own in zip(results, carried, strict=True)]
+    sampled = [len(result.token_ids) - r.tokens_resumed for result, r in zip(results, requests, strict=True)]
+    return [replace(result, routed_experts=own) for result, own in zip(results, experts.results(sampled), strict=True)]
 
 
-def _sample_to_the_end(
-    module: nn.Module,
-    requests: Sequence[GenerationRequest],
-    cache: RowCache,
-    rows: _Rows,
-    dropped_N: NDArray[np.bool_],
-    limits_N: NDArray[np.int64],
-    experts: RowExperts | None,
-) -> tuple[NDArray[np.int64], Float32]:
-    """tokens_NT and logprobs_NT by request. Values after a row's end are meaningless. For dropped rows, this lowers
-    `limits_N` to the tokens they have."""
-    device = rows.token_R.device
-    first_N = np.asarray([request.tokens_resumed for request in requests], dtype=np.int64)
-    width = int(limits_N.max())
-    # The extra last column takes the samples of finished rows that are still in the batch.
-    uniform_NT = torch.from_numpy(uniform_numbers(requests, width + 1)).to(device)
-    tokens_NT = torch.zeros(len(requests), width + 1, dtype=torch.int64, device=device)
-    logprobs_NT = torch.zeros(len(requests), width + 1, dtype=torch.float32, device=device)
-    for row, request in enumerate(requests):
-        if request.resumed_from is not None:
-            tokens_NT[row, : first_N[row]] = torch.from_numpy(request.resumed_from.token_ids).to(device)
-            logprobs_NT[row, : first_N[row]] = torch.from_numpy(request.resumed_from.logprobs).to(device)
+class _Batch:
+    """N requests that are decoded together. `rows_R`: the numbers of those that run, in the order of the cache's rows.
+    Those that have ended may be among them; what these sample is discarded. `limits_N`: the tokens of each result, at
+    most. The extra last column of a completion takes the samples of ended requests."""
 
-    for step in range(int((limits_N - first_N).max())):
-        logprobs_RV = distribution(_next_logits(module, rows, cache), rows.settings)
-        if experts is not None:
-            experts.stepped(rows.request_R, step)
-        column_R = (rows.first_R + step).clamp(max=width)
-        rows.token_R = sample(logprobs_RV, uniform_NT[rows.request_R, column_R])
-        tokens_NT[rows.request_R, column_R] = rows.token_R
-        logprobs_NT[rows.request_R, column_R] = logprobs_RV.gather(1, rows.token_R[:, None])[:, 0]
-        rows.position_R = rows.position_R + ~rows.done_R  # a finished row must not exceed the model's context
-        rows.done_R |= (rows.token_R[:, None] == rows.stop_RS).any(dim=1) | (rows.limit_R <= column_R + 1)
-        if dropped_N.any():
-            now_N = dropped_N.copy()
-            limits_N[now_N] = np.minimum(limits_N, first_N + step + 1)[now_N]
-            rows.done_R |= torch.from_numpy(now_N).to(device)[rows.request_R]
-        if device.type != "cpu" and (step + 1) % LOOK_EVERY:
-            continue  # reading from a GPU waits for it
-        live = len(rows.done_R) - int(rows.done_R.sum())
-        if live == 0:
-            break
-        if len(rows.done_R) - live >= max(1, COMPACT_SHARE * len(rows.done_R)):
-            _compact(rows, cache, live)
-    return tokens_NT.cpu().numpy(), logprobs_NT.cpu().numpy()
+    def __init__(
+        self,
+        module: nn.Module,
+        requests: Sequence[GenerationRequest],
+        device: torch.device,
+        experts: RowExperts | None,
+    ) -> None:
+        def whole(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, device=device)
+
+        self._module, self._requests, self._device, self._experts = module, requests, device, experts
+        known = [request.known_ids for request in requests]
+        samplings = [request.sampling for request in requests]
+        self._limits_N = np.asarray([sampling.max_tokens for sampling in samplings], dtype=np.int64)
+        self._width = width = int(self._limits_N.max())
+        self._rows_R = torch.arange(len(requests), device=device)
+        self._settings = RowSettings.of(samplings, device)  # of rows_R
+        self._first_N = whole([request.tokens_resumed for request in requests])
+        self._limit_N = whole([sampling.max_tokens for sampling in samplings])
+        self._token_N = whole([int(ids[-1]) for ids in known])
+        self._position_N = whole([len(ids) - 1 for ids in known])
+        self._done_N = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self._stop_NS = torch.from_numpy(stop_numbers(samplings)).to(device)
+        self._uniform_NT = torch.from_numpy(uniform_numbers(requests, width + 1)).to(device)
+        self._tokens_NT = torch.zeros(len(requests), width + 1, dtype=torch.int64, device=device)
+        self._logprobs_NT = torch.zeros(len(requests), width + 1, dtype=torch.float32, device=device)
+        for row, request in enumerate(requests):
+            if (begun := request.resumed_from) is not None:
+                self._tokens_NT[row, : request.tokens_resumed] = torch.from_numpy(begun.token_ids).to(device)
+                self._logprobs_NT[row, : request.tokens_resumed] = torch.from_numpy(begun.logprobs).to(device)
+        start = max(map(len, known)) - 1
+        self._visible_NT: Tensor | None = None  # None: no row has padding, so no mask is needed
+        if any(len(ids) - 1 != start for ids in known):
+            columns_T = torch.arange(start + width, device=device)
+            self._visible_NT = columns_T >= start - self._position_N[:, None]
+        self._cache = _prefilled(module, [ids[:-1] for ids in known], start + width, device, experts)
+
+    def decoded(self, steps: int, dropped_N: NDArray[np.bool_]) -> list[DecodedRow]:
+        for step in range(steps):
+            self._step(step)
+            if dropped_N.any():
+                now_N = dropped_N.copy()
+                so_far_N = np.asarray([request.tokens_resumed + step + 1 for request in self._requests])
+                self._limits_N[now_N] = np.minimum(self._limits_N, so_far_N)[now_N]
+                self._done_N |= torch.from_numpy(now_N).to(self._device)
+            if self._device.type != "cpu" and (step + 1) % LOOK_EVERY:
+                continue  # reading from a GPU waits for it
+            live_K = torch.nonzero(~self._done_N[self._rows_R])[:, 0]
+            if not len(live_K):
+                break
+            if len(self._rows_R) - len(live_K) >= max(1, COMPACT_SHARE * len(self._rows_R)):
+                self._rows_R, self._settings = self._rows_R[live_K], self._settings.select(live_K)
+                self._cache.batch_select_indices(live_K)
+        return self._results(dropped_N)
+
+    def _step(self, step: int) -> None:
+        """Sample one token for each row."""
+        rows_R = self._rows_R
+        logits_RV = self.next_logits()
+        if self._experts is not None:
+            self._experts.stepped(rows_R, step)
+        column_R = (self._first_N[rows_R] + step).clamp(max=self._width)
+        token_R, logprobs_R = draw(logits_RV, self._settings, self._uniform_NT[rows_R, column_R])
+        self._tokens_NT[rows_R, column_R] = self._token_N[rows_R] = token_R
+        self._logprobs_NT[rows_R, column_R] = logprobs_R
+        self._position_N += ~self._done_N  # an ended row must not exceed the model's context
+        stopped_R = (token_R[:, None] == self._stop_NS[rows_R]).any(dim=1)
+        self._done_N[rows_R] |= stopped_R | (self._limit_N[rows_R] <= column_R + 1)
+
+    def next_logits(self) -> Tensor:
+        """One forward pass: logits_RV for the token after each row's newest."""
+        rows_R, end = self._rows_R, self._cache.get_seq_length() + 1
+        output = self._module(
+            input_ids=self._token_N[rows_R, None],
+            attention_mask=None if self._visible_NT is None else self._visible_NT[rows_R, :end],
+            position_ids=self._position_N[rows_R, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        logits_RV: Tensor = output.logits[:, -1]
+        return logits_RV
+
+    def _results(self, dropped_N: NDArray[np.bool_]) -> list[DecodedRow]:
+        """Cut each row at its first stop token or its limit."""
+        tokens_NT, logprobs_NT = self._tokens_NT.cpu().numpy(), self._logprobs_NT.cpu().numpy()
+        results = []
+        for row, request in enumerate(self._requests):
+            limit = int(self._limits_N[row])
+            stops = np.flatnonzero(np.isin(tokens_NT[row, :limit], request.sampling.stop_ids))
+            length = int(stops[0]) + 1 if stops.size else limit
+            tokens, logprobs = tokens_NT[row, :length], logprobs_NT[row, :length]
+            results.append(finished_row(request, tokens, logprobs, bool(stops.size), bool(dropped_N[row])))
+        return results
 
 
-def _start(
-    module: nn.Module,
-    requests: Sequence[GenerationRequest],
-    limits_N: NDArray[np.int64],
-    device: torch.device,
-    experts: RowExperts | None,
-) -> tuple[RowCache, _Rows]:
-    """The cache, filled with all known tokens but the last of each row. That one is the first input of decoding."""
-    known_ids = [request.known_ids for request in requests]
-    known_N = np.asarray([len(ids) - 1 for ids in known_ids], dtype=np.int64)
-    first_N = np.asarray([request.tokens_resumed for request in requests], dtype=np.int64)
-    start = int(known_N.max())
-    capacity = start + int((limits_N - first_N).max())
-    cache = RowCache(len(requests), start, capacity)
-    if start:
-        _prefill(module, cache, [ids[:-1] for ids in known_ids], device, experts)
-    stops = [request.sampling.stop_ids for request in requests]
-    stop_NS = np.full((len(requests), max(1, *map(len, stops))), NO_STOP, dtype=np.int64)
-    for row, ids in enumerate(stops):
-        stop_NS[row, : len(ids)] = ids
-    known = torch.from_numpy(known_N).to(device)
-    padded = bool((known_N != start).any())
-    return cache, _Rows(
-        request_R=torch.arange(len(requests), device=device),
-        first_R=torch.from_numpy(first_N).to(device),
-        token_R=torch.tensor([int(ids[-1]) for ids in known_ids], device=device),
-        position_R=known,
-        stop_RS=torch.from_numpy(stop_NS).to(device),
-        limit_R=torch.from_numpy(limits_N.copy()).to(device),
-        done_R=torch.zeros(len(requests), dtype=torch.bool, device=device),
-        settings=RowSettings.of([request.sampling for request in requests], device),
-        visible_RT=torch.arange(capacity, device=device) >= start - known[:, None] if padded else None,
-    )
-
-
-def _prefill(
-    module: nn.Module,
-    cache: RowCache,
-    prefixes: Sequence[Int32],
-    device: torch.device,
-    experts: RowExperts | None,
-) -> None:
-    """Compute each distinct prefix once and copy it to its rows. Prefixes are padded on the right, where causal
-    attention does not look."""
+def _prefilled(
+    module: nn.Module, prefixes: Sequence[Int32], capacity: int, device: torch.device, experts: RowExperts | None
+) -> Cache:
+    """A cache for `capacity` columns, whose rows end with these prefixes. Each distinct one is computed once, padded on
+    the right, where causal attention does not look."""
+    start = max(map(len, prefixes))
     rows_of: dict[bytes, list[int]] = {}
     for row, prefix in enumerate(prefixes):
         if len(prefix):
             rows_of.setdefault(prefix.tobytes(), []).append(row)
     groups = list(rows_of.values())
-    lengths_U = np.asarray([len(prefixes[rows[0]]) for rows in groups])
+    lengths_U = np.asarray([len(prefixes[rows[0]]) for rows in groups], dtype=np.int64)
     decoder = cast(Any, module).get_decoder()
-    for batch in token_budget_batches(lengths_U, max(PREFILL_TOKENS, int(lengths_U.max()))):
-        ids_BL, _ = pad_right([prefixes[groups[group][0]] for group in batch], 0, device)
-        cache.slots.placements = _placements([groups[group] for group in batch], lengths_U[batch], device)
-        decoder(input_ids=ids_BL, past_key_values=cache, use_cache=True)
+    filled: list[tuple[Tensor, Tensor]] = []  # the keys and values of each layer
+    for batch in token_budget_batches(lengths_U, max(PREFILL_TOKENS, start)):
+        chosen = [groups[group] for group in batch]
+        ids_BL, _ = pad_right([prefixes[rows[0]] for rows in chosen], 0, device)
+        computed = DynamicCache()
+        decoder(input_ids=ids_BL, past_key_values=computed, use_cache=True)
         if experts is not None:
-            experts.prefilled([groups[group] for group in batch], lengths_U[batch])
-    cache.slots.placements = None
-
-
-def _placements(groups: list[list[int]], lengths_B: NDArray[np.int64], device: torch.device) -> list[PromptPlacement]:
-    """One placement per distinct length: which prompts of the prefill batch go to which rows."""
-    found = []
-    for length in np.unique(lengths_B):
-        pairs = [(row, prompt) for prompt in np.flatnonzero(lengths_B == length) for row in groups[prompt]]
+            experts.prefilled(chosen, lengths_U[batch])
+        pairs = [(row, prompt) for prompt, rows in enumerate(chosen) for row in rows]
         rows_F, prompts_F = torch.tensor(pairs, device=device).T
-        found.append(PromptPlacement(rows_F, prompts_F, int(length)))
-    return found
-
-
-def _next_logits(module: nn.Module, rows: _Rows, cache: RowCache) -> Tensor:
-    """One forward pass: logits_RV for the token after each live row's newest."""
-    end = cache.slots.columns + 1
-    output = module(
-        input_ids=rows.token_R[:, None],
-        attention_mask=None if rows.visible_RT is None else rows.visible_RT[:, :end],
-        position_ids=rows.position_R[:, None],
-        past_key_values=cache,
-        use_cache=True,
-    )
-    cache.advance()
-    logits_RV: Tensor = output.logits[:, -1]
-    return logits_RV
+        lengths_F = torch.from_numpy(lengths_U[batch]).to(device)[prompts_F]
+        column_FT = torch.arange(start, device=device) - (start - lengths_F)[:, None]  # of the prompt; below 0: padding
+        for number, layer in enumerate(computed.layers):
+            both = layer.keys, layer.values
+            if number == len(filled):
+                shapes = [(len(prefixes), states.shape[1], start, states.shape[3]) for states in both]
+                filled.append((both[0].new_zeros(shapes[0]), both[1].new_zeros(shapes[1])))
+            for target, states in zip(filled[number], both, strict=True):
+                moved_FTHD = states[prompts_F[:, None], :, column_FT.clamp(min=0)]
+                target[rows_F] = moved_FTHD.masked_fill(column_FT[:, :, None, None] < 0, 0).transpose(1, 2)
+    # Without any prefix, the layers are not known yet.
+    return Cache(layers=[RoomyLayer(*both, capacity) for both in filled]) if filled else DynamicCache()
 
 
 def check_decoding(module: nn.Module, device: torch.device) -> None:
@@ -457,8 +383,7 @@ def check_decoding(module: nn.Module, device: torch.device) -> None:
     tolerance = product_tolerance(weight, ALIKE, ALIKE_16_BITS, model.config.get_text_config().num_hidden_layers)
     try:
         with torch.inference_mode():
-            cache, rows = _start(module, requests, np.ones(2, dtype=np.int64), device, None)
-            found_RV = _next_logits(module, rows, cache)
+            found_RV = _Batch(module, requests, device, None).next_logits()
             ids_1P = torch.from_numpy(ids_P).to(device).long()[None]
             alone_V = [model(input_ids=ids_1P[:, : len(r.prompt_ids)], use_cache=False).logits[0, -1] for r in requests]
     except (torch.OutOfMemoryError, MemoryError):
@@ -472,33 +397,12 @@ def check_decoding(module: nn.Module, device: torch.device) -> None:
         )
 
 
-def _compact(rows: _Rows, cache: RowCache, live: int) -> None:
-    """Move live rows from the end into the places of finished ones, which copies as few rows as possible."""
-    order_R = torch.arange(len(rows.done_R), device=rows.done_R.device)
-    targets_M = order_R[:live][rows.done_R[:live]]
-    sources_M = order_R[live:][~rows.done_R[live:]]
-    cache.compact(sources_M, targets_M, live)
-    kept_K = order_R[:live].clone()
-    kept_K[targets_M] = sources_M
-    rows.select(kept_K)
-
-
-def _results(
-    requests: Sequence[GenerationRequest],
-    limits_N: NDArray[np.int64],
-    dropped_N: NDArray[np.bool_],
-    tokens_NT: NDArray[np.int64],
-    logprobs_NT: Float32,
-) -> list[DecodedRow]:
-    """Cut each row at its first stop token or its limit. What a finished row sampled afterwards is discarded."""
-    results = []
-    for row, request in enumerate(requests):
-        limit = int(limits_N[row])
-        stops = np.flatnonzero(np.isin(tokens_NT[row, :limit], request.sampling.stop_ids))
-        length = int(stops[0]) + 1 if stops.size else limit
-        tokens, logprobs = tokens_NT[row, :length], logprobs_NT[row, :length]
-        results.append(finished_row(request, tokens, logprobs, bool(stops.size), bool(dropped_N[row])))
-    return results
+def stop_numbers(samplings: Sequence[Sampling], width: int = 1) -> NDArray[np.int64]:
+    """stop_NS: the stop tokens of each request, and NO_STOP up to the longest of these lists, or up to `width`."""
+    stop_NS = np.full((len(samplings), max(width, *(len(s.stop_ids) for s in samplings))), NO_STOP, dtype=np.int64)
+    for row, sampling in enumerate(samplings):
+        stop_NS[row, : len(sampling.stop_ids)] = sampling.stop_ids
+    return stop_NS
 
 
 def finished_row(

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pvg.errors import MissingRequirementError
 from pvg.records import Float32
-from pvg.rollout.decoding import NO_STOP, DecodedRow, DecodingJob, TurnResult, finished_row
+from pvg.rollout.decoding import NO_STOP, DecodedRow, DecodingJob, RunningRows, TurnResult, finished_row, stop_numbers
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import LeanCache, LeanDecoder
 from pvg.rollout.lean_rows import prefill_rows
@@ -162,7 +162,7 @@ class _Slot:
         return self.request.sampling.max_tokens - self.count
 
 
-class DeviceRows:
+class DeviceRows(RunningRows):
     """Decodes at most `max_rows` rows at once; see `RunningRows` in pvg.rollout.decoding. Only the compute thread may
     call `turn`. The cache has memory for all `max_rows` from the start, so it grows only for longer requests."""
 
@@ -182,6 +182,10 @@ class DeviceRows:
     @property
     def joins(self) -> bool:
         return self._continuous
+
+    @property
+    def refusal(self) -> str:
+        return self.graphs.refusal
 
     @torch.inference_mode()
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
@@ -248,9 +252,8 @@ class DeviceRows:
 
     def _write(self, state: _State, places: list[int], requests: Sequence[GenerationRequest]) -> None:
         """Send the new rows to the device, in three copies."""
-        device, stops = self._decoder.device, np.full((len(requests), self._stops), NO_STOP)
-        for row, request in enumerate(requests):
-            stops[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+        device, samplings = self._decoder.device, [request.sampling for request in requests]
+        stops = stop_numbers(samplings, self._stops)
         known = [request.known_ids for request in requests]
         facts = np.array(
             [
@@ -268,7 +271,7 @@ class DeviceRows:
         )
         facts_NX = torch.from_numpy(np.concatenate([facts, stops], axis=1)).to(device)
         rows_N, token_N, position_N, count_N, limit_N, top_k_N = facts_NX[:, :6].unbind(1)
-        settings = RowSettings.of([request.sampling for request in requests], device)
+        settings = RowSettings.of(samplings, device)
         uniform_NC = torch.from_numpy(uniform_numbers(requests, self._columns)).to(device)
         state.token_R[rows_N], state.position_R[rows_N], state.count_R[rows_N] = token_N, position_N, count_N
         state.limit_R[rows_N], state.top_k_R[rows_N], state.stop_RS[rows_N] = limit_N, top_k_N, facts_NX[:, 6:]

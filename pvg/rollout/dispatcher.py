@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from pvg.config.rollout import ContinuingDeadline, Rollouts
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
-from pvg.records import Grade, Group, Rollout, Turn
-from pvg.rollout.engine import Completion, CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
+from pvg.records import Group, Rollout
+from pvg.rollout.engine import CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.episodes import (
     Deadline,
     Grader,
@@ -30,15 +30,11 @@ from pvg.rollout.episodes import (
     compares_within_groups,
     gatherings_of,
     play_episodes,
+    recorded,
     request_seed,
     run_gatherings,
     training_deadline,
 )
-from pvg.tasks.answers import same_answer
-
-if TYPE_CHECKING:
-    pass
-
 
 __all__ = ["Dispatcher", "GroupOrder", "SampleCall", "request_seed"]
 
@@ -153,41 +149,7 @@ class Dispatcher:
         completion = await self.engine.generate(request)
         await leave()
         text, grade = await self.grader.grade(order.problem, completion)
-        return self.recorded(order, call, rollout_id, completion, text, grade)
-
-    def recorded(
-        self,
-        order: GroupOrder,
-        call: SampleCall,
-        rollout_id: str,
-        completion: Completion,
-        text: str,
-        grade: Grade,
-        turns: tuple[Turn, ...] = (),
-    ) -> Rollout:
-        return Rollout(
-            id=rollout_id,
-            problem_id=order.problem.id,
-            question=order.problem.question,
-            reference=order.problem.answer,
-            role=order.role,
-            round=call.round,
-            source=call.source,
-            step=call.step,
-            group=order.group,
-            prompt_ids=order.prompt_ids,
-            completion_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            spans=completion.spans,
-            finish_reason=completion.finish_reason,
-            text=text,
-            grade=grade,
-            timing=completion.timing,
-            routed_experts=completion.routed_experts,
-            solver=order.solver,
-            kept_answer=None if order.solver is None else same_answer(grade.answer, order.solver.answer),
-            turns=turns,
-        )
+        return recorded(order, call, rollout_id, completion, text, grade)
 
 
 # Partial rollouts: rollouts cut by a deadline continue under the next policy version instead of being discarded.
@@ -430,7 +392,7 @@ def partial_sampling(
     return PartialSampling(
         dispatcher,
         deadline,
-        versions=section.max_versions,
+        versions=rollout.continued_versions,
         groups=training.groups,
         size=rollout.group_size,
         whole=compares_within_groups(training, reward),

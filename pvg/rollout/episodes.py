@@ -37,6 +37,8 @@ from pvg.config.rollout import DeadlineSection, NoDeadline
 from pvg.config.training import Training
 from pvg.records import Float32, Grade, Group, Int32, Problem, Role, Rollout, SolverSolution, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.servers.pool import together
+from pvg.tasks.answers import same_answer
 from pvg.tasks.task import GradesInBatches
 from pvg.telemetry.spans import span, submit_in
 
@@ -237,6 +239,40 @@ class GroupSampling(Generic[T]):
         return max(self.finishes) - min(self.finishes) if self.finishes else 0.0
 
 
+def recorded(
+    order: GroupOrder,
+    call: SampleCall,
+    rollout_id: str,
+    completion: Completion,
+    text: str,
+    grade: Grade,
+    turns: tuple[Turn, ...] = (),
+) -> Rollout:
+    return Rollout(
+        id=rollout_id,
+        problem_id=order.problem.id,
+        question=order.problem.question,
+        reference=order.problem.answer,
+        role=order.role,
+        round=call.round,
+        source=call.source,
+        step=call.step,
+        group=order.group,
+        prompt_ids=order.prompt_ids,
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        spans=completion.spans,
+        finish_reason=completion.finish_reason,
+        text=text,
+        grade=grade,
+        timing=completion.timing,
+        routed_experts=completion.routed_experts,
+        solver=order.solver,
+        kept_answer=None if order.solver is None else same_answer(grade.answer, order.solver.answer),
+        turns=turns,
+    )
+
+
 def request_seed(seed: int, group: int, index: int, turn: int = 0) -> int:
     """A 64-bit seed for turn `turn` of rollout `index` of `group`, independent of other seeds. All arguments must be at
     least 0."""
@@ -277,18 +313,6 @@ async def all_or_none(starts: Iterable[Callable[[asyncio.TaskGroup], int]]) -> N
                     await asyncio.sleep(0)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
-
-
-async def results_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all coroutines. On the first failure, the others are cancelled and awaited."""
-    tasks: list[asyncio.Task[T]] = []
-
-    def start(group: asyncio.TaskGroup) -> int:
-        tasks.extend(map(group.create_task, work))
-        return len(tasks)
-
-    await all_or_none([start])
-    return [task.result() for task in tasks]
 
 
 # `Grader`: turns completions into text and grades, off the event loop.
@@ -417,22 +441,11 @@ class Environment(Protocol):
 
 
 class EpisodeSampler(Protocol):
-    """The part of the dispatcher that `play_episodes` needs (pvg.rollout.dispatcher.Dispatcher imports this module)."""
+    """The part of the dispatcher that `play_episodes` needs (pvg.rollout.dispatcher imports this module)."""
 
     engine: Engine
     grader: Grader
     sampling: Sampling
-
-    def recorded(
-        self,
-        order: GroupOrder,
-        call: SampleCall,
-        rollout_id: str,
-        completion: Completion,
-        text: str,
-        grade: Grade,
-        turns: tuple[Turn, ...] = (),
-    ) -> Rollout: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -546,7 +559,7 @@ async def play_episodes(
                 if observation.max_tokens:
                     waiting.add(episode)
         turn += 1
-    finished = iter(await results_of([_finished(sampler, e, call, environment) for g in groups for e in g.episodes]))
+    finished = iter(await together([_finished(sampler, e, call, environment) for g in groups for e in g.episodes]))
     return [
         Group(
             group.order.problem,
@@ -610,4 +623,4 @@ async def _finished(sampler: EpisodeSampler, episode: _Episode, call: SampleCall
     _, grade = await sampler.grader.grade(episode.order.problem, graded)
     completion, turns = episode.joined(texts)
     text = "".join(turn.text for turn in turns) if turns else texts[0]
-    return sampler.recorded(episode.order, call, episode.id, completion, text, grade, turns)
+    return recorded(episode.order, call, episode.id, completion, text, grade, turns)

@@ -24,8 +24,9 @@ from pvg.games.game import Action, GameRules, PlaysByScript, Script
 from pvg.records import Grade, Int32, Problem, Role, Rollout
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import GenerationRequest
-from pvg.rollout.episodes import GroupOrder, SampleCall, request_seed, results_of
+from pvg.rollout.episodes import GroupOrder, SampleCall, recorded, request_seed
 from pvg.seeds import seed_for
+from pvg.servers.pool import together
 
 S = TypeVar("S")
 
@@ -136,7 +137,7 @@ class _Hall(Generic[S]):
         # One engine after the other, so that none changes the batches of another.
         for dispatcher, asked in by_dispatcher.values():
             bound = self.bounds.setdefault(id(dispatcher), asyncio.Semaphore(dispatcher.concurrency))
-            decided = await results_of([self.decide(t, seat, dispatcher, bound, len(asked)) for t, seat in asked])
+            decided = await together([self.decide(t, seat, dispatcher, bound, len(asked)) for t, seat in asked])
             for (table, seat), decision in zip(asked, decided, strict=True):
                 found[id(table), seat] = decision
         for table in tables:
@@ -157,7 +158,7 @@ class _Hall(Generic[S]):
         text = dispatcher.grader.text(completion)
         action = game.parse(state, seat, text)
         grade = Grade(action.legal, action.legal, action.text, action.note)
-        rollout = dispatcher.recorded(order, call, rollout_id, completion, text, grade)
+        rollout = recorded(order, call, rollout_id, completion, text, grade)
         return SeatDecision(seat, table.phase, game.phase(state), state, action, rollout, batch)
 
     def scripted(self, table: _Table[S], seat: str, script: Script) -> SeatDecision[S]:

@@ -1,7 +1,7 @@
 """From logits to tokens: temperature, then top-k, then top-p, and one uniform random number per token.
 
-`distribution` and `sample` materialize log-probs and cumulative sums of the whole vocabulary. `draw` gives the same
-tokens up to rounding with less memory traffic: it materializes only the probabilities, and searches block by block.
+`draw` materializes the probabilities of the vocabulary, and searches their sums block by block: cumulative sums of all
+tokens would need more memory traffic.
 
 Invariants: the log-probs, in float32, belong to exactly the distribution that is sampled from, renormalized after the
 cuts. A row's result depends only on its own logits, settings and numbers.
@@ -78,18 +78,13 @@ def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArra
     return numbers_NT
 
 
-def distribution(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """logprobs_RV float32 of the distribution to sample from; -inf for cut tokens.
+def cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
+    """The logits divided by their temperatures; -inf for cut tokens.
 
     The row's largest logit is subtracted before the division by the temperature. So as the temperature nears 0,
     quotients tend to -inf, never to inf - inf, and sampling becomes greedy (tokens that tie for the maximum share
     equally).
     """
-    return torch.log_softmax(_cut(logits_RV.float(), settings), dim=-1)
-
-
-def _cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """The logits divided by their temperatures; -inf for cut tokens."""
     if settings.tempered:
         logits_RV = logits_RV.float()
         logits_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / settings.temperature_R1
@@ -134,19 +129,11 @@ def _threshold_among(logits_RV: Tensor, settings: RowSettings, width: int) -> tu
     return torch.maximum(top_k_R1, top_p_R1), width == logits_RV.shape[-1] or bool(enough_R1.all())
 
 
-def sample(logprobs_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    """tokens_R int64 by inversion: the first token whose cumulative probability (float64) exceeds the row's number.
-
-    `uniform_R` float64 in [0, 1). Never returns a token of probability 0. Rows of NaN give an arbitrary valid token.
-    """
-    tokens_R1, _, _ = _inverted(logprobs_RV.exp(), uniform_R[:, None])
-    return tokens_R1[:, 0].clamp(max=logprobs_RV.shape[-1] - 1)
-
-
 def draw(logits_RV: Tensor, settings: RowSettings, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """tokens_R int64 and their logprobs_R float32: the result of `sample` on `distribution`, with a fraction of the
-    memory traffic for a large vocabulary."""
-    probabilities_RV = torch.softmax(_cut(logits_RV, settings), dim=-1, dtype=torch.float32)
+    """tokens_R int64 by inversion, and their logprobs_R float32: the first token whose cumulative probability exceeds
+    the row's number, `uniform_R` float64 in [0, 1). Never a token of probability 0. Rows of NaN give an arbitrary valid
+    token."""
+    probabilities_RV = torch.softmax(cut(logits_RV, settings), dim=-1, dtype=torch.float32)
     vocabulary = probabilities_RV.shape[-1]
     if vocabulary <= 2 * BLOCK:
         tokens_R1, _, _ = _inverted(probabilities_RV, uniform_R[:, None])

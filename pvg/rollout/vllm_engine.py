@@ -261,12 +261,11 @@ def open_vllm_engine(
 
 
 def _connections(experiment: Experiment) -> int:
-    """Connections of the generation pool: for all requests, and for each server's canary. With the shared client,
-    updates and probes also use this pool but are not counted: they wait. `weights.client = "dedicated"` avoids that."""
+    """Connections of the generation pool: for all requests, and for each server's canary."""
     serving, cluster = experiment.serving, experiment.server_cluster
     hosts = len(serving.servers) if cluster is None else cluster.workers or 1
     needed = experiment.rollout.concurrency + hosts * experiment.weights.canary_prompts
-    return serving.connections or connections_for(needed)
+    return connections_for(needed)
 
 
 class VllmEngine(Engine):
@@ -454,8 +453,7 @@ class VllmEngine(Engine):
         request = remainder(tracked.request)
         url, streamed = server.url + GENERATE, request.on_tokens is not None
         # During an update it is unknown which weights will compute this prompt, so other requests must not reuse it.
-        shared = self._section.share_prefix and server.settled
-        own = label if shared else f"{label}/{request.id}"
+        own = label if server.settled else f"{label}/{request.id}"
         model = self.served.model_name(label)
         body = generation(request, salt=salt(own), model=model, stream=streamed)
         if request.on_tokens is None:

@@ -16,7 +16,6 @@ import copy
 import importlib.util
 import ipaddress
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_extra
 from pvg.servers.control import KEY_VARIABLE, control_key
-from pvg.store.atomic import make_directory, share_weights, sync_directory, temporary_beside
+from pvg.store.atomic import make_directory, new_folder
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
@@ -176,26 +175,16 @@ def export_classifier(language_model: LanguageModel, directory: Path) -> None:
 
 
 def _whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then rename it to `folder` once it is safely on disk."""
-    temporary = temporary_beside(folder)
-    temporary.mkdir()
+    """Let `write` fill the new `folder`, which appears complete or not at all."""
     try:
-        write(temporary)
-        share_weights(temporary)
-        for path in temporary.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_directory(temporary)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            shutil.rmtree(temporary)  # another server has just created it with the same weights
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_directory(folder.parent)
+        with new_folder(folder) as temporary:
+            write(temporary)
+            for path in temporary.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+    except OSError:
+        if not folder.is_dir():  # otherwise another server has just created it with the same weights
+            raise
 
 
 VARIABLE = "PVG_VLLM_PYTHON"

@@ -4,7 +4,7 @@
     info = await control.info()
     delivery = await control.load_weights(name="run-1/v000012", label=WeightLabel(session, 12), trace="1f3a")
 
-The pool is separate (`weights.client = "dedicated"`), with a new connection for every call, or generation's ("shared").
+The pool is not generation's, and makes a new connection for every call, so a call never waits behind requests.
 The server timestamps each call at its first byte and reports its working time. The rest of the wall time is waiting: in
 this process, in the network, or in the server's event loop.
 """
@@ -199,8 +199,7 @@ SHORTEST_KEY = 16
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """HTTP connections to servers: `requests` for their work, `control` for weights and probes. With
-    `weights.client = "shared"` both are the same pool."""
+    """HTTP connections to servers: `requests` for their work, `control` for weights and probes."""
 
     requests: HttpPool
     control: HttpPool
@@ -211,10 +210,7 @@ class Connections:
     def open(cls, serving: Serving, weights: Weights, connections: int, key: str | None = None) -> Connections:
         """`connections`: of each pool. `key`: None reads the key of the control routes. Sends nothing yet."""
         key = control_key(weights.root) if key is None else key
-        requests = HttpPool(connections, key=key)
-        if weights.client == "shared":
-            return cls(requests, requests, serving, weights)
-        return cls(requests, HttpPool(connections, key=key, fresh=True), serving, weights)
+        return cls(HttpPool(connections, key=key), HttpPool(connections, key=key, fresh=True), serving, weights)
 
     def client(self, url: str) -> ControlClient:
         """A client of the control routes of the server at `url`."""

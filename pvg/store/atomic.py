@@ -7,6 +7,7 @@ begins with `.tmp-`. It is never read, and recovery of the folder removes it.
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -56,6 +57,32 @@ def read_stored(path: Path) -> bytes:
         return file.read()
 
 
+def damaged(path: Path, reason: str) -> DamagedFileError:
+    return DamagedFileError(f"{path} is damaged: {reason}.", "Restore it from a copy of the run.")
+
+
+@contextmanager
+def expected_file(path: Path) -> Iterator[None]:
+    """The block opens `path`. Raises DamagedFileError if it is missing or a folder."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise damaged(path, "the file is missing") from None
+    except IsADirectoryError:
+        raise damaged(path, "a folder is in its place") from None
+
+
+def check_file(path: Path, size: int | None = None, sha256: str = "") -> None:
+    """Raises DamagedFileError if the file is missing, or has another size or checksum than was committed (None, "": not
+    compared)."""
+    with expected_file(path), open_stored(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if size is not None and found != size:
+            raise damaged(path, f"{found} bytes instead of {size}")
+        if sha256 and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise damaged(path, "its checksum differs from the committed one")
+
+
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
     """Replace `path` by `data`, as `atomic_file` does."""
     with atomic_file(path, before) as write:
@@ -84,6 +111,27 @@ def atomic_file(path: Path, before: Callable[[], None] | None = None) -> Iterato
             temporary.unlink(missing_ok=True)
             raise
         sync_directory(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path, before: Callable[[], None] | None = None) -> Iterator[Path]:
+    """A temporary folder, which the block fills with synced files. It then becomes `path`, durably, which must not
+    exist. `before` and errors: as in `atomic_file`."""
+    temporary = temporary_beside(path)
+    try:
+        with disk_full_explained(path):
+            temporary.mkdir()
+            yield temporary
+            share_weights(temporary)
+            sync_directory(temporary)
+            if before is not None:
+                before()
+            os.rename(temporary, path)
+            sync_directory(path.parent)
+    except BaseException:
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        raise
 
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +17,14 @@ import orjson
 
 from pvg.errors import StateError
 from pvg.store.atomic import (
-    DamagedFileError,
-    disk_full_explained,
+    check_file,
+    damaged,
+    expected_file,
     make_directory,
-    open_stored,
+    new_folder,
     read_stored,
     remove_temporaries,
     remove_tree,
-    share_weights,
     sync_directory,
     temporary_beside,
     write_synced,
@@ -65,27 +64,14 @@ def write_checkpoint(
     if orjson.loads(orjson.dumps(meta)) != meta:
         raise ValueError("The meta of a checkpoint must be plain JSON data, which reads back unchanged.")
     make_directory(directory)
-    temporary = temporary_beside(path)
-    try:
-        with disk_full_explained(path):
-            temporary.mkdir()
-            size, digest = _write_tensors(temporary / TENSORS_FILE, tensors)
-            share_weights(temporary)
-            body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
-            if files:
-                body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-                for file, data in files.items():
-                    write_synced(temporary / file, data)
-            write_synced(temporary / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
-            sync_directory(temporary)
-            if before is not None:
-                before()
-            os.rename(temporary, path)
-            sync_directory(directory)
-    except BaseException:
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        raise
+    with new_folder(path, before) as folder:
+        size, digest = _write_tensors(folder / TENSORS_FILE, tensors)
+        body: dict[str, Any] = {"format": FORMAT, "tensors": {"bytes": size, "sha256": digest}, "meta": meta}
+        if files:
+            body["files"] = {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+            for file, data in files.items():
+                write_synced(folder / file, data)
+        write_synced(folder / META_FILE, orjson.dumps({**body, "checksum": _checksum(body)}))
     return path
 
 
@@ -99,7 +85,7 @@ def read_checkpoint(directory: Path, name: str) -> tuple[dict[str, Tensor], dict
     try:
         return load_file(path), meta
     except SafetensorError as error:
-        raise _damaged(path, str(error)) from None
+        raise damaged(path, str(error)) from None
 
 
 def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
@@ -109,21 +95,16 @@ def verify_checkpoint(directory: Path, name: str) -> dict[str, Any]:
     """
     folder = directory / name
     if not folder.is_dir():
-        raise _damaged(folder, "the folder is missing")
+        raise damaged(folder, "the folder is missing")
     body = _read_meta(folder / META_FILE)
     listed: dict[str, str] = body.get("files", {})
     for entry in sorted(folder.iterdir()):
         if entry.name not in (TENSORS_FILE, META_FILE, *listed):
             only = " and ".join([TENSORS_FILE, META_FILE]) if not listed else f"what {META_FILE} lists"
-            raise _damaged(entry, f"a checkpoint has only {only}; pvg unpickles nothing")
-    for file, known in listed.items():
-        if _measure(folder / file)[1] != known:
-            raise _damaged(folder / file, f"its checksum differs from {META_FILE}")
-    path = folder / TENSORS_FILE
-    size, digest = _measure(path)
-    _refuse_size(path, size, body)
-    if digest != body["tensors"]["sha256"]:
-        raise _damaged(path, "its checksum differs from meta.json")
+            raise damaged(entry, f"a checkpoint has only {only}; pvg unpickles nothing")
+    for file, sha256 in listed.items():
+        check_file(folder / file, None, sha256)
+    check_file(folder / TENSORS_FILE, body["tensors"]["bytes"], body["tensors"]["sha256"])
     meta: dict[str, Any] = body["meta"]
     return meta
 
@@ -138,15 +119,8 @@ def read_checkpoint_meta(directory: Path, name: str) -> tuple[str, dict[str, Any
 def check_size(directory: Path, name: str) -> None:
     """Check that the tensors of `directory/name` have the size that its meta.json says, without reading them. Raises
     DamagedFileError."""
-    body, path = _read_meta(directory / name / META_FILE), directory / name / TENSORS_FILE
-    if not path.is_file():
-        raise _damaged(path, "a folder is in its place" if path.is_dir() else "the file is missing")
-    _refuse_size(path, path.stat().st_size, body)
-
-
-def _refuse_size(path: Path, size: int, body: Mapping[str, Any]) -> None:
-    if size != (expected := body["tensors"]["bytes"]):
-        raise _damaged(path, f"{size} bytes instead of {expected}")
+    folder = directory / name
+    check_file(folder / TENSORS_FILE, _read_meta(folder / META_FILE)["tensors"]["bytes"])
 
 
 def prune(directory: Path, keep: set[str]) -> list[Path]:
@@ -178,7 +152,8 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]
     save_file(_separate(tensors), path)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return _measure(path)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -193,28 +168,14 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return separate
 
 
-def _measure(path: Path) -> tuple[int, str]:
-    try:
-        with open_stored(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return file.tell(), digest
-    except FileNotFoundError:
-        raise _damaged(path, "the file is missing") from None
-    except IsADirectoryError:
-        raise _damaged(path, "a folder is in its place") from None
-
-
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        body = orjson.loads(read_stored(path))
-    except (FileNotFoundError, NotADirectoryError):
-        raise _damaged(path, "the file is missing") from None
-    except IsADirectoryError:
-        raise _damaged(path, "a folder is in its place") from None
+        with expected_file(path):
+            body = orjson.loads(read_stored(path))
     except orjson.JSONDecodeError as error:
-        raise _damaged(path, f"not valid JSON ({error})") from None
+        raise damaged(path, f"not valid JSON ({error})") from None
     if not isinstance(body, dict) or body.pop("checksum", None) != _checksum(body):
-        raise _damaged(path, "it does not match its checksum")
+        raise damaged(path, "it does not match its checksum")
     if body["format"] != FORMAT:
         raise StateError(
             f"{path} has format {body['format']}, but this pvg reads {FORMAT}.",
@@ -225,10 +186,3 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(orjson.dumps(body, option=orjson.OPT_SORT_KEYS)).hexdigest()
-
-
-def _damaged(path: Path, reason: str) -> DamagedFileError:
-    return DamagedFileError(
-        f"Cannot use the checkpoint file {path}: {reason}.",
-        "Restore it from a copy of the run.",
-    )

@@ -19,10 +19,11 @@ from pvg.config.base import SCHEME, Player, RunId, Stage, is_run_id, parse_run_i
 from pvg.config.experiment import Experiment
 from pvg.config.game import DecoupledProtocol
 from pvg.config.load import did_you_mean
-from pvg.errors import PvgError, StateError, UsageError, counted, user_paths
+from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.inputs import expanded
 from pvg.store.checkpoints import read_checkpoint_meta
-from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.run_directory import RunDirectory, refuse_samples, runs_in
+from pvg.store.state import State
 
 if TYPE_CHECKING:
     from pvg.config.training import ModelSection
@@ -96,9 +97,8 @@ def find_player(run_id: RunId) -> SavedPlayer:
     and DamagedFileError.
     """
     run = _open(run_id)
-    experiment, state = run.experiment(), run.load_state().state or {}
+    stage, state = _stage(run_id, run)
     player, weights = run_id.player or "prover", state.get("weights", ())
-    stage = _stage(run_id, run, len(state.get("rounds", ())), weights)
     name = WARMED_PROVER if stage == "warmup" else prover_weights_name(stage)
     if player == "verifier":
         found = None if stage == "warmup" else saved_verifier_name(weights, stage)
@@ -120,7 +120,7 @@ def find_player(run_id: RunId) -> SavedPlayer:
             f"The weights {run.weights / name} have changed: their digest is {digest[:DIGITS]}, not {run_id.digest}.",
             "Restore them from a copy, or start a new run without the digest.",
         )
-    return SavedPlayer(run, experiment, player, stage, name, digest)
+    return SavedPlayer(run, run.experiment(), player, stage, name, digest)
 
 
 def _open(run_id: RunId) -> RunDirectory:
@@ -140,27 +140,47 @@ def _open(run_id: RunId) -> RunDirectory:
     )
 
 
-def _stage(run_id: RunId, run: RunDirectory, rounds: int, weights: Collection[str]) -> Stage:
-    wanted = run_id.stage
-    if wanted == "warmup":
-        if WARMED_PROVER not in weights:
-            raise UsageError(
-                f"{run_id}: the run {run.name!r} has no finished warm start.",
-                "Name one of its rounds: run:NAME/round-0",
-            )
-        return wanted
-    number = rounds - 1 if wanted is None else wanted
-    if 0 <= number < rounds:
-        return number
-    if rounds == 0:
+def _stage(run_id: RunId, run: RunDirectory) -> tuple[Stage, State]:
+    if run_id.stage != "warmup":
+        state, number = open_round(run, -1 if run_id.stage is None else run_id.stage)
+        return number, state
+    state = run.load_state().state or {}
+    if WARMED_PROVER not in state.get("weights", ()):
         raise UsageError(
-            f"{run_id}: the run {run.name!r} has no finished round.",
-            f"If it is a game, resume it: pvg train --resume {run.path if run_id.folder != run.name else run.name}",
+            f"{run_id}: the run {run.name!r} has no finished warm start.",
+            "Name one of its rounds: run:NAME/round-0",
         )
-    last = f"0 to {rounds - 1}" if rounds > 1 else "0"
+    return "warmup", state
+
+
+def open_round(run: RunDirectory, round_: int = -1) -> tuple[State, int]:
+    """The committed state of `run`, and the number of the finished round `round_` (-1: the last one).
+
+    Raises UsageError for a round that is not finished, and StateError if the last commit is damaged or missing and may
+    have had it: the commit before it has only earlier rounds.
+    """
+    loaded = run.load_state()
+    state = loaded.state or {}
+    refuse_samples(run, state)
+    finished, planned = len(state.get("rounds", ())), run.experiment().game.rounds
+    if loaded.notice and finished < planned and not 0 <= round_ < finished and round_ < planned:
+        known = f"It has the rounds 0 to {finished - 1}." if finished else "It has no finished round."
+        choose = "Name one of these rounds, or play" if finished else "Play"
+        raise StateError(
+            f"The last commit of {run.name} is lost, and with it perhaps the round. {loaded.notice} {known}",
+            f"{choose} on from it: pvg train --resume {run.argument}",
+        )
+    number = finished + round_ if round_ < 0 else round_
+    if 0 <= number < finished:
+        return state, number
+    if not finished:
+        raise UsageError(
+            f"The run {run.name!r} has no finished round.",
+            f"Wait for the end of its first round. If it has stopped: pvg train --resume {run.argument}",
+        )
     raise UsageError(
-        f"{run_id}: round {number} of the run {run.name!r} is not finished.",
-        f"It has {counted(rounds, 'finished round')}: {last}.",
+        f"Round {round_} of the run {run.name!r} is not finished.",
+        f"Finished rounds, counted from 0: {', '.join(map(str, range(finished)))}.",
     )
 
 

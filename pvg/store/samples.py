@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pvg.records import Checks, Int32, Role, Rollout, SolverSolution, Turn
-from pvg.store.atomic import DamagedFileError
 
 Bools = NDArray[np.bool_]
 Int64 = NDArray[np.int64]
@@ -234,7 +232,3 @@ class MappedSolutions:
             problem_id.as_py(),
             f"{self._name}, row {number}",
         )
-
-
-def damaged(path: Path, reason: str) -> DamagedFileError:
-    return DamagedFileError(f"The rollout shard {path} is damaged: {reason}.", "Restore it from a copy of the run.")

@@ -23,9 +23,11 @@ from pvg.errors import StateError
 from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
 from pvg.store.atomic import (
     atomic_file,
+    check_file,
+    damaged,
+    expected_file,
     is_temporary,
     make_directory,
-    open_stored,
     read_stored,
     sync_directory,
 )
@@ -36,7 +38,6 @@ from pvg.store.samples import (
     SampleColumns,
     check_columns,
     checks_of,
-    damaged,
     protocol_columns,
     protocol_of,
 )
@@ -145,12 +146,12 @@ class RolloutShards:
         With a ShardInfo, verifies the bytes against its checksum; with a path, only the file's structure. Raises
         DamagedFileError, and StateError for a shard of another schema.
         """
-        path = self.path_of(shard)
-        data = _read_bytes(path)
         if isinstance(shard, ShardInfo):
-            _check(path, shard, len(data), hashlib.sha256(data).hexdigest())
-        batch = _open(pa.BufferReader(data), path)
-        return _to_rollouts(batch) if isinstance(shard, ShardInfo) else _to_rollouts_unchecked(batch, path)
+            return _to_rollouts(self.map(shard))
+        path = self.path_of(shard)
+        with expected_file(path):
+            data = read_stored(path)
+        return _to_rollouts_unchecked(_open(pa.BufferReader(data), path), path)
 
     def map(self, info: ShardInfo) -> pa.RecordBatch:
         """The shard's rows, memory-mapped and verified. A column takes memory only when it is used."""
@@ -182,17 +183,7 @@ class RolloutShards:
 
     def verify(self, info: ShardInfo) -> None:
         """Raises DamagedFileError if the file is missing, truncated, or differs from what was written."""
-        path = self.path_of(info)
-        try:
-            with open_stored(path) as file:
-                size = file.seek(0, io.SEEK_END)
-                file.seek(0)
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except FileNotFoundError:
-            raise damaged(path, "the file is missing") from None
-        except IsADirectoryError:
-            raise damaged(path, "a folder is in its place") from None
-        _check(path, info, size, digest)
+        check_file(self.path_of(info), info.bytes, info.checksum)
 
     def recover(self, committed: Sequence[ShardInfo]) -> list[Path]:
         """Remove shards and temporary files that no commit names; returns their paths.
@@ -222,22 +213,6 @@ def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
 
 
 # --- files -------------------------------------------------------------------------------------------------------
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return read_stored(path)
-    except FileNotFoundError:
-        raise damaged(path, "the file is missing") from None
-    except IsADirectoryError:
-        raise damaged(path, "a folder is in its place") from None
-
-
-def _check(path: Path, info: ShardInfo, size: int, digest: str) -> None:
-    if size != info.bytes:
-        raise damaged(path, f"{size} bytes instead of {info.bytes}")
-    if digest != info.checksum:
-        raise damaged(path, "its checksum differs from the committed one")
 
 
 def _open(source: Any, path: Path) -> pa.RecordBatch:

@@ -23,6 +23,7 @@ from pvg.inputs import open_to_append
 from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
+    expected_file,
     open_stored,
     read_stored,
     remove_temporaries,
@@ -171,13 +172,7 @@ def verify(path: Path, marks: Sequence[JournalMark]) -> None:
     """
     if not marks or not marks[-1].bytes:
         return
-    try:
-        file = open_stored(path)
-    except FileNotFoundError:
-        raise _not_committed(f"{path} is missing, but {marks[-1].bytes} bytes of it were committed.") from None
-    except IsADirectoryError:
-        raise _not_committed(f"{path} is a folder, not a file.") from None
-    with file:
+    with expected_file(path), open_stored(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size < marks[-1].bytes:
             raise _not_committed(f"{path} has {size} bytes, but {marks[-1].bytes} were committed.")
@@ -316,11 +311,8 @@ def _checksum(schema: int, state: State) -> str:
 
 def _read(path: Path, check: Callable[[State], None] | None) -> dict[str, Any]:
     try:
-        envelope = orjson.loads(read_stored(path))
-    except FileNotFoundError:
-        raise DamagedFileError(f"{path} is missing.") from None
-    except IsADirectoryError:
-        raise DamagedFileError(f"{path} is a folder, not a file.") from None
+        with expected_file(path):
+            envelope = orjson.loads(read_stored(path))
     except orjson.JSONDecodeError as error:
         raise DamagedFileError(f"{path} is not valid JSON ({error}).") from None
     if not isinstance(envelope, dict) or envelope.keys() != {"schema", "checksum", "state"}:

@@ -18,13 +18,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import orjson
 
 from pvg.config.load import did_you_mean
 from pvg.errors import ConfigurationError
+from pvg.evaluation.report import ATTACKED, KINDS, report_of
 from pvg.records import BASE_SOURCE, source_of_round
 from pvg.reporting.formats import NumberStyle, metric_display
 from pvg.reporting.run_summary import RunSummary, read_run
@@ -54,7 +52,6 @@ def cap_of(values: Sequence[MeasuredValue]) -> float | None:
 
 # --- measures ---------------------------------------------------------------------------------------------------------
 
-EVALUATION = Path("evaluation") / "evaluation.json"  # in a run's folder
 DEFAULT_MEASURES = ("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "verifier_auc")
 
 
@@ -108,120 +105,92 @@ def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
 def read_facts(run: RunDirectory, *, evaluated: bool = True) -> RunFacts:
     """The facts from which measures of `run` are read; without its evaluation unless `evaluated`.
 
-    Raises ConfigurationError if the run's files, or its evaluation, are damaged.
+    Raises StateError if the run's files, or its evaluation, are damaged.
     """
-    file = run.path / EVALUATION
-    if not evaluated or not file.is_file():
-        return RunFacts(read_run(run))
-    try:
-        return RunFacts(read_run(run), orjson.loads(file.read_bytes()))
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{file} is not JSON: {error}.", f"Remove it: rm {file}") from None
+    report = report_of(run) if evaluated else None
+    return RunFacts(read_run(run), None if report is None else report.plain())
 
 
 # --- where measures come from ------------------------------------------------------------------------------------
 
-
-def of_rounds(value: Callable[[Mapping[str, float]], float | None]) -> Read:
-    """From the row of each round in the round table."""
-
-    def read(facts: RunFacts) -> Series:
-        rounds = facts.summary.rounds
-        return [_value(value(rounds[number])) for number in sorted(rounds)]
-
-    return read
+Found = MeasuredValue | float | None
+OfRound = Callable[[RunFacts, int], Found]  # the value of a measure after a round of the run
+OfEvaluation = Callable[[Mapping[str, Any]], Found]  # the same from the round in the document of `pvg evaluate`
 
 
-def of_last_step(phase: str, metric: str) -> Read:
-    """From each round's last step of a phase that has the metric; with minibatches, not every step has it."""
-
-    def read(facts: RunFacts) -> Series:
-        steps = [step for step in facts.summary.steps if step.phase == phase and metric in step.metrics]
-        last = {step.round: step.metrics[metric] for step in steps}
-        return [_value(last.get(number)) for number in sorted(facts.summary.rounds)]
-
-    return read
+def by_round(value: OfRound) -> Read:
+    """One value per round, in order."""
+    return lambda facts: [_finite(value(facts, number)) for number in sorted(facts.summary.rounds)]
 
 
-def of_step_count(phase: str) -> Read:
-    """The number of steps of a phase in each round; a stop rule may end it early."""
+def of_evaluation(value: OfEvaluation) -> Read:
+    """One value per round of the run; None if the evaluation does not have the round."""
 
-    def read(facts: RunFacts) -> Series:
-        counts = [step.round for step in facts.summary.steps if step.phase == phase]
-        return [MeasuredValue(float(counts.count(number))) for number in sorted(facts.summary.rounds)]
+    def read(facts: RunFacts, number: int) -> Found:
+        rounds = facts.evaluation["rounds"] if facts.evaluation else ()
+        return next((value(found) for found in rounds if found["round"] == number), None)
 
-    return read
+    return by_round(read)
 
 
-def of_evaluation(path: str) -> Read:
-    """From the document of `pvg evaluate`: the value at `path` in each of its rounds.
+def _finite(found: Found) -> MeasuredValue | None:
+    """None for what is no number: numbers of a mean of no values."""
+    if found is None or isinstance(found, MeasuredValue):
+        return found
+    return MeasuredValue(float(found)) if math.isfinite(found) else None
+
+
+def _metric(name: str, facts: RunFacts, number: int) -> Found:
+    return facts.summary.rounds[number].get(name)
+
+
+def _gain(facts: RunFacts, number: int) -> Found:
+    row = facts.summary.rounds[number]
+    known = "helpful_accuracy" in row and "base_helpful_accuracy" in row
+    return row["helpful_accuracy"] - row["base_helpful_accuracy"] if known else None
+
+
+def _prover_steps(facts: RunFacts, number: int) -> list[Mapping[str, float]]:
+    """The metrics of the round's steps; a stop rule may end them early."""
+    return [step.metrics for step in facts.summary.steps if (step.phase, step.round) == ("train_prover", number)]
+
+
+def _last_kl(facts: RunFacts, number: int) -> Found:
+    """With minibatches, not every step has it."""
+    return next((step["kl"] for step in reversed(_prover_steps(facts, number)) if "kl" in step), None)
+
+
+def _steps_to_exploit(kind: str, round_: Mapping[str, Any]) -> Found:
+    """Steps until a new attacker with reward `kind` had exploited the round's verifier. Censored if it did not succeed
+    within its steps; None if the attack could not be judged."""
+    attack = _at(f"exploit[kind={kind}]", round_)
+    if attack is None or attack["status"] not in ATTACKED:
+        return None
+    return MeasuredValue(float(attack["steps"]), censored=attack["status"] == "censored")
+
+
+def _worst_auc_of_learnt(round_: Mapping[str, Any]) -> Found:
+    """The lowest AUC against the flaws of the base prover or of an earlier round's; with game.mixture = "equal" the
+    verifier has learned from all of them. None if one of them has no AUC, because the unknown one may be lower."""
+    writers = [BASE_SOURCE, *(source_of_round(number) for number in range(round_["round"]))]
+    aucs = [_at(f"detection.sources[source={writer}].auc.value", round_) for writer in writers]
+    return None if None in aucs else min(aucs)
+
+
+def _at(path: str, round_: Mapping[str, Any]) -> Any:
+    """The value at `path` of a round of the document of `pvg evaluate`; None if the round does not have it.
 
     A path consists of dotted keys. `[key=value]` selects the element of a list whose key has that value; `{own}` is the
     source name of the round's prover: `best_of_n[source={own}].balanced[n=4].accuracy.value`.
     """
-
-    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
-        return _value(_at(round_, path))
-
-    return _of_evaluated_rounds(value)
-
-
-def steps_to_exploit(kind: str) -> Read:
-    """Steps until a new attacker with reward `kind` had exploited the round's verifier. Censored if it did not succeed
-    within its steps; None if the attack could not be judged."""
-
-    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
-        attack = _at(round_, f"exploit[kind={kind}]")
-        if not isinstance(attack, Mapping) or attack.get("status") not in ("found", "censored"):
-            return None
-        steps = _value(attack.get("steps"))
-        return None if steps is None else MeasuredValue(steps.number, censored=attack["status"] == "censored")
-
-    return _of_evaluated_rounds(value)
-
-
-def worst_auc_of_learnt(facts: RunFacts) -> Series:
-    """The lowest AUC against the flaws of the base prover or of an earlier round's; with game.mixture = "equal" the
-    verifier has learned from all of them. None if one of them has no AUC, because the unknown one may be lower."""
-
-    def value(round_: Mapping[str, Any]) -> MeasuredValue | None:
-        writers = [BASE_SOURCE, *(source_of_round(number) for number in range(int(round_["round"])))]
-        found = [_value(_at(round_, f"detection.sources[source={writer}].auc.value")) for writer in writers]
-        known = [auc for auc in found if auc is not None]
-        return min(known, key=lambda auc: auc.number) if len(known) == len(found) else None
-
-    return _of_evaluated_rounds(value)(facts)
-
-
-def _of_evaluated_rounds(value: Callable[[Mapping[str, Any]], MeasuredValue | None]) -> Read:
-    """In the order of the run's rounds; None if the evaluation does not have the round."""
-
-    def read(facts: RunFacts) -> Series:
-        rows = facts.evaluation.get("rounds", []) if isinstance(facts.evaluation, Mapping) else []
-        by_number = {row.get("round"): row for row in rows if isinstance(row, Mapping)}
-        return [value(by_number[n]) if n in by_number else None for n in sorted(facts.summary.rounds)]
-
-    return read
-
-
-def _at(round_: Mapping[str, Any], path: str) -> Any:
-    """The value at `path` of a round; None if the round does not have it."""
-    own = source_of_round(int(round_["round"]))
     node: Any = round_
-    for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path.replace("{own}", own)):
-        if not step.startswith("["):
-            node = node.get(step) if isinstance(node, Mapping) else None
-            continue
-        elements = node if isinstance(node, list) else []
-        key, _, wanted = step[1:-1].partition("=")
-        node = next((e for e in elements if isinstance(e, Mapping) and str(e.get(key)) == wanted), None)
+    for step in re.findall(r"\[[^\]]*\]|[^.\[\]]+", path.replace("{own}", source_of_round(round_["round"]))):
+        if step.startswith("["):
+            key, _, wanted = step[1:-1].partition("=")
+            node = next((element for element in node or () if str(element[key]) == wanted), None)
+        elif node is not None:
+            node = node.get(step)
     return node
-
-
-def _value(number: Any) -> MeasuredValue | None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-        return None
-    return MeasuredValue(float(number))
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
@@ -234,42 +203,17 @@ def _of_a_round() -> Iterator[StudyMeasure]:
         if metric.where == "round":
             look, name = metric_display(metric.short), metric.short
             higher = better.get(metric.better) if look.higher_is_better is None else look.higher_is_better
-            yield StudyMeasure(name, look.label, look.style, higher, metric.meaning, of_rounds(partial(_cell, name)))
+            read = by_round(partial(_metric, name))
+            yield StudyMeasure(name, look.label, look.style, higher, metric.meaning, read)
 
 
-def _cell(name: str, row: Mapping[str, float]) -> float | None:
-    return row.get(name)
-
-
-def _gain(row: Mapping[str, float]) -> float | None:
-    if "helpful_accuracy" not in row or "base_helpful_accuracy" not in row:
-        return None
-    return row["helpful_accuracy"] - row["base_helpful_accuracy"]
-
-
-def _seconds(facts: RunFacts) -> Series:
-    return [_value(facts.summary.seconds)]
-
-
-OF_A_RUN = [
-    StudyMeasure(
-        "accuracy_gain", "accuracy gain", "share", True, "helpful_accuracy minus the base prover's.", of_rounds(_gain)
-    ),
-    StudyMeasure(
-        "kl", "KL to start", "number", None, "KL at the prover's last step.", of_last_step("train_prover", "kl")
-    ),
-    StudyMeasure("prover_steps", "prover steps", "number", None, "The prover's steps.", of_step_count("train_prover")),
-    StudyMeasure(
-        "seconds",
-        "time in phases",
-        "seconds",
-        False,
-        "Seconds of all phases.",
-        _seconds,
-        by_round=False,
-        compared=False,
-    ),
-]
+# Of a run: name, label, style, whether higher is better, meaning, its values.
+OF_A_RUN: list[tuple[str, str, NumberStyle, bool | None, str, Read]] = [
+    ("accuracy_gain", "accuracy gain", "share", True, "helpful_accuracy minus the base prover's.", by_round(_gain)),
+    ("kl", "KL to start", "number", None, "KL at the prover's last step.", by_round(_last_kl)),
+    ("prover_steps", "prover steps", "number", None, "The prover's steps.",
+     by_round(lambda facts, number: float(len(_prover_steps(facts, number))))),
+]  # fmt: skip
 # Of `pvg evaluate`: name, label, style, whether higher is better, meaning, part, path in a round of its document.
 OF_AN_EVALUATION: list[tuple[str, str, NumberStyle, bool | None, str, str, str]] = [
     ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
@@ -301,44 +245,39 @@ OF_AN_EVALUATION: list[tuple[str, str, NumberStyle, bool | None, str, str, str]]
 LEAST_SAMPLES = {"best_of_n": 2, "best_of_n_excluded": 2, "best_of_n_natural": 4}
 
 
-def _of_attackers() -> Iterator[StudyMeasure]:
-    for kind in ("src", "cgc", "goodhart"):
+def _of_evaluations() -> Iterator[StudyMeasure]:
+    for name, label, style, higher, meaning, part, path in OF_AN_EVALUATION:
+        read, least = of_evaluation(partial(_at, path)), LEAST_SAMPLES.get(name, 0)
+        compared = higher is not None
+        yield StudyMeasure(name, label, style, higher, meaning, read, parts=(part,), compared=compared, samples=least)
+    for kind in KINDS:
         name, label = f"steps_to_exploit_{kind}", f"steps to exploit, {kind}"
         meaning = f"Steps until a new sneaky prover with reward {kind} had exploited the round's verifier."
-        read = steps_to_exploit(kind)
+        read = of_evaluation(partial(_steps_to_exploit, kind))
         yield StudyMeasure(name, label, "number", True, meaning, read, parts=("exploit",), attack=kind)
         name, label = f"soundness_attack_{kind}", f"soundness, {kind} attack"
         meaning = f"Flaws of a new {kind} attacker that the round's verifier rejects."
-        read = of_evaluation(f"detection.sources[source=attack-{kind}].soundness.value")
+        read = of_evaluation(partial(_at, f"detection.sources[source=attack-{kind}].soundness.value"))
         yield StudyMeasure(name, label, "share", True, meaning, read, parts=("detection", "exploit"), attack=kind)
+    meaning = "The lowest detection_auc against the flaws of the base prover or of an earlier round's prover."
+    read = of_evaluation(_worst_auc_of_learnt)
+    yield StudyMeasure(
+        "detection_auc_worst", "detection AUC, worst", "auc", True, meaning, read, parts=("detection",)
+    )  # fmt: skip
 
 
-def _table() -> dict[str, StudyMeasure]:
-    worst = StudyMeasure(
-        "detection_auc_worst",
-        "detection AUC, worst",
-        "auc",
-        True,
-        "The lowest detection_auc against the flaws of the base prover or of an earlier round's prover.",
-        worst_auc_of_learnt,
-        parts=("detection",),
-    )
-    evaluated = [
-        StudyMeasure(
-            name,
-            label,
-            style,
-            higher,
-            meaning,
-            of_evaluation(path),
-            parts=(part,),
-            compared=higher is not None,
-            samples=LEAST_SAMPLES.get(name, 0),
-        )
-        for name, label, style, higher, meaning, part, path in OF_AN_EVALUATION
-    ]
-    found = [*_of_a_round(), *OF_A_RUN, *_of_attackers(), worst, *evaluated]
-    return {measure.name: measure for measure in found}
+def _seconds(facts: RunFacts) -> Series:
+    return [_finite(facts.summary.seconds)]
 
 
-MEASURES = _table()
+def _table() -> Iterator[StudyMeasure]:
+    yield from _of_a_round()
+    yield from (StudyMeasure(*row) for row in OF_A_RUN)
+    meaning = "Seconds of all phases."
+    yield StudyMeasure(
+        "seconds", "time in phases", "seconds", False, meaning, _seconds, by_round=False, compared=False
+    )  # fmt: skip
+    yield from _of_evaluations()
+
+
+MEASURES = {measure.name: measure for measure in _table()}

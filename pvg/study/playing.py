@@ -5,7 +5,7 @@
 Invariants:
 1. Cells share no files, so a cell cannot affect another one, even if it crashes.
 2. All processes of a cell end when the study ends for any reason (on systems other than Linux, except after SIGKILL of
-   the study). Each cell has a separate session, is killed as a group, and ends with its owner (pvg.study.child).
+   the study). Each cell has a separate session, is killed as a group, and ends with its owner (BOUND).
 3. A stop sends SIGINT to every cell, which commits and ends. A second stop kills; committed data is kept.
 """
 
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,64 +29,31 @@ import orjson
 from pvg.config.experiment import Experiment
 from pvg.config.load import differences, leaves
 from pvg.errors import PvgError, StateError, UsageError, user_paths
-from pvg.evaluation.report import default_parts
+from pvg.evaluation.report import attack_kinds, default_parts, report_of
 from pvg.reporting.run_summary import status_of
-from pvg.store.atomic import DamagedFileError, make_directory, read_stored, remove_temporaries, write_atomic
+from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.run_directory import RunDirectory, exclusive
-from pvg.study import child
-from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 from pvg.telemetry.cpu import bfloat16_settings
 
 # A study on disk: its folder, the progress of each cell, and whether a cell's evaluation matches the study.
 
 
-ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker
-
-
 def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
     """What the run's evaluation lacks of `parts` (empty: all) in these rounds with the settings of `wanted`, in one
     line; "" if it is complete."""
     try:
-        found = orjson.loads(read_stored(run.path / EVALUATION))
-    except FileNotFoundError:
-        return "it is not evaluated"
-    except (orjson.JSONDecodeError, DamagedFileError):
+        found = report_of(run)
+    except StateError:
         return "its evaluation is damaged"
-    if not isinstance(found, Mapping) or not isinstance(found.get("settings"), Mapping):
-        return "its evaluation has no settings"
-    return _setting_difference(found, wanted) or _missing(found, parts or default_parts(wanted), rounds)
-
-
-def _setting_difference(found: Mapping[str, Any], wanted: Experiment) -> str:
-    """The difference if the evaluation has another game or other settings; otherwise ""."""
-    if found.get("config_hash") != wanted.hash():
+    if found is None:
+        return "it is not evaluated"
+    if found.config_hash != wanted.hash():
         return "its evaluation is of another game"
-    settings = {key: value for key, value in found["settings"].items() if value is not None}
-    changed = differences(settings, wanted.evaluate.model_dump(mode="json", exclude_none=True), "evaluate.")
-    return f"its evaluation has other settings: {'; '.join(changed)}" if changed else ""
-
-
-def _missing(found: Mapping[str, Any], requested: Sequence[str], rounds: Sequence[int]) -> str:
-    by_number = {row.get("round"): row for row in found.get("rounds", ())}
-    baseline = found.get("baseline") or {}
-    # The training of the baseline has diverged. The evaluation has stored this, so the cell is complete without a tax.
-    diverged = baseline.get("points") == []
-    required = [part for part in requested if not (part == "tax" and diverged)]
-    for number in rounds:
-        row = by_number.get(number, {})
-        if part := next((part for part in required if row.get(part.replace("-", "_")) is None), None):
-            return f"its evaluation has no {part} of round {number}"
-        if {"exploit", "detection"} <= set(requested) and (kind := _undetected(row)):
-            return f"its evaluation has no detection of the {kind} attacker of round {number}"
-    return ""
-
-
-def _undetected(row: Mapping[str, Any]) -> str:
-    """The kind of an attacker without detection, because it was trained later; otherwise ""."""
-    sources = {flaws["source"] for flaws in row["detection"].get("sources", ())}
-    attacked = (attack["kind"] for attack in row["exploit"] if attack["status"] in ATTACKED)
-    return next((kind for kind in attacked if f"attack-{kind}" not in sources), "")
+    settings = {key: value for key, value in found.settings.items() if value is not None}
+    if changed := differences(settings, wanted.evaluate.model_dump(mode="json", exclude_none=True), "evaluate."):
+        return f"its evaluation has other settings: {'; '.join(changed)}"
+    return found.missing(parts or default_parts(wanted), rounds, attack_kinds(wanted))
 
 
 # --- the study's folder -----------------------------------------------------------------------------------------------
@@ -238,6 +205,17 @@ def _failure(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 
 
+# A cell's process becomes its command like this. If the cell outlived its killed study, it would hold its run's lock
+# unseen and block the next start. So on Linux the kernel kills it when the study ends, which loses nothing that it
+# committed. PR_SET_PDEATHSIG (1, linux/prctl.h) stays in effect after exec.
+BOUND = """
+import ctypes, os, signal, sys
+if sys.platform == "linux" and ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0):
+    sys.exit("prctl(PR_SET_PDEATHSIG) failed")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("The study that started this cell has ended.")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at the files of a running cell
 ORPHAN_S = 20.0  # time for a process of a killed study to end
@@ -372,7 +350,7 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
         command = evaluate_command(cell, plan.evaluate)
     with open(folder.log(cell), "ab") as log, open(folder.document(cell), "wb") as document:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *pvg, *command],
+            [sys.executable, "-I", "-S", "-c", BOUND, str(os.getpid()), *pvg, *command],
             stdin=subprocess.DEVNULL,
             stdout=document,
             stderr=log,

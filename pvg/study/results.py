@@ -28,6 +28,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 from scipy.special import stdtrit
+from scipy.stats import rankdata
 
 from pvg.errors import MissingRequirementError, PvgError, counted
 from pvg.store.atomic import write_output
@@ -70,12 +71,12 @@ class SeedSummary:
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """An arm compared with the reference, paired by seed: differences are arm - reference.
+    """An arm compared with the reference, or of one arm the last round compared with the first, paired by seed.
 
-    `n` pairs, of which `up` are higher in the arm, `down` lower, and `equal` equal. `difference`: the mean difference
-    with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact up to 20 pairs.
-    `p_adjusted_arms`: Holm's, over the arms of the measure.
-    `p_adjusted`: Holm's, over all comparisons of the study.
+    `n` pairs, of which `up` are higher in the arm (in the last round), `down` lower, and `equal` equal. `difference`:
+    the mean difference with its 95 % interval; None with censored values, where `test` is "signed ranks". `p` is exact
+    up to 20 pairs. `tau`, for rounds: the mean of Kendall's tau-b over the rounds of each seed; `p` then tests that the
+    taus are 0. `p_adjusted_arms`: Holm's, over the arms of the measure. `p_adjusted`: over all comparisons.
     """
 
     n: int
@@ -87,26 +88,8 @@ class PairedComparison:
     equal: int
     test: Literal["differences", "signed ranks"]
     p: float | None
+    tau: float | None = None
     p_adjusted: float | None = None
-    p_adjusted_arms: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Trend:
-    """How a measure changes over the rounds. Of `n` seeds with two rounds or more, `up` end above their first round,
-    `down` below it, `flat` equal. `change`: the mean of last - first (None with censored values) with its interval.
-    `tau`: the mean of Kendall's tau-b. `p`: the exact p value against no trend. `p_adjusted_arms`: Holm's, over the
-    arms of the measure."""
-
-    n: int
-    up: int
-    down: int
-    flat: int
-    change: float | None
-    low: float | None
-    high: float | None
-    tau: float | None
-    p: float | None
     p_adjusted_arms: float | None = None
 
 
@@ -118,23 +101,25 @@ def summarise(values: Sequence[MeasuredValue]) -> SeedSummary:
     n = len(values)
     if not n:
         return SeedSummary(0, None, None, None, None, None, None, None, 0.0)
-    known = sorted(value.number for value in values if not value.censored)
-    censored = (n - len(known)) / n
-    minimum = known[0] if known else None
-    if censored:
-        return SeedSummary(n, None, None, None, None, _median(known, n), minimum, None, censored)
-    mean = statistics.fmean(known)
-    low, high = interval(known)
-    sd = statistics.stdev(known) if n > 1 else None
-    return SeedSummary(n, mean, sd, low, high, statistics.median(known), minimum, known[-1], 0.0)
+    numbers = sorted(math.inf if value.censored else value.number for value in values)
+    censored = numbers.count(math.inf) / n
+    low, high = (None, None) if censored else interval(numbers)
+    return SeedSummary(
+        n=n,
+        mean=None if censored else statistics.fmean(numbers),
+        sd=None if censored or n < 2 else statistics.stdev(numbers),
+        low=low,
+        high=high,
+        median=_known(statistics.median(numbers)),
+        minimum=_known(numbers[0]),
+        maximum=_known(numbers[-1]),
+        censored=censored,
+    )
 
 
-def _median(known: Sequence[float], n: int) -> float | None:
-    """The median of n values of which only the smallest, the sorted `known`, are numbers. None if it is censored."""
-    upper = n // 2
-    if upper >= len(known):
-        return None
-    return known[upper] if n % 2 else (known[upper - 1] + known[upper]) / 2
+def _known(number: float) -> float | None:
+    """None for a censored value."""
+    return number if math.isfinite(number) else None
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -147,7 +132,7 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     return mean - reach, mean + reach
 
 
-# --- two arms ----------------------------------------------------------------------------------------------------
+# --- pairs -------------------------------------------------------------------------------------------------------
 
 
 def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredValue]) -> PairedComparison:
@@ -156,10 +141,10 @@ def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredVa
     before, after = [reference[seed] for seed in seeds], [arm[seed] for seed in seeds]
     cap = cap_of([*before, *after])
     differences = [b - a for a, b in zip(capped(before, cap), capped(after, cap), strict=True)]
-    differences = [0.0 if _alike(d, before + after) else d for d in differences]
+    rounding = ALIKE * max((abs(value.number) for value in [*before, *after]), default=0.0)
+    differences = [0.0 if abs(d) <= rounding else d for d in differences]
     up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
     n = len(seeds)
-    test: Literal["differences", "signed ranks"] = "differences" if cap is None else "signed ranks"
     low, high = interval(differences) if cap is None else (None, None)
     return PairedComparison(
         n=n,
@@ -169,22 +154,37 @@ def compare(reference: Mapping[int, MeasuredValue], arm: Mapping[int, MeasuredVa
         up=up,
         down=down,
         equal=n - up - down,
-        test=test,
+        test="differences" if cap is None else "signed ranks",
         p=sign_flip_p(differences if cap is None else signed_ranks(differences)) if n else None,
     )
 
 
-def _alike(difference: float, values: Sequence[MeasuredValue]) -> bool:
-    return abs(difference) <= ALIKE * max(abs(value.number) for value in values)
+def trend(series: Sequence[Sequence[MeasuredValue]]) -> PairedComparison:
+    """The last round compared with the first. `series[s]`: the values of one seed in the order of its rounds. Seeds
+    with fewer than two are left out."""
+    long_enough = [values for values in series if len(values) > 1]
+    first, last = ({seed: values[place] for seed, values in enumerate(long_enough)} for place in (0, -1))
+    taus = [kendall_tau(capped(values, cap_of(values))) for values in long_enough]
+    return replace(
+        compare(first, last),
+        tau=statistics.fmean(taus) if taus else None,
+        p=sign_flip_p(taus) if taus else None,
+    )
+
+
+def kendall_tau(values: Sequence[float]) -> float:
+    """Kendall's tau-b of the values against their positions: 1 always rising, -1 always falling, 0 if all are equal
+    (where tau is undefined)."""
+    signs = [int(b > a) - int(b < a) for a, b in combinations(values, 2)]
+    untied = sum(sign != 0 for sign in signs)
+    return sum(signs) / math.sqrt(untied * len(signs)) if untied else 0.0
 
 
 def signed_ranks(differences: Sequence[float]) -> list[float]:
     """The ranks of the absolute differences (ties have their mean rank) with the differences' signs; zeros are left
     out."""
-    moved = [d for d in differences if d]
-    sizes = sorted(abs(d) for d in moved)
-    ranks = {size: sizes.index(size) + (sizes.count(size) + 1) / 2 for size in sizes}
-    return [math.copysign(ranks[abs(d)], d) for d in moved]
+    moved_N = np.array([d for d in differences if d], dtype=np.float64)
+    return [float(rank) for rank in rankdata(np.abs(moved_N)) * np.sign(moved_N)]
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -192,29 +192,21 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
     1 if all are 0 or there are none. Above EXACT_UP_TO differences it uses random exchanges with a fixed seed.
     """
-    moved = np.array([d for d in differences if d], dtype=np.float64)
-    if not moved.size:
+    moved_N = np.array([d for d in differences if d], dtype=np.float64)
+    if not moved_N.size:
         return 1.0
-    observed, scale = abs(float(moved.sum())), float(np.abs(moved).sum())
-    if moved.size <= EXACT_UP_TO:
-        return float((np.abs(_all_sums(moved)) >= observed - ALIKE * scale).mean())
-    signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (RANDOM_EXCHANGES, moved.size))
-    as_far = int((np.abs(signs @ moved) >= observed - ALIKE * scale).sum())
-    return (as_far + 1) / (RANDOM_EXCHANGES + 1)
-
-
-def _all_sums(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sums [2^N] for all choices of signs."""
+    least = abs(float(moved_N.sum())) - ALIKE * float(np.abs(moved_N).sum())
+    if moved_N.size > EXACT_UP_TO:
+        signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (RANDOM_EXCHANGES, moved_N.size))
+        return (int((np.abs(signs @ moved_N) >= least).sum()) + 1) / (RANDOM_EXCHANGES + 1)
     sums: NDArray[np.float64] = np.zeros(1)
-    for value in values_N:
+    for value in moved_N:
         sums = np.concatenate([sums + value, sums - value])
-    return sums
+    return float((np.abs(sums) >= least).mean())
 
 
 def least_p(n: int) -> float:
-    """The smallest two-sided p value of n pairs: 2 of the 2^n choices are extreme. Raises ValueError for n < 1."""
-    if n < 1:
-        raise ValueError("a p value needs at least one pair")
+    """The smallest two-sided p value of n pairs: 2 of the 2^n choices are extreme."""
     return math.ldexp(1.0, 1 - n)
 
 
@@ -236,57 +228,17 @@ def shortfall(seeds: int, tests: int, effect: str) -> str:
     )
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """The adjusted p values of one family, in the given order (Holm 1979, step-down Bonferroni)."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    adjusted = [0.0] * len(p_values)
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """The adjusted p values of one family, in the given order (Holm 1979, step-down Bonferroni). None stays None."""
+    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
     most = 0.0
-    for place, index in enumerate(order):
-        most = max(most, min(1.0, (len(p_values) - place) * p_values[index]))
-        adjusted[index] = most
+    for rank, (p, place) in enumerate(known):
+        adjusted[place] = most = max(most, min(1.0, (len(known) - rank) * p))
     return adjusted
 
 
-# --- rounds ------------------------------------------------------------------------------------------------------
-
-
-def trend(series: Sequence[Sequence[MeasuredValue]]) -> Trend:
-    """`series[s]`: the values of one seed in the order of its rounds. Seeds with fewer than two are left out."""
-    long_enough = [values for values in series if len(values) > 1]
-    changes = [_change(values) for values in long_enough]
-    up, down = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    n = len(long_enough)
-    taus = [kendall_tau(capped(values, cap_of(values))) for values in long_enough]
-    known = not any(value.censored for values in long_enough for value in values)
-    moved = [values[-1].number - values[0].number for values in long_enough] if known else []
-    low, high = interval(moved)
-    return Trend(
-        n=n,
-        up=up,
-        down=down,
-        flat=n - up - down,
-        change=statistics.fmean(moved) if moved else None,
-        low=low,
-        high=high,
-        tau=statistics.fmean(taus) if taus else None,
-        p=sign_flip_p(taus) if taus else None,
-    )
-
-
-def _change(values: Sequence[MeasuredValue]) -> float:
-    """Last - first, as far as known: 0 if they are not known to differ."""
-    first, last = capped([values[0], values[-1]], cap_of([values[0], values[-1]]))
-    return 0.0 if _alike(last - first, values) else last - first
-
-
-def kendall_tau(values: Sequence[float]) -> float:
-    """Kendall's tau-b of the values against their positions: 1 always rising, -1 always falling, 0 if all are equal
-    (where tau is undefined). Raises ValueError for fewer than two values."""
-    if len(values) < 2:
-        raise ValueError("a trend needs at least two values")
-    signs = [int(b > a) - int(b < a) for a, b in combinations(values, 2)]
-    untied = sum(sign != 0 for sign in signs)
-    return sum(signs) / math.sqrt(untied * len(signs)) if untied else 0.0
+# --- the document ------------------------------------------------------------------------------------------------
 
 
 class StudyRecord(BaseModel):
@@ -335,7 +287,7 @@ class MeasureResult(StudyRecord):
     values: dict[int, MeasuredValue]
     summary: SeedSummary
     rounds: list[SeedSummary]
-    trend: Trend | None
+    trend: PairedComparison | None
 
 
 class ComparisonRecord(StudyRecord):
@@ -459,7 +411,7 @@ def _result(
     series = {seed: measure.read(facts[arm, seed]) for seed in seeds if (arm, seed) in facts}
     values = {seed: found[-1] for seed, found in series.items() if found and found[-1] is not None}
     longest = max((len(found) for found in series.values()), default=0)
-    rounds = [_known([found[place] for found in series.values() if place < len(found)]) for place in range(longest)]
+    rounds = [_there([found[place] for found in series.values() if place < len(found)]) for place in range(longest)]
     return MeasureResult(
         arm=arm,
         measure=measure.name,
@@ -467,22 +419,20 @@ def _result(
         values=values,
         summary=summarise(list(values.values())),
         rounds=[summarise(column) for column in rounds],
-        trend=trend([_known(found) for found in series.values() if _has_ends(found)]) if measure.by_round else None,
+        # Without a value in the first or the last round, last minus first would compare other rounds.
+        trend=trend([_there(found) for found in series.values() if found and None not in (found[0], found[-1])])
+        if measure.by_round
+        else None,
     )
 
 
-def _has_ends(values: Sequence[MeasuredValue | None]) -> bool:
-    """Whether the first and the last round have a value. Otherwise last minus first would compare other rounds."""
-    return bool(values) and values[0] is not None and values[-1] is not None
-
-
-def _known(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
+def _there(values: Sequence[MeasuredValue | None]) -> list[MeasuredValue]:
     return [value for value in values if value is not None]
 
 
 def _with_adjusted_trends(results: Sequence[MeasureResult]) -> list[MeasureResult]:
     """The results of all arms for one measure, with their trends adjusted over the arms."""
-    adjusted = _holm([result.trend.p if result.trend else None for result in results])
+    adjusted = holm([result.trend.p if result.trend else None for result in results])
     return [
         result.model_copy(update={"trend": result.trend and replace(result.trend, p_adjusted_arms=p)})
         for result, p in zip(results, adjusted, strict=True)
@@ -498,19 +448,13 @@ def _comparisons(plan: StudyPlan, results: Sequence[MeasureResult]) -> list[Comp
     found: list[ComparisonRecord] = []
     for measure in (measure.name for measure in plan.measures if measure.compared):
         compared = [compare(values[plan.reference, measure], values[arm, measure]) for arm in others]
-        for arm, one, p in zip(others, compared, _holm([one.p for one in compared]), strict=True):
+        for arm, one, p in zip(others, compared, holm([one.p for one in compared]), strict=True):
             found.append(ComparisonRecord(arm=arm, measure=measure, comparison=replace(one, p_adjusted_arms=p)))
-    adjusted = _holm([record.comparison.p for record in found])
+    adjusted = holm([record.comparison.p for record in found])
     return [
         record.model_copy(update={"comparison": replace(record.comparison, p_adjusted=p)})
         for record, p in zip(found, adjusted, strict=True)
     ]
-
-
-def _holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's adjustment of the p values that exist."""
-    adjusted = iter(holm([p for p in p_values if p is not None]))
-    return [None if p is None else next(adjusted) for p in p_values]
 
 
 # --- files -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from markupsafe import Markup
@@ -28,7 +28,6 @@ from pvg.study.results import (
     PairedComparison,
     SeedSummary,
     StudyResults,
-    Trend,
     shortfall,
 )
 
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from pvg.reporting.table import LegendKey
 
 
-MEASURE = Column("measure", once=True)
 LONG_NAME = 14  # characters of an arm's name that a terminal of 80 columns has room for
 DIFFERENCE, TREND = "difference between arms", "trend over the rounds"
 HOLM = "Holm's p is corrected for the arms of one measure, not for several measures."
@@ -61,7 +59,7 @@ def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
     """The mean; with censored values the median, which may itself be censored."""
     if not summary.censored:
         return measure_text(measure, summary.mean)
-    return f"median {measure_text(measure, summary.median)}" if summary.median is not None else "median not found"
+    return f"median {'not found' if summary.median is None else measure_text(measure, summary.median)}"
 
 
 def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
@@ -70,71 +68,28 @@ def spread_text(measure: MeasureRecord, summary: SeedSummary) -> str:
         return "no value"
     if summary.censored:
         return f"{100 * summary.censored:.0f} % not found"
-    if summary.low is not None and summary.high is not None:
-        return _from_to(measure_text(measure, summary.low), measure_text(measure, summary.high))
-    return ABSENT
+    return _from_to(measure_text(measure, summary.low), measure_text(measure, summary.high))
 
 
 def range_text(measure: MeasureRecord, summary: SeedSummary) -> str:
-    if summary.n == 0:
-        return ABSENT
-    low = "not found" if summary.minimum is None else measure_text(measure, summary.minimum)
-    high = "not found" if summary.maximum is None else measure_text(measure, summary.maximum)
-    return low if low == high else _from_to(low, high)
+    ends = (summary.minimum, summary.maximum)
+    return _from_to(*("not found" if end is None and summary.n else measure_text(measure, end) for end in ends))
 
 
 def _from_to(low: str, high: str) -> str:
     """A range of two figures with the unit written once."""
+    if low == high:
+        return low
     for unit in (" %", " pp", " s"):
         if low.endswith(unit) and high.endswith(unit):
             return f"{low.removesuffix(unit)} to {high}"
     return f"{low} to {high}"
 
 
-def interval_text(measure: MeasureRecord, low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        return ABSENT
-    return _from_to(change_text(measure, low), change_text(measure, high))
-
-
-def signs_text(up: int, down: int, equal: int) -> str:
-    """Numbers of seeds that are higher, lower, equal."""
-    return f"{up}↑ {down}↓" + (f" {equal}=" if equal else "")
-
-
 def p_text(p: float | None) -> str:
     if p is None:
         return ABSENT
     return f"{p:.3f}" if p >= 0.001 else f"{p:.1g}"
-
-
-def comparison_cells(measure: MeasureRecord, found: PairedComparison) -> list[str]:
-    """Difference, interval, signs, p, p adjusted over the arms and over all comparisons."""
-    if not found.n:
-        return [ABSENT] * 6
-    difference = "by rank" if found.test == "signed ranks" else change_text(measure, found.difference)
-    return [
-        difference,
-        interval_text(measure, found.low, found.high),
-        signs_text(found.up, found.down, found.equal),
-        p_text(found.p),
-        p_text(found.p_adjusted_arms),
-        p_text(found.p_adjusted),
-    ]
-
-
-def trend_cells(measure: MeasureRecord, found: Trend) -> list[str]:
-    """Last minus first, its interval, signs, tau, p, p adjusted over the arms."""
-    if not found.n:
-        return [ABSENT] * 6
-    return [
-        change_text(measure, found.change),
-        interval_text(measure, found.low, found.high),
-        signs_text(found.up, found.down, found.flat),
-        ABSENT if found.tau is None else f"{found.tau:+.2f}",
-        p_text(found.p),
-        p_text(found.p_adjusted_arms),
-    ]
 
 
 def threads_each(threads: int) -> str:
@@ -170,12 +125,12 @@ def cautions(results: StudyResults) -> list[str]:
             "medians and ranks, but not of means."
         )
     found += [f"{sentence} Read the intervals and the signs." for sentence in _on_p_values(results)]
-    machines = {cell.machine for cell in results.cells if cell.machine}
-    versions = {cell.code_version for cell in results.cells if cell.code_version}
+    machines = sorted({cell.machine for cell in results.cells} - {""})
+    versions = sorted({cell.code_version for cell in results.cells} - {""})
     if len(machines) > 1:
-        found.append(f"The games were played on different machines or threads ({'; '.join(sorted(machines))}).")
+        found.append(f"The games were played on different machines or threads ({'; '.join(machines)}).")
     if len(versions) > 1:
-        found.append(f"The games were played by different versions of pvg: {', '.join(sorted(versions))}.")
+        found.append(f"The games were played by different versions of pvg: {', '.join(versions)}.")
     return found
 
 
@@ -203,11 +158,12 @@ def plan_cautions(plan: StudyPlan) -> list[str]:
 
 def result_sections(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> list[PageSection]:
     """The tables that have rows, each with what it shows. `keys`: the arms' swatches on a page."""
+    swatches = keys or {}
     tables = [
         (
             "table",
             "Measures after the last round",
-            means_table(results, keys),
+            means_table(results, swatches),
             "The mean over seeds (the median if values are censored), its 95 % interval (Student's t), and the range.",
         ),
         (
@@ -219,14 +175,14 @@ def result_sections(results: StudyResults, keys: Mapping[str, LegendKey] | None 
         (
             "comparisons",
             f"Against {results.reference}, paired by seed",
-            comparisons_table(results, keys),
+            pairs_table(results, _comparisons(results), "difference", swatches, taus=False),
             f"Each arm minus {results.reference}. p: exact permutation test, the share of all exchanges within seeds "
             f"with a difference at least as large. {HOLM}",
         ),
         (
             "trends",
             "Over the rounds",
-            trends_table(results, keys),
+            pairs_table(results, _trends(results), "last - first", swatches, taus=True),
             "The last round minus the first. Kendall's tau: 1 if every round is above those before it, -1 if every "
             f"round is below; the mean over seeds. p: test of no trend, with seeds as units. {HOLM}",
         ),
@@ -250,22 +206,26 @@ def markdown_text(results: StudyResults) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _arm_column(results: StudyResults) -> Column:
-    """Short names of arms stay on one line, so that a narrow terminal does not break them."""
-    return Column("arm", wrap=any(len(arm.name) > LONG_NAME for arm in results.arms))
+MeasuredPairs = Iterator[tuple[MeasureRecord, str, PairedComparison]]
 
 
-def means_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
+def means_table(results: StudyResults, keys: Mapping[str, LegendKey]) -> Table:
     """The values after the last round."""
     numbers = (Column("n", "right", wrap=False), Column("mean", "right", "strong"), Column("95 % interval", "right"))
-    table = Table([MEASURE, _arm_column(results), *numbers, Column("range", "right")], narrow=True)
+    table = Table([*_head(results), *numbers, Column("range", "right")], narrow=True)
     for measure in results.measures:
         for arm in results.arms:
             found, seeds = results.result(arm.name, measure.name).summary, len(results.seeds)
             count = TableCell(f"{found.n} of {seeds}", "" if found.n == seeds else "worse")
             texts = (middle_text(measure, found), spread_text(measure, found), range_text(measure, found))
-            table.add(measure.label, TableCell(arm.name, key=(keys or {}).get(arm.name)), count, *texts)
+            table.add(measure.label, TableCell(arm.name, key=keys.get(arm.name)), count, *texts)
     return table
+
+
+def _head(results: StudyResults) -> list[Column]:
+    """Short names of arms stay on one line, so that a narrow terminal does not break them."""
+    longest = max(len(arm.name) for arm in results.arms)
+    return [Column("measure", once=True), Column("arm", wrap=longest > LONG_NAME)]
 
 
 def rounds_table(results: StudyResults) -> Table:
@@ -274,7 +234,7 @@ def rounds_table(results: StudyResults) -> Table:
     found = [(m, arm.name, results.result(arm.name, m.name).rounds) for m in by_round for arm in results.arms]
     count = max((len(rounds) for *_, rounds in found), default=0)
     columns = (Column(f"round {number}", "right") for number in range(count))
-    table = Table([MEASURE, Column("arm"), *columns])
+    table = Table([*_head(results), *columns])
     for measure, arm, rounds in found if count > 1 else ():
         cells = []
         for summary in rounds:
@@ -284,43 +244,50 @@ def rounds_table(results: StudyResults) -> Table:
     return table
 
 
-def comparisons_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """Each arm minus the reference. `keys`: the arms' swatches on a page. The correction over all comparisons has no
-    room on the terminal."""
-    columns = (
-        Column("difference", "right", short="differs", wrap=False),
+def pairs_table(
+    results: StudyResults, pairs: MeasuredPairs, title: str, keys: Mapping[str, LegendKey], *, taus: bool
+) -> Table:
+    """Differences between pairs of values. `title`: of the difference. The correction over all comparisons has no room
+    on the terminal."""
+    tau, all_ = Column("tau", "right", wrap=False), f"Holm's p of all {results.family}"
+    columns = [
+        Column(title, "right", short="change" if taus else "differs", wrap=False),
         Column("95 % interval", "right"),
         Column("seeds", "right"),
+        *([tau] if taus else []),
         Column("p", "right", wrap=False),
         Column("Holm's p", "right", short="Holm", wrap=False),
-        Column(f"Holm's p of all {results.family}", "right", on="pages"),
-    )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
+        *([] if taus else [Column(all_, "right", on="pages")]),
+    ]
+    table = Table([*_head(results), *columns], narrow=True)
+    for measure, arm, found in pairs:
+        if found.n:
+            by_rank = found.test == "signed ranks"
+            table.add(
+                measure.label,
+                TableCell(arm, key=keys.get(arm)),
+                "by rank" if by_rank else change_text(measure, found.difference),
+                _from_to(change_text(measure, found.low), change_text(measure, found.high)),
+                f"{found.up}↑ {found.down}↓" + (f" {found.equal}=" if found.equal else ""),
+                *([f"{found.tau:+.2f}"] if taus else []),
+                p_text(found.p),
+                p_text(found.p_adjusted_arms),
+                *([] if taus else [p_text(found.p_adjusted)]),
+            )
+    return table
+
+
+def _comparisons(results: StudyResults) -> MeasuredPairs:
     measures = {measure.name: measure for measure in results.measures}
     for found in results.comparisons:
-        measure, arm = measures[found.measure], TableCell(found.arm, key=(keys or {}).get(found.arm))
-        table.add(measure.label, arm, *comparison_cells(measure, found.comparison))
-    return table
+        yield measures[found.measure], found.arm, found.comparison
 
 
-def trends_table(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> Table:
-    """The last round minus the first. `keys`: the arms' swatches on a page."""
-    columns = (
-        Column("last - first", "right", short="change", wrap=False),
-        Column("95 % interval", "right"),
-        Column("seeds", "right"),
-        Column("tau", "right", wrap=False),
-        Column("p", "right", wrap=False),
-        Column("Holm's p", "right", short="Holm", wrap=False),
-    )
-    table = Table([MEASURE, _arm_column(results), *columns], narrow=True)
+def _trends(results: StudyResults) -> MeasuredPairs:
     for measure in results.measures:
         for arm in results.arms:
-            found = results.result(arm.name, measure.name).trend
-            if found is not None and found.n:
-                name = TableCell(arm.name, key=(keys or {}).get(arm.name))
-                table.add(measure.label, name, *trend_cells(measure, found))
-    return table
+            if (found := results.result(arm.name, measure.name).trend) is not None:
+                yield measure, arm.name, found
 
 
 # The page of a study: results, curves over rounds, comparisons, trends, seeds, games, and how to reproduce it.
@@ -330,43 +297,27 @@ STATUS = {"complete": "good", "played": "warn", "unfinished": "warn", "new": "wa
 
 
 def study_page(results: StudyResults) -> str:
-    keys = _keys(results)
-    status = "complete" if results.complete == len(results.cells) else "failed" if results.failed else "unfinished"
-    header = [
-        elements.title(results.name, results.about, status, STATUS[status]),
-        _facts(results),
-        elements.notes(cautions(results)),
-    ]
-    sections = [
-        *result_sections(results, keys),
-        _curves(results, keys),
-        _arms(results, keys),
-        _games(results),
-        _made_by(results),
-    ]
-    return page(f"{results.name}: pvg study", header, sections)
-
-
-def _keys(results: StudyResults) -> dict[str, LegendKey]:
-    """The colour and dash of every arm on this page."""
-    return {
+    keys = {
         arm.name: LegendKey(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
         for place, arm in enumerate(results.arms)
     }
-
-
-def _facts(results: StudyResults) -> Markup:
-    return elements.facts(
-        [
-            ("arms", str(len(results.arms))),
-            ("seeds", str(len(results.seeds))),
-            ("games complete", f"{results.complete} of {len(results.cells)}"),
-            ("compared with", results.reference),
-            ("time of all games", duration(sum(cell.seconds or 0.0 for cell in results.cells))),
-            ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {threads_each(results.threads)}"),
-            ("pvg", results.pvg),
-        ]
-    )
+    status = "complete" if results.complete == len(results.cells) else "failed" if results.failed else "unfinished"
+    facts = [
+        ("arms", str(len(results.arms))),
+        ("seeds", str(len(results.seeds))),
+        ("games complete", f"{results.complete} of {len(results.cells)}"),
+        ("compared with", results.reference),
+        ("time of all games", duration(sum(cell.seconds or 0.0 for cell in results.cells))),
+        ("machine", f"{results.cpu or ABSENT}, {results.cores} cores, {threads_each(results.threads)}"),
+        ("pvg", results.pvg),
+    ]
+    header = [
+        elements.title(results.name, results.about, status, STATUS[status]),
+        elements.facts(facts),
+        elements.notes(cautions(results)),
+    ]
+    own = [_curves(results, keys), _arms(results, keys), _games(results), _made_by(results)]
+    return page(f"{results.name}: pvg study", header, [*result_sections(results, keys), *own])
 
 
 # --- charts ------------------------------------------------------------------------------------------------------
@@ -389,20 +340,15 @@ def _curve(measure: MeasureRecord, results: StudyResults, keys: dict[str, Legend
     if last < 1:
         return Markup()
     across = round_axis(range(last + 1), margin=0.15)
-    limit = _limit(found)
+    values = [value for result in found for series in result.series.values() for value in series]
+    limit = max((value.number for value in values if value is not None and value.censored), default=None)
     lines = [_line(result, keys[result.arm], limit) for result in found]
-    title = measure.label[0].upper() + measure.label[1:]
+    title, style = measure.label[0].upper() + measure.label[1:], cast(NumberStyle, measure.style)
     if limit is None:
-        return line_chart(title, lines, across, cast(NumberStyle, measure.style))
+        return line_chart(title, lines, across, style)
     note = "Rounds with values that were not found show the median. A median that was not found is drawn at the limit."
     references = [ReferenceLine(limit, "limit")]
-    return line_chart(title, lines, across, cast(NumberStyle, measure.style), references=references, note=note)
-
-
-def _limit(results: Sequence[MeasureResult]) -> float | None:
-    """The largest limit of a censored value; None if no value is censored."""
-    values = [value for result in results for series in result.series.values() for value in series]
-    return max((value.number for value in values if value is not None and value.censored), default=None)
+    return line_chart(title, lines, across, style, references=references, note=note)
 
 
 def _line(result: MeasureResult, key: LegendKey, limit: float | None) -> ChartLine:

@@ -18,8 +18,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -50,11 +52,8 @@ class Gpu(Protocol):
 class DeviceSampler:
     """Samples every `interval_s` seconds from `start` to `stop`, at least once; the first sample is immediate.
 
-    The names are those of "device" records. Since the previous sample, hence not in the first: cpu (share of all cores
-    of the machine), process_cpu (cores in use), and core_wait, if the kernel counts it (time that threads waited for a
-    core / time ready to run, see pvg.telemetry.waits). At the time of the sample: rss_bytes of this process and
-    its children (shared pages count in each), memory_used_bytes and memory_total_bytes of the machine, gpu{i}_... per
-    GPU.
+    catalogue.toml explains the names (`device`). cpu, process_cpu and core_wait are those since the previous sample,
+    so the first sample has none. core_wait is missing where the kernel does not count it.
     """
 
     def __init__(
@@ -89,10 +88,9 @@ class DeviceSampler:
             due = time.monotonic()
             while True:
                 self._on_sample(time.time(), host.read() | self._read(gpus))
-                due += self._interval_s
                 now = time.monotonic()
-                due = max(due, now)  # after a suspend, do not catch up on missed samples
-                if self._stopping.wait(min(due - now, threading.TIMEOUT_MAX)):
+                due = max(due + self._interval_s, now)  # after a suspend, do not catch up on missed samples
+                if self._stopping.wait(due - now):
                     break
         except (psutil.Error, OSError) as error:
             self._on_notice(f"The machine is no longer sampled: {error}.")
@@ -191,15 +189,10 @@ def larger(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 def _peak_rss() -> int:
     """In bytes. On Linux from /proc, because getrusage includes the parent's memory before this program started."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return _peak_rss_elsewhere()
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else _peak_rss_elsewhere()
-
-
-def _peak_rss_elsewhere() -> int:
+    status = Path("/proc/self/status")
+    text = status.read_text(encoding="ascii", errors="replace") if status.exists() else ""
+    if found := re.search(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE):
+        return int(found[1]) * 1024
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
@@ -230,17 +223,33 @@ def processor(cpuinfo: Path = CPUINFO) -> str:
 # --- NVML -------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def driver(nvml: Any = None) -> Iterator[Any]:
+    """NVML, as the module pynvml or a replacement, open in the body. Every GPU object keeps it open further. Raises
+    GpuUnavailableError if the library or the driver is missing, and for an NVMLError in the body."""
+    try:
+        nvml = nvml or import_module("pynvml")
+    except ImportError as error:
+        raise GpuUnavailableError(f"the package nvidia-ml-py is not installed ({error})") from error
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        raise GpuUnavailableError(f"NVML could not be started ({error})") from error
+    try:
+        yield nvml
+    except nvml.NVMLError as error:
+        raise GpuUnavailableError(f"NVML does not show the GPUs ({error})") from error
+    finally:
+        nvml.nvmlShutdown()
+
+
 def open_nvml() -> dict[int, Gpu]:
     """The GPUs that the NVIDIA driver shows, by NVML's number; none on a machine without an NVIDIA GPU.
 
     Raises GpuUnavailableError if the machine has one, and the library or the driver is missing.
     """
     try:
-        import pynvml
-    except ImportError as error:
-        raise GpuUnavailableError(f"the package nvidia-ml-py is not installed ({error})") from error
-    try:
-        return gpus_of(pynvml)
+        return gpus_of()
     except GpuUnavailableError:
         if not has_nvidia_gpu(Path("/")):
             return {}
@@ -262,41 +271,30 @@ def has_nvidia_gpu(root: Path) -> bool:
     return False
 
 
-def gpus_of(nvml: Any) -> dict[int, Gpu]:
-    """The GPUs that `nvml` (the module pynvml or a replacement) shows. Raises GpuUnavailableError."""
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        raise GpuUnavailableError(f"NVML could not be started ({error})") from error
+def gpus_of(nvml: Any = None) -> dict[int, Gpu]:
+    """The GPUs that NVML shows. Raises GpuUnavailableError."""
     gpus: dict[int, Gpu] = {}
     try:
-        for index in range(nvml.nvmlDeviceGetCount()):
-            gpus[index] = NvmlGpu(nvml, index)
-    except nvml.NVMLError as error:
+        with driver(nvml) as opened:
+            for index in range(opened.nvmlDeviceGetCount()):
+                gpus[index] = NvmlGpu(opened, index)
+    except GpuUnavailableError:
         for gpu in gpus.values():
             gpu.close()
-        raise GpuUnavailableError(f"NVML does not show the GPUs ({error})") from error
-    finally:
-        nvml.nvmlShutdown()  # NVML counts its users, and every GPU object keeps it open
+        raise
     if not gpus:
         raise GpuUnavailableError("the driver shows none")
     return gpus
 
 
-def nvml_number(nvml: Any, uuid: str) -> int | None:
+def nvml_number(uuid: str, nvml: Any = None) -> int | None:
     """The number by which NVML knows the GPU with this UUID; None if it shows no such GPU. torch numbers the GPUs that
     CUDA_VISIBLE_DEVICES leaves, so its numbers may be others. Raises GpuUnavailableError."""
-    try:
-        nvml.nvmlInit()
-        try:
-            for index in range(nvml.nvmlDeviceGetCount()):
-                found = nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
-                if str(found).removeprefix("GPU-").lower() == uuid.removeprefix("GPU-").lower():
-                    return index
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError as error:
-        raise GpuUnavailableError(f"NVML does not show the GPUs ({error})") from error
+    with driver(nvml) as opened:
+        for index in range(opened.nvmlDeviceGetCount()):
+            found = str(opened.nvmlDeviceGetUUID(opened.nvmlDeviceGetHandleByIndex(index)))
+            if found.removeprefix("GPU-").lower() == uuid.removeprefix("GPU-").lower():
+                return index
     return None
 
 
@@ -304,11 +302,7 @@ def gpu_number(device: Any) -> int | None:
     """NVML's number of a torch device, by which samples and charts name it. Raises GpuUnavailableError."""
     import torch
 
-    try:
-        import pynvml
-    except ImportError as error:
-        raise GpuUnavailableError(f"the package nvidia-ml-py is not installed ({error})") from error
-    return nvml_number(pynvml, str(torch.cuda.get_device_properties(device).uuid))
+    return nvml_number(str(torch.cuda.get_device_properties(device).uuid))
 
 
 class NvmlGpu:

@@ -82,6 +82,20 @@ def _ends_within_a_line(path: Path) -> bool:
 
 # --- notices about servers --------------------------------------------------------------------------------------------
 
+# Of worker processes and the nodes of a cluster. `why` of a node's event is a whole sentence.
+NOTICES = {
+    "lost": "Worker {worker} has ended ({why}); another one takes its place.",
+    "hangs": "Worker {worker} hangs; it is killed, and another one takes its place.",
+    "added": "Added worker {worker}: {why}. Now {now}.",
+    "removed": "Removed worker {worker}: {why}. Now {now}.",
+    "not added": "Worker {worker} could not be added: {why}",
+    "rank lost": "Rank {rank} of the trainer has ended ({why}); all start again from the last commit.",
+    "rank hangs": "Rank {rank} of the trainer{where} hangs; it is killed.",
+    "server started": "A vLLM server on node {node} is ready.",
+    "server lost": "vLLM on node {node}: {why}.",
+    **dict.fromkeys(("no room", "node shared", "node differs", "experimental", "servers", "server given up"), "{why}."),
+}
+
 
 class ServerNotices(Events):
     """Passes every event to `log`, and calls `notice` when a server becomes unavailable or available again or does not
@@ -96,48 +110,25 @@ class ServerNotices(Events):
 
     def event(self, tag: str, **fields: object) -> None:
         self._log.event(tag, **fields)
-        if tag == "workers":
-            self._workers(fields)
-        server = fields.get("server")
-        if fields.get("event") == "server.away":
+        server, event = fields.get("server"), fields.get("event")
+        if tag == "workers" and (says := NOTICES.get(str(event))):
+            now = counted(int(str(fields["workers"])), "worker") if "workers" in fields else ""
+            where = f" on node {fields['node']}" if "node" in fields else ""
+            self._notice(says.format(**fields, now=now, where=where))
+        if event == "server.away":
             self._away.add(server)
             group = next((set(group) for group in self._groups if server in group), None)
             rest = "the others take its requests" if group and group - self._away else "its requests wait for it"
             rest = "pvg repeats its requests" if group is None else rest  # servers on a cluster come and go
             self._notice(f"{server} is unavailable ({fields.get('why', 'no reason known')}); {rest}.")
-        elif fields.get("event") == "server.up" and server in self._away:
+        elif event == "server.up" and server in self._away:
             self._away.discard(server)
             self._notice(f"{server} is back, with the newest weights.")
-        elif fields.get("event") == "server.silent":
+        elif event == "server.silent":
             self._notice(
                 f"{server} has answered no request for {fields['silent_s']:g} s; {fields['requests']} are in flight. "
                 "If they hang, restart it: pvg repeats them."
             )
-
-    def _workers(self, fields: dict[str, object]) -> None:
-        """Notices about worker processes and the nodes of a cluster. `why` of a node's event is a whole sentence."""
-        match fields.get("event"):
-            case "lost":
-                self._notice(f"Worker {fields['worker']} has ended ({fields['why']}); another one takes its place.")
-            case "hangs":
-                self._notice(f"Worker {fields['worker']} hangs; it is killed, and another one takes its place.")
-            case "server started":
-                self._notice(f"A vLLM server on node {fields['node']} is ready.")
-            case "server lost":
-                self._notice(f"vLLM on node {fields['node']}: {fields['why']}.")
-            case "added" | "removed" as change:
-                now = counted(int(str(fields["workers"])), "worker")
-                self._notice(f"{change.capitalize()} worker {fields['worker']}: {fields['why']}. Now {now}.")
-            case "not added":
-                self._notice(f"Worker {fields['worker']} could not be added: {fields['why']}")
-            case "rank lost":
-                rank, why = fields["rank"], fields["why"]
-                self._notice(f"Rank {rank} of the trainer has ended ({why}); all start again from the last commit.")
-            case "rank hangs":
-                where = f" on node {fields['node']}" if "node" in fields else ""
-                self._notice(f"Rank {fields['rank']} of the trainer{where} hangs; it is killed.")
-            case "no room" | "node shared" | "node differs" | "experimental" | "servers" | "server given up":
-                self._notice(f"{fields['why']}.")
 
 
 # The interface through which a run reports its progress to the live display or to a test.

@@ -4,9 +4,8 @@
     endpoint.url
     endpoint.close()
 
-Invariants: it listens on the loopback interface alone, answers only requests whose Host header names this machine, and
-serves at most CONNECTIONS at a time. It shows only values of the newest point of each kind, so values that no longer
-exist disappear. `close` frees the port.
+Invariants: it listens on the loopback interface alone, and answers only requests whose Host header names this machine.
+It shows only values of the newest point of each kind, so values that no longer exist disappear. `close` frees the port.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from socketserver import ThreadingMixIn
 from typing import Any, get_args
 from urllib.parse import urlsplit
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.alerts import AlertKind
@@ -30,32 +29,11 @@ from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
 HOST = "127.0.0.1"
 NAMES = frozenset({HOST, "localhost", "::1"})  # in the Host header of a request
-CONNECTIONS = 16  # at the same time
 SILENCE_S = 10.0  # a connection without a request is closed after this time
 POLL_S = 0.1  # until the thread sees that the run has ended
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each connection; closes connections above the limit at once."""
-
-    daemon_threads = True
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
+class _Server(ThreadingWSGIServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # a client that goes away or says nothing
             super().handle_error(request, client_address)

@@ -110,12 +110,10 @@ class TensorBoardSink(MetricSink):
     """
 
     def __init__(self, opening: SinkContext) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError as error:
-            raise _missing("tensorboard", error) from error
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
         self._event, self._summary = Event, Summary
         folder = opening.directory / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,10 +145,8 @@ class WandbSink(MetricSink):
     """
 
     def __init__(self, opening: SinkContext) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing("wandb", error) from error
+        import wandb
+
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         try:
             self._run = wandb.init(
@@ -173,7 +169,7 @@ class WandbSink(MetricSink):
             )
 
     def write(self, point: MetricPoint) -> None:
-        self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
+        self._run.log(_named(point), step=point.step)
 
     def alert(self, point: AlertPoint) -> None:
         self._run.alert(title=point.kind, text=point.message, level="WARN")
@@ -193,10 +189,8 @@ class TrackioSink(MetricSink):
     """A run in trackio's local store (TRACKIO_DIR moves it); a resumed run continues it."""
 
     def __init__(self, opening: SinkContext) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise _missing("trackio", error) from error
+        import trackio
+
         self._level = trackio.AlertLevel.WARN
         with redirect_stdout(sys.stderr):  # trackio prints, and stdout may be reserved for one JSON document
             self._run = trackio.init(
@@ -208,7 +202,7 @@ class TrackioSink(MetricSink):
             )
 
     def write(self, point: MetricPoint) -> None:
-        self._run.log({**_existing(point), "round": point.round, "phase": point.phase}, step=point.step)
+        self._run.log(_named(point), step=point.step)
 
     def alert(self, point: AlertPoint) -> None:
         with redirect_stdout(sys.stderr):
@@ -228,8 +222,8 @@ class TrackioSink(MetricSink):
 class AlertCommand(MetricSink):
     """Runs the user's command for each alert, with the alert as one JSON object on standard input.
 
-    The command's first failure in a process (or the first timeout after `limit_s` seconds) gives a notice. Later alerts
-    still run the command. It runs without a shell, and its output is discarded.
+    The command's first failure in a process (or timeout after `limit_s` seconds) gives a notice. Later alerts still run
+    it. It runs without a shell, and its output is discarded.
     """
 
     def __init__(self, command: Sequence[str], limit_s: float, on_notice: Callable[[str], None]) -> None:
@@ -273,7 +267,7 @@ class AlertCommand(MetricSink):
             self._on_notice(f"The alert command {self._command[0]} {what}. Later failures are not reported.")
 
 
-# Name in `telemetry.sinks` -> the sink's class. It raises MissingRequirementError if its package is not installed.
+# Name in `telemetry.sinks`, which is also the extra to install -> the sink's class. It raises ImportError without it.
 SINKS: dict[str, Callable[[SinkContext], MetricSink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
@@ -286,7 +280,11 @@ def open_sinks(names: Sequence[str], opening: SinkContext) -> dict[str, MetricSi
     opened: dict[str, MetricSink] = {}
     try:
         for name in dict.fromkeys(names):
-            opened[name] = SINKS[name](opening)
+            try:
+                opened[name] = SINKS[name](opening)
+            except ImportError as error:
+                says = f"telemetry.sinks names {name}, which cannot be imported ({error})."
+                raise MissingRequirementError(says, install_extra(name)) from error
     except BaseException:
         for sink in opened.values():
             sink.close()
@@ -294,21 +292,20 @@ def open_sinks(names: Sequence[str], opening: SinkContext) -> dict[str, MetricSi
     return opened
 
 
-def _missing(package: str, error: ImportError) -> MissingRequirementError:
-    return MissingRequirementError(
-        f"telemetry.sinks names {package}, which cannot be imported ({error}).", install_extra(package)
-    )
+def _named(point: MetricPoint) -> dict[str, float | int | str]:
+    """As a tracker logs it."""
+    return {**_existing(point), "round": point.round, "phase": point.phase}
 
 
 def _existing(point: MetricPoint) -> dict[str, float]:
     return {name: value for name, value in point.metrics.items() if not math.isnan(value)}
 
 
-# Kind of point -> its name in a notice, the file of the run that has all of them, and the method that takes one.
-_POINTS: dict[type[Point], tuple[str, str, Callable[..., None]]] = {
-    MetricPoint: ("metrics", "metrics.jsonl is complete.", lambda sink, point: sink.write(point)),
-    AlertPoint: ("alerts", "events.log has all alerts.", lambda sink, point: sink.alert(point)),
-    ExamplesPoint: ("example solutions", "The run's folder has all solutions.", lambda sink, p: sink.examples(p)),
+# Kind of point -> the method that takes one, its name in a notice, and what has all of them.
+_POINTS: dict[type[Point], tuple[str, str, str]] = {
+    MetricPoint: ("write", "metrics", "metrics.jsonl is complete."),
+    AlertPoint: ("alert", "alerts", "events.log has all alerts."),
+    ExamplesPoint: ("examples", "example solutions", "The run's folder has all solutions."),
 }
 
 
@@ -378,9 +375,9 @@ class SinkBoard:
         kind = type(point)
         if (name, kind) in self._failed:
             return
-        points, complete, take = _POINTS[kind]
+        take, points, complete = _POINTS[kind]
         try:
-            take(sink, point)
+            getattr(sink, take)(point)
         except Exception as error:  # noqa: BLE001 - a third-party sink may raise anything
             self._failed.add((name, kind))
             self._on_notice(

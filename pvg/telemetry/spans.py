@@ -63,7 +63,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class StepBudget:
     """The wall time of one step in seconds by part. `exposed` sums to `wall_s`; `busy` includes overlapped work;
-    `device_s` was measured on the device and is empty without one."""
+    `device_s` was measured on the device."""
 
     wall_s: float
     exposed: Mapping[str, float]
@@ -93,38 +93,22 @@ class _Track:
     stack: list[_Open] = field(default_factory=list)  # the open spans, innermost last
 
 
+@dataclass(slots=True, eq=False)
 class _Open:
-    """A running span, which is also its context manager."""
+    """A running span, which is also its context manager. `marks` are on the device, None if it is not measured."""
 
-    __slots__ = (
-        "anchor",
-        "counted_s",
-        "end",
-        "gaps",
-        "marks",
-        "name",
-        "parent",
-        "start",
-        "token",
-        "tracer",
-        "track",
-        "where",
-    )
-
-    track: _Track
-    start: float
-    token: contextvars.Token[_Open | None]
-
-    def __init__(self, tracer: Tracer, name: str, parent: _Open | None, marks: list[Any] | None) -> None:
-        self.tracer = tracer
-        self.name = name
-        self.parent = parent
-        self.anchor: _Open | None = None  # the driver's span for which this span of another track works
-        self.gaps: list[tuple[float, float]] = []  # when spans nested in this one ran
-        self.end: float | None = None
-        self.counted_s = 0.0  # busy seconds counted in earlier steps
-        self.marks = marks
-        self.where = ""  # the thread, if it works on another owner's track
+    tracer: Tracer
+    name: str
+    parent: _Open | None
+    marks: list[Any] | None
+    anchor: _Open | None = None  # the driver's span for which this span of another track works
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # when spans nested in this one ran
+    end: float | None = None
+    counted_s: float = 0.0  # busy seconds counted in earlier steps
+    where: str = ""  # the thread, if it works on another owner's track
+    track: _Track = field(init=False)
+    start: float = field(init=False)
+    token: contextvars.Token[_Open | None] = field(init=False)
 
     def __enter__(self) -> None:
         tracer = self.tracer
@@ -241,9 +225,7 @@ class Tracer:
             self._foreign = []
             for root in self._driver.stack:
                 root.gaps.clear()
-            claims = list(_claims(own, foreign, now))
-            exposed = _exposed(own, claims, now)
-            busy = _busy(own, foreign, claims, now)
+            exposed, busy = _seconds(own, foreign, list(_claims(own, foreign, now)), now)
             wall_s, self._began = now - self._began, now
             exposed[UNACCOUNTED] = busy[UNACCOUNTED] = wall_s - sum(exposed.values())
             return StepBudget(wall_s, exposed, busy, self._read_device())
@@ -342,30 +324,24 @@ class Tracer:
 Claims = tuple[_Open, dict[str, float]]
 
 
-def _exposed(own: list[_Open], claims: list[Claims], now: float) -> dict[str, float]:
-    """The exposed seconds: the time of the driver's spans, with the claims of other tracks' spans on it."""
-    seconds: dict[str, float] = {}
+def _seconds(
+    own: list[_Open], foreign: list[_Open], claims: list[Claims], now: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The exposed and the busy seconds by part. Exposed: the time of the driver's spans, with the claims of other
+    tracks' spans on it. Busy: each span's own work in this step. The driver's waiting for other tracks is not work."""
+    exposed: dict[str, float] = {}
     for opened in own:
-        seconds[opened.name] = seconds.get(opened.name, 0.0) + opened.own_s(now)
+        add_seconds(exposed, {opened.name: opened.own_s(now)})
+    busy = dict(exposed)
     for waiting, by_part in claims:
-        for name, amount in by_part.items():
-            seconds[name] = seconds.get(name, 0.0) + amount
-            seconds[waiting.name] -= amount
-    return seconds
-
-
-def _busy(own: list[_Open], foreign: list[_Open], claims: list[Claims], now: float) -> dict[str, float]:
-    """Each span's own work in this step. The driver's waiting for other tracks is not work."""
-    seconds: dict[str, float] = {}
-    for opened in own:
-        seconds[opened.name] = seconds.get(opened.name, 0.0) + opened.own_s(now)
-    for waiting, by_part in claims:
-        seconds[waiting.name] -= sum(by_part.values())
+        add_seconds(exposed, by_part)
+        for seconds in (exposed, busy):
+            seconds[waiting.name] -= sum(by_part.values())
     for opened in foreign:
         so_far = opened.own_s(now)
-        seconds[opened.name] = seconds.get(opened.name, 0.0) + so_far - opened.counted_s
+        add_seconds(busy, {opened.name: so_far - opened.counted_s})
         opened.counted_s = so_far
-    return seconds
+    return exposed, busy
 
 
 def _claims(own: list[_Open], foreign: list[_Open], now: float) -> Iterator[Claims]:
@@ -447,8 +423,7 @@ class CudaClock:
 
 
 # The parts of a budget that are the trainer's work, including log-probs computed for it. `trainer_idle` is the share of
-# all other time. Only the `pipeline` profile can count this work at its synchronous cost, because it also plays the
-# steps synchronously.
+# all other time.
 TRAINING_PARTS = ("reference", "recompute", "pack", "forward_backward", "optimizer")
 
 

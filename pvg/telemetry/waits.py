@@ -20,11 +20,9 @@ The event loop of a run is uvloop if installed, otherwise asyncio's:
         ...
         window = monitor.take()              # the lags since the last take
 
-The lag is the delay of a tick. Tick k is due at start + k / hz, independent of earlier ticks. A stalled loop cannot
-tick, so a stall of ten seconds would otherwise be a single bad sample among good ones (coordinated omission).
-Therefore, when the loop runs again, every tick that was due during the stall counts with its own lag, the time since it
-was due. At 10 Hz a stall of one second gives ten samples, about 1.0, 0.9, ... 0.1 s. So a percentile is the lag for
-work that arrives at a random moment of the window.
+The lag is the delay of a tick. Tick k is due at start + k / hz. A stalled loop cannot tick, so every tick that was due
+during a stall counts with its own lag, the time since it was due (no coordinated omission): at 10 Hz a stall of one
+second gives ten samples, about 1.0, 0.9, ... 0.1 s. A percentile is the lag for work that arrives at a random moment.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ import time
 from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
@@ -212,7 +210,7 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "uv
 
 # --- lag --------------------------------------------------------------------------------------------------------------
 
-SHORTEST_LOOK_S = 0.001  # shortest period of the heartbeat's checks, because each one wakes the loop
+SHORTEST_LOOK_S = 0.001  # between two checks of the heartbeat, because each one wakes the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,35 +227,22 @@ class LagWindow:
 
     @classmethod
     def of(cls, lags: Sequence[float]) -> LagWindow:
-        """Percentiles are nearest-rank: the smallest lag such that at least this share of the samples is not above it.
-
-        Raises ValueError without lags.
-        """
-        if not lags:
-            raise ValueError("a window without samples has no percentiles")
+        """Of at least one lag. Percentiles are nearest-rank: the smallest lag such that at least this share of the
+        samples is not above it."""
         ordered = sorted(lags)
         p50, p90, p99 = (ordered[max(1, math.ceil(len(ordered) * percent / 100)) - 1] for percent in (50, 90, 99))
         return cls(len(ordered), ordered[0], math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
 
     def metrics(self) -> dict[str, float]:
         """By name, as in the "loop" records of metrics.jsonl."""
-        return {
-            "lag_min_s": self.min_s,
-            "lag_mean_s": self.mean_s,
-            "lag_p50_s": self.p50_s,
-            "lag_p90_s": self.p90_s,
-            "lag_p99_s": self.p99_s,
-            "lag_max_s": self.max_s,
-            "samples": float(self.samples),
-        }
+        lags = asdict(self)
+        return {"samples": float(lags.pop("samples"))} | {f"lag_{name}": lag for name, lag in lags.items()}
 
 
 class LoopLagMonitor:
     """Measures the event loop in which it is started, from a task. `clock`: monotonic seconds."""
 
     def __init__(self, hz: float, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        if not (math.isfinite(hz) and hz > 0):
-            raise ValueError(f"hz must be a positive number, not {hz}")
         self._period = 1.0 / hz
         self._clock = clock
         self._lags = array("d")
@@ -274,9 +259,7 @@ class LoopLagMonitor:
         await self.stop()
 
     def start(self) -> None:
-        """Begin to tick. Raises RuntimeError if it is ticking already, or outside an event loop."""
-        if self._task is not None:
-            raise RuntimeError("LoopLagMonitor has already been started.")
+        """Begin to tick, on the running event loop."""
         self._due = self._clock() + self._period
         self._task = asyncio.get_running_loop().create_task(self._tick(), name="loop lag")
 
@@ -307,9 +290,7 @@ class LoopLagMonitor:
     def _count(self, now: float) -> None:
         """Count the awaited tick and all others that were due by `now`."""
         while True:
-            self._lags.append(
-                max(0.0, now - self._due)
-            )  # a timer may fire slightly early: uvloop rounds to milliseconds
+            self._lags.append(max(0.0, now - self._due))  # a timer may fire early: uvloop rounds to milliseconds
             self._due += self._period
             if self._due > now:
                 return
@@ -335,19 +316,12 @@ def warnings(window: LagWindow, limits: LagLimits, cores: CoreTime | None = None
         "loop_lag_p99": (window.p99_s, limits.p99_s),
         "loop_lag_max": (window.max_s, limits.max_s),
     }
+    reason = "Something computes on the event loop that should run in a thread."
     if cores is not None and cores.shared:
-        reason = (
-            f"The cores are shared: pvg's threads together ran for {cores.ran_s:.3g} s and waited {cores.waited_s:.3g} "
-            "s for a core."
-        )
-    else:
-        reason = "Something computes on the event loop that should run in a thread."
+        reason = f"The cores are shared: pvg's threads ran for {cores.ran_s:.3g} s and waited {cores.waited_s:.3g} s."
+    says = "The event loop was late: its lag ({}) is {:.3g} s, above {:g} s. {}"
     return [
-        Alert(
-            kind,
-            f"The event loop was late: its lag ({kind.removeprefix('loop_lag_')}) is {lag_s:.3g} s, above "
-            f"{limit_s:g} s. {reason}",
-        )
+        Alert(kind, says.format(kind.removeprefix("loop_lag_"), lag_s, limit_s, reason))
         for kind, (lag_s, limit_s) in measured.items()
         if lag_s > limit_s
     ]

@@ -26,7 +26,6 @@ from pvg.models.logprobs import (
     shared_prompt_outputs,
 )
 from pvg.models.packing import distinct_prompts, distinct_rows, pad_right, shared_prompt_batches, token_budget_batches
-from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
@@ -66,37 +65,30 @@ class ForwardSettings:
         )
 
 
-def forward_batches(
-    batch: PolicyBatch,
-    rows: NDArray[np.int64],
-    settings: ForwardSettings,
-    max_rows: int | None = None,
-) -> list[NDArray[np.int64]]:
-    """`rows` of the batch in parts of at most `max_rows` rows that fit into one forward pass. Without
-    `max_rows`, rows with the same tokens are in one part and count once.
+def forward_batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings) -> list[NDArray[np.int64]]:
+    """`rows` of the batch in parts that fit into one forward pass. Shared rows, those with the same tokens, are in one
+    part and count once.
 
     Raises ConfigurationError if a single row exceeds the token budget.
     """
-    if max_rows is None and settings.shares_rows:
+    if settings.shares_rows:
         firsts_U, row_of_N = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths[rows])
         if len(firsts_U) < len(rows):
-            parts = _batches(batch, rows[firsts_U], settings, None)
+            parts = _batches(batch, rows[firsts_U], settings)
             same_U = np.split(rows[np.argsort(row_of_N, kind="stable")], np.cumsum(np.bincount(row_of_N))[:-1])
             rows_like = dict(zip(rows[firsts_U].tolist(), same_U, strict=True))
             return [np.concatenate([rows_like[row] for row in part.tolist()]) for part in parts]
-    return _batches(batch, rows, settings, max_rows)
+    return _batches(batch, rows, settings)
 
 
-def _batches(
-    batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings, max_rows: int | None
-) -> list[NDArray[np.int64]]:
+def _batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings) -> list[NDArray[np.int64]]:
     """`forward_batches`, counting each row separately."""
     lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
     if settings.shared_prompts:
         prompt_of_N, _ = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
-        parts = shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget, max_rows)
+        parts = shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget)
     else:
-        parts = token_budget_batches(lengths_N, settings.token_budget, max_rows)
+        parts = token_budget_batches(lengths_N, settings.token_budget)
     return [rows[part] for part in parts]
 
 
@@ -111,6 +103,8 @@ def batch_outputs(
 ) -> CompletionOutputs:
     """`batch_logprobs`, and with `entropies` the exact entropies of the tokens' distributions."""
     if settings.router_replay:
+        from pvg.models.routing import replayed_experts
+
         check_logits(module)  # runs own forward passes, which must not happen during a replay
         if settings.shared_prompts:
             check_packing(module, settings.fused_layers)

@@ -393,15 +393,13 @@ class PolicyObjective:
         return batch.with_weights(weights_N.astype(np.float32))
 
     def split(self, batch: PolicyBatch) -> list[PolicyBatch]:
-        """Micro-batches of a prepared batch: within the token budget, with at most micro_batch_rollouts rows each.
-        Leaves out rows of weight 0.
+        """Micro-batches of a prepared batch, within the token budget. Leaves out rows of weight 0.
 
         Raises ConfigurationError if a single row exceeds the token budget.
         """
         assert batch.row_weights_N is not None, "prepare the batch before splitting it"
         rows = np.flatnonzero(batch.row_weights_N != 0.0)
-        parts = forward_batches(batch, rows, self._forward, self._section.micro_batch_rollouts)
-        return [batch.select(part) for part in parts]
+        return [batch.select(part) for part in forward_batches(batch, rows, self._forward)]
 
     def __call__(self, module: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the loss, and its metrics (see `_metrics`)."""

@@ -444,8 +444,8 @@ class VerifierScorer(Scorer):
         if len(ids) > context or padded_width(len(ids), context) > self._token_budget:
             raise ConfigurationError(
                 f"Rollout {rollout.id} needs {len(ids)} tokens to verify. This exceeds the verifier's context "
-                f"of {context}, or verifier.score_tokens = {self._token_budget} in blocks of {WIDTH}.",
-                "Shorten the completions (rollout.max_tokens), raise verifier.score_tokens, or change the verifier.",
+                f"of {context}, or verifier.micro_batch_tokens = {self._token_budget} in blocks of {WIDTH}.",
+                "Lower rollout.max_tokens, raise verifier.micro_batch_tokens, or change the verifier.",
             )
         return ScoreInput(ids, prompt_length, digest_of(ids, prompt_length), rollout.id)
 
@@ -495,8 +495,8 @@ class VerifierScorer(Scorer):
         if isinstance(error, torch.OutOfMemoryError):
             error = MissingRequirementError(
                 f"The GPU has too little memory to score {counted(len(jobs), 'solution')} together.",
-                "Lower verifier.score_tokens, and continue: pvg train --resume RUN -s verifier.score_tokens=N, or "
-                "pvg evaluate RUN -s verifier.score_tokens=N",
+                "Continue with a lower verifier.micro_batch_tokens: pvg train --resume RUN (or pvg evaluate RUN) -s "
+                "verifier.micro_batch_tokens=N",
             )
         if error is None:
             done = work.result()

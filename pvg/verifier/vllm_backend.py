@@ -421,7 +421,7 @@ class VerifierServing:
         """Raises ConfigurationError for a head that servers cannot compute."""
         self.turn = asyncio.Lock()  # held while a scorer uses the servers
         self.executor = executor
-        self.token_budget = experiment.verifier.score_tokens
+        self.token_budget = experiment.verifier.micro_batch_tokens
         self.head = served_head(experiment.verifier)
         self.last_sync: SyncTiming | None = None
         self._weights = experiment.weights

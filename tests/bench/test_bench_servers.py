@@ -24,7 +24,7 @@ from fake_vllm import FakeOptions, FakeVllm  # noqa: E402
 from pvg.bench import planning  # noqa: E402
 from pvg.bench.planning import BenchPlan, plan_bench  # noqa: E402
 from pvg.bench.runner import run_plan  # noqa: E402
-from pvg.bench.workloads import WORKLOADS, sync  # noqa: E402
+from pvg.bench.workloads import WORKLOADS  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
 from pvg.errors import (  # noqa: E402
     ConfigurationError,
@@ -82,34 +82,24 @@ def on_server(
 # --- updates among streams -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("client", ["shared"])
-def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(client: str, tmp_path: Path) -> None:
+def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(tmp_path: Path) -> None:
     def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> None:
         derived = workload.derived()
         assert derived["updates"] == 6
         assert derived["in_flight_min"] == 6
-        assert workload._target.engine.max_in_flight == 6  # the pool that the streams fill
         assert derived["versions_served"] > 0.5
         for name in ("wall", "rpc", "queue", "arrival", "pause", "load", "resume", "stage"):
             p50, p95, p99 = (derived[f"{name}_p{percentile}_ms"] for percentile in (50, 95, 99))
             assert 0 <= p50 <= p95 <= p99
         assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"]
         work = workload.work()
-        assert work["updates"] == {"idle": 3, "loaded": 3, "stepped": 4}
+        assert work["updates"] == {"idle": 3, "loaded": 3}
         assert (work["streams"], work["completion_tokens"], work["streamed"]) == (6, 8, True)
         assert server.received["bench/00000/00000"] > 2  # before, among and after the updates
         assert server.aborted.total() == 0
-        assert server.label.endswith("/30")  # each of ten updates in three samples
+        assert server.label.endswith("/18")  # each of six updates in three samples
 
-    on_server("sync-vllm", tmp_path, (*SYNC, "warmup=1", f"weights.client={client}"), look, samples=3)
-
-
-def test_the_pool_is_as_large_as_the_streams_or_larger() -> None:
-    experiment = load_profile("sync-vllm").experiment
-    for pool, streams, connections, concurrency in (("streams", 300, 300, 300), ("spare", 300, None, 350)):
-        own = sync.SyncSettings(streams=streams, pool=pool)  # type: ignore[arg-type]
-        found = sync.with_pool(experiment, own)
-        assert (found.serving.connections, found.rollout.concurrency) == (connections, concurrency)
+    on_server("sync-vllm", tmp_path, (*SYNC, "warmup=1"), look, samples=3)
 
 
 def test_an_update_whose_reply_was_lost_is_not_called_quick(tmp_path: Path) -> None:
@@ -140,12 +130,9 @@ def test_prompts_are_shared_within_a_sample_and_never_between_two(tmp_path: Path
         return {"share": measured[0]["prefix_share"], "work": work}
 
     given = (*ROLLOUT, "rollout.concurrency=1")  # the tests' server knows a prompt from its first token on
-    shared = on_server("rollout-vllm", tmp_path / "a", given, look, samples=2)
-    alone = on_server("rollout-vllm", tmp_path / "b", (*given, "serving.share_prefix=false"), look, samples=2)
+    shared = on_server("rollout-vllm", tmp_path, given, look, samples=2)
     # Of 40 prompt tokens two blocks of 16 can be shared, by seven of a group of eight.
     assert shared["share"] == pytest.approx(32 / 40 * 7 / 8)
-    assert alone["share"] == 0.0
-    assert shared["work"] == alone["work"]  # how prompts are computed is no part of what is done
 
 
 # --- what is planned -------------------------------------------------------------------------------------------------
@@ -165,24 +152,6 @@ def test_on_servers_another_profile_takes_its_place() -> None:
     assert plan_bench("sync").base.profile.name == "sync"
 
 
-def test_a_profiles_own_sweep_is_what_is_measured_unless_it_is_settled() -> None:
-    plan = planned("sync")
-    assert (plan.kind, plan.interleave) == ("sweep", False)
-    assert [choice.label for choice in plan.choices] == [
-        "weights.client=shared",
-        "weights.client=shared, spare",
-        "weights.client=dedicated",
-    ]
-    assert [choice.settings.experiment.weights.client for choice in plan.choices] == ["shared", "shared", "dedicated"]
-    assert [choice.settings.workload["pool"] for choice in plan.choices] == ["streams", "spare", "streams"]
-    assert planned("sync", "weights.client=dedicated").kind == "bench"
-    assert planned("sync", sweep="workload.streams=50,150").choices[1].label == "workload.streams=150"
-    assert [choice.label for choice in planned("sync", ablate=True).choices] == [
-        "all slow",
-        "weights.client=dedicated",
-    ]
-
-
 @pytest.mark.parametrize(
     ("profile", "overrides", "how", "words"),
     [
@@ -193,7 +162,6 @@ def test_a_profiles_own_sweep_is_what_is_measured_unless_it_is_settled() -> None
         ("rollout", ("serving.servers=http://a:1",), {}, r"--server already sets serving\.servers"),
         ("rollout", (), {"sweep": "rollout.concurrency=8,16", "interleave": True}, "cannot be interleaved"),
         ("trainer", (), {}, "'trainer' does not use servers"),
-        ("sync", ("workload.pool=none",), {}, r"workload\.pool"),
     ],
 )
 def test_what_cannot_be_measured_on_servers_is_refused_in_one_line(
@@ -208,7 +176,7 @@ def test_what_is_fixed_at_the_start_can_be_swept_where_servers_are_started() -> 
     plan = planned("rollout", sweep="serving.max_num_seqs=16,64", server_urls=[], serve=True)
     assert plan.serve
     assert len({planning.start_settings(choice.settings.experiment) for choice in plan.choices}) == 2
-    same = planned("rollout", sweep="serving.share_prefix=true,false", server_urls=[], serve=True)
+    same = planned("rollout", sweep="rollout.concurrency=8,256", server_urls=[], serve=True)
     assert len({planning.start_settings(choice.settings.experiment) for choice in same.choices}) == 1
 
 

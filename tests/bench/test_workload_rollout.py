@@ -60,19 +60,6 @@ def test_the_peer_samples_the_same_prompts_to_the_same_lengths() -> None:
     assert found[0][1] == 6
 
 
-def test_uneven_lengths_are_the_same_in_any_batch() -> None:
-    def look(workload: object, measured: list[dict[str, float]]) -> tuple[float, float]:
-        derived = workload.derived()  # type: ignore[attr-defined]
-        return derived["completion_tokens"], measured[0]["engine_batch"]
-
-    lengths = [*FEW, "workload.uneven_length=true", "rollout.max_tokens=30", "rollout.engine.max_rows=4"]
-    whole, continuous = (
-        use("rollout", [*lengths, f"rollout.engine.batching={batching}"], look) for batching in ("whole", "continuous")
-    )
-    assert whole[0] == continuous[0] < 24 * 30
-    assert whole[1] < continuous[1] <= 4
-
-
 def test_a_number_of_rollouts_that_is_no_number_of_groups_is_refused_before_anything_opens() -> None:
     for count in (2, 30):
         settings = load_profile("rollout", [f"workload.rollouts={count}", "rollout.group_size=4"])

@@ -22,7 +22,6 @@ TINY = (
     "workload.streams=6",
     "workload.updates=3",
     "workload.waves=1",
-    "workload.steps=2",
     "training.groups=1",
     "rollout.max_tokens=8",
     "task.problems=64",
@@ -51,8 +50,6 @@ class CountingEngine:
         self._engine = engine
         self.unanswered = 0
         self.at_updates: list[int] = []
-        self.answered_at_updates: list[int] = []
-        self.answered = 0
         self.lengths: set[int] = set()
         self.seeds: list[int] = []
 
@@ -77,13 +74,11 @@ class CountingEngine:
         self.seeds.append(request.seed)
         completion = await self._engine.generate(request)
         self.unanswered -= 1
-        self.answered += 1
         self.lengths.add(len(completion.token_ids))
         return completion
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
         self.at_updates.append(self.unanswered)
-        self.answered_at_updates.append(self.answered)
         return await self._engine.load_weights(update)
 
     async def close(self) -> None:
@@ -103,11 +98,8 @@ def test_every_loaded_update_meets_all_streams_in_flight_and_the_idle_ones_none(
         return engine, workload, measured
 
     engine, workload, measured = asyncio.run(play())
-    assert engine.at_updates == [0, 0, 0, 6, 6, 6, 6, 6]  # idle, back to back, once a step
-    assert engine.version == 8
-    # Two steps of 8 rollouts, one behind the other; what is in flight then comes back too.
-    assert engine.answered_at_updates[7] - engine.answered_at_updates[6] >= 8
-    assert measured["tokens_per_s_stepped"] > 0
+    assert engine.at_updates == [0, 0, 0, 6, 6, 6]  # idle, back to back
+    assert engine.version == 6
     (sample,) = workload.loaded
     streams, updates = sample.streams, sample.updates
     assert [update.in_flight for update in updates] == [6, 6, 6]
@@ -131,11 +123,9 @@ def test_the_runner_takes_its_samples() -> None:
     assert variant.status == "ok"
     assert variant.derived["in_flight_min"] == 6
     assert variant.derived["updates"] == 6
-    parts = {"idle_updates", "streams_before", "loaded_updates", "stepped_updates", "streams_after"}
+    parts = {"idle_updates", "streams_before", "loaded_updates", "streams_after"}
     assert parts <= variant.budget.exposed.keys()
-    assert {"lost_back_to_back", "lost_once_a_step"} <= variant.derived.keys()
-    assert work["updates"] == {"idle": 3, "loaded": 3, "stepped": 2}
-    assert work["rollouts_per_step"] == 8
+    assert work["updates"] == {"idle": 3, "loaded": 3}
     assert work["completion_tokens"] == 8
     assert work["parameters"] > 0
     assert "max_rows" not in work  # how it is done is no part of what is done
@@ -151,14 +141,9 @@ def test_percentiles_of_hand_made_updates() -> None:
 def test_what_updates_cost_is_set_against_before_and_after() -> None:
     """Of each sample by itself, then the median: a machine that slows down costs nothing here."""
 
-    def rates(before: float, during: float, stepped: float, after: float) -> dict[str, float]:
-        return dict(zip(sync.RATES, (before, during, stepped, after), strict=True))
-
-    samples = [rates(100.0, 75.0, 95.0, 100.0), rates(80.0, 50.0, 60.0, 40.0), rates(10.0, 5.0, 9.0, 10.0)]
-    assert list(sync.RATES) == [f"tokens_per_s_{when}" for when in ("before", "during", "stepped", "after")]
-    found = sync.lost_shares(samples)
-    assert found == {"lost_back_to_back": pytest.approx(0.25), "lost_once_a_step": pytest.approx(0.05)}
-    assert sync.lost_shares([]) == {}
+    rates = ((100.0, 75.0, 100.0), (80.0, 50.0, 40.0), (10.0, 5.0, 10.0))
+    found = sync.lost_share([dict(zip(sync.RATES, each, strict=True)) for each in rates])
+    assert found == pytest.approx(0.25)
 
 
 def test_an_engine_that_cannot_take_it_says_so() -> None:

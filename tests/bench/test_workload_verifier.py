@@ -20,7 +20,6 @@ SMALL = [
     "workload.solutions=64",
     "workload.steps=2",
     "workload.warm_passes=2",
-    "workload.penalty_turns=1",
     "verifier.pairs=16",
     "models.threads=1",
     "warmup=0",
@@ -38,7 +37,7 @@ def test_a_sample_scores_and_trains_and_leaves_nothing_behind(scratch: Path) -> 
     variant = measured()
     assert variant.status == "ok", variant.reason
     assert variant.budget is not None
-    wanted = {"reset", "score", "score_service", "open_store", "draw_pairs", "reference", "forward_backward", "penalty"}
+    wanted = {"reset", "score", "score_service", "open_store", "draw_pairs", "reference", "forward_backward"}
     assert wanted <= variant.budget.exposed.keys()
     assert variant.derived["cache_hit_rate"] == 1.0
     assert 0.1 < variant.derived["distinct"] < 1.0  # this prover does repeat itself
@@ -81,7 +80,6 @@ def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     ("overrides", "message"),
     [
         (["workload.solutions=12"], "not a multiple of 8, the solutions per problem"),
-        (["verifier.score_penalty=0.0"], "no penalty to measure"),
         (["workload.warm_pass=2"], "nearest valid key is 'workload.warm_passes'"),
     ],
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from calling import pvg
 from run_samples import begin, commit, state, tell
-from test_real_game import SMALL
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_names
@@ -24,7 +24,7 @@ LITTLE = [
 
 def test_what_cannot_be_evaluated_is_refused() -> None:
     begin(Path("runs"), "new")
-    assert "nothing to evaluate" in pvg("evaluate", "new").err
+    assert "has no finished round" in pvg("evaluate", "new").err
     called = pvg("evaluate", "nwe")
     assert called.code == 2
     assert "Did you mean 'new'" in called.err
@@ -85,18 +85,18 @@ def test_an_unfinished_run_that_is_evaluated_is_not_running(monkeypatch: pytest.
 
 
 @pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
-def test_train_then_evaluate_then_report() -> None:
-    assert pvg("train", *SMALL, "--json").code == 0
+def test_train_then_evaluate_then_report(small_game: Path) -> None:
+    shutil.copytree(small_game, "runs")
     called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")
     assert called.code == 0, called.err
     begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)
     assert begun == [
-        ("part 1 of 4, samples of the base prover", "sampling"),
-        ("part 2 of 4, samples of round 0", "sampling"),
-        ("part 3 of 4, attacks on round 0", "sampling"),
-        ("part 3 of 4, attacks on round 0", "attack"),
-        ("part 3 of 4, attacks on round 0", "sampling"),
-        ("part 4 of 4, measures of round 0", "measuring"),
+        ("part 1 of 3, samples of the base prover", "sampling"),
+        ("part 2 of 3, samples of round 0", "sampling"),
+        ("part 3 of 3, attacks and measures of round 0", "sampling"),
+        ("part 3 of 3, attacks and measures of round 0", "attack"),
+        ("part 3 of 3, attacks and measures of round 0", "sampling"),
+        ("part 3 of 3, attacks and measures of round 0", "measuring"),
     ]
     found = called.document
     assert found["status"] == found["evaluation"]["status"] == "complete"

@@ -114,16 +114,15 @@ def test_several_runs_share_a_page_in_the_current_folder() -> None:
     assert document["runs"][0]["final"]["helpful_accuracy"] == 0.875
 
 
-def test_benchmark_reports_have_a_page() -> None:
+def test_benchmark_reports_are_shown_on_the_terminal() -> None:
     write_report(Path("a.json"), one())
     write_report(Path("b.json"), ladder())
     called = pvg("report", "a.json", "b.json")
     assert called.code == 0
     assert "tokens_per_s" in called.out
-    check(Path("report.html").read_text())
-    document = pvg("report", "a.json", "--json", "--no-html").document
-    assert document["reports"][0]["profile"] == "rollout"
-    assert document["html"] is None
+    assert not Path("report.html").exists()
+    assert pvg("report", "a.json", "--html", "x.html").code == 2
+    assert pvg("report", "a.json", "--json").document["reports"][0]["profile"] == "rollout"
 
 
 @pytest.mark.parametrize(

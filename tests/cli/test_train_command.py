@@ -183,10 +183,8 @@ def test_resume_by_name_or_path(calls: list[dict[str, Any]], words: tuple[str, .
     "setting",
     [
         "training.micro_batch_tokens=1024",
-        "training.micro_batch_rollouts=4",
         "training.gradient_checkpointing=true",
         "verifier.micro_batch_tokens=1024",
-        "verifier.score_tokens=1024",
     ],
 )
 def test_resume_may_change_what_bounds_memory(calls: list[dict[str, Any]], setting: str) -> None:
@@ -204,9 +202,9 @@ def test_resume_refuses_other_settings_and_shows_them(calls: list[dict[str, Any]
     assert "seed: 0 -> 1" in called.err
     assert "training.steps: 60 -> 9" in called.err
     assert called.err.rstrip().endswith("pvg train --resume here")
-    called = pvg("train", "--resume", "here", "-s", "training.steps=9", "-s", "verifier.score_tokens=1024")
-    assert "verifier.score_tokens:" not in called.err
-    assert called.err.rstrip().endswith("pvg train --resume here -s verifier.score_tokens=1024")
+    called = pvg("train", "--resume", "here", "-s", "training.steps=9", "-s", "verifier.micro_batch_tokens=1024")
+    assert "verifier.micro_batch_tokens:" not in called.err
+    assert called.err.rstrip().endswith("pvg train --resume here -s verifier.micro_batch_tokens=1024")
     assert calls == []
 
 

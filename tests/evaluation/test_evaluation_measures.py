@@ -48,6 +48,6 @@ def test_the_style_probe_reads_what_the_verifier_reads() -> None:
     own = ScoredRollouts(rollouts, np.zeros(len(rollouts), dtype=np.float32), PROBLEMS)
     weights_BP = draws(len(PROBLEMS), 100, 0)
     read = solutions_read(rollouts, Concealing(), encode, end_ids=(0,))
-    assert separability(own, read, weights_BP)["overall"]["value"] == 0.5
+    assert separability(own, read, weights_BP)["overall"].value == 0.5
     whole = [r.completion_ids for r in rollouts]
-    assert separability(own, whole, weights_BP)["overall"]["value"] == 1.0
+    assert separability(own, whole, weights_BP)["overall"].value == 1.0

@@ -35,10 +35,10 @@ def test_each_kind_has_its_share_and_the_share_that_the_verifier_accepts() -> No
     others = [Grade(True, True, "7"), Grade(False, False, note="malformed: no answer")]  # no flaws
     found = written([*flaws, ("p0", "wrong sum in step 2", -3.0), ("p1", "wrong sum in step 1", -1.0)], others)
     assert [kind["kind"] for kind in found["kinds"]] == ["extra step", "wrong sum", "no note"]
-    assert [kind["share"]["value"] for kind in found["kinds"]] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
-    assert [kind["share"]["n"] for kind in found["kinds"]] == [6, 6, 6]
-    assert [kind["accepted"]["value"] for kind in found["kinds"]] == pytest.approx([2 / 3, 0.0, 1.0])
-    assert [kind["accepted"]["n"] for kind in found["kinds"]] == [3, 2, 1]
+    assert [kind["share"].value for kind in found["kinds"]] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+    assert [kind["share"].n for kind in found["kinds"]] == [6, 6, 6]
+    assert [kind["accepted"].value for kind in found["kinds"]] == pytest.approx([2 / 3, 0.0, 1.0])
+    assert [kind["accepted"].n for kind in found["kinds"]] == [3, 2, 1]
     assert found["threshold"] == 0.5
 
 
@@ -59,4 +59,4 @@ def test_rare_kinds_count_together() -> None:
     flaws = [("p0", "common", 1.0)] * 2 + [(f"p{n}", f"rare {n:02d}", 0.0) for n in range(MOST_KINDS + 2)]
     kinds = written(flaws)["kinds"]
     assert [kind["kind"] for kind in kinds[:2]] == ["common", "rare 00"]
-    assert (len(kinds), kinds[-1]["kind"], kinds[-1]["accepted"]["n"]) == (MOST_KINDS + 1, "other kinds", 3)
+    assert (len(kinds), kinds[-1]["kind"], kinds[-1]["accepted"].n) == (MOST_KINDS + 1, "other kinds", 3)

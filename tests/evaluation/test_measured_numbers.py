@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from evaluation_drill import evaluated_experiment
 
@@ -23,6 +24,7 @@ from pvg.config.task import ModchainTask
 from pvg.config.training import Verifier
 from pvg.evaluation import measures
 from pvg.evaluation.attacks import check
+from pvg.evaluation.intervals import Estimate
 from pvg.evaluation.opened_run import SampleSet, ScoredRollouts
 from pvg.evaluation.report import attacker_experiment
 from pvg.evaluation.runner import RoundParts
@@ -68,14 +70,15 @@ def scored(rows: Sequence[Row]) -> ScoredRollouts:
     return ScoredRollouts(rollouts, np.array([score for *_, score in rows], dtype=np.float32), PROBLEMS)
 
 
-def told(estimate: dict[str, Any]) -> tuple[float, int, int]:
+def told(estimate: Estimate | dict[str, Any]) -> tuple[float, int, int]:
     """An estimate's number, and of how many solutions and problems it is."""
-    return pytest.approx(estimate["value"]), estimate["n"], estimate["problems"]
+    estimate = Estimate(**estimate) if isinstance(estimate, dict) else estimate
+    return pytest.approx(estimate.value), estimate.n, estimate.problems
 
 
-def whole(estimate: dict[str, Any]) -> tuple[Any, ...]:
+def whole(estimate: Estimate) -> tuple[Any, ...]:
     """An estimate with its interval."""
-    return (*told(estimate), pytest.approx(estimate["low"]), pytest.approx(estimate["high"]))
+    return (*told(estimate), pytest.approx(estimate.low), pytest.approx(estimate.high))
 
 
 # --- completeness, soundness, best-of-n ------------------------------------------------------------------------------
@@ -218,14 +221,8 @@ def test_the_baseline_is_the_helpful_role_alone_and_an_attacker_the_sneaky_one()
 # --- a round's parts, of samples and scores that are given -----------------------------------------------------------
 
 
-class NoUnits:
-    """Nothing was computed before."""
-
-    def read(self, name: str, wanted: str) -> None:
-        return None
-
-    def write(self, name: str, for_: str, result: Any) -> None:
-        pass
+async def computed(name: str, for_: str, work: Callable[[], Awaitable[Any]]) -> Any:
+    return orjson.loads(orjson.dumps(await work()))
 
 
 class Judge:
@@ -261,8 +258,7 @@ def stub_study(problems: list[Problem], samples: dict[str, list[Rollout]], **sec
         seed=0,
         task=Modchain(ModchainTask()),
         samples=samples,
-        units=NoUnits(),
-        begin=lambda name: None,
+        unit=computed,
         test_problems=lambda: problems,
         prover_problems=lambda: problems,
         ledger=SimpleNamespace(players_of=lambda round_: f"players {round_}"),

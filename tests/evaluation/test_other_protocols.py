@@ -63,6 +63,8 @@ def asking() -> Experiment:
         evaluated_experiment(),
         game={"protocol": "challenge", "rounds": 2, "reward": {"kind": "cgc", "floor": -90.0}},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
+        task={"min_terms": 5, "max_terms": 5},
+        rollout={"max_tokens": 40},
         evaluate={"attacks": ["cgc"]},
     )
 
@@ -162,6 +164,8 @@ def translating(attacks: list[str]) -> Experiment:
         evaluated_experiment(),
         game={"protocol": "decoupled", "reward": "decoupled"},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
+        task={"min_terms": 5, "max_terms": 5},
+        rollout={"max_tokens": 40},
         evaluate={"attacks": attacks},
     )
 

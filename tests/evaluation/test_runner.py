@@ -100,7 +100,7 @@ def measured(finished: RunDirectory) -> RunDirectory:
     outcome, observer = evaluated(finished, evaluated_experiment())
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     assert "baseline" not in observer.phases  # it was done when the second call was stopped
-    assert {label for _, parts, label in observer.places} == {"attacks on round 0", "measures of round 0"}
+    assert {label for _, _, label in observer.places} == {"attacks and measures of round 0"}
     assert own_files(finished) == before
     return finished
 
@@ -130,7 +130,7 @@ def test_a_second_call_computes_nothing(measured: RunDirectory) -> None:
     outcome, observer = evaluated(measured, evaluated_experiment())
     assert outcome.status == "complete"
     assert set(observer.phases) == {"measures"}
-    assert observer.places == [(5, 5, "measures of round 0")]
+    assert observer.places == [(4, 4, "attacks and measures of round 0")]
     assert {path: path.stat().st_mtime_ns for path in (measured.evaluation / "units").iterdir()} == files
     after = orjson.loads((measured.evaluation / REPORT_FILE).read_bytes())
     assert {**after, "created": ""} == {**orjson.loads(before), "created": ""}
@@ -140,7 +140,7 @@ def test_another_definition_makes_measures_stale_and_keeps_samples_and_attackers
     measured: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copy_of(measured, tmp_path)
-    monkeypatch.setattr(runner, "MEASURED", 2)
+    monkeypatch.setattr(runner, "MEASURED", 3)
     outcome, _ = evaluated(run, evaluated_experiment(), parts=("best-of-n",))
     assert "calibration of round 0" in outcome.report.stale
     (found,) = outcome.report.rounds
@@ -172,7 +172,10 @@ def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
     measured: RunDirectory, tmp_path: Path
 ) -> None:
     run = copy_of(measured, tmp_path)
-    memory = {"training": {"micro_batch_tokens": 64, "gradient_checkpointing": True}, "verifier": {"score_tokens": 128}}
+    memory = {
+        "training": {"micro_batch_tokens": 64, "gradient_checkpointing": True},
+        "verifier": {"micro_batch_tokens": 128},
+    }
     outcome, observer = evaluated(run, changed(evaluated_experiment(), **memory))
     assert set(observer.phases) == {"measures"}
     assert outcome.report.stale == []
@@ -181,7 +184,7 @@ def test_smaller_micro_batches_train_the_next_attack_and_keep_all_results(
     (notice,) = (text for text in observer.notices if "The last bits of the results may change" in text)
     (line,) = (line for line in (run.evaluation / "events.log").read_text().splitlines() if "event=settings" in line)
     for text in (notice, line):
-        assert all(key in text for key in ("training.micro_batch_tokens", "verifier.score_tokens"))
+        assert all(key in text for key in ("training.micro_batch_tokens", "verifier.micro_batch_tokens"))
 
 
 def test_a_baseline_that_diverges_costs_the_tax_alone(

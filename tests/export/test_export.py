@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from game.kill_drill import small_experiment
+from game.kill_drill import TINY_PROVER, small_experiment
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,7 +28,6 @@ from transformers import (
 from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, verifier
 
 import pvg
-from pvg.config.load import embedded_model
 from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
@@ -61,7 +60,7 @@ def implicit(folder: Path) -> FinishedRound:
 @pytest.fixture(scope="module")
 def scalar(folder: Path) -> FinishedRound:
     """A Llama directory with adapters for both players, and a scalar head."""
-    shutil.copytree(embedded_model("modchain-prover"), folder / "llama")
+    shutil.copytree(TINY_PROVER, folder / "llama")
     settings = {
         "game.rounds": 1,
         "models.prover.source": str(folder / "llama"),

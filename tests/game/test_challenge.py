@@ -33,6 +33,9 @@ from pvg.telemetry.catalogue import metric as catalogued
 TALKING = {
     "game.protocol": "challenge",
     "models.prover": {"source": "embedded:modchain-dialogue"},
+    "task.min_terms": 5,
+    "task.max_terms": 5,
+    "rollout.max_tokens": 40,
     "verifier.steps": 3,
     "game.test.problems": 4,
     "training.steps": 3,
@@ -296,7 +299,7 @@ def test_what_counts_completions_of_one_turn_is_refused():
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)
     assert changed(TALKING).completion_room() == 40 + 16 + 16
-    assert changed({}).completion_room() == 40
+    assert changed({}).completion_room() == 20
     with pytest.raises(
         ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"
     ):

@@ -155,7 +155,7 @@ def test_what_no_ensemble_can_do_is_refused() -> None:
         return {**plain, "verifier": {**plain["verifier"], **verifier}}
 
     serving = {"serving": {"verifier_servers": ["http://127.0.0.1:1"]}}
-    with pytest.raises(ConfigurationError, match=r"verifier\.ensemble = 'mean' cannot be served"):
+    with pytest.raises(ConfigurationError, match=r"verifier\.ensemble cannot be served"):
         build_experiment({**settings(ensemble="mean", engine="vllm"), **serving})
     with pytest.raises(ConfigurationError, match="the median of two scores is their mean"):
         build_experiment(settings(ensemble={"kind": "median", "size": 2}))

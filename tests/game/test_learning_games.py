@@ -38,9 +38,9 @@ DYNAMIC = {
 }
 
 GAMES: dict[str, dict[str, Any]] = {
-    "rae, buckets and adapted coefficients": {
+    "rae, a curriculum and adapted coefficients": {
         **RAE,
-        "training.curriculum": "buckets",
+        "training.curriculum": "prioritised",
         "training.kl": {"target": 0.001},
         "training.entropy_bonus": 0.001,
         "training.minibatches": 2,
@@ -173,7 +173,7 @@ def of_adapted(steps: list[dict[str, Any]], run: RunDirectory) -> None:
 
 
 CHECKS: dict[str, list[Callable[[list[dict[str, Any]], RunDirectory], None]]] = {
-    "rae, buckets and adapted coefficients": [of_rae, of_curriculum, of_adapted],
+    "rae, a curriculum and adapted coefficients": [of_rae, of_curriculum, of_adapted],
     "dynamic sampling by priority": [of_dynamic, of_curriculum],
 }
 
@@ -226,7 +226,7 @@ def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch
 def test_a_curriculum_and_rae_go_with_rollouts_sampled_ahead(tmp_path: Path) -> None:
     ahead = {
         **RAE,
-        "training.curriculum": "buckets",
+        "training.curriculum": "prioritised",
         "rollout.prefetch": {"kind": "fresh", "batches": 1},
         "training.importance": "truncated",
     }

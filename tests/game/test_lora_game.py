@@ -29,7 +29,7 @@ RANK = 4
 def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
     plain = small_experiment().plain()
     adapters = {"rank": rank, "alpha": 8.0}
-    plain["training"] |= {"adapters": adapters, "learning_rate": 1e-3, **training}
+    plain["training"] |= {"adapters": adapters, "learning_rate": 5e-3, **training}
     return build_experiment(plain)
 
 

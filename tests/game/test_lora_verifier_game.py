@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kill_drill import differences, fingerprint, small_experiment
+from kill_drill import TINY_PROVER, differences, fingerprint, small_experiment
 from test_configurations import StopAt, rows
 from test_stragglers import recorded
 
@@ -30,7 +30,7 @@ from pvg.verifier.data import VerifierTemplate
 from pvg.verifier.scorer import VerifierScorer
 
 RANK = 4
-ON_BASE = {"models.verifier": {"source": "embedded:modchain-prover"}}
+ON_BASE = {"models.verifier": {"source": TINY_PROVER}}
 BOTH = {
     "training.adapters": {"rank": RANK},
     "verifier.adapters": {"rank": RANK},
@@ -78,7 +78,7 @@ def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarr
                 template,
                 verifier.version(),
                 cache_entries=10_000,
-                token_budget=section.score_tokens,
+                token_budget=section.micro_batch_tokens,
                 executor=executor,
                 prover_fingerprint=base.tokenizer.fingerprint,
             )
@@ -197,7 +197,7 @@ def test_stopped_in_both_trainings_it_ends_like_the_uninterrupted_run(whole: Pat
 
 
 def test_frozen_weights_may_be_bfloat16(tmp_path: Path) -> None:
-    both = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
+    both = {"source": TINY_PROVER, "dtype": "bfloat16"}
     few = {"training.steps": 1, "verifier.steps": 2}
     experiment = changed({**BOTH, "models.prover": both, "models.verifier": both, **few})
     run = played(experiment, tmp_path)
@@ -215,7 +215,7 @@ def test_what_adapters_cannot_do_is_refused_and_what_they_waste_is_told(tmp_path
     serving = {"serving.verifier_servers": ["http://127.0.0.1:1"]}
     with pytest.raises(ConfigurationError, match=r"verifier\.adapters\.rank cannot be served"):
         changed({**BOTH, **serving, "verifier.engine": "vllm"})
-    reduced = {"source": "embedded:modchain-prover", "dtype": "bfloat16"}
+    reduced = {"source": TINY_PROVER, "dtype": "bfloat16"}
     with pytest.raises(ConfigurationError, match=r"models\.verifier\.dtype.*train adapters"):
         changed({"models.verifier": reduced})
     assert any(

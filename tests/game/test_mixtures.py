@@ -17,8 +17,6 @@ def test_sources_are_the_base_and_the_provers_of_earlier_rounds():
     ("mixture", "expected"),
     [
         ("equal", [1 / 3, 1 / 3, 1 / 3]),
-        # 0.5^2, 0.5^1, 1 -> divided by 1.75
-        ("exponential", [0.25 / 1.75, 0.5 / 1.75, 1 / 1.75]),
         # newest 1/2, then half of the rest 1/4, the oldest takes what is left, 1/4
         ("geometric", [0.25, 0.25, 0.5]),
         ("window", [0.0, 0.5, 0.5]),

@@ -26,7 +26,7 @@ def test_a_prover_is_trained_and_every_grade_is_that_of_the_task(tmp_path: Path)
     data = small_experiment().plain()
     data["game"] |= {"rounds": 1, "mint_problems": 12}
     data["verifier"]["steps"] = data["training"]["steps"] = 3
-    task = open_task(build_experiment({"task": {"kind": "modchain", "problems": 512, "test_problems": 64}}).task)
+    task = open_task(build_experiment({"task": data["task"]}).task)
     with served(TaskEnvironment(task)) as server:
         data["task"] = {"kind": "openenv", "url": server.url, "problems": 200, "test_problems": 16, "sessions": 2}
         experiment = build_experiment(data)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_configurations import changed
 
-from pvg.game.orders import Curriculum, ProverOrders
+from pvg.game.orders import Curriculum, ProverOrders, uncertainty_weights
 from pvg.game.orders import prover_orders as orders_of
 from pvg.records import Problem, Role
 from pvg.seeds import draw_cyclic
@@ -33,7 +33,7 @@ def prover_orders(settings: dict[str, Any]) -> ProverOrders:
     return orders_of(session)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("curriculum", ["none", "buckets", "prioritised"])
+@pytest.mark.parametrize("curriculum", ["none", "prioritised"])
 def test_one_role_of_a_batch_draws_for_this_role_alone(curriculum: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Role] = []
     draw = Curriculum.draw
@@ -53,3 +53,7 @@ def test_one_role_of_a_batch_draws_for_this_role_alone(curriculum: str, monkeypa
             drawn.clear()
             assert orders.batch(number, role) == [order for order in everything if order[1] is role]
             assert drawn == ([] if curriculum == "none" else [role])
+
+
+def test_the_weights_of_a_curriculum_by_hand() -> None:
+    assert uncertainty_weights(np.array([0.0, 0.2, 0.5, 1.0, np.nan])) == pytest.approx([0.05, 0.45, 0.55, 0.05, 0.55])

@@ -179,14 +179,14 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, o
     copied(stopped, tmp_path)
     data = one_round_experiment().plain()
     data["training"] |= {"micro_batch_tokens": 128, "gradient_checkpointing": True}
-    data["verifier"] |= {"micro_batch_tokens": 128, "score_tokens": 128}
+    data["verifier"] |= {"micro_batch_tokens": 128}
     run, outcome, observer = run_game(build_experiment(data), tmp_path, resume=True)
     assert outcome.status == "complete"
     (notice,) = (text for text in observer.notices if "The last bits of the weights may change" in text)
-    for key in ("training.micro_batch_tokens", "training.gradient_checkpointing", "verifier.score_tokens"):
+    for key in ("training.micro_batch_tokens", "training.gradient_checkpointing", "verifier.micro_batch_tokens"):
         assert key in notice
     (line,) = (line for line in run.events.read_text().splitlines() if "event=settings" in line)
-    assert "verifier.score_tokens" in line
+    assert "verifier.micro_batch_tokens" in line
     steps = [row for row in read_json_lines(run.metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
     assert steps[-1]["metrics"]["micro_batches"] > steps[0]["metrics"]["micro_batches"]
     assert state_of(run)["config"] == state_of(one_round)["config"]
@@ -214,7 +214,7 @@ def test_a_run_that_gets_another_round_and_smaller_micro_batches_keeps_its_other
 ):
     copied(one_round, tmp_path)
     data = small_experiment().plain()
-    data["verifier"] |= {"score_tokens": 128}
+    data["verifier"] |= {"micro_batch_tokens": 128}
     run, outcome, _ = run_game(build_experiment(data), tmp_path, resume=True, until=("mint", 1))
     assert outcome.status == "interrupted"
     state, planned = state_of(run), state_of(finished)
@@ -256,8 +256,8 @@ def test_a_half_written_state_falls_back_to_the_commit_before(stopped, one_round
 
 
 def test_a_full_disk_stops_the_run_with_nothing_committed_lost(one_round, tmp_path):
-    """Files may grow to 300 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
-    with files_up_to(300_000), pytest.raises(MissingRequirementError, match="disk is full"):
+    """Files may grow to 100 kB and no further, which no checkpoint fits: the first commit of a trainer fails."""
+    with files_up_to(100_000), pytest.raises(MissingRequirementError, match="disk is full"):
         run_game(one_round_experiment(), tmp_path)
     run = RunDirectory.open("drill", tmp_path)
     assert state_of(run)["phase"] == "train_verifier"

@@ -10,7 +10,8 @@ import pytest
 from test_configurations import changed, rows
 from test_stragglers import recorded
 
-from pvg.game import run as game_run
+from pvg.game import session as game_session
+from pvg.game.run import sample_only
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.telemetry.events import SilentObserver
@@ -22,7 +23,7 @@ def test_every_rollout_is_joined_and_summed_up_a_fixed_number_of_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined, summed = [], []
-    join, sum_up = SampleColumns.joined, game_run.sample_metrics
+    join, sum_up = SampleColumns.joined, game_session.sample_metrics
 
     def counted_join(parts: Sequence[SampleColumns]) -> SampleColumns:
         joined.append(sum(map(len, parts)))
@@ -33,13 +34,13 @@ def test_every_rollout_is_joined_and_summed_up_a_fixed_number_of_times(
         return sum_up(sample, seconds)
 
     monkeypatch.setattr(SampleColumns, "joined", counted_join)
-    monkeypatch.setattr(game_run, "sample_metrics", counted_sum)
+    monkeypatch.setattr(game_session, "sample_metrics", counted_sum)
     settings = {"rollout.group_size": GROUP_SIZE, "rollout.engine.max_rows": 2 * GROUP_SIZE, "rollout.max_tokens": 8}
     experiment = changed(settings)
     run = RunDirectory.create(tmp_path, "samples", experiment)
     with run.lock():
         outcome = asyncio.run(
-            game_run.sample_only(
+            sample_only(
                 experiment,
                 run,
                 observer=SilentObserver(),

@@ -12,6 +12,7 @@ from kill_drill import drill
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
+from pvg.config.game import SimultaneousSchedule
 from pvg.errors import ConfigurationError
 from pvg.game import simultaneous
 from pvg.game.simultaneous import VerifierUpdates
@@ -27,7 +28,6 @@ from pvg.verifier.scorer import VerifierScorer
 TURNS = {
     "game.schedule": "simultaneous",
     "game.schedule.every": 2,
-    "game.schedule.problems": 6,
     "verifier.steps": 3,
     "game.test.problems": 4,
 }
@@ -45,6 +45,7 @@ def trained(run: RunDirectory) -> list[Rollout]:
 def two_updates_in_the_window() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(simultaneous, "WINDOW", 2)
+        patched.setattr(SimultaneousSchedule, "problems", 6)
         yield
 
 
@@ -143,6 +144,7 @@ def test_an_update_without_fresh_pairs_is_told_once():
 def test_killed_and_resumed_it_ends_like_the_uninterrupted_run_in_dialogues_too():
     """Of the challenge protocol, so that both schedules and several turns stand the test in one."""
     dialogues = {"game.protocol": "challenge", "models.prover": {"source": "embedded:modchain-dialogue"}}
+    dialogues |= {"task.min_terms": 5, "task.max_terms": 5, "rollout.max_tokens": 40}
     settings = TURNS | dialogues | {"store.commit_every": 1, "training.steps": 4}
     result = drill(changed(settings), 1, 3, lambda line: None, phases=("train_prover",))
     assert result["problems"] == []

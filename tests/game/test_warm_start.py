@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import pytest
 import torch
+from typer.testing import CliRunner
 from verifier.tiny_verifiers import english_tokenizer, language_model
 
 import pvg
@@ -36,6 +37,7 @@ from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.events import SilentObserver
+from pvg_cli.main import app
 
 CPU = torch.device("cpu")
 ENTRY = [sys.executable, "-m", "pvg"]
@@ -93,9 +95,9 @@ kind = "none"
 
 [warmup]
 path = "demos.jsonl"
-steps = 90
+steps = 40
 batch = 16
-learning_rate = 3e-3
+learning_rate = 6e-3
 """
 COLD = {"warmup.path": ""}
 
@@ -171,7 +173,7 @@ def test_with_a_warm_start_the_game_is_played_and_its_losses_are_recorded(warm: 
     assert found["demonstrations"] + found["held_out"] == 100
     assert found["held_out"] > 0
     steps = [step for step in warm.metrics if step["kind"] == "step" and step["phase"] == "warmup"]
-    assert len(steps) == 90
+    assert len(steps) == 40
     assert all(step["budget"]["forward_backward"] > 0 for step in steps)
     names = {*found, *(name for step in steps for name in step["metrics"])}
     assert all(catalogued(f"warmup/{name}") is not None for name in names)
@@ -179,9 +181,10 @@ def test_with_a_warm_start_the_game_is_played_and_its_losses_are_recorded(warm: 
     assert mint["metrics"]["helpful_accuracy"] > 0
 
 
-def test_the_game_starts_from_the_warmed_prover(warm: pvg.Run) -> None:
+def test_the_game_starts_from_the_warmed_prover_in_workers_too(warm: pvg.Run) -> None:
     """With a prover that does not train, the prover of round 0 is the base prover of the game."""
-    still = pvg.play("warm.toml", {"training.steps": 0}, name="still")
+    still = pvg.play("warm.toml", {"training.steps": 0, "cluster.kind": "local", "cluster.workers": 1}, name="still")
+    assert weights_of("still")["warmup-prover"] == weights_of("warm")["warmup-prover"]
     found, _ = read_checkpoint(still.directory.weights, "round-000-prover")
     base, _ = read_checkpoint(warm.directory.weights, "warmup-prover")
     assert all(torch.equal(found[name], base[name]) for name in base)
@@ -198,13 +201,6 @@ def test_another_run_can_start_from_the_warmed_prover(warm: pvg.Run) -> None:
     assert other.status == "complete"
     mine, theirs = weights_of("warm"), weights_of("other")
     assert theirs["round-000-prover"] == mine["round-000-prover"]
-
-
-def test_workers_open_the_warmed_prover(warm: pvg.Run) -> None:
-    settings = {"cluster.kind": "local", "cluster.workers": 1}
-    found = pvg.play("warm.toml", settings, name="workers")
-    assert found.status == "complete"
-    assert weights_of("workers")["warmup-prover"] == weights_of("warm")["warmup-prover"]
 
 
 def test_an_evaluation_measures_against_the_warmed_prover(warm: pvg.Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +302,7 @@ def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> No
     [
         ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row. The"),
         ('{"question": "7?", "solution": 7}\n', "line 1: the column 'solution' is 7, not a text."),
-        ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is empty."),
+        ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is ' ', not a text."),
         ('{"question": "7?", "solution": "A", "role": "liar"}\n', "line 1: the column 'role' is 'liar'."),
         ("[1]\n", "line 1: not a JSON object."),
         ("{\n", "line 1: not valid JSON"),
@@ -328,16 +324,12 @@ def test_wrong_demonstrations_are_refused_before_the_run_begins(folder: Path, ro
 
 
 def test_a_missing_file_is_an_error_of_the_dry_run_too(folder: Path) -> None:
-    done = pvg_process("train", "warm.toml", "--dry-run", "-s", "warmup.path=no.jsonl")
-    assert done.returncode == 3
-    assert "There is no file no.jsonl." in done.stderr
-    shown = pvg_process("train", "warm.toml", "--dry-run", "--json")
-    found = orjson.loads(shown.stdout)["warmup"]
+    runner = CliRunner()
+    refused = runner.invoke(app, ["train", "warm.toml", "--dry-run", "-s", "warmup.path=no.jsonl"])
+    assert refused.exit_code == 3
+    assert "There is no file no.jsonl." in refused.stderr
+    found = orjson.loads(runner.invoke(app, ["train", "warm.toml", "--dry-run", "--json"]).stdout)["warmup"]
     assert found["demonstrations"] + found["held_out"] == 100
-    assert (
-        "warmup: 87 demonstrations, each about 16.6 times; 13 held out"
-        in pvg_process("train", "warm.toml", "--dry-run").stdout
-    )
 
 
 @pytest.mark.parametrize(

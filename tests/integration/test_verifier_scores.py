@@ -46,12 +46,11 @@ def settings(folder: Path, head: str, ports: Mapping[Purpose, int]) -> experimen
     return experiment.Experiment.model_validate(
         {
             "models": {"verifier": {"source": SOURCE}, "device": "cpu"},
-            "verifier": {"head": {"kind": head, **beta}, "engine": "vllm", "score_tokens": 2048},
+            "verifier": {"head": {"kind": head, **beta}, "engine": "vllm", "micro_batch_tokens": 2048},
             "serving": {
                 "verifier_servers": [f"http://127.0.0.1:{ports['verifier']}"],
                 "reference_servers": [f"http://127.0.0.1:{ports['reference']}"] if "reference" in ports else [],
                 "max_num_seqs": 32,
-                "probe_timeout_s": 60.0,
             },
             "weights": {"root": str(folder / "weights")},
         }
@@ -133,7 +132,7 @@ class Bench:
             template,
             self.model.version(),
             cache_entries=1000,
-            token_budget=self._section.score_tokens,
+            token_budget=self._section.micro_batch_tokens,
             executor=self._executor,
             backend=backend,
         )

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from game.kill_drill import small_experiment
+from game.kill_drill import TINY_PROVER, small_experiment
 
 import pvg
 from pvg.config.base import RunId, parse_run_id
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment, embedded_model
+from pvg.config.load import build_experiment
 from pvg.config.training import Models, ModelSection
 from pvg.errors import StateError, UsageError
 from pvg.export.finished import FinishedRound
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         made = tmp_path_factory.mktemp("players")
         patch.chdir(made)
         Path("small.toml").write_text(small_experiment().to_toml())
-        shutil.copytree(embedded_model("modchain-prover"), made / "llama")
+        shutil.copytree(TINY_PROVER, made / "llama")
         pvg.play("small.toml", {**SMALL, "game.rounds": 2}, name="base")
         models = {f"models.{player}.source": str(made / "llama") for player in ("prover", "verifier")}
         pvg.play("small.toml", {**SMALL, **LORA, **models}, name="lora")

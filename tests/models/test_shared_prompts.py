@@ -139,19 +139,17 @@ def test_rows_longer_than_a_sliding_window_are_refused():
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(0, 20)), max_size=40),
     st.integers(29, 120),
-    st.none() | st.integers(1, 9),
 )
-def test_batches_keep_their_limits(drawn, budget, max_rows):
+def test_batches_keep_their_limits(drawn, budget):
     sizes = {prompt: length for prompt, length, _ in drawn}  # a prompt has one length
     numbers = {prompt: number for number, prompt in enumerate(sizes)}
     prompt_of_N = np.array([numbers[prompt] for prompt, _, _ in drawn], dtype=np.int64)
     starts = np.array([sizes[prompt] for prompt, _, _ in drawn], dtype=np.int64)
     lengths = starts + np.array([completion for *_, completion in drawn], dtype=np.int64)
-    batches = shared_prompt_batches(prompt_of_N, starts, lengths, budget, max_rows)
+    batches = shared_prompt_batches(prompt_of_N, starts, lengths, budget)
     flat = np.concatenate(batches).tolist() if batches else []
     assert sorted(flat) == list(range(len(drawn)))
     for rows in batches:
-        assert 1 <= len(rows) <= (max_rows or budget)
         prompts = len(set(prompt_of_N[rows].tolist()))
         assert prompts * starts[rows].max() + len(rows) * (lengths - starts)[rows].max() <= budget
 

@@ -21,7 +21,6 @@ from pvg.reporting.charts import (
     ReferenceLine,
     XAxis,
     budget_marks,
-    dot_strips,
     line_chart,
     mirrored_histogram,
     moving_mean,
@@ -108,13 +107,6 @@ def test_bars_keep_the_mean_time_of_their_steps(count: int) -> None:
 def test_marks_of_a_budget_fill_their_share_of_the_row() -> None:
     marks = budget_marks({"rollout": 1.0, "mystery": 2.0, "unaccounted": 1.0}, 8.0)
     assert [(mark.left, mark.width) for mark in marks] == [(0, 1 / 8), (1 / 8, 1 / 4), (3 / 8, 1 / 8)]
-
-
-def test_every_sample_is_a_dot_beside_its_median() -> None:
-    page = Page(dot_strips("t", [("a", [1.0, 2.0, 4.0], "run-0"), ("b", [3.0], "run-1")], "number", unit="u"))
-    kinds = [str(a["class"]) for _, a in page.tags if str(a.get("class", "")).startswith("mark")]
-    assert kinds == ["mark dot run-0"] * 3 + ["mark median run-0", "mark dot run-1", "mark median run-1"]
-    assert "a 2 b 3" in page.text
 
 
 def test_a_histogram_has_one_role_above_and_one_below_the_axis() -> None:

@@ -97,5 +97,5 @@ def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_pa
     console = Console(width=200, file=StringIO())
     console.print(examples_list([first, second]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "verifier  1?" in shown
-    assert "solver    by the solver" in shown
+    assert "verifier: 1?" in shown
+    assert "solver: by the solver" in shown

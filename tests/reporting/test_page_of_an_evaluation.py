@@ -1,13 +1,13 @@
-"""The ROC chart of the page: an area behind each line where there are intervals, and none where there are not."""
+"""The evaluation on the page and on the terminal."""
 
 from __future__ import annotations
 
 from io import StringIO
-from typing import Any
 
 from page_checks import Page
 from rich.console import Console
 
+from pvg.evaluation.intervals import Estimate
 from pvg.evaluation.report import (
     AttackCheck,
     AttackRecord,
@@ -16,7 +16,6 @@ from pvg.evaluation.report import (
     FlawDetection,
     FlawExample,
     KindOfFlaw,
-    NumberRecord,
     PolicyDistance,
     RoundEvaluation,
     TaxRecord,
@@ -24,13 +23,12 @@ from pvg.evaluation.report import (
 from pvg.reporting.evaluation import evaluation_section, evaluation_tables
 from pvg.reporting.table import page
 
-NUMBER = NumberRecord(value=0.5, low=0.4, high=0.6, n=10, problems=5)
-BAND = [(0.0, 0.0, None, None), (0.25, 0.5, 0.25, 0.75), (0.5, 0.75, 0.5, 1.0), (1.0, 1.0, None, None)]
+NUMBER = Estimate(value=0.5, low=0.4, high=0.6, n=10, problems=5)
 
 
-def flaws(source: str, band: list[tuple[float, float, float | None, float | None]]) -> FlawDetection:
+def flaws(source: str) -> FlawDetection:
     curve = [(0.0, 0.0), (0.25, 0.5), (1.0, 1.0)]
-    return FlawDetection(source=source, solutions=10, soundness=NUMBER, auc=NUMBER, roc=curve, band=band)
+    return FlawDetection(source=source, solutions=10, soundness=NUMBER, auc=NUMBER, roc=curve)
 
 
 def page_of(*sources: FlawDetection) -> Page:
@@ -72,27 +70,21 @@ def attacked(round_: int, *kinds: str) -> RoundEvaluation:
     return RoundEvaluation(round=round_, exploit=[attack])
 
 
-def areas(page: Page) -> list[dict[str, Any]]:
-    return [one for chart in page.charts for one in chart["intervals"] if one["kind"] == "band"]
-
-
-def test_an_area_lies_behind_each_line_that_has_intervals() -> None:
-    page = page_of(flaws("base", BAND), flaws("round-000", []), flaws("attack-cgc", BAND))
-    assert [one["style"] for one in areas(page)] == ["run-0", "run-2"]
-    assert "a separate interval at each false-positive rate" in page.text
+def test_each_source_of_flaws_has_a_curve() -> None:
+    page = page_of(flaws("base"), flaws("round-000"), flaws("attack-cgc"))
     (roc,) = [chart for chart in page.charts if chart["x"]["label"] == "false-positive rate"]
     assert [line["name"] for line in roc["series"]] == ["base", "round-000", "attack-cgc"]
 
 
 def test_a_sentence_below_a_table_says_how_to_read_it() -> None:
-    text = page_of(flaws("base", BAND)).text
+    text = page_of(flaws("base")).text
     assert "soundness: wrong sneaky solutions (flaws) that are rejected." in text
     assert "tax: the accuracy" not in text  # there is no such table
 
 
 def test_a_tax_outside_of_the_baselines_kls_is_a_lower_bound_or_has_no_value() -> None:
     policy = PolicyDistance(name="round-000", kl=NUMBER, kl_per_token=NUMBER, accuracy=NUMBER)
-    absent = NumberRecord(value=None, low=None, high=None, n=10, problems=5)
+    absent = Estimate(value=None, low=None, high=None, n=10, problems=5)
     for tax, in_range, says in (
         (NUMBER, True, " 0.50 [0.40,0.60] tax:"),
         (NUMBER, False, " ≥ 0.50 [0.40,0.60] tax:"),
@@ -100,16 +92,6 @@ def test_a_tax_outside_of_the_baselines_kls_is_a_lower_bound_or_has_no_value() -
     ):
         found = TaxRecord(policy=policy, tax=tax, in_range=in_range, kl_range=(0.0, 1.0))
         assert says in printed(report_of(RoundEvaluation(round=0, tax=found)))
-
-
-def test_without_intervals_there_is_no_area_and_no_word_of_one() -> None:
-    page = page_of(flaws("base", []), flaws("round-000", [(0.0, 0.0, None, None), (1.0, 1.0, None, None)]))
-    assert areas(page) == []
-    assert "Areas" not in page.text
-    assert "ROC of round 0" in page.text
-
-
-# --- what the attackers write -----------------------------------------------------------------------------------------
 
 
 def test_the_page_shows_the_kinds_of_flaws_and_examples_of_all_rounds_with_the_wrong_step_marked() -> None:
@@ -127,7 +109,7 @@ def test_the_terminal_shows_the_examples_of_the_newest_round() -> None:
     assert "1 cgc wrong sum 0.50 [0.40,0.60] 0.50 [0.40,0.60]" in text
     assert "0 cgc extra step" in text
     assert "sneaky, cgc attacker of round 1, accepted at threshold +0.25 score +1.50" in text
-    assert "question 1+1+2? solution 0+1=1;1+2=4;A4 grade answer 4, wrong: the answer is 3, wrong sum in step 2" in text
+    assert "question 1+1+2? (answer 3) solution 0+1=1;1+2=4;A4 grade wrong: answer 4, wrong sum in step 2" in text
     assert "question 0+1+2?" not in text
     assert "The page of pvg report has examples of all rounds." in text
     assert "has examples of all rounds" not in printed(report_of(attacked(0, "extra step")))

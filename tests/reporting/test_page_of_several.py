@@ -10,6 +10,7 @@ from run_samples import begin, commit, played, state, step, tell
 
 from pvg.config.training import Training
 from pvg.reporting.run_page import (
+    compared_runs,
     distinct_names,
     final_metrics,
     final_names,
@@ -38,7 +39,7 @@ def other(root: Path, name: str = "other") -> RunDirectory:
 
 def test_two_runs_side_by_side(tmp_path: Path) -> None:
     runs = [played(tmp_path), other(tmp_path)]
-    page = check(several_page(runs, [read_run(run) for run in runs]))
+    page = check(several_page(compared_runs(runs)))
     assert {"rounds", "learning", "final", "time", "settings"} <= page.anchors()
     assert "2 runs" in page.text
     assert "helpful accuracy 87.5 % 60.0 % -27.5 pp" in page.text
@@ -53,7 +54,7 @@ def test_a_step_stands_at_the_same_place_in_every_run(tmp_path: Path) -> None:
     tell(
         runs[1], step("train_prover", 5, helpful_accuracy=0.9), step("train_prover", 1, round_=1, helpful_accuracy=0.9)
     )
-    page = check(several_page(runs, [read_run(run) for run in runs]))
+    page = check(several_page(compared_runs(runs)))
     (chart,) = [one for one in page.charts if one["x"]["bands"] and one["series"][0]["y"][0] == 0.1]
     places = {line["name"]: [x for x, y in zip(line["x"], line["y"], strict=True) if y] for line in chart["series"]}
     assert places == {"a": [1, 2, 3, 6, 7, 8], "b": [5, 6]}
@@ -89,5 +90,5 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_runs_that_have_not_begun(tmp_path: Path) -> None:
     runs = [begin(tmp_path, "a"), begin(tmp_path, "b")]
-    page = check(several_page(runs, [read_run(run) for run in runs]))
+    page = check(several_page(compared_runs(runs)))
     assert "All settings are the same." in page.text

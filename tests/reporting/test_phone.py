@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench_samples import ladder, one
 from browser import Browser, needs_browser
 from run_samples import begin, commit, played, rollout, state, step, telemetered, tell
 
 from pvg.records import Role
-from pvg.reporting.bench_page import bench_page
-from pvg.reporting.run_page import collect, run_page, several_page
+from pvg.reporting.run_page import collect, compared_runs, run_page, several_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import rollouts_file, stored_rollouts
 from pvg.reporting.watch_server import LiveRun
@@ -61,8 +59,7 @@ def pages_of(root: Path) -> dict[str, str]:
         "report": run_page(collect(run, summary, 2)),
         "report with machine": run_page(collect(watched, read_run(watched), 2)),
         "rollouts": rollouts_file(stored, run, summary, "report.html"),
-        "several": several_page([run, played(root)], [summary, read_run(played(root / "third"))]),
-        "bench": bench_page([Path("a.json"), Path("b.json")], [one(), ladder()]),
+        "several": several_page(compared_runs([run, played(root)])),
         "watch": LiveRun(watched).page(),
     }
 

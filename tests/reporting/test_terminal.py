@@ -57,7 +57,7 @@ def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path, w
         assert part in text
     assert "87.5 %" in text
     assert "score +2.50" in text
-    assert "wrong: the answer is 7, wrong sum in step 1" in text
+    assert "wrong: answer 8, wrong sum in step 1" in text
     assert max(len(line) for line in text.splitlines()) <= width
     assert "\x1b" not in text
 

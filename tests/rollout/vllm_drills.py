@@ -9,8 +9,6 @@ async with drill(tmp_path) as d:
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -56,7 +54,6 @@ __all__ = [
     "drill",
     "engine_over",
     "fingerprint",
-    "process_drill",
     "request",
     "routed_experts",
     "run",
@@ -66,8 +63,10 @@ __all__ = [
 KEY = "the-key-of-the-drills"
 STOP = 1
 CANARY = [np.arange(2, 30, dtype=np.int32), np.arange(30, 40, dtype=np.int32)]
-QUICK: dict[str, Any] = {  # settings of `serving` under which a drill takes about a second
+QUICK: dict[str, float] = {  # constants of `Serving` under which a drill takes about a second
+    "probe_every_s": 0.05,
     "probe_timeout_s": 10.0,  # only the drills of servers that hang wait for it
+    "retries": 5,
     "unavailable_s": 10.0,
 }
 
@@ -175,9 +174,9 @@ def canary() -> Canary:
     return Canary(lambda: CANARY, reference, None, tolerance=0.02)  # type: ignore[arg-type]
 
 
-def quick_serving(probe_every_s: float = 0.05, retries: int = 5, **settings: Any) -> Serving:
+def quick_serving(servers: Sequence[str], **constants: float) -> Serving:
     """Checks servers more often than a run does."""
-    made: Serving = type("QuickServing", (Serving,), {"probe_every_s": probe_every_s, "retries": retries})(**settings)
+    made: Serving = type("QuickServing", (Serving,), {**QUICK, **constants})(servers=tuple(servers))
     return made
 
 
@@ -191,19 +190,16 @@ def engine_over(
     timeout_s: float = 5.0,
     concurrency: int = 256,
     canary_: Canary | None = None,
-    shared: bool = False,
     longest: int = 100,
     key: str = KEY,
     transport: str = "filesystem",
     shape: str = "",
     wants_experts: bool = False,
-    **serving: Any,
+    **serving: float,
 ) -> VllmEngine:
-    section = quick_serving(servers=tuple(urls), **{**QUICK, **serving})
+    section = quick_serving(urls, **serving)
     session = session or PublishingSession.begin()
-    weights: Weights = type("QuickWeights", (Weights,), {"timeout_s": timeout_s})(
-        root=root, transport=transport, client="shared" if shared else "dedicated"
-    )
+    weights: Weights = type("QuickWeights", (Weights,), {"timeout_s": timeout_s})(root=root, transport=transport)
     served = ServedModel(
         ServerRequirements(
             purpose="prover",
@@ -253,55 +249,3 @@ async def drill(root: Path, *, servers: int = 2, token_ms: float = 1.0, **option
             await proxy.__aexit__()
         for fake in fakes:
             await fake.kill()
-
-
-class ServerProcess:
-    """A server as a separate process, for signals."""
-
-    def __init__(self, root: Path, token_ms: float = 2.0) -> None:
-        self._root = root
-        self._token_ms = token_ms
-        self._process: asyncio.subprocess.Process | None = None
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(SERVING / "fake_vllm.py"),
-            *("--port", str(self.port), "--token-ms", str(self._token_ms), "--root", str(self._root)),
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PVG_CONTROL_KEY": KEY},
-        )
-        assert self._process.stdout is not None
-        self.port = int((await self._process.stdout.readline()).split()[1])
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    async def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            await self._process.wait()
-            self._process = None
-
-
-@asynccontextmanager
-async def process_drill(root: Path, **options: Any) -> AsyncIterator[tuple[VllmEngine, list[ServerProcess], Heard]]:
-    """Two servers as processes, and an engine over them."""
-    processes, events = [ServerProcess(root) for _ in range(2)], Heard()
-    try:
-        await asyncio.gather(*(process.start() for process in processes))
-        engine = engine_over([process.url for process in processes], root, events, **options)
-        try:
-            await engine.ready()
-            yield engine, processes, events
-        finally:
-            await engine.close()
-    finally:
-        for process in processes:
-            await process.kill()

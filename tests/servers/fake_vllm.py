@@ -132,7 +132,7 @@ class FakeVllm:
 
     async def start(self, port: int = 0) -> None:
         app = web.Application(middlewares=[self._guard], client_max_size=64 << 20)
-        for path in ("/health", "/pvg/info", "/is_paused", "/weight_info", "/fake/stats"):
+        for path in ("/health", "/pvg/info", "/is_paused", "/weight_info"):
             app.router.add_get(path, self._simple)
         for path in ("/pause", "/resume", "/pvg/adapters/unload", "/inference/v1/abort_requests"):
             app.router.add_post(path, self._simple)
@@ -196,7 +196,7 @@ class FakeVllm:
         return response
 
     async def _simple(self, request: web.Request) -> web.Response:
-        if request.path not in ("/health", "/fake/stats"):
+        if request.path not in ("/health"):
             await self._thawed.wait()
             async with self._core:
                 pass
@@ -211,7 +211,6 @@ class FakeVllm:
             "/pvg/info": self.info,
             "/is_paused": lambda: {"is_paused": not self._resumed.is_set()},
             "/weight_info": lambda: {"weight_version": self.label},
-            "/fake/stats": self.stats,
             "/inference/v1/abort_requests": lambda: self._abort(body["request_ids"]),
         }
         return web.json_response(answers.get(request.path, dict)())
@@ -238,10 +237,6 @@ class FakeVllm:
         for name in names:
             if (made := self.live.get(name)) and made.finish_reason is None:
                 made.finish_reason = "abort"
-
-    def stats(self) -> dict[str, Any]:
-        counts = {name: sum(getattr(self, name).values()) for name in ("received", "finished", "aborted")}
-        return {**counts, "running": self.running, "peak": self.peak, "label": self.label}
 
     # --- weights -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A program that starts as slowly, answers as simply, and leaves as many processes as a server; for tests of
-pvg.servers.process. Its tree: this process, a child that ignores SIGTERM, and a grandchild.
+pvg.servers.process. Its tree: this process, a child (with `stubborn`: one that ignores SIGTERM), and a grandchild.
 
-python serve_stand_in.py PORT MODE    MODE: serve | fail | hang (never healthy) | refuse | die (after the start)
+python serve_stand_in.py PORT MODE    MODE: serve | stubborn | fail | hang (never healthy) | refuse | die
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CHILD = (
-    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.{disposition});"
     "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('up', flush=True); time.sleep(600)"
 )
 
 
 class Answers(BaseHTTPRequestHandler):
     mode = ""
+    posts = 0
 
     def do_GET(self) -> None:
         if self.path == "/pvg/info":
@@ -36,8 +37,9 @@ class Answers(BaseHTTPRequestHandler):
             self._say(500, b'{"error": {"message": "no kernel for this", "code": 500}}')
         else:
             self._say(200, b"{}")
-        if self.mode == "die":  # after the request by which its owner sees that it serves
-            threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        Answers.posts += 1
+        if self.mode == "die" and self.posts == 2:  # the last request by which its owner sees that it serves
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     def _say(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -49,7 +51,8 @@ class Answers(BaseHTTPRequestHandler):
 
 
 def main(port: int, mode: str) -> None:
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+    code = CHILD.format(disposition="SIG_IGN" if mode == "stubborn" else "SIG_DFL")
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
     print("(APIServer pid=1) INFO 11-21 14:08:27 [api_utils.py:286] non-default args: {}", flush=True)

@@ -72,9 +72,9 @@ def state_after(
 
     async def work() -> str:
         control: Any = Control(partial(silent, clock), fault)
-        section = Serving(probe_timeout_s=TIMEOUT_S)
+        patch.setattr(Serving, "probe_timeout_s", TIMEOUT_S)
         fleet = Fleet(
-            [control], section, SilentEvents(), check=lambda info: None, catch_up=caught_up, remedy="Start one."
+            [control], Serving(), SilentEvents(), check=lambda info: None, catch_up=caught_up, remedy="Start one."
         )
         await fleet.open()
         (server,) = fleet.servers

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import orjson
+import psutil
 import pytest
 import serve_stand_in
 from test_serve_process import LIMIT_S, free_port
@@ -107,5 +108,7 @@ def test_a_server_that_dies_later_is_exit_3_and_no_second_document(tmp_path: Pat
         timeout=LIMIT_S,
     )
     assert done.returncode == 3
-    assert orjson.loads(done.stdout)["log"] == str(log)
+    document = orjson.loads(done.stdout)
+    assert document["log"] == str(log)
+    assert not psutil.pid_exists(document["server_pid"])
     assert "error: The server ended (killed by SIGKILL" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import orjson
@@ -43,8 +44,10 @@ def test_what_is_no_model_is_told(tmp_path: Path) -> None:
 
 
 def test_what_the_other_process_finds_wrong_is_the_same_error_here(tmp_path: Path) -> None:
-    with pytest.raises(MissingRequirementError, match="'no_such_package', which contains the model, is not installed"):
-        model_folder(experiment_of(tmp_path, "gguf:no-such-package"), "prover")
+    with pytest.raises(MissingRequirementError, match="'no_such_package', which contains the model") as caught:
+        make_folder("generator", ModelSection(source="gguf:no-such-package"), tmp_path)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert (type(sent), sent.message, sent.remedy) == (type(caught.value), caught.value.message, caught.value.remedy)
 
 
 def test_a_classifier_is_made_once_and_used_again(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_server_is_followed_to_its_first_request_and_ended_whole(tmp_path: Pat
     told: list[str] = []
 
     async def drive() -> int:
-        async with VllmServer.start(spec_of(free_port(), "serve", tmp_path), told.append) as server:
+        async with VllmServer.start(spec_of(free_port(), "stubborn", tmp_path), told.append) as server:
             assert server._process is not None
             session = server._process.pid
             assert server.pid in tree_of(session)
@@ -93,31 +93,14 @@ def test_a_server_is_followed_to_its_first_request_and_ended_whole(tmp_path: Pat
     assert (told[0], told[-1]) == (STARTING, FIRST_REQUEST)
 
 
-@pytest.mark.parametrize(
-    ("mode", "said"),
-    [
-        ("fail", r"ended before it was ready \(exit code 3\): ValueError: the model is a teapot"),
-        ("refuse", "refused its first request .*no kernel for this"),
-    ],
-)
-def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path, mode: str, said: str) -> None:
+def test_a_server_that_refuses_its_first_request_shows_its_last_lines(tmp_path: Path) -> None:
     async def drive() -> None:
-        async with VllmServer.start(spec_of(free_port(), mode, tmp_path)):
+        async with VllmServer.start(spec_of(free_port(), "refuse", tmp_path)):
             pytest.fail("it is no server")
 
-    with pytest.raises(ServerFailedError, match=said) as caught:
+    with pytest.raises(ServerFailedError, match=r"refused its first request .*no kernel for this") as caught:
         asyncio.run(drive())
     assert any("Starting to load model" in line for line in caught.value.lines)
-    assert caught.value.exit_code == 3
-
-
-def test_a_server_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with VllmServer.start(spec_of(free_port(), "hang", tmp_path, startup_s=0.5)):
-            pytest.fail("it is no server")
-
-    with pytest.raises(ServerFailedError, match=r"was not ready after 0\.5 s"):
-        asyncio.run(drive())
 
 
 def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> None:
@@ -125,7 +108,7 @@ def test_another_server_on_the_port_is_not_taken_for_ours(tmp_path: Path) -> Non
     port = free_port()
 
     async def drive() -> None:
-        starting = VllmServer(spec_of(port, "hang", tmp_path, startup_s=2.0))
+        starting = VllmServer(spec_of(port, "hang", tmp_path, startup_s=0.6))
         other = asyncio.create_task(_serving(spec_of(port, "serve", tmp_path / "other"), there := asyncio.Event()))
         await there.wait()
         try:
@@ -145,23 +128,10 @@ async def _serving(spec: ServerSpec, there: asyncio.Event) -> None:
         await asyncio.sleep(600)
 
 
-def test_a_server_that_dies_later_is_told_with_its_signal_and_leaves_nothing(tmp_path: Path) -> None:
-    async def drive() -> int:
-        async with VllmServer.start(spec_of(free_port(), "die", tmp_path)) as server:
-            assert server._process is not None
-            session = server._process.pid
-            with pytest.raises(ServerFailedError, match="killed by SIGKILL"):
-                await asyncio.wait_for(server.ended(), LIMIT_S)
-        return session
-
-    assert not supervisor.members(asyncio.run(drive()))
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_the_owner(tmp_path: Path, number: signal.Signals) -> None:
+def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:
     with _owner(tmp_path) as (owner, session):
         assert len(tree_of(session)) == TREE
-        owner.send_signal(number)
+        owner.kill()
         owner.wait(LIMIT_S)
     wait_until_gone(session)
 
@@ -183,9 +153,8 @@ def test_a_cancelled_start_ends_the_server(tmp_path: Path) -> None:
     async def cancelled() -> set[psutil.Process]:
         before = set(psutil.Process().children())
         task = asyncio.ensure_future(drive())
-        while not (tmp_path / "logs" / "server.log").exists():  # noqa: ASYNC110
+        while not set(psutil.Process().children()) - before:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return set(psutil.Process().children()) - before

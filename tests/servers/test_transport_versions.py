@@ -100,7 +100,6 @@ def test_what_a_dead_session_left_is_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / ".tmp-v000002-aaaaaaaa-0a1b2c3d").mkdir()
     (run / ".tmp-v000002-aaaaaaaa-0a1b2c3d" / "model.safetensors").write_bytes(b"half")
-    (run / ".tmp-v000007-cccccccc-0a1b2c3d").mkdir()  # of a session without a lock
     (run / "notes.txt").touch()
     (run / "v000009-dddddddd").mkdir()  # a copy: there is no lock of such a session
     living = VersionFolders(tmp_path, "run", SECOND)

@@ -141,7 +141,7 @@ def test_a_listed_file_belongs_to_the_checkpoint_and_its_damage_is_noticed(tmp_p
     assert (path / "config.json").read_bytes() == b"{}"
     assert read_checkpoint(tmp_path, "c")[1] == {}
     (path / "config.json").write_bytes(b"[]")
-    with pytest.raises(DamagedFileError, match=r"config\.json: its checksum differs"):
+    with pytest.raises(DamagedFileError, match=r"config\.json is damaged: its checksum differs"):
         read_checkpoint(tmp_path, "c")
     (path / "config.json").unlink()
     with pytest.raises(DamagedFileError, match="missing"):

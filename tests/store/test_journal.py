@@ -132,7 +132,7 @@ def test_a_journal_that_is_too_short_or_missing_is_found(tmp_path: Path) -> None
         verify(path, marks)
     verify(path, marks[:2])
     path.unlink()
-    with pytest.raises(DamagedFileError, match="is missing"):
+    with pytest.raises(DamagedFileError, match="the file is missing"):
         verify(path, marks)
     verify(path, [])
     verify(path, [JournalMark(0, hashlib.sha256().hexdigest())])

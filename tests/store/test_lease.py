@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import random
 import signal
@@ -62,19 +63,18 @@ def commits(process: subprocess.Popen[str], count: int) -> list[int]:
     return steps
 
 
-def test_a_driver_on_another_host_is_refused_while_the_first_one_lives(run: RunDirectory) -> None:
-    with driving(run, "first") as first:
-        commits(first, 1)
-        with driving(run, "second") as second:
-            _, message = second.communicate(timeout=60)
-        assert second.returncode == 2
-        assert f"is being driven by process {first.pid} on first" in message
-        commits(first, 3)
-
-
-def test_a_driver_that_is_silent_loses_the_run(run: RunDirectory) -> None:
+def test_a_driver_on_another_host_is_refused_until_the_first_one_is_silent(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is stopped, and goes on later. One that was killed is as silent, and leaves less to go wrong."""
     with driving(run, "first") as first:
+        commits(first, 1)
+        with monkeypatch.context() as here:
+            here.setattr(fcntl, "flock", lambda *_: None)
+            here.setattr(lease, "this_boot", lambda: "boot of a third")
+            named = f"is being driven by process {first.pid} on first"
+            with pytest.raises(UsageError, match=named), run.lock():
+                pass
         last = commits(first, 2)[-1]
         first.send_signal(signal.SIGSTOP)
         with driving(run, "second") as second:

@@ -20,6 +20,7 @@ import tomllib
 from pathlib import Path
 
 import orjson
+from evaluation_samples import attack, document, round_of
 
 
 def main() -> None:
@@ -79,26 +80,12 @@ def evaluate(run: Path, options: list[str]) -> None:
     settings = dict(word.split("=", 1) for word in options if word.startswith("evaluate."))
     given = {key.removeprefix("evaluate."): json.loads(value) for key, value in settings.items()}
     hashes = json.loads(Path("hashes.json").read_text())
-    document = {**EVALUATION, "settings": given, "config_hash": hashes[run.name]}
+    asked = [0, 1]
     if "--rounds" in options:
         asked = [int(number) for number in options[options.index("--rounds") + 1].split(",")]
-        document["rounds"] = [row for row in ROUNDS if row["round"] in asked]
+    rounds = [round_of(n, *(attack(kind, (40, 200)[n], found=not n) for kind in given["attacks"])) for n in asked]
     (run / "evaluation").mkdir(exist_ok=True)
-    (run / "evaluation" / "evaluation.json").write_text(json.dumps(document))
-
-
-def attack(status: str, steps: int | None) -> dict[str, object]:
-    return {"kind": "src", "status": status, "limit": 200, "steps": steps}
-
-
-# As `pvg evaluate` writes it, as far as a study reads it.
-OTHERS: dict[str, object] = {part: {} for part in ("best_of_n", "separability", "calibration", "localisation", "tax")}
-DETECTION = {"completeness": {"value": 0.5}, "sources": [{"source": "attack-src"}]}
-ROUNDS: list[dict[str, object]] = [
-    {"round": 0, "exploit": [attack("found", 40)], "detection": DETECTION, **OTHERS},
-    {"round": 1, "exploit": [attack("censored", 200)], "detection": DETECTION, **OTHERS},
-]
-EVALUATION = {"rounds": ROUNDS}
+    (run / "evaluation" / "evaluation.json").write_text(json.dumps(document(hashes[run.name], given, rounds)))
 
 
 def commit(run: Path, phase: str, **changes: object) -> None:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from evaluation_samples import attack, document, round_of
+
+from pvg.evaluation.report import REPORT_FILE
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore, JsonLines
-from pvg.study.measures import EVALUATION
 from pvg.study.plan import Cell, StudyPlan, load_study
 from pvg.study.playing import StudyFolder
 
@@ -53,15 +55,12 @@ def small(text: str = SMALL, *, runs: Path = Path("runs"), **options: Any) -> St
 def evaluate(cell: Cell, *rounds: dict[str, Any], **changed: Any) -> Path:
     """What `pvg evaluate` leaves of a cell that it was asked for as the study asks; its document."""
     assert cell.evaluated is not None
-    parts = ("exploit", "best_of_n", "detection", "separability", "calibration", "localisation", "tax")
-    document = {
-        "config_hash": cell.experiment.hash(),
-        "settings": cell.evaluated.evaluate.model_dump(mode="json"),
-        "rounds": [{"round": n, **{p: {} for p in parts}, "exploit": [], **row} for n, row in enumerate(rounds)],
-    }
-    file = cell.run.path / EVALUATION
+    settings = cell.evaluated.evaluate.model_dump(mode="json")
+    attacks = [attack(kind, 200, found=False) for kind in settings["attacks"]]
+    rows = [{**round_of(number, *attacks), **row} for number, row in enumerate(rounds)]
+    file = cell.run.evaluation / REPORT_FILE
     file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(document | changed))
+    file.write_text(json.dumps(document(cell.experiment.hash(), settings, rows) | changed))
     return file
 
 

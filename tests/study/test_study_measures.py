@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from run_samples import begin, commit, state, step, tell
 
-from pvg.errors import ConfigurationError
+from pvg.errors import StateError
 from pvg.study.measures import (
     DEFAULT_MEASURES,
-    EVALUATION,
     MEASURES,
     MeasuredValue,
     RunFacts,
@@ -122,7 +121,7 @@ def test_an_attack_that_could_not_be_judged_is_no_value(status: str, facts: RunF
 def test_without_an_evaluation_there_is_nothing_and_a_torn_one_is_told(facts: RunFacts, empty_folder) -> None:  # type: ignore[no-untyped-def]
     assert read("completeness", facts) == [None, None]
     run = begin(empty_folder, "second")
-    (run.path / EVALUATION).parent.mkdir()
-    (run.path / EVALUATION).write_text('{"rounds": [')
-    with pytest.raises(ConfigurationError, match=r"evaluation.json is not JSON"):
+    run.evaluation.mkdir()
+    (run.evaluation / "evaluation.json").write_text('{"rounds": [')
+    with pytest.raises(StateError, match=r"evaluation.json is not an evaluation"):
         read_facts(run)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from evaluation_samples import attack, detection, round_of
 from study_samples import PVG, SMALL, evaluate, finish, folder_of, small
 
 from pvg.errors import StateError, UsageError
@@ -198,6 +199,7 @@ def test_a_cell_that_somebody_else_plays_is_refused_and_one_that_is_about_to_end
 
 # --- evaluations -----------------------------------------------------------------------------------------------------
 
+ATTACKS = [attack(kind, 200, found=False) for kind in ("src", "cgc", "goodhart")]  # by default
 EVALUATED = SMALL.replace("seeds = 2", "seeds = 1").replace("threads = 1", 'threads = 1\nevaluate = ["exploit", "tax"]')
 
 
@@ -253,8 +255,9 @@ def test_the_last_round_alone_is_evaluated_and_measured_where_the_study_says_so(
     [
         ({"settings": {"samples": 4}}, "other settings"),  # by hand, or the study's file has been changed
         ({"config_hash": "another"}, "of another game"),
-        ({"rounds": [{"round": 0, "exploit": [], "tax": {}}]}, "no exploit of round 1"),
-        ({"rounds": [{"round": n, "exploit": [], "tax": None} for n in range(2)]}, "no tax of round 0"),
+        ({"rounds": [round_of(0, *ATTACKS)]}, "no exploit of round 1"),
+        ({"rounds": [{**round_of(n, *ATTACKS), "tax": None} for n in range(2)]}, "no tax of round 0"),
+        ({"rounds": [round_of(n, *ATTACKS[:1]) for n in range(2)]}, "not all attacks of round 0"),
     ],
 )
 def test_an_evaluation_that_was_not_asked_for_counts_for_nothing(change: dict[str, object], reason: str) -> None:
@@ -282,10 +285,9 @@ def test_detection_must_have_met_the_attackers_that_the_study_asks_for() -> None
     plan = small(EVALUATED.replace('"tax"', '"detection"'))
     cell = plan.cells[0]
     finish(cell, {"helpful_accuracy": 0.5})
-    attack = {"kind": "src", "status": "censored", "steps": 200}
-    evaluate(cell, {"exploit": [attack], "detection": {"sources": [{"source": "base"}]}})
+    evaluate(cell, {"detection": detection("base", "attack-src")})
     assert now(plan)[cell.name].status == "played"
-    evaluate(cell, {"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
+    evaluate(cell, {})
     assert now(plan)[cell.name].status == "complete"
 
 

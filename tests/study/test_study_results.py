@@ -7,10 +7,11 @@ from pathlib import Path
 import jsonschema
 import orjson
 import pytest
+from evaluation_samples import attack
 from page_checks import check
 from study_samples import SMALL, evaluate, finish, folder_of, small
 
-from pvg.study.measures import EVALUATION, MeasuredValue
+from pvg.study.measures import MeasuredValue
 from pvg.study.plan import StudyPlan
 from pvg.study.playing import note_failure
 from pvg.study.results import StudyResults, collect, csv_text, write_results
@@ -23,6 +24,7 @@ from pvg.study.text import (
     study_page,
 )
 
+OTHERS = [attack(kind, 200, found=False) for kind in ("cgc", "goodhart")]
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
 
 
@@ -71,7 +73,7 @@ def test_a_seed_without_a_value_in_the_first_or_the_last_round_has_no_trend() ->
         finish(cell, *({"fooled_rate": rate} for rate in (0.3, 0.6, last)))
     trend = results_of(plan).result("src", "fooled_rate").trend
     assert trend is not None
-    assert (trend.n, trend.up, trend.down, trend.change) == (5, 0, 5, pytest.approx(-0.2))
+    assert (trend.n, trend.up, trend.down, trend.difference) == (5, 0, 5, pytest.approx(-0.2))
 
 
 def test_the_document_follows_its_schema_and_comes_back_alike(tmp_path: Path) -> None:
@@ -98,9 +100,8 @@ def test_a_game_that_is_not_evaluated_counts_where_no_evaluation_is_needed() -> 
     text = SMALL.replace('"seconds"', '"completeness"').replace("threads = 1", "threads = 1\nevaluate = true")
     plan = small(text)
     for cell in plan.cells:
-        run = finish(cell, {"helpful_accuracy": 0.5})
-        (run.path / EVALUATION).parent.mkdir()  # of some other request
-        (run.path / EVALUATION).write_text('{"rounds": [{"round": 0, "detection": {"completeness": {"value": 0.1}}}]}')
+        finish(cell, {"helpful_accuracy": 0.5})
+        evaluate(cell, {}, config_hash="of another game")
     results = results_of(plan)
     assert results.result("cgc", "helpful_accuracy").summary.n == 2
     assert results.result("cgc", "completeness").summary.n == 0
@@ -163,9 +164,8 @@ def test_censored_values_reach_the_tables() -> None:
     plan = small(text.replace("seeds = 2", "seeds = 3"))
     for cell in plan.cells:
         found = cell.arm == "cgc" and cell.seed < 2
-        attack = {"kind": "src", "status": "found" if found else "censored", "steps": 40 + cell.seed if found else 200}
         finish(cell, {"helpful_accuracy": 0.5})
-        evaluate(cell, {"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
+        evaluate(cell, {"exploit": [attack("src", 40 + cell.seed if found else 200, found=found), *OTHERS]})
     results = results_of(plan)
     summary = results.result("cgc", "steps_to_exploit_src").summary
     assert (summary.mean, summary.median, summary.censored) == (None, 41, pytest.approx(1 / 3))
@@ -191,8 +191,7 @@ def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
         rounds = []
         for number in range(2):
             found = number == 1 and cell.arm == "cgc" and cell.seed < 2
-            attack = {"kind": "src", "status": "found" if found else "censored", "steps": 40 if found else 200}
-            rounds.append({"exploit": [attack], "detection": {"sources": [{"source": "attack-src"}]}})
+            rounds.append({"exploit": [attack("src", 40 if found else 200, found=found), *OTHERS]})
         evaluate(cell, *rounds)
     page = check(study_page(results_of(plan)))
     assert "A median that was not found is drawn at the limit." in page.text
@@ -219,8 +218,8 @@ def test_figures_read_well() -> None:
     assert change_text(seconds, -0.5) == "-500 ms"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
-    assert "| helpful accuracy | src | +30.0 pp | +30.0 to +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
-    assert "| helpful accuracy | src | +20.0 pp | +20.0 to +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 | 0.031 |" in text
+    assert "| helpful accuracy | src | +30.0 pp | +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
+    assert "| helpful accuracy | src | +20.0 pp | +20.0 pp | 7↑ 0↓ | +1.00 | 0.016 | 0.031 |" in text
     assert "`pvg study small.toml`, seeds 0, 1, 2, 3, 4, 5, 6" in text
     assert "| helpful accuracy | src | 43.0 % (40.0 to 46.0 %) | 63.0 % (60.0 to 66.0 %) |" in text
     assert not [line for line in text.splitlines() if line.startswith("|") and line.count("|") not in (5, 7, 9, 10)]

@@ -141,15 +141,13 @@ def test_the_least_p_of_five_seeds_is_a_sixteenth_and_what_it_would_take() -> No
     assert [least_p(n) for n in (1, 2, 5, 6)] == [1.0, 0.5, 0.0625, 0.03125]
     assert (seeds_needed(1), seeds_needed(6)) == (6, 8)
     assert 6 * least_p(8) <= 0.05 < 6 * least_p(7)
-    with pytest.raises(ValueError, match="at least one pair"):
-        least_p(0)
 
 
 def test_holm_by_hand() -> None:
     # sorted: 0.01 x 4, 0.02 x 3, 0.03 x 2, 0.2 x 1, none below the one before it
     assert holm([0.03, 0.01, 0.2, 0.02]) == pytest.approx([0.06, 0.04, 0.2, 0.06])
     assert holm([0.9, 0.8]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([None, 0.02, 0.03]) == [None, 0.04, 0.04]
 
 
 @given(st.lists(st.floats(0, 1), max_size=12))
@@ -170,15 +168,13 @@ def test_kendalls_tau_by_hand() -> None:
     assert kendall_tau([1, 3, 2]) == pytest.approx(1 / 3)
     assert kendall_tau([1, 1, 2]) == pytest.approx(2 / math.sqrt(2 * 3))  # tau-b: one tie
     assert kendall_tau([1, 1]) == 0.0
-    with pytest.raises(ValueError, match="at least two values"):
-        kendall_tau([1])
 
 
 def test_a_trend_counts_seeds() -> None:
     found = trend([values(0.5, 0.6, 0.7), values(0.5, 0.7, 0.6), values(0.5, 0.5, 0.5), values(0.5)])
-    assert (found.n, found.up, found.down, found.flat) == (3, 2, 0, 1)
+    assert (found.n, found.up, found.down, found.equal) == (3, 2, 0, 1)
     assert found.tau == pytest.approx((1 + 1 / 3 + 0) / 3)
-    assert found.change == pytest.approx(0.1)
+    assert found.difference == pytest.approx(0.1)
     assert found.p == sign_flip_p([1, 1 / 3]) == 0.5
     assert trend([values(1)]).p is None
 
@@ -186,7 +182,7 @@ def test_a_trend_counts_seeds() -> None:
 def test_steps_to_exploit_that_end_in_not_found_rise() -> None:
     rising, never_found = [MeasuredValue(20), MeasuredValue(60), over(100)], [over(100)] * 3
     found = trend([rising, never_found, rising[::-1]])
-    assert (found.up, found.down, found.flat, found.change) == (1, 1, 1, None)
+    assert (found.up, found.down, found.equal, found.difference) == (1, 1, 1, None)
     assert found.tau == pytest.approx((1 + 0 - 1) / 3)
 
 

@@ -21,11 +21,11 @@ from tiny_chat import chatting
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.game.roles import prompt_renderer
-from pvg.game.task_check import checks_of, graded_solutions
+from pvg.game.task_check import checks_of
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import ORDERED_BY_HASH, UNSAFE_GRADERS, WORDING
-from pvg.tasks.task import Task, correct_solution, wording_of
+from pvg.tasks.task import KnownSolution, Task, correct_solution, wording_of, wrong_solutions
 
 WORDS, ALL = ("chat", "text"), ("tag", "plain", "chat", "text")
 GSM8K = [{"question": f"Ann has {n} nuts and finds 3. How many?", "answer": f"Sum.\n#### {n + 3}"} for n in range(60)]
@@ -117,6 +117,11 @@ def opened(folder: Path) -> Iterator[Any]:
         yield open_
 
 
+def known_solutions(task: Task, problem: Problem, others: list[Problem]) -> list[KnownSolution]:
+    right = correct_solution(task, problem)
+    return [*([] if right is None else [right]), *wrong_solutions(task, problem, others)]
+
+
 def first(task: Task) -> list[Problem]:
     return list(task.problems("train"))[:5]
 
@@ -134,9 +139,9 @@ def test_the_documented_form_is_correct_and_near_misses_are_wrong(
         assert (prompts[0] != prompts[1]) == (style != "plain")
         if style in WORDS:
             _assert_the_prompt_says_the_form(problem, prompts[0])
-        for graded in graded_solutions(task, problem, problems):
-            if graded.known.certain:
-                assert graded.grade.correct == graded.known.correct, graded
+        for solution in known_solutions(task, problem, problems):
+            if solution.certain:
+                assert task.grade(problem, solution.text).correct == solution.correct, solution
     if name != "data regex":  # whose form only the user knows
         assert correct_solution(task, problems[0]) is not None
 
@@ -164,9 +169,9 @@ def test_another_answer_of_the_same_form_is_wrong(opened: Any) -> None:
     for name in ("gsm8k", "data exact", "data number", "data choice", "data expression", "custom"):
         task = opened(name)
         problem, *others = first(task)
-        graded = [each for each in graded_solutions(task, problem, others) if not each.known.certain]
-        assert graded, name
-        assert not any(each.grade.correct for each in graded), name
+        uncertain = [each for each in known_solutions(task, problem, others) if not each.certain]
+        assert uncertain, name
+        assert not any(task.grade(problem, each.text).correct for each in uncertain), name
 
 
 # --- reasoning-gym ----------------------------------------------------------------------------------------------------

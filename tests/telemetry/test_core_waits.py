@@ -21,8 +21,8 @@ from pvg.telemetry.waits import CoreWaits
 
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 with busy_processes(1, limit_s=120.0):
-    waits = CoreWaits()
-    while time.process_time() < 0.4:
+    waits, began = CoreWaits(), time.process_time()
+    while time.process_time() < 0.2 + began:
         pass
     found = waits.take()
 print(json.dumps([found.ran_s, found.waited_s, found.longest_s, found.shared]))
@@ -63,7 +63,7 @@ def test_a_busy_process_on_the_same_core_is_seen() -> None:
     command = [sys.executable, "-c", BESIDE_A_BUSY_PROCESS]
     ran_s, waited_s, longest_s, shared = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert shared
-    assert ran_s > 0.2
+    assert ran_s > 0.1
     assert waited_s > ran_s * SHARED
     assert 0.5 * waited_s < longest_s <= waited_s
 

@@ -317,11 +317,11 @@ def test_the_peak_of_memory_is_what_was_held_once() -> None:
 def test_a_gpu_of_torch_is_found_by_its_uuid() -> None:
     """torch numbers only the GPUs that CUDA_VISIBLE_DEVICES names, and writes UUIDs in lower case without a prefix."""
     nvml = FakeNvml(gpus=4)
-    assert nvml_number(nvml, "00000002-aaaa") == 2
-    assert nvml_number(nvml, "GPU-00000003-AAAA") == 3
-    assert nvml_number(nvml, "00000009-aaaa") is None
+    assert nvml_number("00000002-aaaa", nvml) == 2
+    assert nvml_number("GPU-00000003-AAAA", nvml) == 3
+    assert nvml_number("00000009-aaaa", nvml) is None
     assert nvml.users == 0
     nvml.faults["uuid"] = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
     with pytest.raises(GpuUnavailableError):
-        nvml_number(nvml, "00000002-aaaa")
+        nvml_number("00000002-aaaa", nvml)
     assert nvml.users == 0

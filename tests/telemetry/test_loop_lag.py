@@ -4,7 +4,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -52,52 +52,25 @@ def test_a_stall_counts_as_every_tick_that_came_due_in_it() -> None:
     assert window.p99_s == pytest.approx(0.95)
 
 
-def test_one_stall_among_many_good_ticks_moves_the_percentiles_by_its_share_of_the_time() -> None:
-    """0.2 s of ticks in time, then a stall of 0.2 s: half of the window met a lag, so p90 is 0.16 s and not 0."""
-
-    async def half_stalled() -> LagWindow | None:
-        clock = Hands()
-        monitor = LoopLagMonitor(1000.0, clock=clock)
-        monitor.start()
-        for _ in range(200):
-            clock.now = monitor._due
-            await _until(lambda before=monitor._due: monitor._due > before)
-        clock.now += 0.2
-        await monitor.stop()
-        return monitor.take()
-
-    window = asyncio.run(half_stalled())
-    assert window is not None
-    assert window.samples == pytest.approx(400, abs=1)
-    assert window.p50_s == pytest.approx(0.0, abs=0.002)
-    assert window.p90_s == pytest.approx(0.16, abs=0.002)
-
-
-async def _until(done: Callable[[], bool]) -> None:
-    while not done():  # noqa: ASYNC110 - the tick sets no event
-        await asyncio.sleep(0)
-
-
-@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_a_planted_stall_is_seen_in_a_real_loop(kind: str) -> None:
+def test_a_planted_stall_is_seen_in_a_real_loop() -> None:
     async def planted() -> LagWindow | None:
         monitor = LoopLagMonitor(50.0)
         monitor.start()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         monitor.take()
-        time.sleep(0.4)  # noqa: ASYNC251 - the fault
+        time.sleep(0.2)  # noqa: ASYNC251 - the fault
         await asyncio.sleep(0)
         await asyncio.sleep(0.05)
         await monitor.stop()
         return monitor.take()
 
-    run, notice = runner(kind)  # type: ignore[arg-type]
+    run, notice = runner()
     with run:
         window = run.run(planted())
     assert notice is None
     assert window is not None
-    assert window.samples >= 19  # 0.4 s at 50 Hz, less the tick that was under way
-    assert window.max_s >= 0.4 - 1 / 50
+    assert window.samples >= 9  # 0.2 s at 50 Hz, less the tick that was under way
+    assert window.max_s >= 0.2 - 1 / 50
     assert window.p50_s <= window.p90_s <= window.p99_s <= window.max_s
 
 

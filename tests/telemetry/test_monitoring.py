@@ -99,7 +99,7 @@ def watch(
                 await body(monitoring, told)
         finally:
             told.over = True
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.06)  # longer than the pace
             assert own_threads() == []
             assert len(asyncio.all_tasks()) == 1
 
@@ -147,22 +147,22 @@ def test_the_notice_of_a_shared_machine_counts_what_its_workers_wait(tmp_path: P
 def test_a_stall_is_an_alert(tmp_path: Path) -> None:
     async def body(monitoring: Monitoring, told: Told) -> None:
         await asyncio.sleep(0.05)
-        time.sleep(0.3)  # noqa: ASYNC251 - the fault
+        time.sleep(0.2)  # noqa: ASYNC251 - the fault
 
-    told = watch(tmp_path, body, lag_limits=LagLimits(p90_s=0.2), device_every_s=3600.0)
+    told = watch(tmp_path, body, lag_limits=LagLimits(p90_s=0.1), device_every_s=3600.0)
     assert [alert.name for alert in told.alerts] == ["loop_lag_p90"]
-    assert max(fields["metrics"]["lag_max_s"] for fields in told.of("loop")) > 0.25
+    assert max(fields["metrics"]["lag_max_s"] for fields in told.of("loop")) > 0.15
 
 
 def test_a_run_that_stands_still_is_an_alert_until_a_step_ends(tmp_path: Path) -> None:
     async def body(monitoring: Monitoring, told: Told) -> None:
         await until(lambda: told.alerts)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert len(told.alerts) == 1
         monitoring.step(0, "mint", 1, {}, {}, {})
         await until(lambda: len(told.alerts) == 2)
 
-    told = watch(tmp_path, body, stall_s=0.15, lag_limits=LagLimits(p90_s=100.0))
+    told = watch(tmp_path, body, stall_s=0.05, lag_limits=LagLimits(p90_s=100.0))
     assert {alert.name for alert in told.alerts} == {"stall"}
     assert told.announced == told.alerts
 
@@ -177,7 +177,7 @@ def test_a_blocked_loop_is_announced_while_it_is_blocked(tmp_path: Path) -> None
         assert told.alerts == []
         await until(lambda: told.alerts)
 
-    told = watch(tmp_path, body, lag_limits=LagLimits(100.0, 100.0, 0.2))
+    told = watch(tmp_path, body, lag_limits=LagLimits(100.0, 100.0, 0.1))
     assert [alert.name for alert in told.alerts] == ["loop_lag_max"]  # and once, though the window's lag is too long
     (alert,) = told.announced
     assert "has been blocked for" in alert.message
@@ -239,7 +239,7 @@ Path({str(left)!r}).write_text(str(child.pid))
     [
         (("no-such-program-of-pvg",), "could not be started"),
         ((sys.executable, "-c", "import sys; sys.exit('the pager is down')"), r"exit status 1 \(the pager is down\)"),
-        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after 0.3 s"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after 0.2 s"),
     ],
 )
 def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
@@ -250,7 +250,8 @@ def test_a_command_that_fails_is_one_notice_and_the_run_goes_on(
             monitoring.send(Alert("nan", "loss is inf"))
         await until(lambda: any("alert command" in notice for notice in told.notices))
 
-    told = watch(tmp_path, body, alert_command=command, command_s=0.3, device_every_s=3600)
+    limit_s = 0.2 if "killed" in says else 30.0
+    told = watch(tmp_path, body, alert_command=command, command_s=limit_s, device_every_s=3600)
     (notice,) = [notice for notice in told.notices if "alert command" in notice]
     assert re.search(says, notice)
 
@@ -313,13 +314,3 @@ def test_a_full_disk_surfaces_at_the_next_step(tmp_path: Path) -> None:
 
     with pytest.raises(MissingRequirementError, match="No space left"):
         watch(tmp_path, body)
-
-
-def test_no_driver_is_one_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        await until(lambda: len(told.of("device")) >= 3)
-
-    (notice,) = watch(tmp_path, body).notices
-    assert notice.startswith("No GPU metrics: the package nvidia-ml-py is not installed")

@@ -246,8 +246,6 @@ def test_any_split_adds_up_to_the_unsplit_batch(loss, seed, data):
 SPLITS = [
     {"micro_batch_tokens": 12},
     {"micro_batch_tokens": 30},
-    {"micro_batch_rollouts": 3},
-    {"micro_batch_rollouts": 2, "micro_batch_tokens": 40},
 ]
 
 

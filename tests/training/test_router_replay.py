@@ -123,11 +123,13 @@ def test_a_router_that_has_moved_is_replayed_alike_in_both_layouts(kind: str) ->
 def test_the_policy_loss_learns_with_replayed_experts_in_any_micro_batches() -> None:
     batch, module = batch_of(sampled("mixtral")), moved("mixtral", 0.1)
     found = []
-    for rows in (12, 2):
-        training = Training(router_replay=True, micro_batch_rollouts=rows, kl={"coefficient": 0.0})
+    for tokens in (16_384, 40):
+        training = Training(router_replay=True, micro_batch_tokens=tokens, kl={"coefficient": 0.0})
         objective = PolicyObjective(training, Rollouts(max_tokens=7), pad_id=0)
         module.zero_grad()
-        for part in objective.split(objective.prepare(batch)):
+        parts = objective.split(objective.prepare(batch))
+        assert (len(parts) > 1) == (tokens == 40)
+        for part in parts:
             loss, _ = objective(module, part)
             loss.backward()
         found.append([router.weight.grad.clone() for router in routers_of(module)])  # type: ignore[union-attr]

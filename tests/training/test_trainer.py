@@ -63,7 +63,7 @@ def policy_objective(loss="grpo", **others):
 
 
 def make(module, batches, executor, *, objective=None, settings=SETTINGS, **others):
-    objective = objective or policy_objective(micro_batch_rollouts=4)
+    objective = objective or policy_objective(micro_batch_tokens=24)
     return Trainer(module, objective, settings, Listed(batches), executor=executor, **others)
 
 

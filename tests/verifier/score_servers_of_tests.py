@@ -141,25 +141,20 @@ async def servers(tmp_path, head, count=1, **options):
 class Bench:
     """One verifier, trained a little, scored by torch and by servers."""
 
-    def __init__(
-        self, tmp_path, head, executor, urls, *, references=(), weights=(), probe_every_s=0.1, retries=5, **serving
-    ):
+    def __init__(self, tmp_path, head, executor, urls, *, references=(), weights=(), **constants):
         (tmp_path / "weights").mkdir(exist_ok=True)
         resolved = experiment.Experiment.model_validate(
             {
-                "verifier": {"head": head_table(head), "engine": "vllm", "score_tokens": 1024},
+                "verifier": {"head": head_table(head), "engine": "vllm", "micro_batch_tokens": 1024},
                 "serving": {
                     "verifier_servers": list(urls),
                     "reference_servers": list(references),
-                    "probe_timeout_s": 5.0,
-                    "unavailable_s": 10.0,
-                    **serving,
                 },
                 "weights": {"root": str(tmp_path / "weights"), **dict(weights)},
             }
         )
-        constants = {"probe_every_s": probe_every_s, "retries": retries}
-        quick = type("QuickServing", (Serving,), constants)(**dict(resolved.serving))
+        usual = {"probe_every_s": 0.1, "retries": 5, "probe_timeout_s": 5.0, "unavailable_s": 10.0}
+        quick = type("QuickServing", (Serving,), usual | constants)(**dict(resolved.serving))
         resolved = resolved.model_copy(update={"serving": quick})
         self.section = resolved.verifier
         self.heard = Heard()
@@ -185,7 +180,7 @@ class Bench:
             template,
             version or self.model.version(),
             cache_entries=1000,
-            token_budget=self.section.score_tokens,
+            token_budget=self.section.micro_batch_tokens,
             executor=self.executor,
             prover_fingerprint=digits_tokenizer().fingerprint,
             backend=backend,

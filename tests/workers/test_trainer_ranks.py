@@ -73,7 +73,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiment(source: Path | str, **training: Any) -> Experiment:
     sections = {
         "models": {"prover": {"source": str(source)}, "device": "cpu", "threads": 1},
-        "training": {"micro_batch_rollouts": 3, "kl": {"target": 0.001}, **training},
+        "rollout": {"max_tokens": 8},
+        "training": {"micro_batch_tokens": 40, "kl": {"target": 0.001}, **training},
     }
     return build_experiment(sections)
 

@@ -46,7 +46,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Int32, Rollout
 from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
-from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest, Sampling
+from pvg.rollout.engine import Engine, EngineStats, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks import open_task
@@ -131,7 +131,7 @@ def model_facts(model: LanguageModel) -> dict[str, Any]:
     return {"model": model.name, "parameters": model.num_parameters}
 
 
-class GenerateRows:
+class GenerateRows(RunningRows):
     """`RunningRows` by `generate`, one batch at a time. All jobs must have the same sampling settings."""
 
     def __init__(self, model: LanguageModel) -> None:
@@ -234,14 +234,13 @@ ON_SERVERS = {
 
 
 class RolloutWorkloadSettings(Section):
-    """The `[workload]` table. `fixed_length`: every completion has rollout.max_tokens tokens. `uneven_length`: each has
-    a random number from 1 to that. `engine`: what samples if rollout.engine is "torch"."""
+    """The `[workload]` table. `fixed_length`: every completion has rollout.max_tokens tokens. `engine`: what samples if
+    rollout.engine is "torch"."""
 
     engine: Literal["pvg", "transformers"] = "pvg"
     rollouts: Count = 256
     prompt_tokens: Count | None = None  # random tokens per prompt; None: the task's prompts
     fixed_length: bool = False
-    uneven_length: bool = False
     seed: int = 0
 
 
@@ -275,9 +274,7 @@ class RolloutWorkload:
             if self._workload.engine == "transformers":
                 self._engine = open_generate_engine(self._players)
                 stack.push_async_callback(self._engine.close)
-            asked: Any = _Uneven(self._engine) if self._workload.uneven_length else self._engine
-            no_stop = self._workload.fixed_length or self._workload.uneven_length
-            self._dispatcher = dispatcher(self._players, asked, fixed_length=no_stop)
+            self._dispatcher = dispatcher(self._players, self._engine, fixed_length=self._workload.fixed_length)
             self._orders = self._fixed()
             stack.pop_all()  # opened; from now on `close` frees it
 
@@ -304,10 +301,7 @@ class RolloutWorkload:
             "top_k": rollout.top_k,
             "seed": self._workload.seed,
         }
-        for lengths in ("fixed_length", "uneven_length"):
-            if getattr(self._workload, lengths):
-                found[lengths] = True
-        return found
+        return found | ({"fixed_length": True} if self._workload.fixed_length else {})
 
     async def sample(self, index: int) -> dict[str, float]:
         if self._on_servers:
@@ -350,21 +344,6 @@ class RolloutWorkload:
     async def close(self) -> None:
         await self._engine.close()  # may be the players' engine; closing twice is harmless
         await self._players.close()
-
-
-class _Uneven:
-    """An engine that shortens each request by a number derived from its seed, so that rows end at different times."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        longest = request.sampling.max_tokens
-        shorter = replace(request.sampling, max_tokens=1 + request.seed % longest)
-        return await self._engine.generate(replace(request, sampling=shorter))
 
 
 def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:

@@ -2,16 +2,14 @@
 
     pvg bench --profile sync
     pvg bench --profile sync --sweep rollout.engine.max_rows=16,32,64,150
-    pvg bench --profile sync --server http://127.0.0.1:8000                            # a vLLM server, by each client
-    pvg bench --profile sync --server http://127.0.0.1:8000 -s weights.client=dedicated      # this client alone
+    pvg bench --profile sync --server http://127.0.0.1:8000      # a vLLM server
 
-One sample has five parts: updates of the idle engine; the streams alone; the streams during as many updates back to
-back, at moments spread evenly over a batch; the streams with one update per step, as in training; the streams alone
-again. A step ends when a batch of the experiment (training.groups x rollout.group_size) has returned.
+One sample has four parts: updates of the idle engine; the streams alone; the streams during as many updates back to
+back, at moments spread evenly over a batch; the streams alone again.
 
-Back-to-back updates are the worst case and give enough samples for percentiles. `lost_back_to_back` and
-`lost_once_a_step` are the shares of its tokens/s that generation loses in the two cases. A percentile of few values
-depends on chance, so `derived` has the percentiles over the updates of all samples together, with their number.
+Back-to-back updates are the worst case and give enough samples for percentiles. `lost_back_to_back` is the share of its
+tokens/s that generation loses to them. A percentile of few values depends on chance, so `derived` has the percentiles
+over the updates of all samples together, with their number.
 
 The torch engine finishes a batch before it loads weights, so an update waits for the rest of one batch. Of vLLM servers
 an update's wall time is the time of the call that makes a server load the files in the shared folder (with several
@@ -19,8 +17,6 @@ servers, the slowest one's), and rpc is the server's time from the first byte of
 the folder, comes before the call. They stream each token as it is sampled.
 
 A stream has exactly one request in flight at all times, of fixed length (no stop token ends it early).
-`workload.pool` is the size of generation's connection pool to servers: one connection per stream, as in an HTTP client
-sized for its streams, or some to spare. It matters only if updates share the pool (weights.client = "shared").
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -59,8 +55,6 @@ if TYPE_CHECKING:
 # Its multiples modulo 1 fill the unit interval evenly: they choose the moments of a batch to update at.
 GOLDEN = (5**0.5 - 1) / 2
 PERCENTILES = (50, 95, 99)
-STEP_LOOK_S = 0.005  # between two checks whether a step's rollouts have arrived
-SPARE = 50  # spare connections: more than all simultaneous updates and probes
 TIMES = {
     "wall": "an update from the call to the return",
     "rpc": "the engine's work on it: copying the weights, or a server's pause, load and resume",
@@ -77,7 +71,6 @@ PARTS = {
 RATES: dict[str, BenchMetric] = {
     "tokens_per_s_before": BenchMetric("tokens/s", "higher", "completion tokens per second of the streams alone"),
     "tokens_per_s_during": BenchMetric("tokens/s", "higher", "the same during back-to-back updates"),
-    "tokens_per_s_stepped": BenchMetric("tokens/s", "higher", "the same with one update per step, as in training"),
     "tokens_per_s_after": BenchMetric("tokens/s", "higher", "the same of the streams alone afterwards"),
 }
 
@@ -151,7 +144,6 @@ class RequestStreams:
     streamed: bool = False
     in_flight: int = 0
     tokens: int = 0
-    requests: int = 0  # finished requests
     requests_s: set[float] = field(default_factory=set)
     versions: set[int] = field(default_factory=set)
 
@@ -183,7 +175,6 @@ class RequestStreams:
                 self.in_flight -= 1
             self.requests_s.add(completion.timing.service_s)
             self.tokens += len(completion.token_ids)
-            self.requests += 1
             self.versions.update(part.version for part in completion.spans)
             done += 1
 
@@ -215,43 +206,12 @@ class RequestStreams:
             tokens_per_s = await running
         return made, tokens_per_s
 
-    async def update_each_step(self, steps: int, rollouts: int) -> float:
-        """The streams' tokens per second with one update after every `rollouts` finished requests, as in training. The
-        first update follows the first step."""
-        left = steps
 
-        def keep_going(_: int) -> bool:
-            return left > 0
-
-        target = self.requests + rollouts
-        running = asyncio.create_task(self.run(keep_going))
-        try:
-            while left and not running.done():
-                await asyncio.wait([running], timeout=STEP_LOOK_S)
-                if self.requests >= target and not running.done():
-                    target = self.requests + rollouts
-                    await self.update()
-                    left -= 1
-        finally:
-            left = 0
-            tokens_per_s = await running
-        return tokens_per_s
-
-
-def lost_shares(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The share of their tokens/s that the streams lose to back-to-back updates, and to one update per step, compared
-    with the rates before and after. Medians over the samples, each with `RATES`; empty without samples."""
-    if not samples:
-        return {}
-    before, during, stepped, after = (np.array([sample[name] for sample in samples]) for name in RATES)
-    return {
-        name: float(np.median(1.0 - 2.0 * rate / (before + after)))
-        for name, rate in (("lost_back_to_back", during), ("lost_once_a_step", stepped))
-    }
-
-
-def rollouts_per_step(experiment: Experiment) -> int:
-    return experiment.training.groups * experiment.rollout.group_size
+def lost_share(samples: Sequence[Mapping[str, float]]) -> float:
+    """The share of their tokens/s that the streams lose to back-to-back updates, compared with the rates before and
+    after. The median over the samples, each with `RATES`."""
+    before, during, after = (np.array([sample[name] for sample in samples]) for name in RATES)
+    return float(np.median(1.0 - 2.0 * during / (before + after)))
 
 
 def percentiles(prefix: str, values: Iterable[float]) -> dict[str, float]:
@@ -285,14 +245,11 @@ def part_of(updates: Iterable[TimedUpdate], part: str) -> list[float]:
 
 
 class SyncSettings(Section):
-    """The `[workload]` table: concurrent streams, updates per load, steps with one update each, requests of each stream
-    before and after. `pool`: connections for generation to servers (see the module)."""
+    """The `[workload]` table: concurrent streams, updates per load, requests of each stream before and after."""
 
     streams: Count = 150
     updates: Count = 20
-    steps: Count = 8
     waves: Count = 2
-    pool: Literal["streams", "spare"] = "streams"
     seed: int = 0
 
 
@@ -313,7 +270,8 @@ class SyncWorkload:
         self, experiment: Experiment, settings: SyncSettings, warmup: int, executor: Executor | None = None
     ) -> None:
         self._served = experiment.rollout.engine.kind == "vllm"
-        self._experiment = with_pool(experiment, settings) if self._served else experiment
+        one_per_stream = experiment.rollout.model_copy(update={"concurrency": settings.streams})
+        self._experiment = experiment.model_copy(update={"rollout": one_per_stream}) if self._served else experiment
         self._settings, self._warmup, self._executor = settings, warmup, executor
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
@@ -334,8 +292,7 @@ class SyncWorkload:
             **({"servers": len(experiment.serving.servers)} if self._served else {}),
             "streams": settings.streams,
             "streamed": self._served,
-            "updates": {"idle": settings.updates, "loaded": settings.updates, "stepped": settings.steps},
-            "rollouts_per_step": rollouts_per_step(experiment),
+            "updates": {"idle": settings.updates, "loaded": settings.updates},
             "requests_before_and_after": 2 * settings.waves * settings.streams,
             "completion_tokens": self._sampling.max_tokens,
             "seed": settings.seed,
@@ -352,12 +309,10 @@ class SyncWorkload:
         with span("loaded_updates"):  # a server starts requests at any step, so a shorter pause suffices
             loaded, during = await streams.update_under_load(settings.updates, alone_s * (0.25 if self._served else 1))
         request_s = statistics.median(streams.requests_s)
-        with span("stepped_updates"):
-            stepped = await self._streams().update_each_step(settings.steps, rollouts_per_step(self._experiment))
         with span("streams_after"):
             after = await streams.run(lambda done: done < settings.waves)
         parts = {f"{part}_p50_ms": statistics.median(part_of(loaded, part)) for part in self._parts}
-        rates = dict(zip(RATES, (before, during, stepped, after), strict=True))
+        rates = dict(zip(RATES, (before, during, after), strict=True))
         if index >= self._warmup:
             ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
             self.loaded.append(LoadedUpdates(streams, loaded, ended - loaded[0].sent, rates))
@@ -389,7 +344,7 @@ class SyncWorkload:
         return found | {
             "in_flight_min": float(min(update.in_flight for update in updates)),
             "versions_served": statistics.median(served),
-            **lost_shares([sample.rates for sample in self.loaded]),
+            "lost_back_to_back": lost_share([sample.rates for sample in self.loaded]),
         }
 
     async def close(self) -> None:
@@ -405,11 +360,3 @@ def make(settings: BenchSettings) -> Workload:
             f"Set rollout.concurrency={workload.streams}.",
         )
     return SyncWorkload(settings.experiment, workload, settings.profile.warmup, settings.executor)
-
-
-def with_pool(experiment: Experiment, workload: SyncSettings) -> Experiment:
-    """The experiment with one request in flight per stream, and with generation's pool sized by `workload.pool`."""
-    spare = workload.pool == "spare"
-    rollout = experiment.rollout.model_copy(update={"concurrency": workload.streams + (SPARE if spare else 0)})
-    serving = experiment.serving.model_copy(update={"connections": None if spare else workload.streams})
-    return experiment.model_copy(update={"rollout": rollout, "serving": serving})

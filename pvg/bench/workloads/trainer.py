@@ -1,7 +1,7 @@
 """The prover's trainer alone: optimizer steps on fixed rollouts, with everything that a step of the game computes.
 
     pvg bench --profile trainer                             # 256 rollouts, sampled once before the first sample
-    pvg bench --profile trainer --sweep workload.reference=none,stored,recomputed
+    pvg bench --profile trainer --sweep training.kl.coefficient=0,0.02
 
 One sample trains once on the batch with the experiment's loss, precision and micro-batches, including AdamW's step. It
 also does the forward passes that the experiment requires: the KL's reference, and the recomputed log-probs of the
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,8 +42,6 @@ from pvg.bench.workloads.rollout import (
     policy_batch,
 )
 from pvg.config.base import Count, Section
-from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
@@ -67,15 +65,10 @@ MEASURES = {
 
 
 class TrainerWorkloadSettings(Section):
-    """The `[workload]` table.
-
-    `reference`, if the loss has a KL term: "recomputed" in each step, as in the game; "stored" beforehand, which gives
-    the same loss without the second forward pass; "none" removes the term from the loss (training.kl.coefficient = 0).
-    """
+    """The `[workload]` table."""
 
     rollouts: Count = 256
     seed: int = 0
-    reference: Literal["recomputed", "stored", "none"] = "recomputed"
 
 
 def make(settings: BenchSettings) -> Workload:
@@ -103,7 +96,7 @@ class FixedSource:
 
     async def next_batch(self) -> PolicyBatch:
         batch, compute, objective = self._batch, self._players.compute, self._objective
-        if objective.needs_reference and batch.reference_logprobs is None:
+        if objective.needs_reference:
             with span("reference", device=True):
                 reference = await compute(lambda: objective.recompute(self._players.base.module, batch))
             batch = replace(batch, reference_logprobs=reference)
@@ -118,8 +111,7 @@ class TrainerWorkload:
     measures: Mapping[str, BenchMetric] = MEASURES
 
     def __init__(self, settings: BenchSettings, workload: TrainerWorkloadSettings) -> None:
-        self._experiment = _without_kl(settings.experiment) if workload.reference == "none" else settings.experiment
-        self._workload, self._executor = workload, settings.executor
+        self._experiment, self._workload, self._executor = settings.experiment, workload, settings.executor
         self._seconds: list[float] = []  # of the steps, one per sample
         self._reports: list[StepReport] = []  # of the last sample's steps
 
@@ -156,9 +148,6 @@ class TrainerWorkload:
         training, players = self._experiment.training, self._players
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
         self._kl = training.kl.coefficient if objective.needs_reference else 0.0
-        if self._workload.reference == "stored" and objective.needs_reference:
-            stored = await players.compute(partial(objective.recompute, players.base.module, self._batch))
-            self._batch = replace(self._batch, reference_logprobs=stored)
         learner.require_gradients()
         self._trainer = Trainer(
             learner.module,
@@ -237,8 +226,7 @@ class TrainerWorkload:
     def _flops(self) -> float:
         """Required floating-point operations of one sample (see the module)."""
         forward = forward_flops(self._players.base, self._batch.lengths_N, int(self._batch.completion_lengths_N.sum()))
-        computes_reference = self._kl > 0.0 and self._workload.reference == "recomputed"
-        return forward * (3 + computes_reference)
+        return forward * (3 + (self._kl > 0.0))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -252,11 +240,6 @@ def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.i
     """
     squares = float(np.square(lengths_N.astype(np.float64)).sum())
     return ModelSize.of(model).forward(float(lengths_N.sum()), predicted, squares)
-
-
-def _without_kl(experiment: Experiment) -> Experiment:
-    plain = experiment.plain()
-    return build_experiment({**plain, "training": {**plain["training"], "kl": {"coefficient": 0.0}}})
 
 
 # --- floating-point operations ----------------------------------------------------------------------------------------
@@ -307,25 +290,20 @@ def matmul_gflops(dtype: Dtype = "float32", device: str = "cpu") -> float:
     left_NN = torch.randn(size, size, generator=generator).to(device, kind)
     right_NN = torch.randn(size, size, generator=generator).to(device, kind)
     out_NN = torch.empty(size, size, device=device, dtype=kind)
-    best = _best_seconds(lambda: torch.mm(left_NN, right_NN, out=out_NN), _waiter(device))
+    torch.mm(left_NN, right_NN, out=out_NN)  # the first product also starts threads, loads kernels and fills caches
+    best, began = float("inf"), time.perf_counter()
+    for _ in range(TRIES):
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(left_NN, right_NN, out=out_NN)
+        _wait(device)
+        best = min(best, time.perf_counter() - start)
+        if time.perf_counter() - began > LIMIT_S:
+            break
     return 2 * size**3 / best / 1e9
 
 
-def _best_seconds(work: Callable[[], torch.Tensor], wait: Callable[[], None]) -> float:
-    work()  # the first product also starts threads, loads kernels and fills caches
-    wait()
-    best, began = float("inf"), time.perf_counter()
-    for _ in range(TRIES):
-        start = time.perf_counter()
-        work()
-        wait()
-        now = time.perf_counter()
-        best = min(best, now - start)
-        if now - began > LIMIT_S:
-            break
-    return best
-
-
-def _waiter(device: str) -> Callable[[], None]:
-    """A function that blocks until the device has finished its queued work."""
-    return partial(torch.cuda.synchronize, device) if device.startswith("cuda") else lambda: None
+def _wait(device: str) -> None:
+    """Block until the device has finished its queued work."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -8,8 +8,7 @@ from the verifier's initial state:
 
 1. a fresh scorer scores all solutions, then scores them again `warm_passes` times from its cache;
 2. the store is opened and the first training batch is drawn: `first_batch_s`, which does not grow with the pairs;
-3. the trainer takes `steps` batches of `verifier.pairs` pairs, including drawing and the head's references;
-4. the loss of one batch, forward and backward, with and without the score penalty in turn.
+3. the trainer takes `steps` batches of `verifier.pairs` pairs, including drawing and the head's references.
 
 The scorer computes identical solutions once: `distinct` is the share of distinct ones.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, field
@@ -27,13 +26,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
-from pvg.config.training import Verifier as VerifierSection
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
@@ -48,7 +45,7 @@ from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.telemetry.spans import span
 from pvg.training.trainer import Trainer
-from pvg.verifier.data import PairSource, VerifierBatch
+from pvg.verifier.data import PairSource
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScorerStats
 
@@ -56,13 +53,12 @@ LABEL = "mint-00000"
 
 
 class VerifierWorkSettings(Section):
-    """The `[workload]` table: solutions scored per sample, passes over them with a warm cache, training steps, and
-    turns of the loss with and without the penalty. `seed` selects the problems and the prover's samples."""
+    """The `[workload]` table: solutions scored per sample, passes over them with a warm cache, training steps. `seed`
+    selects the problems and the prover's samples."""
 
     solutions: Count = 512
     warm_passes: Count = 4
     steps: Count = 8
-    penalty_turns: Count = 6
     seed: int = 0
 
 
@@ -74,11 +70,6 @@ def make(settings: BenchSettings) -> Workload:
             f"workload.solutions = {workload.solutions} is not a multiple of {size}, the solutions per problem.",
             f"Set it to {max(1, workload.solutions // size) * size}, or change game.mint_samples.",
         )
-    if not experiment.verifier.score_penalty:
-        raise ConfigurationError(
-            "verifier.score_penalty = 0, so there is no penalty to measure.",
-            "Set verifier.score_penalty above 0.",
-        )
     return VerifierWork(experiment, workload, settings.executor)
 
 
@@ -89,7 +80,6 @@ class SampleAverages:
     padding: float = 0.0  # of the last sample's training
     pairs_per_solution: float = 0.0  # of the last sample's first batch
     warm_over_cold: list[float] = field(default_factory=list)
-    penalty_cost: list[float] = field(default_factory=list)
 
 
 class VerifierWork:
@@ -159,7 +149,6 @@ class VerifierWork:
             first_batch_s = time.perf_counter() - began
             pairs_per_s = await self._train(source)
         self._averages.pairs_per_solution = len(batch) / len(batch.sequences)
-        await self._measure_penalty(batch)
         asked, workload = len(self._rollouts), self._workload
         self._averages.warm_over_cold.append(workload.warm_passes * cold_s / warm_s)
         return {
@@ -220,39 +209,10 @@ class VerifierWork:
         self._averages.padding = float(np.mean(padding))
         return pairs / trained_s
 
-    async def _measure_penalty(self, batch: VerifierBatch) -> None:
-        """Forward and backward with and without the penalty, in turn, alternating the order; the medians count."""
-        section = self._experiment.verifier
-        sections = {"with": section, "without": section.model_copy(update={"score_penalty": 0.0})}
-        seconds: dict[str, list[float]] = {name: [] for name in sections}
-        with span("penalty"):
-            for turn in range(self._workload.penalty_turns):
-                for name in sections if turn % 2 else reversed(sections):
-                    seconds[name].append(await self._players.compute(self._loss_of(sections[name], batch)))
-        self._averages.penalty_cost.append(median(seconds["with"]) / median(seconds["without"]) - 1.0)
-
-    def _loss_of(self, section: VerifierSection, batch: VerifierBatch) -> Callable[[], float]:
-        objective = PairObjective(section, self._verifier.tokenizer.pad_id)
-        micro_batches = objective.split(objective.prepare(batch))
-
-        def seconds() -> float:
-            began = time.perf_counter()
-            for micro_batch in micro_batches:
-                loss, _ = objective(self._verifier, micro_batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-            if self._verifier.device.type == "cuda":
-                torch.cuda.synchronize(self._verifier.device)  # otherwise the next turn waits for this one's kernels
-            taken = time.perf_counter() - began
-            self._verifier.zero_grad(set_to_none=True)
-            return taken
-
-        return seconds
-
     def derived(self) -> dict[str, float]:
         """cache_hit_rate of the warm passes, distinct (share of the solutions), padding of the training's
-        micro-batches, pairs_per_solution (of a batch), warm_over_cold (ratio of the rates), and penalty_cost (share
-        that the penalty adds to a batch's forward and backward). The last two are medians over all samples, warm-up
-        included."""
+        micro-batches, pairs_per_solution (of a batch), and warm_over_cold (ratio of the rates; the median over all
+        samples, warm-up included)."""
         averages = self._averages
         return {
             "cache_hit_rate": averages.hit_rate,
@@ -260,7 +220,6 @@ class VerifierWork:
             "padding": averages.padding,
             "pairs_per_solution": averages.pairs_per_solution,
             "warm_over_cold": median(averages.warm_over_cold),
-            "penalty_cost": median(averages.penalty_cost),
             "solution_tokens": float(np.mean([len(r.completion_ids) for r in self._rollouts])),
         }
 

@@ -34,7 +34,7 @@ from pvg.store.atomic import (
     TEMPORARY_PREFIX,
     disk_full_explained,
     make_directory,
-    sync_directory,
+    new_folder,
     temporary_beside,
     write_synced,
 )
@@ -98,9 +98,6 @@ STABLE_VERSION = 1
 LOCK_PREFIX = ".session-"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a run, or a session's tail
-_VERSION = re.compile(  # complete, or being written or removed
-    rf"(?P<half>{re.escape(TEMPORARY_PREFIX)})?v\d{{6,}}-(?P<tail>[A-Za-z0-9][A-Za-z0-9._]*)(?(half)-[0-9a-f]{{8}})"
-)
 
 
 class VersionFolders:
@@ -154,19 +151,9 @@ class VersionFolders:
             raise ValueError(f"{label} is not a label of the session {self.session}.")
         if path.exists():
             raise StateError(f"Version {label.version} is already staged: {path}.", "Versions only go up.")
-        temporary = temporary_beside(path)
-        try:
-            with disk_full_explained(path):
-                temporary.mkdir()
-                files = {name: {"bytes": size} for name, size in fill(temporary).items()}
-                write_synced(temporary / STABLE, orjson.dumps({"version": STABLE_VERSION, "files": files}))
-                sync_directory(temporary)
-                os.rename(temporary, path)
-                sync_directory(self.folder)
-        except BaseException:
-            if temporary.exists():
-                shutil.rmtree(temporary)
-            raise
+        with new_folder(path) as folder:
+            files = {name: {"bytes": size} for name, size in fill(folder).items()}
+            write_synced(folder / STABLE, orjson.dumps({"version": STABLE_VERSION, "files": files}))
         self._made[label.version] = path.name
 
     def retire(self, keep: int, in_use: Iterable[WeightLabel]) -> list[int]:
@@ -198,28 +185,18 @@ class VersionFolders:
         self._lock = None
 
     def remove_dead_sessions(self) -> None:
-        """Remove what other dead sessions of the run left: their versions, which no server will load any more,
-        partially written or removed folders, and their locks."""
-        left: dict[str, list[Path]] = {}
-        for entry in sorted(self.folder.iterdir()):
-            if entry.is_symlink():
-                continue
-            if entry.name.startswith(LOCK_PREFIX):
-                left.setdefault(entry.name.removeprefix(LOCK_PREFIX), [])
-            elif (found := _VERSION.fullmatch(entry.name)) and entry.is_dir() and self._is_removable(found):
-                left.setdefault(found["tail"], []).append(entry)
-        left.pop(self.session.tail, None)
-        for tail, entries in left.items():
-            path = self.folder / f"{LOCK_PREFIX}{tail}"
-            with _session_ended(path) as ended:
-                if ended:
-                    for entry in entries:
+        """Remove the locks of other dead sessions of the run, and their versions, whole or in part. No server will load
+        them any more. A version without a lock may be a user's copy, so it stays."""
+        for lock in sorted(self.folder.glob(f"{LOCK_PREFIX}*")):
+            with _session_ended(lock) as ended:
+                if not ended or lock == self._lock_path:
+                    continue
+                tail = re.escape(lock.name.removeprefix(LOCK_PREFIX))
+                theirs = re.compile(rf"({re.escape(TEMPORARY_PREFIX)})?v\d{{6,}}-{tail}(?(1)-[0-9a-f]{{8}})")
+                for entry in self.folder.iterdir():
+                    if theirs.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
                         shutil.rmtree(entry)
-                    path.unlink(missing_ok=True)
-
-    def _is_removable(self, found: re.Match[str]) -> bool:
-        """A complete version without a lock may be a user's copy, so it stays."""
-        return bool(found["half"]) or (self.folder / f"{LOCK_PREFIX}{found['tail']}").is_file()
+                lock.unlink(missing_ok=True)
 
 
 def _take_lock(path: Path) -> int:
@@ -270,15 +247,24 @@ WEIGHTS_FILE = "model.safetensors"
 KEPT = 2  # newest versions that stay: the one before the newest is for a server that is late
 
 
-class FilesystemTransport:
+class _FolderTransport:
     """Owns `folders`. `executor` casts, writes and removes, so the event loop stays free."""
-
-    adapters = False
 
     def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype) -> None:
         self._folders = folders
         self._executor = executor
         self._dtype = dtype
+
+    async def close(self) -> None:
+        """Remove all versions of this session. Servers have loaded them, a restarted server could not be told to load
+        them without the trainer, and checkpoints keep what the trainer needs."""
+        await run_in(self._executor, self._folders.close)
+
+
+class FilesystemTransport(_FolderTransport):
+    """Whole models."""
+
+    adapters = False
 
     def model_of(self, label: WeightLabel) -> None:
         """None: a server has one model."""
@@ -308,11 +294,6 @@ class FilesystemTransport:
         """Remove this session's versions, except the newest (KEPT) and those `in_use`."""
         await run_in(self._executor, self._folders.retire, KEPT, tuple(in_use))
 
-    async def close(self) -> None:
-        """Remove all versions of this session. Servers have loaded them, a restarted server could not be told to load
-        them without the trainer, and checkpoints keep what the trainer needs."""
-        await run_in(self._executor, self._folders.close)
-
 
 # --- adapters --------------------------------------------------------------------------------------------------------
 
@@ -320,18 +301,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 
-class AdapterTransport:
-    """Owns `folders`. `executor` writes and removes files, so the event loop stays free.
-
-    An update without an adapter is the base model, which servers already have: nothing is written or sent.
-    """
+class AdapterTransport(_FolderTransport):
+    """Adapters. An update without one is the base model, which servers already have: nothing is written or sent."""
 
     adapters = True
 
     def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype) -> None:
-        self._folders = folders
-        self._executor = executor
-        self._dtype = dtype
+        super().__init__(folders, executor, dtype)
         self._base: set[WeightLabel] = set()
         self._staged: list[WeightLabel] = []  # adapters, oldest first
 
@@ -385,10 +361,6 @@ class AdapterTransport:
         self._staged = [label for label in self._staged if label in needed]
         await run_in(self._executor, self._folders.remove, [label.version for label in unneeded])
         await run_in(self._executor, self._folders.remove_dead_sessions)
-
-    async def close(self) -> None:
-        """Remove the files of this session. Servers evict its adapters when they need space, or end."""
-        await run_in(self._executor, self._folders.close)
 
 
 def _peft_config(adapter: LowRankAdapter) -> dict[str, Any]:

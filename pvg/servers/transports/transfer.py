@@ -26,7 +26,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -429,27 +429,16 @@ def _current(device: torch.device) -> AbstractContextManager[None]:
 
 def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run `work` in a daemon thread, which the end of the process does not wait for."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def set_outcome(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome: tuple[T | None, BaseException | None] = (work(), None)
+            done.set_result(work())
         except BaseException as error:  # noqa: BLE001 (it is raised in the event loop)
-            outcome = (None, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(set_outcome, *outcome)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="pvg-transfer", daemon=True).start()
-    return future
+    return asyncio.wrap_future(done)
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
