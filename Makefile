@@ -144,7 +144,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; no
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in rollout rollout-peer trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
-	for profile in loop loop-large stragglers pipeline; do \
+	for profile in loop loop-large pipeline; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
 	for profile in loop; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done

@@ -38,7 +38,7 @@ BEGIN, END = f"<!-- reports: {COMMAND} -->", "<!-- end of the reports -->"
 PEERS = "peers"
 ORDER = (
     *("rollout", "rollout-peer", "rollout-peer-smollm2", "rollout-vllm"),
-    *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "stragglers", "pipeline", PEERS),
+    *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "pipeline", PEERS),
 )
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's reports
 SHOWN_PARTS = 6  # of a time budget

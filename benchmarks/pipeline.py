@@ -4,7 +4,7 @@
     pvg bench --profile benchmarks/pipeline.toml --interleave   # the same, with samples taken in turn
 
 The prover phase, its trainer, the verifier's scorer, the dispatcher and the pipeline are pvg's; with `cluster.kind =
-"local"` workers score and train. The engine (`DelayedEngine`) returns real completions after artificial delays, as
+"local"` workers score and train. The engine (`StandInEngine`) returns real completions after artificial delays, as
 servers elsewhere would. The base prover samples these completions when the workload opens; they serve all versions. So
 the trainer's work and its waits are real.
 
@@ -24,7 +24,6 @@ A sample is `fill` steps, which fill the pipeline, and `steps` measured steps.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import tempfile
@@ -39,13 +38,13 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from benchmarks.stand_in import StandInEngine
+from benchmarks.stand_in import Answer, StandInEngine
 from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
-from pvg.config.rollout import NoPrefetch, Rollouts
+from pvg.config.rollout import NoPrefetch
 from pvg.errors import ConfigurationError
 from pvg.game.orders import prover_orders
 from pvg.game.prover_phase import open_prover_phase
@@ -54,31 +53,22 @@ from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import open_learner
-from pvg.records import Rollout, VersionSpan
-from pvg.rollout import EngineSetup
+from pvg.records import Rollout
 from pvg.rollout.dispatcher import Dispatcher
-from pvg.rollout.engine import Completion, GenerationRequest, Sampling
+from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
 
 
-class DelayedEngine(StandInEngine):
-    """Returns the completions of `rollouts` by batch, group and index, in which their ids end; later batches reuse the
-    first `batches`. The delay of a request is log-normal and depends only on its key and the number of the draw. A
-    weight update interrupts nothing: tokens arrive at an even pace, each with the version current at that time."""
+class DelayedAnswers:
+    """The completions of `rollouts` by batch, group and index, in which their ids end; later batches reuse the first
+    `batches`. The delay of a request is log-normal and depends only on its key and the number of the draw."""
 
-    def __init__(self, max_in_flight: int) -> None:
-        super().__init__(max_in_flight)
+    def __init__(self) -> None:
         self._completions: dict[str, Rollout] = {}
         self._batches = 1
-        self._updates: list[tuple[float, int]] = []  # (time, version current from then on)
         self.pace(0.0, 0.0, 1)
-
-    @property
-    def remote(self) -> bool:
-        return True
 
     def serve(self, rollouts: Iterable[Rollout], batches: int) -> None:
         self._batches = batches
@@ -89,21 +79,11 @@ class DelayedEngine(StandInEngine):
         the deviation of the logarithm; `draw` and a request's key select its delay."""
         self._median_s, self._sigma, self._longest, self._draw = median_s, sigma, longest, draw
 
-    async def generate(self, request: GenerationRequest) -> Completion:
-        key, began = self._key(request.id), time.perf_counter()
-        found, first = self._completions[key], self.version
-        await asyncio.sleep(self._median_s * drawn_time(f"{self._draw}/{key}", self._sigma, self._longest))
-        seconds, tokens = max(time.perf_counter() - began, 1e-9), len(found.completion_ids)
-        spans = {0: first}
-        for since, version in self._updates:
-            if since >= began:  # if two versions arrive with the same token, the newer one counts
-                spans[min(tokens - 1, int(tokens * (since - began) / seconds))] = version
-        done = self.completed(request, found.completion_ids, found.logprobs, found.finish_reason, seconds)
-        return replace(done, spans=tuple(VersionSpan(*item) for item in spans.items()))
-
-    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        self._updates.append((time.perf_counter(), update.version))
-        return await super().load_weights(update)
+    def __call__(self, request: GenerationRequest) -> Answer:
+        key = self._key(request.id)
+        found = self._completions[key]
+        seconds = self._median_s * drawn_time(f"{self._draw}/{key}", self._sigma, self._longest)
+        return Answer(found.completion_ids, found.logprobs, found.finish_reason, seconds)
 
     def _key(self, request_id: str) -> str:
         _, batch, group, index = request_id.rsplit("/", 3)
@@ -183,15 +163,18 @@ class PipelinedSteps:
     def __init__(self, experiment: Experiment, workload: PipelinedStepsSettings, executor: Executor | None) -> None:
         self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
+        self._answers = DelayedAnswers()
         self._plays: list[MeasuredSteps] = []  # one per sample
         self._useful_s: list[float] = []  # a step's useful work, one per sample
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            self._session = open_bench_session(self._experiment, folder, stack, self._executor, _open_engine)
+            engine = StandInEngine(self._experiment.rollout.concurrency, self._answers)
+            self._session = open_bench_session(self._experiment, folder, stack, self._executor, lambda setup: engine)
             self._session.observer = StepClock()
-            self._synchronous = replace(self._session, rollout=_synchronous(self._experiment.rollout))
+            in_turns = self._experiment.rollout.model_copy(update={"prefetch": NoPrefetch()})
+            self._synchronous = replace(self._session, rollout=in_turns)
             players = self._session.players
             await players.ready()
             stack.enter_context(players.divided_workers())  # also for the synchronous steps: see "useful work"
@@ -199,11 +182,9 @@ class PipelinedSteps:
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
             batches = self._workload.fill + self._workload.steps + FREE_BATCHES
-            assert isinstance(players.engine, DelayedEngine)
-            self._engine = players.engine
             with span("sample_completions"):
                 rollouts = await self._completions(batches)
-            self._engine.serve(rollouts, batches)
+            self._answers.serve(rollouts, batches)
             self._stack = stack.pop_all()
 
     async def _completions(self, batches: int) -> list[Rollout]:
@@ -241,14 +222,14 @@ class PipelinedSteps:
 
     async def sample(self, index: int) -> dict[str, float]:
         workload, rollout = self._workload, self._experiment.rollout
-        self._engine.pace(0.0, 0.0, 1)
+        self._answers.pace(0.0, 0.0, 1)
         with span(RESET), Tracer().drive():  # not part of the pipelined steps or their budget
             in_turns = await self._play(self._synchronous, 1 + workload.calibration, skip=1)
         useful_s = float(np.median(in_turns.trained_s))
         batch_s = workload.engine_share * useful_s
         # Mean latency at which `concurrency` requests at once complete a batch in batch_s.
         mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
-        self._engine.pace(mean_s / _mean_over_median(workload.sigma), workload.sigma, workload.longest, draw=index)
+        self._answers.pace(mean_s / _mean_over_median(workload.sigma), workload.sigma, workload.longest, draw=index)
         play = await self._play(self._session, workload.fill + workload.steps, skip=workload.fill)
         self._plays.append(play)
         self._useful_s.append(useful_s)
@@ -309,14 +290,6 @@ class PipelinedSteps:
 
 def _seconds(spans: Iterable[Span]) -> float:
     return sum(found.end_s - found.start_s for found in spans)
-
-
-def _synchronous(rollout: Rollouts) -> Rollouts:
-    return rollout.model_copy(update={"prefetch": NoPrefetch()})
-
-
-def _open_engine(setup: EngineSetup) -> DelayedEngine:
-    return DelayedEngine(setup.rollout.concurrency)
 
 
 def _mean_over_median(sigma: float) -> float:

@@ -25,7 +25,6 @@ from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
 from pvg.game.statistics import BatchClock
 from pvg.game.verifier_phase import FixedVerifier, read_verifier
-from pvg.models.adapters import AdaptedModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
@@ -214,7 +213,7 @@ def open_batches(
         learner,
         workers=workers,
         recomputed=rollout.logprobs == "recomputed",
-        staleness_budget=rollout.prefetch.staleness_budget,
+        staleness_budget=rollout.staleness_budget,
     )
     orders.on_group = logprobs.early.arrived
     return GameBatches(
@@ -242,7 +241,14 @@ def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -
         scored: WhenScored = "background" if beside else "batch"
         if session.verifier.engine != "torch":
             scored = "arrival"
-        return Prefetcher(orders, scorer, ahead, concurrency=rollout.concurrency, scored=scored)
+        return Prefetcher(
+            orders,
+            scorer,
+            ahead,
+            budget=rollout.staleness_budget,
+            concurrency=rollout.concurrency,
+            scored=scored,
+        )
     carried = partial_sampling(rollout, session.training, session.game.reward.kind, players.dispatcher)
     return FreshGroups(orders) if carried is None else CarriedGroups(orders, carried)
 
@@ -259,6 +265,8 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
         learner = open_learner(session.players, round_)
         learner.load_weights(tensors)
         return learner
+    from pvg.models.adapters import AdaptedModel
+
     low_rank, meta = read(adapter_name(name))
     learner = open_learner(session.players, round_)
     assert isinstance(learner, AdaptedModel)

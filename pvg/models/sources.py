@@ -31,7 +31,6 @@ from pvg.config.training import Adapters, Models, ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
-from pvg.models.adapters import attach_adapters
 from pvg.models.heads import VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import mark_without_head
@@ -92,7 +91,7 @@ def _prover(base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel
 def _verifier(saved: SavedPlayer, base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:
     adapters, start = saved.experiment.verifier.adapters, base
     if adapters.rank:
-        start = attach_adapters(base, adapters.rank, adapters.alpha, seed=0, section="verifier")
+        start = _with_adapters(saved.experiment.verifier, base, seed=0)
     weights = dict(start.module.named_parameters())
     own = {name.removeprefix(BACKBONE): tensor for name, tensor in tensors.items() if name.startswith(BACKBONE)}
     if not own or any(name not in weights or weights[name].shape != tensor.shape for name, tensor in own.items()):
@@ -350,6 +349,8 @@ def open_learner(players: BaseProver, round_: int) -> LanguageModel:
     adapters = players.adapters
     if not adapters.rank:
         return players.base.copy()
+    from pvg.models.adapters import attach_adapters
+
     return attach_adapters(players.base, adapters.rank, adapters.alpha, seed_for(players.seed, round_, "adapters"))
 
 
@@ -391,5 +392,7 @@ def verifier_is_on_base(section: Verifier, models: Models) -> bool:
 
 
 def _with_adapters(section: Verifier, start: LanguageModel, seed: int) -> LanguageModel:
+    from pvg.models.adapters import attach_adapters
+
     adapters = section.adapters
     return attach_adapters(start, adapters.rank, adapters.alpha, seed, section="verifier")

@@ -27,6 +27,39 @@ from pvg.telemetry.waits import SHARED
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
 Status = Literal["empty", "samples", "unfinished", "complete"]
+# "waiting": nothing has happened yet; "silent": its process lives, but does not beat; "failed": its process ended with
+# an error; "died": its process is gone, and did not end the run; "removed": the run's folder is gone.
+RunState = Literal["waiting", "running", "silent", "finished", "stopped", "failed", "died", "removed"]
+# The word of a state wherever a user reads it, and its colour. JSON documents contain the name of the state.
+WORDS: dict[RunState, tuple[str, Literal["good", "warn", "bad"]]] = {
+    "waiting": ("empty", "warn"),
+    "running": ("running", "good"),
+    "silent": ("silent", "warn"),
+    "finished": ("complete", "good"),
+    "stopped": ("stopped", "warn"),
+    "failed": ("failed", "bad"),
+    "died": ("died", "bad"),
+    "removed": ("removed", "bad"),
+}
+# The state of a run that no process plays, as far as its status tells it.
+SETTLED: dict[Status, RunState] = {
+    "empty": "waiting",
+    "samples": "finished",
+    "unfinished": "stopped",
+    "complete": "finished",
+}
+
+
+def state_word(
+    state: RunState | None, status: Status, damaged: bool = False
+) -> tuple[str, Literal["good", "warn", "bad"]]:
+    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended. `damaged`:
+    whether files are damaged that tell the state (pvg.reporting.run_summary.state_and_tags)."""
+    known = SETTLED[status] if state is None else state
+    if damaged and known != "removed":
+        return "damaged", "bad"
+    return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
+
 
 NOTEWORTHY = 0.005  # share of all steps' time; less overlap than this is not reported as hidden
 WORKER = re.compile(r"w(\d+)_busy")

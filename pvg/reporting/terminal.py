@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,7 +18,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
     BudgetPart,
@@ -33,10 +33,20 @@ from pvg.reporting.formats import (
     trend,
     value_text,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges, workers_text
-from pvg.reporting.solutions import Example, shown_solution
+from pvg.reporting.run_summary import (
+    RunState,
+    RunSummary,
+    base_metrics,
+    lag_summary,
+    reading_ranges,
+    state_word,
+    workers_text,
+)
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
 from pvg.telemetry.spans import UNACCOUNTED
+
+if TYPE_CHECKING:
+    from pvg.reporting.solutions import Example
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
@@ -383,6 +393,8 @@ def alerts_list(summary: RunSummary) -> Text:
 
 
 def examples_list(examples: Sequence[Example]) -> Group:
+    from pvg.reporting.solutions import shown_solution  # `pvg train` shows none
+
     parts: list[RenderableType] = []
     for example in examples:
         shown = shown_solution(example, None)

@@ -31,10 +31,10 @@ from aiohttp import web
 
 from pvg.errors import MissingRequirementError, PvgError, counted, reason
 from pvg.evaluation.report import REPORT_FILE
-from pvg.reporting.follow import RunProgress, RunSituation, RunState, progress_of, situation
+from pvg.reporting.follow import RunProgress, RunSituation, progress_of, situation
 from pvg.reporting.formats import compact, duration, phase_label
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
-from pvg.reporting.run_summary import RunSummary, committed_state, read_run
+from pvg.reporting.run_summary import RunState, RunSummary, committed_state, read_run
 from pvg.reporting.solutions import rollouts_file, rollouts_kind, stored_rollouts
 from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements, policy_of
 from pvg.store.run_directory import RunDirectory

@@ -13,9 +13,9 @@ probability. Columns before a row's first token hold zeros and are masked, so th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -26,11 +26,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.models.compute import product_tolerance
 from pvg.models.packing import pad_right, token_budget_batches
-from pvg.models.routing import ExpertRecorder, number_of_experts, recorded_experts, routers_of
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
 from pvg.telemetry.spans import span
+
+if TYPE_CHECKING:
+    from pvg.models.routing import ExpertRecorder
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -64,6 +66,8 @@ class RowExperts:
     forward pass. `steps` is the most sampled tokens of any request."""
 
     def __init__(self, module: nn.Module, recorder: ExpertRecorder, rows: int, steps: int) -> None:
+        from pvg.models.routing import number_of_experts, routers_of
+
         experts = max(map(number_of_experts, routers_of(module)))
         # torch cannot index-assign uint16. So int16 holds their bits, and `_read` views them as uint16.
         self._dtype = torch.uint8 if experts <= 256 else torch.int16
@@ -156,6 +160,11 @@ class RunningRows(Protocol):
         """True if `turn` accepts jobs while rows run. If False, it accepts them only when all rows have finished."""
         ...
 
+    @property
+    def refusal(self) -> str:
+        """Why torch does not record steps on the GPU; "" if it does, or without a GPU."""
+        return ""
+
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs` and decode until at least one row finishes or a bounded number of steps is done.
 
@@ -166,7 +175,7 @@ class RunningRows(Protocol):
         ...
 
 
-class ModuleRows:
+class ModuleRows(RunningRows):
     """`RunningRows` that decodes whole batches with `decode`, for every architecture."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, routed_experts: bool = False) -> None:
@@ -206,7 +215,12 @@ def decode(
     Raises TrainingDivergedError if the model's logits are not finite, and ConfigurationError if `routed_experts` is set
     for a model without experts.
     """
-    with recorded_experts(module) if routed_experts else nullcontext() as recorder:
+    recording: AbstractContextManager[ExpertRecorder | None] = nullcontext()
+    if routed_experts:
+        from pvg.models.routing import recorded_experts
+
+        recording = recorded_experts(module)
+    with recording as recorder:
         steps = max(request.sampling.max_tokens - request.tokens_resumed for request in requests)
         experts = None if recorder is None else RowExperts(module, recorder, len(requests), steps)
         with span("prefill", device=True):

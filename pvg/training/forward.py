@@ -26,7 +26,6 @@ from pvg.models.logprobs import (
     shared_prompt_outputs,
 )
 from pvg.models.packing import distinct_prompts, distinct_rows, pad_right, shared_prompt_batches, token_budget_batches
-from pvg.models.routing import replayed_experts
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
@@ -104,6 +103,8 @@ def batch_outputs(
 ) -> CompletionOutputs:
     """`batch_logprobs`, and with `entropies` the exact entropies of the tokens' distributions."""
     if settings.router_replay:
+        from pvg.models.routing import replayed_experts
+
         check_logits(module)  # runs own forward passes, which must not happen during a replay
         if settings.shared_prompts:
             check_packing(module, settings.fused_layers)

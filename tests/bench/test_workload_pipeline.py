@@ -14,7 +14,8 @@ import pytest
 from bench_runs import load_profile, run_variant
 
 from benchmarks import pipeline
-from benchmarks.pipeline import DelayedEngine, drawn_time
+from benchmarks.pipeline import DelayedAnswers, drawn_time
+from benchmarks.stand_in import StandInEngine
 from pvg.bench.planning import plan_bench
 from pvg.config.load import build_experiment
 from pvg.config.operation import LocalCluster
@@ -82,13 +83,14 @@ def test_the_profiles_variants_are_valid() -> None:
 
 def test_the_engine_answers_in_its_own_time_and_with_the_versions_of_its_moments() -> None:
     async def work() -> None:
-        engine = DelayedEngine(max_in_flight=4)
-        engine.serve(rollouts(), batches=2)
+        answers = DelayedAnswers()
+        engine = StandInEngine(4, answers)
+        answers.serve(rollouts(), batches=2)
         quick = await engine.generate(request("000/train_prover/00003/00000/00"))  # batch 3 is batch 1 again
         assert (quick.token_ids.tolist(), quick.finish_reason) == ([4, 5, 6], "stop")
         assert quick.logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3])
         assert quick.spans == (VersionSpan(0, 0),)
-        engine.pace(0.3, 0.0, 8)
+        answers.pace(0.3, 0.0, 8)
         slow = asyncio.create_task(engine.generate(request("000/train_prover/00001/00000/00")))
         await asyncio.sleep(0.2)
         await engine.load_weights(WeightUpdate(7, {}, "trace"))

@@ -184,7 +184,7 @@ WRONG_FILES = [
     ("score mine empty.jsonl", "empty.jsonl has no solutions."),
     ("score mine empty.jsonl --out runs", "--out runs is a folder."),
     ("score mine empty.jsonl --out nowhere/scores.jsonl", "mkdir -p nowhere"),
-    ("score mine early.jsonl --out ./early.jsonl", "--out early.jsonl would overwrite the solutions."),
+    ("score mine early.jsonl --out ./early.jsonl", "--out early.jsonl would overwrite what pvg reads."),
     ("score mine runs", "runs: Is a directory."),
     ("score mine pipe.jsonl", "pipe.jsonl: it is not a regular file."),
     ("export mine --player prover --out runs", "runs exists, and it is not an export of pvg."),
