@@ -37,7 +37,7 @@ from pvg.game.roles import TAGS
 from pvg.records import Role
 from pvg.tasks import open_task, problems_of_half
 from pvg.training.trainer import OptimizerSettings
-from pvg_cli.bench_tables import sweep_table
+from pvg_cli.bench_tables import variants_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code:
         print(report.reason, file=sys.stderr)
     else:
-        Console().print(sweep_table(report))
+        Console().print(variants_table(report))
     return code
 
 
