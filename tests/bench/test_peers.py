@@ -213,14 +213,16 @@ def test_the_page_has_a_row_for_each_report_with_its_ratio() -> None:
     grpo = made_report(
         *[variant({"rollout_s": lower([s / 2] * 5), "step_s": lower([s] * 5)}, f"trainer={name}",
                   {"completion_tokens": 48.0}) for name, s in (("TRL", 1.2), ("pvg", 0.6))],
-        profile="peers", name="peers", config=config("grpo", "step_s"), command="python benchmarks/peers/compare.py grpo",
+        profile="peers", name="peers", config=config("grpo", "step_s"),
+        command="python benchmarks/peers/compare.py grpo",
         work={"parameters": 860_032, "groups": 32, "group_size": 8, "max_tokens": 48, "kl": 0.04, "stops": False},
     )  # fmt: skip
     verifier = made_report(
         *[variant({"pairs_per_s": higher([rate] * 5, "pairs/s")}, f"trainer={name}",
                   {"solution_tokens": 45.0, "solutions_forwarded": 4096.0 / rate * 100})
           for name, rate in (("TRL", 100.0), ("pvg", 400.0))],
-        profile="peers", name="peers", config=config("verifier", "pairs_per_s"), command="pvg bench --profile benchmarks/peers/verifier.toml",
+        profile="peers", name="peers", config=config("verifier", "pairs_per_s"),
+        command="pvg bench --profile benchmarks/peers/verifier.toml",
         work={"parameters": 860_032, "pairs_formed": 2048, "solutions": 1024, "pairs": 128},
     )  # fmt: skip
     lines = reports_text({"g.json": grpo, "v.json": verifier}).splitlines()

@@ -150,8 +150,8 @@ def test_a_large_run_keeps_its_newest_solutions_and_names_the_place_of_the_rest(
     assert 70 < len(found) < 120
     assert [row["id"] for row in found] == [stored.id for _, stored in everything[: -len(found) - 1 : -1]]
     assert f"the newest {len(found)} solutions of {len(everything)}" in harmless(text).text
-    assert "/rollouts have all of them" in Page(text).text
-    assert "/rollouts have all of them" not in Page(page_of(run)).text
+    assert "/rollouts has all of them" in Page(text).text
+    assert "/rollouts has all of them" not in Page(page_of(run)).text
 
 
 def test_each_long_text_is_cut_and_says_so(tmp_path: Path) -> None:
