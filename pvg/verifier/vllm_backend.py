@@ -26,7 +26,6 @@ from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, ServerUnavailableError, TrainingDivergedError, WeightsNotArrivedError
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
-from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32
 from pvg.rollout.vllm_requests import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.command import Purpose
@@ -38,6 +37,7 @@ from pvg.servers.served_model import Prove, RequestFailed, ServedModel, ServerRe
 from pvg.servers.transports.files import FilesystemTransport, VersionFolders
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import run_whole, span
+from pvg.verifier.data import padded_batches
 from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
 
 # Score servers: several vLLM servers with one model, which compute values of solutions.
@@ -543,17 +543,9 @@ class VllmBackend:
 
     def _references_here(self, inputs: Sequence[ScoreInput]) -> Float32:
         """References float32 [N], in the executor's thread."""
-        model, budget = self._model, self._serving.token_budget
+        rows = [(entry.ids, entry.prompt_length) for entry in inputs]
         found: Float32 = np.empty(len(inputs), dtype=np.float32)
         with torch.inference_mode(), span("reference", device=True):
-            for rows in batches([len(entry.ids) for entry in inputs], budget, model.max_length):
-                packed = pad_batch(
-                    [inputs[row].ids for row in rows],
-                    [inputs[row].prompt_length for row in rows],
-                    model.tokenizer.pad_id,
-                    model.device,
-                    token_budget=budget,
-                    max_length=model.max_length,
-                )
-                found[rows] = model.reference(*packed)[: len(rows)].cpu().numpy()
+            for numbers, packed in padded_batches(self._model, rows, self._serving.token_budget):
+                found[numbers] = self._model.reference(*packed)[: len(numbers)].cpu().numpy()
         return found
