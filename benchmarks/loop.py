@@ -43,13 +43,13 @@ from pydantic import Field
 
 from benchmarks.loop_engine import (
     CallingThreadExecutor,
-    RecordedEngine,
     RecordedScores,
     RecordedScoringModel,
     RolloutStretch,
     recorded,
     some_experts,
 )
+from benchmarks.stand_in import StandInEngine
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
@@ -217,9 +217,9 @@ class LoopWorkload:
         how = RolloutStretch(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
         rollouts = [one for group in groups for one in group.rollouts]
         experts = some_experts(how)
-        payloads = {one.id: recorded(one, i, how, tokenizer, experts) for i, one in enumerate(rollouts)}
-        self._tokens = sum(len(payload.token_ids) for payload in payloads.values())
-        players.engine = RecordedEngine(payloads, chunk=settings.chunk, max_in_flight=rollout.concurrency)
+        answers = {one.id: recorded(one, i, how, tokenizer, experts) for i, one in enumerate(rollouts)}
+        self._tokens = sum(len(answer.token_ids) for answer in answers.values())
+        players.engine = StandInEngine(rollout.concurrency, lambda asked: answers[asked.id], settings.chunk)
         sampling = Sampling(settings.tokens, (tokenizer.eos_id,))
         grading = players.grading if settings.grading == "thread" else None
         self._dispatcher = players.dispatcher = WatchedDispatcher(
@@ -290,7 +290,7 @@ class LoopWorkload:
         scorer = VerifierScorer(
             judge,
             players.template(judge),
-            judge.version(),
+            "recorded",
             token_budget=context,
             executor=players.executor,
             prover_fingerprint=None if self._settings.retokenize else tokenizer.fingerprint,

@@ -9,109 +9,32 @@ in every sample.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.stand_in import StandInEngine
+from benchmarks.stand_in import Answer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts
-from pvg.rollout.engine import Completion, GenerationRequest
+from pvg.records import Int32, Rollout, RoutedExperts
 from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-NO_MODEL = "It has no model."
 STEP_ENDS = (";", "\n")  # a step of a solution ends with one of these
 EXPERT_ROWS = 4096  # tokens after which the experts repeat
 GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 spread the rollouts' durations evenly over an interval
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """The answer to one request: token ids int32 [C], log-probs float32 [C], and the seconds over which the tokens
-    arrive. The experts [P + C - 1, layers, k] of prompt and completion repeat `some_experts` [E, layers, k], which many
-    payloads share, from row `place` on: so what is served is not in memory before."""
-
-    token_ids: Int32
-    logprobs: Float32
-    prompt_tokens: int
-    some_experts: RoutedExperts
-    place: int
-    finish_reason: FinishReason
-    duration_s: float
-
-    @property
-    def experts(self) -> RoutedExperts:
-        """A copy, as each reply of a server is one."""
-        rows = np.arange(self.prompt_tokens + len(self.token_ids) - 1) + self.place
-        return self.some_experts[rows % len(self.some_experts)]
-
-
-class RecordedEngine(StandInEngine):
-    """Serves `payloads` by request id: the tokens in chunks of `chunk`, and at the end, as vLLM does, the experts."""
-
-    def __init__(self, payloads: Mapping[str, Payload], *, chunk: int, max_in_flight: int) -> None:
-        super().__init__(max_in_flight)
-        self._payloads = payloads
-        self._chunk = chunk
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        payload = self._payloads[request.id]
-        started = time.perf_counter()
-        starts = range(0, len(payload.token_ids), self._chunk)
-        token_ids, logprobs = list[Int32](), list[Float32]()
-        for number, start in enumerate(starts, start=1):
-            # Relative to the start, so that a busy loop delays one chunk and not all later ones.
-            due = started + payload.duration_s * number / len(starts)
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            end = min(start + self._chunk, len(payload.token_ids))
-            token_ids.append(payload.token_ids[start:end])
-            logprobs.append(payload.logprobs[start:end])
-        return self.completed(
-            request,
-            np.concatenate(token_ids),
-            np.concatenate(logprobs),
-            payload.finish_reason,
-            time.perf_counter() - started,
-            payload.experts,
-        )
-
-
 class RecordedScoringModel:
     """A verifier for contexts of up to `max_length` tokens, without a model. `RecordedScores` provides its scores."""
 
-    needs_reference = False
     reads: Literal["scalar", "implicit", "yes_token"] = "scalar"
 
     def __init__(self, tokenizer: Tokenizer, max_length: int) -> None:
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self.closed = False
-
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError(NO_MODEL)
-
-    def __call__(
-        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
-    ) -> Tensor:
-        raise NotImplementedError(NO_MODEL)
-
-    def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-        raise NotImplementedError(NO_MODEL)
-
-    def version(self) -> str:
-        return "recorded"
-
-    def close(self) -> None: ...
 
 
 class RecordedScores:
@@ -149,20 +72,19 @@ def some_experts(how: RolloutStretch) -> RoutedExperts:
 
 def recorded(
     rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer, experts: RoutedExperts
-) -> Payload:
-    """A rollout stretched to almost `tokens` tokens in whole steps. `number` selects its duration and its experts."""
+) -> Answer:
+    """A rollout stretched to almost `tokens` tokens in whole steps. `number` selects its duration and its experts. They
+    repeat `experts` [E, layers, k] from that row on: so what is served is not in memory before."""
     ids, logprobs = rollout.completion_ids, rollout.logprobs
     step = first_step(ids, tokenizer)
     repeats = max(0, how.tokens - len(ids)) // max(1, step)
-    token_ids = np.concatenate([np.tile(ids[:step], repeats), ids])
-    return Payload(
-        token_ids=token_ids,
+    rows = len(rollout.prompt_ids) + repeats * step + len(ids) - 1
+    return Answer(
+        token_ids=np.concatenate([np.tile(ids[:step], repeats), ids]),
         logprobs=np.concatenate([np.tile(logprobs[:step], repeats), logprobs]),
-        prompt_tokens=len(rollout.prompt_ids),
-        some_experts=experts,
-        place=number,
         finish_reason=rollout.finish_reason,
-        duration_s=how.seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
+        seconds=how.seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
+        experts=lambda: experts[(np.arange(rows) + number) % len(experts)],
     )
 
 

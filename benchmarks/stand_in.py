@@ -1,26 +1,41 @@
-"""`StandInEngine`: the base of engines that compute nothing, for workloads that measure everything around the engine.
-
-A subclass implements `generate` and creates its completions with `completed`.
-"""
+"""`StandInEngine`: an engine that computes nothing, for workloads that measure everything around the engine."""
 
 from __future__ import annotations
 
-from pvg.records import FinishReason, Float32, Int32, RoutedExperts
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pvg.records import FinishReason, Float32, Int32, RoutedExperts, VersionSpan
 from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 
 
-class StandInEngine(Engine):
-    """Accepts any weights, keeps their version, and counts each completion as a separate batch."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one request: token ids int32 [C], log-probs float32 [C], and the seconds in which the tokens arrive
+    at an even pace. `experts` makes those of prompt and completion when the last token is there."""
 
-    def __init__(self, max_in_flight: int) -> None:
-        self._max_in_flight = max_in_flight
-        self._version = 0
+    token_ids: Int32
+    logprobs: Float32
+    finish_reason: FinishReason
+    seconds: float
+    experts: Callable[[], RoutedExperts] | None = None
+
+
+class StandInEngine(Engine):
+    """Gives to each request what `answer` has for it, in chunks of `chunk` tokens (0: all together). It accepts any
+    weights. An update interrupts nothing: each token has the version that is current when it arrives."""
+
+    def __init__(self, max_in_flight: int, answer: Callable[[GenerationRequest], Answer], chunk: int = 0) -> None:
+        self._max_in_flight, self._answer, self._chunk = max_in_flight, answer, chunk
+        self._updates = [(0.0, 0)]  # (time, version that is current from then on)
         self._stats = EngineStats()
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._updates[-1][1]
 
     @property
     def stats(self) -> EngineStats:
@@ -30,41 +45,37 @@ class StandInEngine(Engine):
     def max_in_flight(self) -> int:
         return self._max_in_flight
 
-    def completed(
-        self,
-        request: GenerationRequest,
-        token_ids: Int32,
-        logprobs: Float32,
-        finish_reason: FinishReason,
-        service_s: float,
-        routed_experts: RoutedExperts | None = None,
-    ) -> Completion:
-        """Count a request that took `service_s` seconds, and return its completion."""
-        self.count(request, len(token_ids), service_s)
+    @property
+    def remote(self) -> bool:
+        return True
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        found, first, began = self._answer(request), self.version, time.perf_counter()
+        tokens = len(found.token_ids)
+        chunks = -(-tokens // (self._chunk or tokens))
+        for number in range(1, chunks + 1):
+            # Relative to the start, so that a busy loop delays one chunk and not all later ones.
+            due = began + found.seconds * number / chunks
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        seconds = max(time.perf_counter() - began, 1e-9)
+        spans = {0: first}
+        for since, version in self._updates:
+            if since >= began:  # if two versions arrive with the same token, the newer one counts
+                spans[min(tokens - 1, int(tokens * (since - began) / seconds))] = version
+        prompt = len(request.prompt_ids)
+        self._stats = self._stats.plus(EngineStats(1, 1, tokens, seconds, prompt, prompt))
         return Completion(
             request_id=request.id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            spans=request.spans(len(token_ids), self._version),
-            finish_reason=finish_reason,
-            timing=request.timing(0.0, service_s),
-            routed_experts=routed_experts,
-        )
-
-    def count(self, request: GenerationRequest, length: int, service_s: float) -> None:
-        """Count a request whose completion, possibly partial, has `length` tokens so far."""
-        stats, known = self._stats, len(request.known_ids)
-        self._stats = EngineStats(
-            batches=stats.batches + 1,
-            rows=stats.rows + 1,
-            tokens=stats.tokens + length - request.tokens_resumed,
-            seconds=stats.seconds + service_s,
-            prompt_tokens=stats.prompt_tokens + known,
-            prompt_tokens_computed=stats.prompt_tokens_computed + known,
+            token_ids=found.token_ids,
+            logprobs=found.logprobs,
+            spans=tuple(VersionSpan(*item) for item in spans.items()),
+            finish_reason=found.finish_reason,
+            timing=request.timing(0.0, seconds),
+            routed_experts=None if found.experts is None else found.experts(),
         )
 
     async def load_weights(self, update: WeightUpdate) -> SyncTiming:
-        self._version = update.version  # nothing here depends on the weights
+        self._updates.append((time.perf_counter(), update.version))
         return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
 
     async def close(self) -> None: ...

@@ -297,8 +297,7 @@ OTHER_KINDS = [
         "verifier.head.beta belongs to kind 'implicit', not to 'scalar'",
     ),
     (["rollout.engine=vllm", "rollout.engine.max_rows=8"], "belongs to kind 'torch', not to 'vllm'"),
-    (["rollout.deadline=cut", "rollout.deadline.max_versions=8"], "belongs to kind 'continue', not to 'cut'"),
-    (["rollout.prefetch.max_staleness=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),
+    (["rollout.prefetch.batches=2"], "belongs to kinds 'fresh', 'old', not to 'none'"),
 ]
 
 
@@ -311,8 +310,8 @@ def test_a_later_key_inside_an_assigned_table_leaves_the_callers_table_alone() -
     ahead = {"kind": "fresh", "batches": 1}
     plain: dict[str, Any] = {}
     assign(plain, "rollout.prefetch", ahead)
-    assign(plain, "rollout.prefetch.max_staleness", 99)
-    assert plain == {"rollout": {"prefetch": {"kind": "fresh", "batches": 1, "max_staleness": 99}}}
+    assign(plain, "rollout.prefetch.batches", 99)
+    assert plain == {"rollout": {"prefetch": {"kind": "fresh", "batches": 99}}}
     assert ahead == {"kind": "fresh", "batches": 1}
 
 
@@ -371,10 +370,6 @@ IMPOSSIBLE = [
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
     (
-        ["rollout.deadline=cut", "rollout.deadline.min_rollouts=1"],
-        "rollout.deadline.min_rollouts = 1 may leave a group of one",
-    ),
-    (
         ["rollout.deadline=cut", "training.minibatches=128"],
         "training.minibatches = 128 is above the 64 rollouts",
     ),
@@ -383,7 +378,7 @@ IMPOSSIBLE = [
         "training.minibatches = 4 is above the 2 rollouts",
     ),
     (
-        ["rollout.deadline=cut", "training.loss=spo", "rollout.deadline.min_rollouts=249"],
+        ["rollout.deadline=cut", "training.loss=spo"],
         "with training.loss = 'spo' rollout.deadline = 'cut' may leave a single one",
     ),
     (
@@ -422,13 +417,10 @@ POSSIBLE = [
     ["game.mint_samples=2"],
     ["training.loss=spo", "rollout.group_size=1", "game.reward=cgc"],
     ["training.loss=rae", "rollout.group_size=1", "game.reward=cgc"],
-    ["rollout.deadline=cut", "rollout.deadline.min_rollouts=8"],
     ["rollout.deadline=cut", "training.minibatches=64"],
-    ["rollout.deadline=cut", "rollout.deadline.min_rollouts=250", "training.loss=spo"],
     ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc"],
     ["rollout.deadline=continue", "training.loss=spo"],
-    ["rollout.deadline=cut", "rollout.deadline.min_rollouts=256", "training.loss=spo"],
-    ["rollout.deadline=continue", "rollout.deadline.min_rollouts=1"],
+    ["rollout.deadline=continue", "rollout.max_staleness=8"],
     ["rollout.deadline=cut", "rollout.prefetch=fresh"],
     ["rollout.deadline=continue", "training.router_replay=true"],
 ]

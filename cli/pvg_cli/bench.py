@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    announce_loading,
-    command_line,
-    emit,
-    guarded,
-    say,
-    stopped,
-)
-from pvg_cli.options import DebugOption, JsonOption, SetOption
+from pvg_cli.boundary import announce_loading, command_line, emit, say, stopped
+from pvg_cli.options import DebugOption, JsonOption, SetOption, check_output
 
 if TYPE_CHECKING:
-    from pvg.bench.planning import BenchPlan, OnServer
-    from pvg.bench.report import BenchReport
-    from pvg.bench.runner import OnSample, SampleTaken
-    from pvg.bench.workloads import BenchSettings
+    from pvg.bench.planning import BenchPlan
+    from pvg.bench.runner import SampleTaken
 
 REPORTS = Path("bench")  # the folder for reports without --out
 PROBE_BYTES = 1 << 20  # much more than a report needs
 
 
-@guarded
 def bench(
     *,
     profile: Annotated[
@@ -50,8 +38,7 @@ def bench(
         str | None, typer.Option("--sweep", metavar="KEY=A,B,C", help="Measure each value of a setting.")
     ] = None,
     ablate: Annotated[
-        bool,
-        typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another."),
+        bool, typer.Option("--ablate", help="Measure with all optimizations off, then turn on one after another.")
     ] = False,
     interleave: Annotated[
         bool | None,
@@ -63,8 +50,7 @@ def bench(
         ),
     ] = None,
     server: Annotated[
-        list[str] | None,
-        typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable."),
+        list[str] | None, typer.Option("--server", metavar="URL", help="Measure on the vLLM server at URL. Repeatable.")
     ] = None,
     serve: Annotated[
         bool,
@@ -96,6 +82,7 @@ def bench(
     from pvg.bench.report import write_report
     from pvg.bench.runner import run_plan
     from pvg.errors import UsageError
+    from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.output import stdout
 
     if profile is None:
@@ -103,23 +90,14 @@ def bench(
             raise UsageError("--profile is missing.", "Give --profile NAME. To list the profiles: pvg bench")
         _list_profiles(as_json)
         return
-    given = list(overrides or [])
-    given += [] if beside is None else [f"beside={beside}"]
-    urls = [url for given_url in server or [] for url in given_url.split(",")]
-    plan = plan_bench(
-        profile,
-        given,
-        sweep=sweep,
-        ablate=ablate,
-        interleave=interleave,
-        server_urls=urls,
-        serve=serve,
-    )
-    _say_precision(plan.base)
+    given = [*(overrides or []), *([] if beside is None else [f"beside={beside}"])]
+    urls = [url for words in server or [] for url in words.split(",")]
+    plan = plan_bench(profile, given, sweep=sweep, ablate=ablate, interleave=interleave, server_urls=urls, serve=serve)
+    for notice in filter(None, [plan.base.note, *(f"warning: {w}." for w in bfloat16_warnings(plan.base.experiment))]):
+        say(notice)
     path = _output(out, plan)
     try:
-        with _progress(plan) as (on_sample, on_server):
-            result = run_plan(plan, command=command_line(), on_sample=on_sample, on_server=on_server)
+        result = run_plan(plan, command=command_line(), on_sample=_on_sample, on_server=say)
         write_report(path, result.report)
     except KeyboardInterrupt:
         raise stopped("Stopped. No report was written.", document=as_json) from None
@@ -129,19 +107,13 @@ def bench(
     else:
         from pvg_cli.bench_tables import report_text
 
-        stdout().print(report_text(result.report, path, _next_commands(path, result.report)))
+        this = shlex.quote(str(path))
+        commands = {f"pvg report {this}": "the same numbers, with the time budget of each variant"}
+        if result.report.status == "ok":
+            commands[f"pvg compare OTHER {this}"] = "is this faster than before?"
+        stdout().print(report_text(result.report, path, commands))
     if result.exit_code:
         raise typer.Exit(result.exit_code)
-
-
-def _say_precision(settings: BenchSettings) -> None:
-    """Say what pvg has changed because of this machine's CPU, or what makes it slow."""
-    from pvg.telemetry.cpu import bfloat16_warnings
-
-    if settings.note:
-        say(settings.note)
-    for warning in bfloat16_warnings(settings.experiment):
-        say(f"warning: {warning}.")
 
 
 def _list_profiles(as_json: bool) -> None:
@@ -151,17 +123,14 @@ def _list_profiles(as_json: bool) -> None:
 
     paths = known_files("profiles")
     profiles = {name: read_profile(path) for name, path in paths.items()}
+    about = {name: profile.about for name, profile in profiles.items()}
     if as_json:
-        emit(
-            {
-                "profiles": [
-                    {"name": name, "workload": found.profile, "about": found.about, "path": str(paths[name])}
-                    for name, found in profiles.items()
-                ]
-            }
-        )
+        found = [
+            {"name": name, "workload": profile.profile, "about": about[name], "path": str(paths[name])}
+            for name, profile in profiles.items()
+        ]
+        emit({"profiles": found})
     else:
-        about = {name: profile.about for name, profile in profiles.items()}
         stdout().print(names_table(about, "Run one with", "pvg bench --profile NAME"))
 
 
@@ -173,16 +142,12 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
     import tempfile
     from datetime import UTC, datetime
 
-    from pvg.errors import MissingRequirementError, UsageError, user_paths
+    from pvg.errors import MissingRequirementError
     from pvg.store.atomic import make_directory
 
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
     path = out if out is not None else REPORTS / f"{plan.base.profile.name}-{stamp}.json"
-    with user_paths():
-        if path.is_dir():
-            raise UsageError(f"--out {path} is a folder.", "Give a file: --out FILE.json")
-        if out is not None and not out.parent.is_dir():
-            raise UsageError(f"The folder {out.parent} does not exist.", f"mkdir -p {shlex.quote(str(out.parent))}")
+    check_output("--out", out)
     try:
         make_directory(path.parent)
         with tempfile.TemporaryFile(dir=path.parent) as probe:
@@ -196,50 +161,7 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
     return path
 
 
-def _next_commands(path: Path, report: BenchReport) -> dict[str, str]:
-    this = shlex.quote(str(path))
-    commands = {f"pvg report {this}": "the same numbers, with the time budget of each variant"}
-    if report.status == "ok":
-        commands[f"pvg compare OTHER {this}"] = "is this faster than before?"
-    return commands
-
-
-# --- progress -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(plan: BenchPlan) -> Iterator[tuple[OnSample, OnServer]]:
-    """Show a bar on a terminal, or a line per sample elsewhere, and a line for each server that starts.
-
-    The bar is drawn between samples only, without a thread, so that drawing does not disturb the measurement.
-    """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from pvg_cli.output import is_live, stderr
-
-    console = stderr()
-    if not is_live(console):
-        yield _plain_line, say
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(24),
-        TextColumn("{task.completed} of {task.total} samples"),
-        TimeRemainingColumn(compact=True),
-    )
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
-        task = progress.add_task(f"{plan.base.profile.name}  opening", total=plan.samples)
-        progress.refresh()
-
-        def on_sample(taken: SampleTaken) -> None:
-            stage = "warming up" if taken.warmup else "measuring"
-            described = "  ".join(part for part in (plan.base.profile.name, taken.label, stage) if part)
-            progress.update(task, advance=1, description=described, refresh=True)
-
-        yield on_sample, lambda line: progress.console.print(line, highlight=False, soft_wrap=True)
-
-
-def _plain_line(taken: SampleTaken) -> None:
+def _on_sample(taken: SampleTaken) -> None:
     from pvg.reporting.formats import sample_seconds
 
     label = f"{taken.label}: " if taken.label else ""

@@ -1,26 +1,24 @@
-"""The tables of `pvg bench`: the profiles, the samples of one variant, several variants, and weight updates."""
+"""The tables of `pvg bench` and of `pvg report` for benchmarks: the samples of one variant, or several variants."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.text import Text
 
-from pvg.bench.compare import RatioInterval, VariantGain, beside_text, gains, headline_of, median
+from pvg.bench.compare import RatioInterval, beside_text, gains, headline_of, median
 from pvg.bench.report import BenchReport, Samples, Variant
 from pvg.bench.workloads import WALL
 from pvg.errors import counted
 from pvg.reporting.formats import duration, sample_seconds, sparkline
 from pvg.reporting.table import Column, Table, TableCell
-from pvg.reporting.terminal import HEADING, QUIET, BudgetBar, section
+from pvg.reporting.terminal import QUIET, BudgetBar, section
+from pvg_cli.output import next_commands
 
-FAILED = TableCell("failed", "badge bad")
 BETTER = {"lower": "↓", "higher": "↑"}
 SAMPLE_BARS = 7
-GAIN_BAR = 5  # cells
 
 
 def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) -> Group:
@@ -29,14 +27,11 @@ def report_text(report: BenchReport, path: Path, commands: Mapping[str, str]) ->
     if report.kind == "bench":
         parts += one_variant(report.variants[0])
     else:
-        title = "Gain of each switch" if report.kind == "ablation" else "Values"
-        table = ladder_table(report) if report.kind == "ablation" else sweep_table(report)
-        parts += section(title, table)
-        parts += failures(report)
-    parts += [Text(), Text.assemble(("Written to ", QUIET), str(path), (". Next:", QUIET), overflow="fold")]
-    for command, what in commands.items():  # on two lines, because two paths make a command long
-        parts.append(Text.assemble("  ", (command, "bold cyan"), (f"\n      {what}", QUIET), overflow="fold"))
-    return Group(*parts)
+        parts += section("Gain of each switch" if report.kind == "ablation" else "Values", variants_table(report))
+        failed = [variant for variant in report.variants if variant.status == "failed"]
+        parts += [Text(f"{variant.label} failed: {variant.reason}", style="red") for variant in failed]
+    written = Text.assemble(("Written to ", QUIET), str(path), (". Next:", QUIET), overflow="fold")
+    return Group(*parts, Text(), written, *next_commands(commands))
 
 
 def headline_text(report: BenchReport) -> Text:
@@ -60,7 +55,9 @@ def one_variant(variant: Variant) -> list[RenderableType]:
     each = variant.budget.wall_s / variant.budget.steps
     parts += section("Time budget", BudgetBar(variant.budget.exposed, f"{sample_seconds(each)} per sample"))
     if variant.derived:
-        parts += section("Derived", derived_table(variant.derived))
+        columns = [Column(), Column("", "right", "strong")]
+        rows = [(name, number(value)) for name, value in variant.derived.items()]
+        parts += section("Derived", Table(columns, list(rows), narrow=True))
     return parts
 
 
@@ -76,76 +73,38 @@ def samples_table(variant: Variant) -> Table:
         ]
     )
     for name, samples in variant.samples.items():
-        table.add(
-            name,
-            number(median(samples.values)),
-            reach(min(samples.values), max(samples.values)),
-            "" if samples.unit == "1" else samples.unit,
-            BETTER[samples.better],
-            sparkline(samples.values, SAMPLE_BARS),
-        )
+        unit = "" if samples.unit == "1" else samples.unit
+        curve = sparkline(samples.values, SAMPLE_BARS)
+        table.add(name, number(median(samples.values)), reach(samples.values), unit, BETTER[samples.better], curve)
     return table
 
 
-def derived_table(derived: Mapping[str, float]) -> Table:
-    columns = [Column(), Column("", "right", "strong")]
-    return Table(columns, [(name, number(value)) for name, value in derived.items()], narrow=True)
-
-
-def sweep_table(report: BenchReport) -> Table:
-    """A row per value: the main measure, and the wall time if that is not the main measure."""
-    headline = headline_of(report)
+def variants_table(report: BenchReport) -> Table:
+    """A row per variant of an ablation or a sweep: the main measure, and how many times better it is. A sweep also has
+    the wall time, if that is not the main measure."""
+    ladder, headline = report.kind == "ablation", headline_of(report)
     measured = next((variant.samples for variant in report.variants if variant.samples), {})
-    others = [name for name in (WALL,) if name != headline and name in measured]
-    measures = [Column(_heading(name, measured), "right", wrap=False) for name in others]
-    value = Column(report.variants[0].label.partition("=")[0])
-    main = Column(_heading(headline, measured), "right", "strong", wrap=False)
-    reached = Column("lowest .. highest", "right", wrap=False)
-    table = Table([value, main, reached, Column("vs. the first", wrap=False), *measures])
-    for gain in gains(report):
-        label, samples = gain.variant.label.partition("=")[2], gain.variant.samples
-        if not samples:
-            table.add(label, FAILED, *[""] * (len(table.columns) - 2))
-            continue
-        table.add(
-            label,
-            number(median(samples[headline].values)),
-            reach(min(samples[headline].values), max(samples[headline].values)),
-            times(gain.whole),
-            *(number(median(samples[name].values)) for name in others),
-        )
-    return table
-
-
-def ladder_table(report: BenchReport) -> Table:
-    headline, rungs = headline_of(report), gains(report)
-    measured = next((variant.samples for variant in report.variants if variant.samples), {})
+    others = [name for name in (WALL,) if not ladder and name != headline and name in measured]
+    label = "turned on, one by one" if ladder else report.variants[0].label.partition("=")[0]
+    titles = ("gain", "total") if ladder else ("lowest .. highest", "vs. the first")
     table = Table(
         [
-            Column("turned on, one by one"),
+            Column(label),
             Column(_heading(headline, measured), "right", "strong", wrap=False),
-            Column("gain", wrap=False),
-            Column("total", wrap=False),
-            Column(style="verifier", wrap=False),
+            *(Column(title, wrap=False) for title in titles),
+            *(Column(_heading(name, measured), "right", wrap=False) for name in others),
         ]
     )
-    top = max((gain.whole.ratio for gain in rungs if gain.whole is not None), default=1.0)
-    for gain in rungs:
-        label = TableCell(gain.variant.label, below=gain.says)
-        if not gain.variant.samples:
-            table.add(label, FAILED, "", "", "")
+    for gain in gains(report):
+        name, samples = gain.variant.label, gain.variant.samples
+        first = TableCell(name, below=gain.says) if ladder else TableCell(name.partition("=")[2])
+        if not samples:
+            table.add(first, TableCell("failed", "badge bad"), *[""] * (len(table.columns) - 2))
             continue
-        value = number(median(gain.variant.samples[headline].values))
-        table.add(label, value, times(gain.step), _ratio(gain.whole), _bar(gain, top))
+        values = samples[headline].values
+        compared = [times(gain.step), times(gain.whole)] if ladder else [reach(values), times(gain.whole)]
+        table.add(first, number(median(values)), *compared, *(number(median(samples[each].values)) for each in others))
     return table
-
-
-def failures(report: BenchReport) -> list[RenderableType]:
-    failed = [variant for variant in report.variants if variant.status == "failed"]
-    if not failed:
-        return []
-    lines = Text("\n").join(Text.assemble((f"{variant.label}  ", HEADING), variant.reason) for variant in failed)
-    return [Text(), Text("Failed", style="red"), Padding(lines, (0, 0, 0, 2))]
 
 
 def times(interval: RatioInterval | None) -> TableCell:
@@ -156,21 +115,13 @@ def times(interval: RatioInterval | None) -> TableCell:
     return TableCell(f"{interval.ratio:.2f}x", style, note=f" {interval.low:.2f} .. {interval.high:.2f}")
 
 
-def _ratio(interval: RatioInterval | None) -> str:
-    return "" if interval is None else f"{interval.ratio:.2f}x"
-
-
-def _bar(gain: VariantGain, top: float) -> str:
-    ratio = 1.0 if gain.whole is None else gain.whole.ratio
-    return "━" * max(1, round(GAIN_BAR * ratio / max(top, 1.0)))
-
-
 def _heading(name: str, measured: Mapping[str, Samples]) -> str:
     unit = measured[name].unit if name in measured else ""
     return name if unit in ("", "1") or name.endswith(f"_{unit}") else f"{name}\n{unit}"
 
 
-def reach(low: float, high: float) -> str:
+def reach(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
     return number(low) if low == high else f"{number(low)} .. {number(high)}"
 
 

@@ -1,4 +1,4 @@
-"""Common parts of all commands: options, errors, exit codes, and the one JSON document on stdout.
+"""Common parts of all commands: errors, exit codes, signals, and the one JSON document on stdout.
 
 Exit codes: 0 done; 1 a check failed; 2 wrong usage or configuration; 3 the environment lacks something; 70 a defect of
 pvg (the command prints the traceback and says how to report it); 130 stopped by Ctrl-C or SIGTERM.
@@ -12,19 +12,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import inspect
 import io
 import os
-import select
 import shlex
 import signal
 import stat
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, TracebackType
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -60,8 +58,6 @@ EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
 
 # The base class of usage errors. Newer versions of typer contain their own copy of click.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def emit(document: Mapping[str, Any]) -> None:
@@ -109,23 +105,6 @@ def first_prints(as_json: bool) -> bool:
     return as_json and not follows()
 
 
-def guarded(command: Command) -> Command:
-    """Decorates a command so that it handles errors and SIGTERM. The command takes `as_json` and `debug`. The lines of
-    its docstring, the help text, are joined to paragraphs. Otherwise they break twice on a narrow terminal."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with terminated_as_interrupted(), ErrorHandler(as_json=kwargs["as_json"], debug=kwargs["debug"]):
-            _refuse_deleted_folder()
-            result = command(*args, **kwargs)
-            sys.stdout.flush()  # here, so that ErrorHandler reports a full disk
-            return result
-
-    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    run.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    return run  # type: ignore[return-value]
-
-
 def _was_printing(trace: TracebackType | None) -> bool:
     """Whether printing raised the error. Other packages than these write the files of a run."""
     frames = [frame for frame, _ in traceback.walk_tb(trace)]
@@ -168,23 +147,27 @@ def _say_loading() -> None:
     say("loading torch and transformers ...")
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # for example in a command that a script started with `&`
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C. Commands that commit replace this handler with their own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+def handled(handler: Callable[[int, FrameType | None], object], numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Let `handler` handle these signals meanwhile. Only for the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def terminated_as_interrupted() -> contextlib.AbstractContextManager[None]:
+    """Handle SIGTERM like Ctrl-C. Commands that commit replace this handler with their own."""
+    main = threading.current_thread() is threading.main_thread()
+    return handled(_interrupt, [signal.SIGTERM] if main else [])
 
 
 def _refuse_deleted_folder() -> None:
@@ -195,7 +178,7 @@ def _refuse_deleted_folder() -> None:
 
 
 class ErrorHandler:
-    """Turns the exceptions of a command into messages and an exit code."""
+    """Turns the exceptions of a call of `pvg` into messages and an exit code. typer itself prints a usage error."""
 
     def __init__(self, *, as_json: bool, debug: bool) -> None:
         self.as_json = as_json
@@ -220,10 +203,31 @@ class ErrorHandler:
             self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno]))
         elif isinstance(error, PermissionError) and error.filename:  # of another user, such as a colleague's run
             self._mistake(path_error(error, *PATH_MISTAKES[error.errno or errno.EACCES]))
-        elif isinstance(error, Exception) and not isinstance(
-            error, (typer.Exit, typer.Abort, BrokenPipeError, CommandLineError)
-        ):
+        elif isinstance(error, CommandLineError):
+            self._usage_error(error)
+        elif error is None or isinstance(error, typer.Exit):
+            self._ended(error)
+        elif isinstance(error, Exception) and not isinstance(error, (typer.Abort, BrokenPipeError)):
             self._defect(error)
+
+    def _usage_error(self, error: Any) -> None:
+        if hasattr(error, "message"):
+            error.message = one_line(error.message.removeprefix("Value error, "))
+        message = error.format_message() if hasattr(error, "format_message") else error  # with the option's name
+        self._document("UsageError", str(message), "See --help.", EXIT_USAGE)
+
+    def _ended(self, error: typer.Exit | None) -> None:
+        """Flush stdout here, because an error at the end of the interpreter has another exit code."""
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _silence_stdout()
+            if error is None:
+                raise typer.Exit from None
+        except OSError as full:
+            if full.errno not in DISK_FULL:
+                raise
+            self._no_room(full)
 
     def _mistake(self, error: PvgError) -> None:
         if self.debug:
@@ -278,23 +282,13 @@ def open_closed_streams() -> None:
 READER_ENDED = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
 
 
-# How long a write waits for the reader of a full stream that does not block by itself (O_NONBLOCK).
-READER_S = 1.0
-
-
 class _ProgressPipe(io.FileIO):
-    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends or does not read, the text goes nowhere,
-    and the work goes on."""
-
-    _unread = False
+    """Stderr that goes to a pipe, a socket or a terminal. If its reader ends, or if the stream does not block and is
+    full, the text goes nowhere, and the work goes on."""
 
     def write(self, data: Any, /) -> int:
         try:
             written: int | None = super().write(data)  # None: the stream does not block, and is full
-            if written is None and not self._unread:
-                select.select((), (self,), (), READER_S)
-                written = super().write(data)
-            self._unread = written is None  # then further text does not wait again
             return memoryview(data).nbytes if written is None else written
         except OSError as error:
             if error.errno not in READER_ENDED:
@@ -327,7 +321,8 @@ def command_line() -> str:
 
 
 class Commands(TyperGroup):
-    """The group of all commands. With --json, a usage error is a JSON document too."""
+    """The group of all commands. Each call of `pvg` goes through it, so it handles errors and SIGTERM for all of them.
+    With --json, an error is a JSON document too."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         open_closed_streams()
@@ -336,55 +331,25 @@ class Commands(TyperGroup):
         as_json = "--json" in args
         if args[:1] == ["train"]:
             as_json = first_prints(as_json)
-        with UsageDocument(as_json):
+        handler = ErrorHandler(as_json=as_json, debug="--debug" in args)
+        with handler:
             context = super().make_context(info_name, args, parent, **extra)
-        context.meta["pvg.as_json"] = as_json
+        context.meta["pvg.handler"] = handler
         return context
 
     def invoke(self, ctx: Any) -> Any:
-        with UsageDocument(ctx.meta.get("pvg.as_json", False)):
+        with terminated_as_interrupted(), ctx.meta["pvg.handler"]:
+            _refuse_deleted_folder()
             return super().invoke(ctx)
 
 
-class UsageDocument:
-    """Escapes control characters in a usage error, and writes its JSON document. typer prints the text and exits
-    with code 2. Also ends the command if Ctrl-C comes, or if stdout is closed, before a command handles that."""
+class Command(TyperCommand):
+    """A command. The lines of its help text are joined to paragraphs; otherwise they break twice on a narrow terminal.
+    An option with a metavar in brackets, such as `--resume [RUN]`, has the value "" without a value."""
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _end_if_unread(error, trace)
-        if isinstance(error, KeyboardInterrupt):
-            stop = StoppedAtStart()
-            say(stop.message)
-            if self.as_json:
-                emit_error("Stopped", stop.message, stop.remedy, EXIT_STOPPED)
-            raise typer.Exit(EXIT_STOPPED)
-        if isinstance(error, CommandLineError) and hasattr(error, "message"):
-            error.message = one_line(error.message.removeprefix("Value error, "))
-        if self.as_json and isinstance(error, CommandLineError):
-            emit_error("UsageError", _told(error), "See --help.", EXIT_USAGE)
-        elif error is None or isinstance(error, typer.Exit):
-            try:
-                sys.stdout.flush()  # here, because an error at the end of the interpreter has another exit code
-            except BrokenPipeError:
-                _silence_stdout()
-                if error is None:
-                    raise typer.Exit from None
-
-
-def _told(error: Any) -> str:
-    """The message of an error of the command line, with the option or argument that it is about."""
-    return str(error.format_message()) if hasattr(error, "format_message") else str(error)
-
-
-class OptionalValues(TyperCommand):
-    """A command. An option with a metavar in brackets, such as `--resume [RUN]`, has the value "" without a value."""
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (self.help or "").split("\n\n"))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         optional = {name for each in self.params if str(each.metavar).startswith("[") for name in each.opts}

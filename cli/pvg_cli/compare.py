@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError, user_paths
-from pvg_cli.boundary import emit, guarded, say
-from pvg_cli.options import DebugOption, JsonOption
+from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
+from pvg_cli.boundary import emit, say
+from pvg_cli.options import DebugOption, JsonOption, check_output, write_output
 
 if TYPE_CHECKING:
-    from pvg.bench.compare import ReportComparison
     from pvg.bench.report import BenchReport
 
 
-@guarded
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="The report before a change (a JSON file of pvg bench).")],
     b: Annotated[Path, typer.Argument(metavar="B", help="The report after the change.")],
@@ -49,21 +47,19 @@ def compare(
     threshold = parse_share(fail_above) if fail_above is not None else None
     if as_json and markdown == "":
         raise UsageError("--json and --markdown cannot both write to stdout.", "Give a file: --markdown FILE")
+    file = Path(markdown) if markdown else None
+    check_output("--markdown", file, a, b)
     comparison = compare_reports(_read(a), _read(b), paths=(str(a), str(b)), fail_above=threshold)
     if markdown == "":
         typer.echo(markdown_text(comparison), nl=False)
-    elif markdown is not None:
-        _write(Path(markdown), markdown_text(comparison), (a, b))
+    elif file is not None:
+        write_output(file, markdown_text(comparison))
     if as_json:
         emit(comparison.plain())
     elif markdown != "":
         stdout().print(comparison_text(comparison))
-    _end(comparison, failure_line(comparison))
-
-
-def _end(comparison: ReportComparison, line: str) -> None:
     if comparison.failing:
-        say(line, typer.colors.RED)
+        say(failure_line(comparison), typer.colors.RED)
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
@@ -92,17 +88,3 @@ def _read(path: Path) -> BenchReport:
     if path.is_dir():
         raise UsageError(f"{path} is a folder, not a benchmark report.", "Give a JSON file of `pvg bench`.")
     return read_report(path)
-
-
-def _write(path: Path, text: str, reports: tuple[Path, Path]) -> None:
-    from pvg.store.atomic import write_output
-
-    if path.exists() and any(path.samefile(report) for report in reports):
-        raise UsageError(f"--markdown {path} would overwrite a report.", "Give another file.")
-    try:
-        write_output(path, text.encode())
-    except MissingRequirementError as error:  # the original remedy is about resuming a run
-        raise MissingRequirementError(error.message, "Give another file.") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Give another file.") from error
-    say(f"Written to {path}.")

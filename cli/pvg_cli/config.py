@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import emit, guarded, print_json, say
+from pvg_cli.boundary import emit, print_json, say
 from pvg_cli.options import DebugOption, ExperimentArgument, JsonOption, SetOption
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings 
 
 
 @app.command()
-@guarded
 def show(
     experiment: ExperimentArgument = "modchain",
     overrides: SetOption = None,
@@ -42,7 +41,6 @@ def show(
 
 
 @app.command()
-@guarded
 def explain(
     key: Annotated[
         str,
@@ -64,7 +62,6 @@ def explain(
 
 
 @app.command()
-@guarded
 def validate(
     experiment: ExperimentArgument = "modchain",
     overrides: SetOption = None,
@@ -85,7 +82,6 @@ def validate(
 
 
 @app.command()
-@guarded
 def schema(
     experiment: Annotated[
         str | None,

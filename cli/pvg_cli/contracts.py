@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import emit, guarded, print_json
+from pvg_cli.boundary import emit, print_json
 from pvg_cli.options import DebugOption, JsonOption
 
 
@@ -16,7 +16,6 @@ def _names(incomplete: str) -> list[str]:
     return [name for name in FILES | documents() if name.startswith(incomplete)]
 
 
-@guarded
 def schemas(
     name: Annotated[
         str | None,

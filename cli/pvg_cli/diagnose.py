@@ -9,13 +9,12 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, UsageError
 from pvg_cli import completion
-from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 ANY = "any"
 
 
-@guarded
 def diagnose(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run.", autocompletion=completion.runs)],
     runs: RunsOption = Path("runs"),

@@ -17,7 +17,7 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, one_line, shortened
 from pvg.installation import DISTRIBUTION, install_extra, install_packages
-from pvg_cli.boundary import announce_loading, emit, guarded
+from pvg_cli.boundary import announce_loading, emit
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -53,12 +53,7 @@ class CheckResult:
     remedy: str = ""
 
 
-@guarded
-def doctor(
-    runs: RunsOption = Path("runs"),
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+def doctor(runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """Check the installation, and say how to install what is missing. Exit code 1: pvg cannot work.
 
     pvg supports Linux and macOS. On Windows, run it in WSL.

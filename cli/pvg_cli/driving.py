@@ -12,15 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
-from pvg_cli.boundary import EXIT_STOPPED, SCHEMA_VERSION, error_document, json_text
-from pvg_cli.output import stderr
-from pvg_cli.run_display import RunBoard, RunWatcher
+from pvg_cli.boundary import EXIT_STOPPED, SCHEMA_VERSION, error_document, handled, json_text
+from pvg_cli.run_display import RunDisplay
 
 if TYPE_CHECKING:
     from pvg.store.run_directory import RunDirectory
@@ -33,29 +32,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def drive(
-    work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
-    watcher: RunWatcher,
+    work: Callable[[RunDisplay, asyncio.Event], Coroutine[Any, Any, Result]],
+    display: RunDisplay,
     killed_document: bytes = b"",
 ) -> Result:
-    """Run `work(observer, stop)` to its end under the watcher.
+    """Run `work(observer, stop)` to its end under the display.
 
     If a second Ctrl-C ends the process, it writes `killed_document` to stdout: with --json, the one document. Raises
     StoppedAtStart if the first comes before a phase has begun.
     """
-    with ExitStack() as stack:
-        stack.enter_context(watcher)
-        switch = stack.enter_context(StopSwitch(watcher, killed_document))
+    switch = StopSwitch(display, killed_document)
+    with display, handled(switch.handle, SIGNALS):
         loop, notice = runner()
         if notice:
-            watcher.noticed(notice)
+            display.noticed(notice)
         with loop:
             return loop.run(switch.attached(work))
 
 
 def drive_run(
-    work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]],
+    work: Callable[[RunDisplay, asyncio.Event], Coroutine[Any, Any, Result]],
     run: RunDirectory,
-    board: RunBoard,
+    display: RunDisplay,
     lock: AbstractContextManager[object],
     *,
     again: str,
@@ -66,7 +64,7 @@ def drive_run(
     killed = killed_document(run.name, again, as_json)
     try:
         with lock:
-            return drive(work, RunWatcher(board, stderr()), killed)
+            return drive(work, display, killed)
     except StoppedAtStart:
         if run.path.exists():
             raise StoppedAtStart(f"Stopped while {run.name!r} was starting.", again) from None
@@ -82,7 +80,7 @@ def killed_document(run: str, remedy: str, as_json: bool) -> bytes:
 
 
 class StopSwitch:
-    """Turns SIGINT and SIGTERM into an asyncio event while entered. Only for the main thread.
+    """Turns SIGINT and SIGTERM into an asyncio event, if `handle` handles them.
 
     Before a phase has begun, the main thread imports torch or waits for models and servers, and would not see the event
     for a long time. So the handler raises StoppedAtStart there, which releases what the start has opened.
@@ -91,40 +89,29 @@ class StopSwitch:
     So the handler draws nothing; the event loop does.
     """
 
-    def __init__(self, watcher: RunWatcher, killed_document: bytes = b"") -> None:
+    def __init__(self, display: RunDisplay, killed_document: bytes = b"") -> None:
         self.requested = False
-        self._watcher = watcher
+        self._display = display
         self._killed_document = killed_document
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSwitch:
-        self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    async def attached(self, work: Callable[[RunWatcher, asyncio.Event], Coroutine[Any, Any, Result]]) -> Result:
+    async def attached(self, work: Callable[[RunDisplay, asyncio.Event], Coroutine[Any, Any, Result]]) -> Result:
         self._stop = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         if self.requested:
             self._request()
         try:
-            return await work(self._watcher, self._stop)
+            return await work(self._display, self._stop)
         finally:
             self._loop = None
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             _quit(self._killed_document)
-        self.requested = self._watcher.stopping = True
-        if self._watcher.starting:
-            if not self._watcher.live:  # a panel draws it
+        self.requested = self._display.is_stopping = True
+        if self._display.starting:
+            if not self._display.live:  # a panel draws it
                 _write(2, STOPPING)
             if self._loop is not None and self._stop is not None:
                 # Python drops an exception that is raised inside `__del__`. Then the run stops at its first commit.
@@ -136,7 +123,7 @@ class StopSwitch:
     def _request(self) -> None:
         if self._stop is not None and not self._stop.is_set():
             self._stop.set()
-            self._watcher.stop_requested()
+            self._display.stop_requested()
 
 
 def _write(descriptor: int, text: bytes) -> None:
@@ -154,14 +141,15 @@ def _quit(killed_document: bytes) -> NoReturn:
 
 @contextmanager
 def cancelled_at_signals(
-    killed_document: Callable[[], bytes], remove_rest: Callable[[], None]
+    killed_document: Callable[[], bytes] | None, remove_rest: Callable[[], None] = lambda: None
 ) -> Iterator[Callable[[], None]]:
-    """Gives a function that the coroutine of the work calls first. From then on, the first SIGINT, SIGTERM or SIGHUP
-    (the terminal closes) cancels its task. The second ends the process at once, also while it computes or waits for the
-    reader of its output. Before and after the work, the first one raises KeyboardInterrupt. For work without commits
-    and without a display.
+    """For work without commits and without a `RunDisplay`. Gives a function that the coroutine of the work calls first.
+    From then on, the first SIGINT, SIGTERM or SIGHUP (the terminal closes) cancels its task. The second ends the
+    process at once, also while it computes or waits for the reader of its output. Before and after the work, the first
+    one raises KeyboardInterrupt.
 
-    `killed_document`: gives that of `drive`. `remove_rest`: removes what a process that ends at once would leave.
+    `killed_document`: gives that of `drive`. None: no later signal has an effect, because the work needs time to end.
+    `remove_rest`: removes what a process that ends at once would leave.
     """
     task: asyncio.Task[Any] | None = None
     loop: asyncio.AbstractEventLoop | None = None
@@ -173,22 +161,19 @@ def cancelled_at_signals(
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal requested
-        if requested:
+        if requested and killed_document is None:
+            return
+        if requested and killed_document is not None:
             remove_rest()
             _quit(killed_document())
         requested = True
         if task is None or loop is None or loop.is_closed():
             raise KeyboardInterrupt
-        _write(2, STOPPING)
+        if killed_document is not None:
+            _write(2, STOPPING)
         loop.call_soon_threadsafe(task.cancel)
 
     # Signals that the shell made this process ignore stay ignored: SIGINT in the background, SIGHUP under nohup.
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGHUP)}
-    caught = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in caught:
-        signal.signal(number, handle)
-    try:
+    numbers = (*SIGNALS, signal.SIGHUP)
+    with handled(handle, [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]):
         yield attach
-    finally:
-        for number, handler in caught.items():
-            signal.signal(number, handler)

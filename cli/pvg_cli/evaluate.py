@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, guarded, say
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, SetOption
 
 if TYPE_CHECKING:
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import EvaluationOutcome, EvaluationRequest
     from pvg.store.run_directory import RunDirectory
-    from pvg_cli.run_display import RunWatcher
+    from pvg_cli.run_display import RunDisplay
 
 
-@guarded
 def evaluate(
     target: RunArgument,
     parts: Annotated[
@@ -43,9 +42,9 @@ def evaluate(
     Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
     from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
-    from pvg.hub import fetch_all
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import open_round
+    from pvg_cli.runs import fetch
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
@@ -53,7 +52,7 @@ def evaluate(
     wanted = default_parts(experiment) if named is None else named
     for number in numbers or [0]:
         open_round(run, number)
-    fetch_all(experiment.sources(), say)
+    fetch(experiment.sources())
     announce_loading()
     from pvg.evaluation.runner import EvaluationRequest
 
@@ -75,17 +74,18 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
 
 def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:
     from pvg_cli.driving import drive_run
-    from pvg_cli.run_display import RunBoard
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunDisplay
 
-    async def work(observer: RunWatcher, stop: asyncio.Event) -> EvaluationOutcome:
+    async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
         return await measure(experiment, run, request, observer=observer, stop=stop)
 
-    board = RunBoard(experiment.name, run.name, experiment.game.rounds, phases=())
+    display = RunDisplay(run.name, experiment.game.rounds, stderr(), phases=())
     lock = run.lock(waiting=say, work="evaluate")
     again = "The same command resumes the evaluation."
-    return drive_run(work, run, board, lock, again=again, as_json=as_json)
+    return drive_run(work, run, display, lock, again=again, as_json=as_json)
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption
 
 
-@guarded
 def export(
     *,
     run: RunArgument,

@@ -10,13 +10,12 @@ from typing import Annotated
 
 import typer
 
-from pvg_cli.boundary import emit, guarded
+from pvg_cli.boundary import emit
 from pvg_cli.options import DebugOption, JsonOption
 
 SCAFFOLD = Path(__file__).parent / "scaffold"
 
 
-@guarded
 def init(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="The folder for the files. Default: this folder.")

@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from pvg import __version__
 from pvg.spinning import bound_spinning
-from pvg_cli.boundary import Commands, OptionalValues
+from pvg_cli.boundary import Command, Commands
 
 # Otherwise transformers draws progress bars into the live display while it loads weights.
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -90,7 +90,7 @@ def load_command(name: str) -> Any:
         group.name = name
         return group
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name, cls=OptionalValues)(found)
+    alone.command(name, cls=Command)(found)
     return typer.main.get_command(alone)
 
 

@@ -1,14 +1,16 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments that several commands share, and the files that options name."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pvg.errors import MissingRequirementError, UsageError, user_paths
 from pvg_cli import completion
-from pvg_cli.boundary import first_prints
+from pvg_cli.boundary import first_prints, say
 
 NAME_HELP = "An experiment in ./experiments, an experiment that comes with pvg, or a TOML file."
 
@@ -60,11 +62,35 @@ ClusterOption = Annotated[
     ),
 ]
 MetricsPortOption = Annotated[
-    int | None,
-    typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT."),
+    int | None, typer.Option("--metrics-port", metavar="PORT", help="Serve metrics for Prometheus on 127.0.0.1:PORT.")
 ]
 
 
 def metrics_port_override(port: int | None) -> list[str]:
     """`--metrics-port` as an override of a setting."""
     return [] if port is None else [f"telemetry.metrics_port={port}"]
+
+
+@user_paths()
+def check_output(option: str, path: Path | None, *inputs: Path) -> None:
+    """Before the work: raises UsageError if `path` cannot be the file of an option, or is one of the `inputs`."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder.", f"Give a file: {option} FILE")
+    if not path.parent.is_dir():
+        raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
+    if path.is_file() and any(each.exists() and path.samefile(each) for each in inputs):
+        raise UsageError(f"{option} {path} would overwrite what pvg reads.", f"Give another file: {option} FILE")
+
+
+@user_paths()
+def write_output(path: Path, text: str) -> None:
+    """Write the file of an option, whole or not at all, and say where it is."""
+    from pvg.store import atomic
+
+    try:
+        atomic.write_output(path, text.encode())
+    except MissingRequirementError as error:  # its remedy is for a run, which can be resumed
+        raise MissingRequirementError(error.message, "Give another file.") from error
+    say(f"Written to {path}.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, SetOption
 
 if TYPE_CHECKING:
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pvg.reporting.table import Table
 
 
-@guarded
 def plan(
     *,
     experiment: ExperimentOrDefault = None,
@@ -66,14 +65,7 @@ def plan(
     prover, verifier = (read_shape(source, say) for source in sources)
     values = Inputs.assumed(resolved, prover, verifier, machine)
     values.assign(inputs or [])
-    made = plan_of(
-        resolved,
-        values,
-        prover,
-        verifier,
-        workers=workers,
-        gpu_gb=gpu_gb or machine.memory_gb or None,
-    )
+    made = plan_of(resolved, values, prover, verifier, workers=workers, gpu_gb=gpu_gb or machine.memory_gb or None)
     if as_json:
         emit({**made.plain(), "machine": name})
     else:
@@ -81,50 +73,37 @@ def plan(
 
 
 def _print(made: ExperimentPlan, machine: str) -> None:
+    from rich.console import Group
     from rich.text import Text
 
+    from pvg.reporting.terminal import section
     from pvg_cli.output import stdout
 
-    out = stdout()
     work = made.work
-    out.print(
-        Text(
-            f"{made.experiment.name}: {work.workers} x {work.slots} rows decode, {work.concurrency:,} requests in "
-            f"flight, batches of {work.rollouts:,} rollouts, times of {machine}\n"
-        )
+    headline = Text(
+        f"{made.experiment.name}: {work.workers} x {work.slots} rows decode, {work.concurrency:,} requests in flight, "
+        f"batches of {work.rollouts:,} rollouts, times of {machine}"
     )
-    sections = [
-        ("Inputs (change them with --input NAME=VALUE)", _inputs(made)),
-        ("One step, at least", _step(made)),
-        ("Memory", _memory(made)),
+    advice = Text("\n".join([*made.advice, *made.memory_advice]) or "Nothing stands out.")
+    parts = [
+        *section("Inputs (change them with --input NAME=VALUE)", _inputs(made)),
+        *section("One step, at least", _step(made)),
+        *section("Memory", _memory(made)),
+        *section("What to change", advice),
     ]
-    for title, table in sections:
-        out.print(Text(title, style="bold"))
-        out.print(table)
-        out.print()
-    lines = made.advice + made.memory_advice
-    out.print(Text("What to change", style="bold"))
-    for line in lines or ["Nothing stands out."]:
-        out.print(Text(f"  {line}"))
-    for note in made.notes:
-        out.print(Text(f"note: {note}", style="yellow"))
-
-
-def _number(value: float, unit: str) -> str:
-    from pvg.reporting.formats import compact, short_seconds
-
-    return (
-        short_seconds(value) if unit == "s" else f"{compact(value) if value >= 1000 else f'{value:.3g}'} {unit}".strip()
-    )
+    stdout().print(Group(headline, *parts, *(Text(f"note: {note}", style="yellow") for note in made.notes)))
 
 
 def _inputs(made: ExperimentPlan) -> Table:
     from pvg.planning.plan import INPUTS
+    from pvg.reporting.formats import compact, short_seconds
     from pvg.reporting.table import Column, Table
 
     table = Table([Column("input", wrap=False), Column("value", "right", wrap=False), Column("from", style="quiet")])
     for name, found in made.inputs.values.items():
-        table.add(name, _number(found.value, INPUTS[name][0]), found.source)
+        unit, value = INPUTS[name][0], found.value
+        number = compact(value) if value >= 1000 else f"{value:.3g}"
+        table.add(name, short_seconds(value) if unit == "s" else f"{number} {unit}".strip(), found.source)
     return table
 
 
@@ -141,12 +120,8 @@ def _step(made: ExperimentPlan) -> Table:
         ("in turns", bounds.turns_s / steps, "sampling, then training"),
         ("best overlap", bounds.overlap_s / steps, f"{bounds.limit} is the slower side"),
     ]
-    table = Table(
-        [Column("", wrap=False), Column("at least", "right", "strong", wrap=False), Column("", style="quiet")]
-    )
-    for name, seconds, note in rows:
-        table.add(name, short_seconds(seconds), note)
-    return table
+    columns = [Column("", wrap=False), Column("at least", "right", "strong", wrap=False), Column("", style="quiet")]
+    return Table(columns, [(name, short_seconds(seconds), note) for name, seconds, note in rows])
 
 
 def _memory(made: ExperimentPlan) -> Table:
@@ -154,10 +129,9 @@ def _memory(made: ExperimentPlan) -> Table:
     from pvg.reporting.table import Column, Table
 
     stages = made.memory
-    names = list(dict.fromkeys(name for stage in stages for name, size in stage.parts.items() if size))
     titles = [f"{stage.stage} ({stage.place})" for stage in stages]
     table = Table([Column("peak of", wrap=False), *(Column(title, "right") for title in titles)])
-    for name in names:
+    for name in dict.fromkeys(name for stage in stages for name, size in stage.parts.items() if size):
         sizes = [stage.parts.get(name, 0.0) for stage in stages]
         table.add(name, *(byte_size(size) if size else "" for size in sizes))
     table.add("total", *(byte_size(stage.total) for stage in stages))

@@ -9,24 +9,18 @@ import typer
 
 from pvg.errors import UsageError, counted
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    announce_loading,
-    emit,
-    guarded,
-    say,
-    stopped,
-)
+from pvg_cli.boundary import announce_loading, emit, say, stopped
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, RunsOption, SetOption
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from pvg.bench.profiling import ProfileResult
-    from pvg.reporting.table import Table
 
 DEFAULT_STAGE = "e2e"
 DEFAULT_STEPS = 3
 
 
-@guarded
 def profile(
     *,
     experiment: ExperimentOrDefault = None,
@@ -111,58 +105,32 @@ def _free(name: str) -> Path:
     return path
 
 
-# --- printing --------------------------------------------------------------------------------------------------------
-
-
 def _show(made: ProfileResult) -> None:
-    from rich.padding import Padding
+    from rich.console import Group
     from rich.text import Text
 
+    from pvg.reporting.formats import sample_seconds
+    from pvg.reporting.table import Column, Table, TableCell
+    from pvg.reporting.terminal import section
     from pvg_cli.output import stdout
 
-    console = stdout()
-    console.print(Text(made.title, style="bold"))
+    parts: list[RenderableType] = [Text(made.title, style="bold")]
     if made.operators:
-        console.print(Text("\nCostliest operators of torch, by self time", style="bold"))
-        console.print(Padding(_operators_table(made), (0, 0, 0, 2)))
+        table = Table([Column("share", "right", wrap=False), Column(style="verifier", wrap=False), Column("operator")])
+        most = max(operator.share for operator in made.operators) or 1.0
+        for operator in made.operators:
+            table.add(f"{100 * operator.share:.1f} %", TableCell(bar=operator.share / most), operator.name)
+        parts += section("Costliest operators of torch, by self time", table)
     if made.passes:
-        console.print(
-            Text.assemble(("\nFastest step", "bold"), ("   per pass; profilers slow the work down", "bright_black"))
-        )
-        console.print(Padding(_passes_table(made), (0, 0, 0, 2)))
-    console.print(Text.assemble("\n", ("Files", "bold"), (f"   in {made.folder}", "bright_black")))
-    console.print(Padding(_files_table(made), (0, 0, 0, 2)))
-    for tool, why in made.missing.items():
-        console.print(Text(f"\nMissing: {tool}. {why}", style="yellow"))
-
-
-def _operators_table(made: ProfileResult) -> Table:
-    from pvg.reporting.table import Column, Table
-
-    table = Table([Column("share", "right", wrap=False), Column(style="verifier", wrap=False), Column("operator")])
-    most = max(operator.share for operator in made.operators)
-    for operator in made.operators:
-        bar = "━" * max(1, round(4 * operator.share / most)) if most > 0 else ""
-        table.add(f"{100 * operator.share:.1f} %", bar, operator.name)
-    return table
-
-
-def _passes_table(made: ProfileResult) -> Table:
-    from pvg.reporting.formats import sample_seconds
-    from pvg.reporting.table import Column, Table
-
-    table = Table([Column() for _ in range(4)])
-    first = made.passes[0].fastest_s
-    for each in made.passes:
-        slower = "" if each is made.passes[0] else f"{100 * (each.fastest_s / first - 1):+.0f} %"
-        table.add(each.name, sample_seconds(each.fastest_s), slower, counted(len(each.walls_s), "step"))
-    return table
-
-
-def _files_table(made: ProfileResult) -> Table:
-    from pvg.reporting.table import Column, Table
-
+        table = Table([Column() for _ in range(4)])
+        first = made.passes[0]
+        for each in made.passes:
+            slower = "" if each is first else f"{100 * (each.fastest_s / first.fastest_s - 1):+.0f} %"
+            table.add(each.name, sample_seconds(each.fastest_s), slower, counted(len(each.walls_s), "step"))
+        parts += section("Fastest step per pass; profilers slow the work down", table)
     table = Table([Column(wrap=False), Column(style="quiet")], narrow=True)
     for file in made.files:
         table.add(file.name, f"{file.what} {file.how}".strip())
-    return table
+    parts += section(f"Files in {made.folder}", table)
+    parts += [Text(f"\nMissing: {tool}. {why}", style="yellow") for tool, why in made.missing.items()]
+    stdout().print(Group(*parts))

@@ -6,28 +6,26 @@ Prints a summary, and writes HTML pages that need no network: the report, and fo
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from pvg.errors import StateError, UsageError, user_paths
 from pvg_cli import completion
-from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 if TYPE_CHECKING:
-    from pvg.evaluation.report import EvaluationReport
-    from pvg.reporting.follow import RunState
-    from pvg.reporting.run_summary import RunSummary
-    from pvg.reporting.solutions import Example
+    from pvg.reporting.run_summary import RunState, RunSummary
     from pvg.store.run_directory import RunDirectory
 
+Read = TypeVar("Read")
 PAGE = Path("report.html")  # in the current folder; for several runs
 
 
-@guarded
 def report(
     targets: Annotated[
         list[str],
@@ -115,15 +113,17 @@ def _refuse_study(target: str, runs: Path) -> None:
 
 
 def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool) -> None:
+    from pvg.evaluation.report import report_of
     from pvg.reporting import terminal
     from pvg.reporting.evaluation import evaluation_tables
     from pvg.reporting.follow import state_of
     from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
     from pvg_cli.output import stdout
 
     summary = read_run(run)
-    chosen = _examples(run, examples)
-    found = _evaluation(run)
+    chosen = (examples and _or_warn(lambda: choose_examples(run, examples), None)) or []
+    found = _or_warn(lambda: report_of(run), None)
     state = state_of(run)
     rollouts = None if page is None else _write_pages(run, summary, examples, page, state)
     if as_json:
@@ -166,27 +166,13 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 
 
-def _examples(run: RunDirectory, each: int) -> list[Example]:
-    """Solutions for the terminal. If a shard is damaged: warn, and show the rest of the run."""
-    from pvg.reporting.solutions import choose_examples
-    from pvg.store.atomic import DamagedFileError
-
+def _or_warn(read: Callable[[], Read], otherwise: Read) -> Read:
+    """What `read` gives. If its file is damaged: warn, and show the rest of the run."""
     try:
-        return choose_examples(run, each) if each else []
-    except DamagedFileError as error:
-        say(f"warning: {error}")
-        return []
-
-
-def _evaluation(run: RunDirectory) -> EvaluationReport | None:
-    """The results of `pvg evaluate`. If the file is damaged: warn, and show the rest of the run."""
-    from pvg.evaluation.report import report_of
-
-    try:
-        return report_of(run)
+        return read()
     except StateError as error:
         say(f"warning: {error}")
-        return None
+        return otherwise
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:

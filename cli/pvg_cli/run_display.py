@@ -1,20 +1,14 @@
-"""The display of a run on the terminal: its state (`RunBoard`), its drawing, and the observer that updates it.
-
-All numbers come from the observer's calls. Only the remaining time is an estimate.
-"""
+"""The display of a run while it plays. All numbers come from the run itself; the remaining time is an estimate."""
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -32,7 +26,7 @@ from pvg.reporting.formats import (
 )
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
 from pvg.telemetry.events import PhaseInfo, Progress
-from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
+from pvg_cli.display import Display, framed, progress_row
 
 if TYPE_CHECKING:
     from pvg.reporting.run_summary import RunSummary
@@ -59,73 +53,97 @@ LINE_METRICS = (
     *("verifier_auc", "pair_accuracy", "legal", "tokens_per_s"),
 )
 ROUND_METRICS = (
-    "helpful_accuracy",
-    "sneaky_error_rate",
-    "fooled_rate",
-    "fooled_rate_previous",
-    "fooled_rate_base",
-    "verifier_auc",
-    "verifier_auc_previous",
+    *("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "fooled_rate_previous", "fooled_rate_base"),
+    *("verifier_auc", "verifier_auc_previous"),
 )
-SECONDS_BETWEEN_LINES = 10.0  # so that the log of an hour stays readable
 
 
-@dataclass
-class RunBoard:
-    """Collects what an observer reports. `clock` returns seconds; tests replace it."""
+class RunDisplay(Display):
+    """An `Observer` that shows a run. Enter it before the run starts.
 
-    experiment: str
-    run: str
-    rounds: int
-    clock: Callable[[], float] = time.monotonic
-    effort: Callable[[int], int] = lambda round_: 1  # how long mint and verifier take in a round, relative to round 0
-    phases: tuple[str, ...] = PHASES  # the phases of a round, in order; none for work that says its parts itself
-    info: PhaseInfo | None = None
-    done: int = 0
-    series: dict[str, deque[float]] = field(default_factory=dict)
-    rounds_done: dict[int, dict[str, float]] = field(default_factory=dict)
-    phase_seconds: dict[tuple[int, str], float] = field(default_factory=dict)
-    alerts: list[tuple[str, str]] = field(default_factory=list)
-    newest: dict[str, float] = field(default_factory=dict)  # last value of each metric that this phase has reported
+    `effort`: how long mint and verifier take in a round, relative to round 0. `phases`: those of a round, in order;
+    none for work that says its parts itself.
+    """
 
-    def __post_init__(self) -> None:
-        self.started = self.clock()
-        self.phase_began = self.started
+    EVERY_S = 10.0  # so that the log of an hour stays readable
+    REFRESH_PER_S = 8.0
+
+    def __init__(
+        self,
+        run: str,
+        rounds: int,
+        console: Console,
+        *,
+        effort: Callable[[int], int] = lambda round_: 1,
+        phases: tuple[str, ...] = PHASES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(console, clock)
+        self.run, self.rounds, self.effort, self.phases = run, rounds, effort, phases
+        self.info: PhaseInfo | None = None
+        self.done = 0
+        self.series: dict[str, deque[float]] = {}
+        self.newest: dict[str, float] = {}  # the last value of each metric that this phase has reported
+        self.rounds_done: dict[int, dict[str, float]] = {}
+        self.phase_seconds: dict[tuple[int, str], float] = {}
+        self.alerts: list[tuple[str, str]] = []
         self.workers: Mapping[str, float] = {}
+        self._phase_began = self._began
         self._marks: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
         self._at_home: set[str] = set()
         self._budgets: deque[dict[str, float]] = deque(maxlen=BUDGET_WINDOW)
 
-    # --- what the observer reports ---------------------------------------------------------------------------------
+    # --- what the run reports --------------------------------------------------------------------------------------
 
-    def start_phase(self, info: PhaseInfo) -> None:
-        self.info, self.done, self.rounds = info, info.done, info.rounds
-        self.phase_began = self.clock()
-        self._marks.clear()
-        self._marks.append((self.phase_began, info.done))
-        self._budgets.clear()
-        self.newest.clear()
+    def phase_started(self, info: PhaseInfo) -> None:
+        with self._lock:
+            self.info, self.done, self.rounds = info, info.done, info.rounds
+            self._phase_began = self._clock()
+            self._marks.clear()
+            self._marks.append((self._phase_began, info.done))
+            self._budgets.clear()
+            self.newest.clear()
+        resumed = f", {compact(info.done)} done before" if info.done else ""
+        self.line(f"{self._place()} begins: {_total(info)}{resumed}")
 
-    def progress(self, progress: Progress) -> None:
-        self.done = progress.done
-        self._marks.append((self.clock(), progress.done))
-        if progress.budget:
-            self._budgets.append(dict(progress.budget))
-        self.newest |= progress.metrics
-        self.workers = progress.workers
-        self._record(progress.metrics, self.info.phase if self.info else "")
+    def progressed(self, progress: Progress) -> None:
+        with self._lock:
+            self.done = progress.done
+            self._marks.append((self._clock(), progress.done))
+            if progress.budget:
+                self._budgets.append(dict(progress.budget))
+            self.newest |= progress.metrics
+            self.workers = progress.workers
+            self._record(progress.metrics, self.info.phase if self.info else "")
+        self.tick(self._progress_text)
 
-    def finish_phase(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
-        self.phase_seconds[info.round, info.phase] = self.clock() - self.phase_began
-        self.done = info.total
-        # Skip the metrics that a step of this phase has reported already.
-        self._record({name: value for name, value in metrics.items() if name not in self.newest}, info.phase)
+    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            took = self.phase_seconds[info.round, info.phase] = self._clock() - self._phase_began
+            self.done = info.total
+            # Skip the metrics that a step of this phase has reported already.
+            self._record({name: value for name, value in metrics.items() if name not in self.newest}, info.phase)
+        self.line("  ".join([f"{self._place()} done in {duration(took)}", *_metric_texts(metrics, LINE_METRICS)]))
 
-    def finish_round(self, round_: int, metrics: Mapping[str, float]) -> None:
-        self.rounds_done[round_] = dict(metrics)
+    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            self.rounds_done[round_] = dict(metrics)
+        done = f"round {round_} done ({round_ + 1} of {self.rounds})"
+        self.line("  ".join([done, *_metric_texts(metrics, ROUND_METRICS)]))
 
-    def alert(self, name: str, message: str) -> None:
-        self.alerts.append((name, message))
+    def alerted(self, name: str, message: str) -> None:
+        with self._lock:
+            self.alerts.append((name, message))
+        self.line(f"ALERT {name}: {message}")
+
+    def noticed(self, message: str) -> None:
+        self.note(message)
+
+    def stop_requested(self) -> None:
+        """The user pressed Ctrl-C once, after a phase has begun or in another process of torchrun."""
+        self.is_stopping = True
+        where = "when the start is done" if self.starting else "at the next commit point"
+        self.noticed(f"Stopping {where}. Ctrl-C again quits at once.")
 
     def recall(self, summary: RunSummary) -> None:
         """Load what a run recorded before it stopped, so that its curves continue."""
@@ -140,6 +158,7 @@ class RunBoard:
                 self._record(at_the_end, phase.phase)
 
     def _record(self, metrics: Mapping[str, float], phase: str) -> None:
+        """Add to the curves. A metric with a home phase follows that phase alone, from its first value there."""
         for name, value in metrics.items():
             series = self.series.setdefault(name, deque(maxlen=HISTORY))
             if HOME_PHASES.get(name) == phase and name not in self._at_home:
@@ -148,11 +167,12 @@ class RunBoard:
             if name not in self._at_home or HOME_PHASES[name] == phase:
                 series.append(float(value))
 
-    # --- what is shown ---------------------------------------------------------------------------------------------
+    # --- what follows from it --------------------------------------------------------------------------------------
 
     @property
-    def elapsed(self) -> float:
-        return self.clock() - self.started
+    def starting(self) -> bool:
+        """Whether no phase has begun."""
+        return self.info is None
 
     def latest(self, name: str) -> float | None:
         """The newest finite value of a metric."""
@@ -171,7 +191,7 @@ class RunBoard:
         if self.info is None or rate is None:
             return None
         left = max(0, self.info.total - self.done) / rate
-        return max(0.0, left - (self.clock() - self._marks[-1][0]))
+        return max(0.0, left - (self._clock() - self._marks[-1][0]))
 
     def game_eta(self) -> float | None:
         """Remaining seconds of the whole game; None until each kind of phase has finished once."""
@@ -187,99 +207,109 @@ class RunBoard:
         totals = total_budget(self._budgets)
         return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
 
+    # --- lines -----------------------------------------------------------------------------------------------------
 
-# --- drawing ---------------------------------------------------------------------------------------------------------
+    def _progress_text(self) -> str:
+        done, *facts = self._progress_facts()
+        names = ("loss", *LINE_METRICS) if self._warming else LINE_METRICS
+        return "  ".join([f"{self._place()} {done}", *facts, *_metric_texts(self.newest, names)])
 
+    def _progress_facts(self) -> list[str]:
+        """`13/100 steps`, and where they are known the rate and the remaining time of the phase."""
+        total = f"/{_total(self.info)}" if self.info else ""
+        rate, eta = self.rate(), self.phase_eta()
+        facts = [f"{compact(self.done)}{total}", f"{compact(rate)}/s" if rate else ""]
+        return [fact for fact in [*facts, f"{duration(eta)} left" if eta else ""] if fact]
 
-def draw(board: RunBoard, width: int, *, stopping: bool = False) -> Panel:
-    """The panel for the current state of the board, `width` columns wide."""
-    inner = width - 6
-    parts: list[RenderableType] = [_header(board), _progress(board), _numbers(board, inner)]
-    budget = board.budget()
-    if budget:
-        parts.append(BudgetBar(budget, f"time per step {short_seconds(sum(budget.values()))}"))
-    if board.workers:
-        parts.append(_workers(board.workers))
-    if board.rounds_done:
-        parts.append(rounds_table(board.rounds_done))
-    if board.alerts:
-        parts.append(_alerts(board))
-    spaced: list[RenderableType] = []
-    for part in parts:
-        if spaced:
-            spaced.append(Text())
-        spaced.append(part)
-    if board.info is None:
-        hint = "stopping; Ctrl-C again quits at once" if stopping else "Ctrl-C stops"
-    else:
-        hint = "stopping at the next commit point" if stopping else "Ctrl-C stops at a commit point"
-    title = Text.assemble(("pvg ", "bold"), (board.run, "bold cyan"))
-    return framed(spaced, width, title, hint, stopping=stopping)
+    @property
+    def _warming(self) -> bool:
+        return self.info is not None and self.info.phase == "warmup"
 
+    def _place(self) -> str:
+        info = self.info
+        if info is None:
+            return "start"
+        label = phase_label(info.phase)
+        if info.parts:
+            return f"part {info.part} of {info.parts}, {info.label}: {label}"
+        return label if len(self.phases) == 1 else f"round {info.round} {label}"
 
-def _header(board: RunBoard) -> Table:
-    """Round, phase, and the elapsed time."""
-    row = Table.grid(expand=True, padding=(0, 1))
-    row.add_column()
-    row.add_column(justify="right", no_wrap=True)
-    text, info = Text(), board.info
-    if info is not None and info.parts:
-        text = Text.assemble((_part_number(info), "bold"), (f"   {info.label}", "cyan"))
-    elif info is not None:
-        place = f" ({info.round + 1} of {board.rounds})   " if len(board.phases) > 1 else ""
-        text = Text.assemble((f"round {info.round}{place}" if place else "", QUIET), (phase_label(info.phase), "bold"))
-    row.add_row(text, Text(duration(board.elapsed), style=QUIET))
-    return row
+    # --- the panel -------------------------------------------------------------------------------------------------
+
+    def render(self, width: int) -> RenderableType:
+        inner = width - 4
+        parts: list[RenderableType] = [self._header(), self._progress(), self._numbers(inner)]
+        budget = self.budget()
+        if budget:
+            parts.append(BudgetBar(budget, f"time per step {short_seconds(sum(budget.values()))}"))
+        if self.workers:
+            parts.append(_workers(self.workers))
+        if self.rounds_done:
+            parts.append(rounds_table(self.rounds_done))
+        if self.alerts:
+            parts.append(self._alerts())
+        if self.starting:
+            hint = "stopping; Ctrl-C again quits at once" if self.is_stopping else "Ctrl-C stops"
+        else:
+            hint = "stopping at the next commit point" if self.is_stopping else "Ctrl-C stops at a commit point"
+        return framed(parts, width, Text.assemble(("pvg ", "bold"), (self.run, "bold cyan")), hint, self.is_stopping)
+
+    def _header(self) -> Table:
+        """Round, phase, and the elapsed time."""
+        row = Table.grid(expand=True, padding=(0, 1))
+        row.add_column()
+        row.add_column(justify="right", no_wrap=True)
+        text, info = Text(), self.info
+        if info is not None and info.parts:
+            text = Text.assemble((f"part {info.part} of {info.parts}", "bold"), (f"   {info.label}", "cyan"))
+        elif info is not None:
+            place = f"round {info.round} ({info.round + 1} of {self.rounds})   " if len(self.phases) > 1 else ""
+            text = Text.assemble((place, QUIET), (phase_label(info.phase), "bold"))
+        row.add_row(text, Text(duration(self.elapsed), style=QUIET))
+        return row
+
+    def _progress(self) -> Table:
+        """A bar over the phase's units, the rate and the remaining time."""
+        if self.info is None:
+            return progress_row(0, 0, Text("starting", style=QUIET))
+        game = self.game_eta()
+        in_all = [f"{duration(game)} in total"] if game is not None else []
+        return progress_row(
+            max(1, self.info.total), self.done, Text("  ".join([*self._progress_facts(), *in_all]), style=QUIET)
+        )
+
+    def _numbers(self, width: int) -> Table:
+        spark = max(6, width // 2 - 30)
+        table = Table.grid(expand=True, padding=(0, 1))
+        for _ in range(2):
+            table.add_column(no_wrap=True, style=QUIET, width=17)
+            table.add_column(no_wrap=True, justify="right", width=8)
+            table.add_column(no_wrap=True, ratio=1)
+        numbers = WARMUP_NUMBERS if self._warming else PLAY_NUMBERS if self.phases == PLAY_PHASES else NUMBERS
+        for left, left_style, right, right_style in numbers:
+            table.add_row(*self._number(left, left_style, spark), *self._number(right, right_style, spark))
+        return table
+
+    def _number(self, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
+        value = self.latest(name)
+        return (
+            Text(metric_display(name).label),
+            Text(metric_text(name, value), style="bold" if value is not None else QUIET),
+            Text(trend(name, list(self.series.get(name, ()))[-4 * width :], width), style=style),
+        )
+
+    def _alerts(self) -> Text:
+        name, message = self.alerts[-1]
+        count = f"  ({len(self.alerts)} so far)" if len(self.alerts) > 1 else ""
+        return Text.assemble(
+            ("▲ ", "yellow"), (name, "bold yellow"), (f"  {message}{count}", "yellow"), overflow="ellipsis"
+        )
 
 
 def _total(info: PhaseInfo) -> str:
     """All units of a phase: `1 measure`, `2.4k rollouts`."""
     one = {"matches": "match"}.get(info.unit, info.unit.removesuffix("s"))
     return f"{compact(info.total)} {one if info.total == 1 else info.unit}"
-
-
-def _part_number(info: PhaseInfo) -> str:
-    return f"part {info.part} of {info.parts}"
-
-
-def _progress(board: RunBoard) -> Table:
-    """A bar over the phase's units, the rate and the remaining time."""
-    info = board.info
-    if info is None:
-        return progress_row(0, 0, Text("starting", style=QUIET))
-    rate = board.rate()
-    facts = Text.assemble((f"{compact(board.done)}", "bold"), (f"/{_total(info)}", QUIET))
-    if rate is not None:
-        facts.append(f"  {compact(rate)}/s", style=QUIET)
-    eta, game = board.phase_eta(), board.game_eta()
-    in_all = f"{duration(game)} in total" if game is not None else ""
-    left = ", ".join(filter(None, [f"{duration(eta)} left" if eta else "", in_all]))
-    if left:
-        facts.append(f"  {left}", style=QUIET)
-    return progress_row(max(1, info.total), board.done, facts)
-
-
-def _numbers(board: RunBoard, width: int) -> Table:
-    spark = max(6, width // 2 - 30)
-    table = Table.grid(expand=True, padding=(0, 1))
-    for _ in range(2):
-        table.add_column(no_wrap=True, style=QUIET, width=17)
-        table.add_column(no_wrap=True, justify="right", width=8)
-        table.add_column(no_wrap=True, ratio=1)
-    warming = board.info is not None and board.info.phase == "warmup"
-    numbers = WARMUP_NUMBERS if warming else PLAY_NUMBERS if board.phases == PLAY_PHASES else NUMBERS
-    for left, left_style, right, right_style in numbers:
-        table.add_row(*_number(board, left, left_style, spark), *_number(board, right, right_style, spark))
-    return table
-
-
-def _number(board: RunBoard, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
-    value = board.latest(name)
-    return (
-        Text(metric_display(name).label),
-        Text(metric_text(name, value), style="bold" if value is not None else QUIET),
-        Text(trend(name, list(board.series.get(name, ()))[-4 * width :], width), style=style),
-    )
 
 
 def _workers(load: Mapping[str, float]) -> Text:
@@ -292,111 +322,6 @@ def _workers(load: Mapping[str, float]) -> Text:
     if restarts:
         text.append(f"  {restarts} replaced", style="yellow")
     return text
-
-
-def _alerts(board: RunBoard) -> Text:
-    name, message = board.alerts[-1]
-    count = f"  ({len(board.alerts)} so far)" if len(board.alerts) > 1 else ""
-    return Text.assemble(
-        ("▲ ", "yellow"), (name, "bold yellow"), (f"  {message}{count}", "yellow"), overflow="ellipsis"
-    )
-
-
-# --- the observer ---------------------------------------------------------------------------------------------------
-
-
-class RunWatcher:
-    """An `Observer` that shows a run: a live panel on a terminal, lines elsewhere. Enter it before the run starts."""
-
-    def __init__(self, board: RunBoard, console: Console, refresh_per_second: float = 8.0) -> None:
-        self.board = board
-        self.stopping = False
-        self._lock = threading.Lock()  # the refresh thread reads while the run writes
-        self._console = console
-        self._screen: Screen = (
-            LivePanel(console, self.render, refresh_per_second)
-            if is_live(console)
-            else PlainLines(console, lambda: f"{duration(board.elapsed):>11}", board.clock, SECONDS_BETWEEN_LINES)
-        )
-
-    @property
-    def starting(self) -> bool:
-        """Whether no phase has begun."""
-        return self.board.info is None
-
-    @property
-    def live(self) -> bool:
-        """Whether a panel shows the run. Otherwise lines do."""
-        return isinstance(self._screen, LivePanel)
-
-    def __enter__(self) -> RunWatcher:
-        self._screen.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._screen.__exit__()
-
-    def phase_started(self, info: PhaseInfo) -> None:
-        with self._lock:
-            self.board.start_phase(info)
-        resumed = f", {compact(info.done)} done before" if info.done else ""
-        self._screen.line(f"{self._place()} begins: {_total(info)}{resumed}")
-
-    def progressed(self, progress: Progress) -> None:
-        with self._lock:
-            self.board.progress(progress)
-        self._screen.tick(self._progress_text)
-
-    def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            self.board.finish_phase(info, metrics)
-        took = duration(self.board.phase_seconds[info.round, info.phase])
-        self._screen.line("  ".join([f"{self._place()} done in {took}", *_metric_texts(metrics, LINE_METRICS)]))
-
-    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            self.board.finish_round(round_, metrics)
-        done = f"round {round_} done ({round_ + 1} of {self.board.rounds})"
-        self._screen.line("  ".join([done, *_metric_texts(metrics, ROUND_METRICS)]))
-
-    def alerted(self, name: str, message: str) -> None:
-        with self._lock:
-            self.board.alert(name, message)
-        self._screen.line(f"ALERT {name}: {message}")
-
-    def noticed(self, message: str) -> None:
-        self._screen.note(message)
-
-    def stop_requested(self) -> None:
-        """The user pressed Ctrl-C once, after a phase has begun or in another process of torchrun."""
-        self.stopping = True
-        where = "when the start is done" if self.starting else "at the next commit point"
-        self.noticed(f"Stopping {where}. Ctrl-C again quits at once.")
-
-    def render(self) -> RenderableType:
-        with self._lock:
-            width = min(self._console.width, WIDEST)
-            return draw(self.board, width, stopping=self.stopping)
-
-    def _progress_text(self) -> str:
-        board = self.board
-        total = f"/{_total(board.info)}" if board.info else ""
-        parts = [f"{self._place()} {compact(board.done)}{total}"]
-        if (rate := board.rate()) is not None:
-            parts.append(f"{compact(rate)}/s")
-        if eta := board.phase_eta():
-            parts.append(f"{duration(eta)} left")
-        warming = board.info is not None and board.info.phase == "warmup"
-        return "  ".join(parts + _metric_texts(board.newest, ("loss", *LINE_METRICS) if warming else LINE_METRICS))
-
-    def _place(self) -> str:
-        info = self.board.info
-        if info is None:
-            return "start"
-        label = phase_label(info.phase)
-        if info.parts:
-            return f"{_part_number(info)}, {info.label}: {label}"
-        return label if len(self.board.phases) == 1 else f"round {info.round} {label}"
 
 
 def _metric_texts(metrics: Mapping[str, float], names: tuple[str, ...]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import emit, guarded, say
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def default(
 
 
 @app.command("list")
-@guarded
 def list_(
     tags: TagOption = None, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
@@ -72,7 +71,6 @@ def _refuse_no_folder(runs: Path) -> None:
 
 
 @app.command()
-@guarded
 def show(
     run: RunArgument, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
@@ -97,7 +95,6 @@ def show(
 
 
 @app.command()
-@guarded
 def tag(
     run: RunArgument,
     tags: Annotated[list[str] | None, typer.Argument(metavar="TAG", help="The tags to add.")] = None,
@@ -129,7 +126,6 @@ def tag(
 
 
 @app.command()
-@guarded
 def remove(
     names: Annotated[
         list[str],
@@ -210,8 +206,9 @@ def _sizes(run: RunDirectory) -> dict[str, int]:
 def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
     import time
 
-    from pvg.reporting.follow import age, state_word
+    from pvg.reporting.follow import age
     from pvg.reporting.formats import byte_size
+    from pvg.reporting.run_summary import state_word
     from pvg.reporting.table import Column, Table
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from pvg.config.experiment import (
-    MEMORY_SETTINGS,
-    UNHASHED_SECTIONS,
-    Experiment,
-    without_memory_settings,
-)
+from pvg.config.base import is_hub_id
+from pvg.config.experiment import MEMORY_SETTINGS, UNHASHED_SECTIONS, Experiment, without_memory_settings
 from pvg.config.load import (
     chosen_keys,
     differences,
@@ -28,8 +24,6 @@ from pvg.config.load import (
 from pvg.config.operation import Store
 from pvg.errors import MissingRequirementError, StateError, UsageError, counted, user_paths
 from pvg.extensions import check_references
-from pvg.hub import pinned, pinned_as
-from pvg.reporting.follow import situation
 from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder, refuse_samples
 from pvg.store.run_players import pinned_players, pinned_players_as
@@ -51,6 +45,29 @@ def resolve(name: str | None, overrides: Sequence[str], cluster: str | None = No
         say(note)
     check_references(experiment.own_code())
     return experiment
+
+
+def located(sources: Mapping[str, str], before: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The sources, each hub id with its commit and each player of another run with its digest. `before`: those of the
+    run that is resumed, whose commits and digests stay."""
+    if _on_the_hub(sources):
+        from pvg.hub import pinned, pinned_as
+
+        sources = pinned(sources if before is None else pinned_as(sources, before), say)
+    return pinned_players(sources if before is None else pinned_players_as(sources, before))
+
+
+def fetch(sources: Mapping[str, str], keys: Collection[str] = ()) -> None:
+    """Download the models and data of the hub that the sources name; only those of `keys`, if there are any."""
+    if _on_the_hub(sources):
+        from pvg.hub import KEYS, fetch_all
+
+        fetch_all(sources, say, keys or KEYS)
+
+
+def _on_the_hub(sources: Mapping[str, str]) -> bool:
+    """Whether pvg.hub is needed. A game on models of this machine does not load it."""
+    return any(map(is_hub_id, sources.values()))
 
 
 def _settings(path: Path, overrides: Sequence[str], cluster: str | None) -> list[str]:
@@ -81,7 +98,7 @@ def plan_new(
     experiment, note = without_slow_bfloat16(experiment, chosen)
     if note:
         say(note)
-    experiment = with_workers(experiment.with_sources(pinned_players(pinned(experiment.sources(), say))))
+    experiment = with_workers(experiment.with_sources(located(experiment.sources())))
     root = experiment.store.root
     refuse_no_folder(root, OTHER_FOLDER)
     wanted = f"{experiment.name}{suffix}" if name is None else name
@@ -96,6 +113,8 @@ def plan_new(
 
 def _how_to_go_on(run: RunDirectory) -> str:
     """How to go on with an unfinished run: to follow it if a process plays it, otherwise to resume it."""
+    from pvg.reporting.follow import situation
+
     now = situation(run, run.load_state().state or {})
     if now.state in ("running", "silent"):  # the states in which resuming is refused
         return f"Process {now.process} on {now.host} plays {run.name}. To follow it: pvg watch {run.argument}"
@@ -142,9 +161,7 @@ def plan_resume(
     wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
     if note:
         say(note)
-    before = own.sources()
-    sources = pinned_players_as(pinned(pinned_as(wanted.sources(), before), say), before)
-    experiment = with_workers(wanted.with_sources(pinned_players(sources)), own)
+    experiment = with_workers(wanted.with_sources(located(wanted.sources(), own.sources())), own)
     # Only if asked for: the experiment's file may have more rounds than the run was started with.
     extended = more_rounds and experiment.game.rounds > own.game.rounds
     if extended:

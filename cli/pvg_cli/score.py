@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pvg_cli.boundary import announce_loading, emit, guarded, say
-from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption
+from pvg_cli.boundary import announce_loading, emit, say
+from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, check_output
 
 if TYPE_CHECKING:
     from pvg.export.finished import FinishedRound
 
 
-@guarded
 def score(
     run: RunArgument,
     file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE.jsonl", help='One object per line: {"question": "...", "solution": "..."}.'),
+        Path, typer.Argument(metavar="FILE.jsonl", help='One object per line: {"question": "...", "solution": "..."}.')
     ],
     round_: RoundOption = -1,
     out: Annotated[
@@ -47,8 +45,7 @@ def score(
         raise UsageError("--json prints a summary, so the results need a file.", "Add --out FILE")
     finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
-    if out is not None:
-        _check_out(out, file)
+    check_output("--out", out, file)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
     announce_loading()
     try:
@@ -60,21 +57,6 @@ def score(
         emit(summary)
     scored = counted(summary["rows"], "solution")
     say(f"Scored {scored} with {run}, round {finished.round}: {summary['accepted']:,} accepted.")
-
-
-def _check_out(out: Path, file: Path) -> None:
-    """Check the file for the results before torch is loaded."""
-    import shlex
-
-    from pvg.errors import UsageError, user_paths
-
-    with user_paths():
-        if out.is_dir():
-            raise UsageError(f"--out {out} is a folder.", "Give a file: --out FILE.jsonl")
-        if not out.parent.is_dir():
-            raise UsageError(f"The folder {out.parent} does not exist.", f"mkdir -p {shlex.quote(str(out.parent))}")
-        if out.is_file() and file.exists() and out.samefile(file):
-            raise UsageError(f"--out {out} would overwrite the solutions.", "Give another file: --out FILE.jsonl")
 
 
 def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool) -> dict[str, Any]:

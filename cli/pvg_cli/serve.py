@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    announce_loading,
-    emit,
-    guarded,
-    say,
-    stopped,
-)
-from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption
+from pvg_cli.boundary import announce_loading, emit, say, stopped
+from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output
 
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.servers.command import ServerSpec
-    from pvg.servers.process import ServerFailedError, VllmServer
-    from pvg_cli.serve_display import ServeWatcher
+    from pvg.servers.process import VllmServer
+    from pvg_cli.serve_display import ServeDisplay
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # The settings with which a trainer uses a server of each purpose.
@@ -35,7 +29,6 @@ SWITCHES = {
 LOGS = "logs"  # below weights.root
 
 
-@guarded
 def serve(
     *,
     name: Annotated[
@@ -99,14 +92,14 @@ def serve(
     if port == 0:
         raise UsageError("--port 0 needs --player.", "Give the port of the vLLM server.")
     from pvg.config.load import find_experiment
-    from pvg.hub import fetch_all, pinned
+    from pvg.hub import pinned
     from pvg.servers.command import find_interpreter, kind_for, model_folder, served_dtype, server_spec
     from pvg.servers.process import check_port
     from pvg.store.run_players import pinned_players
     from pvg.telemetry.cpu import SYSTEM, native_bfloat16
     from pvg_cli.output import stderr
-    from pvg_cli.runs import resolve
-    from pvg_cli.serve_display import ServeWatcher
+    from pvg_cli.runs import fetch, resolve
+    from pvg_cli.serve_display import ServeDisplay
 
     role: Literal["prover", "verifier"] = "prover" if purpose == "prover" else "verifier"
     key = f"models.{role}.source"
@@ -121,8 +114,7 @@ def serve(
     experiment = experiment.with_sources(pinned_players(pinned(experiment.sources(), say, (key,)), (role,)))
     kind_for(experiment, purpose)
     check_port(host, port)
-    if log is not None and log.is_dir():
-        raise UsageError(f"--log {log} is a folder.", "Give a file: --log FILE")
+    check_output("--log", log)
     interpreter = find_interpreter()
     slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16(SYSTEM) is False
     if interpreter.device == "cpu" and slow:
@@ -132,7 +124,7 @@ def serve(
             f"times slower than in float32; give this to pvg serve and to pvg train: -s {dtype}=float32."
         )
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
-    fetch_all(experiment.sources(), say, (key,))
+    fetch(experiment.sources(), (key,))
     folder = model_folder(experiment, purpose)
     spec = server_spec(experiment, purpose, interpreter, folder, log=place, port=port, host=host)
     if spec.open_to_network:
@@ -142,17 +134,18 @@ def serve(
             typer.colors.YELLOW,
         )
     commands = next_commands(name, overrides or [], purpose, spec)
-    _run(spec, experiment, purpose, ServeWatcher(spec, place, commands, stderr(), as_json), as_json)
+    _run(spec, experiment, purpose, ServeDisplay(spec, place, commands, stderr(), as_json), as_json)
 
 
-def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWatcher, as_json: bool) -> None:
+def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeDisplay, as_json: bool) -> None:
     """Serve until Ctrl-C (exit code 130), or until the server ends by itself (exit code 3)."""
     import asyncio
 
     from pvg.servers.process import ServerFailedError, VllmServer
+    from pvg_cli.driving import cancelled_at_signals
 
-    async def work() -> None:
-        stop_serving_at_signals()
+    async def work(attach: Callable[[], None]) -> None:
+        attach()
         try:
             async with VllmServer.start(spec, shown.progressed) as server:
                 shown.ready(server)
@@ -164,10 +157,11 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeWat
             raise
 
     try:
-        with shown:
-            asyncio.run(work())
+        with shown, cancelled_at_signals(None) as attach:
+            asyncio.run(work(attach))
     except ServerFailedError as error:
-        _print_lines(error)
+        for line in error.lines:
+            say(f"  {line}", typer.colors.BRIGHT_BLACK)
         if not (as_json and shown.is_ready):
             raise
         say(f"error: {error.message}", typer.colors.RED)  # stdout has the one document already
@@ -208,35 +202,10 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
 
     try:
         # The one document is that of the server, once it is ready.
-        with cancelled_at_signals(lambda: b"" if ready else killed, lambda: None) as attach:
+        with cancelled_at_signals(lambda: b"" if ready else killed) as attach:
             asyncio.run(work(attach))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
-
-
-def stop_serving_at_signals() -> None:
-    """Cancel the running task at Ctrl-C, SIGTERM or when the terminal closes. Only once, because the server needs time
-    to end. Signals that the shell made us ignore stay ignored: SIGINT in the background, SIGHUP under nohup."""
-    import asyncio
-    import signal
-
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    cancelled: list[int] = []
-
-    def cancel(number: int) -> None:
-        if task is not None and not cancelled:
-            cancelled.append(number)
-            task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            loop.add_signal_handler(number, cancel, number)
-
-
-def _print_lines(error: ServerFailedError) -> None:
-    """Print the last lines of the server."""
-    for line in error.lines:
-        say(f"  {line}", typer.colors.BRIGHT_BLACK)
 
 
 def _document(server: VllmServer, experiment: Experiment, purpose: str) -> dict[str, object]:

@@ -14,8 +14,8 @@ import typer
 import pvg as package
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, counted
 from pvg_cli import completion
-from pvg_cli.boundary import EXIT_STOPPED, emit, guarded, say
-from pvg_cli.options import DebugOption, JsonOption, RunsOption, SetOption
+from pvg_cli.boundary import EXIT_STOPPED, emit, handled, say
+from pvg_cli.options import DebugOption, JsonOption, RunsOption, SetOption, check_output, write_output
 
 if TYPE_CHECKING:
     from pvg.study.plan import Cell, StudyPlan
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from pvg.study.results import StudyResults
 
 
-@guarded
 def study(  # noqa: PLR0917  (each is an option)
     name: Annotated[
         str | None,
@@ -54,12 +53,7 @@ def study(  # noqa: PLR0917  (each is an option)
     ] = None,
     runs: RunsOption = Path("runs"),
     markdown: Annotated[
-        Path | None,
-        typer.Option(
-            "--markdown",
-            metavar="FILE",
-            help="Write the tables as Markdown to FILE.",
-        ),
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the tables as Markdown to FILE.")
     ] = None,
     csv: Annotated[
         Path | None,
@@ -103,16 +97,15 @@ def study(  # noqa: PLR0917  (each is an option)
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
     for option, path in (("--markdown", markdown), ("--csv", csv)):  # before hours of work
-        if path is not None:
-            _check_place(option, path)
+        check_output(option, path)
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
         results = _write(plan, folder, command)
     if markdown is not None:
-        _write_text(markdown, markdown_text(results))
+        write_output(markdown, markdown_text(results))
     if csv is not None:
-        _write_text(csv, csv_text(results))
+        write_output(csv, csv_text(results))
     _print_result(results, folder, command, as_json=as_json, finished=finished)
 
 
@@ -177,20 +170,12 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
 
 
 class StopRequests:
-    """Counts SIGINT and SIGTERM while entered. `play_cells` reads the count."""
+    """The number of signals so far, which `play_cells` reads."""
 
     requests = 0
 
     def count(self, number: int, frame: FrameType | None) -> None:
         self.requests += 1
-
-    def __enter__(self) -> StopRequests:
-        self._before = {number: signal.signal(number, self.count) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def pvg_command() -> list[str]:
@@ -209,7 +194,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     from pvg.study.text import plan_cautions
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.output import stderr
-    from pvg_cli.study_display import StudyWatcher
+    from pvg_cli.study_display import StudyDisplay
 
     experiments = [cell.experiment for cell in todo]
     found = [warning for each in experiments for warning in (*each.warnings(), *bfloat16_warnings(each))]
@@ -218,8 +203,9 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     for sentence in plan_cautions(plan):
         say(f"warning: {sentence}")
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
-    with StudyWatcher(plan, now, stderr()) as watcher, StopRequests() as stop:
-        return play_cells(plan, todo, pvg=pvg_command(), observer=watcher, stop=stop)
+    stop = StopRequests()
+    with StudyDisplay(plan, now, stderr()) as display, handled(stop.count, (signal.SIGINT, signal.SIGTERM)):
+        return play_cells(plan, todo, pvg=pvg_command(), observer=display, stop=stop)
 
 
 def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> str:
@@ -243,24 +229,6 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str) -> StudyResults:
     write_results(folder.results, results)
     write_page(folder.page, study_page(results))
     return results
-
-
-def _write_text(path: Path, text: str) -> None:
-    from pvg.store.atomic import write_output
-
-    try:
-        write_output(path, text.encode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}.", "Give another file.") from error
-    say(f"Written to {path}.")
-
-
-def _check_place(option: str, path: Path) -> None:
-    """Raises UsageError for a place in which no file can be written."""
-    if path.is_dir():
-        raise UsageError(f"{option} {path} is a folder.", f"Give a file: {option} FILE")
-    if not path.parent.is_dir():
-        raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
 
 
 def _print_result(results: StudyResults, folder: StudyFolder, command: str, *, as_json: bool, finished: bool) -> None:

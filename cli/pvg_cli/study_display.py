@@ -18,21 +18,16 @@ from pvg.study.measures import StudyMeasure
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 from pvg.study.playing import CellProgress, Ended, Job
 from pvg.study.results import StudyResults
-from pvg.study.text import (
-    cautions,
-    plan_cautions,
-    result_sections,
-    threads_each,
-)
+from pvg.study.text import cautions, plan_cautions, result_sections, threads_each
 from pvg.telemetry.catalogue import METRICS
-from pvg_cli.output import WIDEST, LivePanel, PlainLines, Screen, framed, is_live, progress_row
+from pvg_cli.display import Display, framed, progress_row
+from pvg_cli.output import next_commands
 
 NUMBERS = 2  # measures shown per game
-SECONDS_BETWEEN_LINES = 30.0
 
 
-class StudyWatcher:
-    """A `StudyObserver` that shows a study: a live panel on a terminal, lines elsewhere. `clock` returns seconds."""
+class StudyDisplay(Display):
+    """A `StudyObserver` that shows a study."""
 
     def __init__(
         self,
@@ -41,26 +36,11 @@ class StudyWatcher:
         console: Console,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(console, clock)
         self.plan = plan
         self._now = dict(now)
         self._working: dict[str, Job] = {}  # the games that run
-        self._stopping = False
-        self._clock = clock
-        self._began = clock()
         self._done_at_start = self.steps_done
-        self._console = console
-        self._screen: Screen = (
-            LivePanel(console, self.render, refresh_per_second=4)
-            if is_live(console)
-            else PlainLines(console, self._stamp, clock, SECONDS_BETWEEN_LINES)
-        )
-
-    def __enter__(self) -> StudyWatcher:
-        self._screen.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._screen.__exit__()
 
     @property
     def steps_done(self) -> int:
@@ -75,7 +55,7 @@ class StudyWatcher:
         open_cells = [cell for cell in self.plan.cells if not self._now[cell.name].reason]
         left = sum(cell.steps - self._now[cell.name].done for cell in open_cells)
         done = self.steps_done - self._done_at_start
-        return (self._clock() - self._began) * left / done if done > 0 and left > 0 else None
+        return self.elapsed * left / done if done > 0 and left > 0 else None
 
     # --- what the observer reports -----------------------------------------------------------------------------------
 
@@ -83,7 +63,7 @@ class StudyWatcher:
         self._now[cell.name] = progress
         self._working[cell.name] = job
         what = {"train": "resumes" if progress.status == "unfinished" else "starts", "evaluate": "is evaluated"}[job]
-        self._screen.line(f"{cell.name} {what}")
+        self.line(f"{cell.name} {what}")
 
     def progressed(self, cell: Cell, progress: CellProgress) -> None:
         self._now[cell.name] = progress
@@ -92,37 +72,36 @@ class StudyWatcher:
         self._now[cell.name] = progress
         self._working.pop(cell.name, None)
         if how == "failed":
-            self._screen.note(f"{cell.name} failed: {progress.reason}", "✗", "red")
+            self.note(f"{cell.name} failed: {progress.reason}", "✗", "red")
         elif how == "complete":
             numbers = [f"{m.name}={self._number(cell, m).replace(' ', '')}" for m in self._numbers()]
-            self._screen.line("  ".join([f"{cell.name} complete after {duration(seconds)}", *numbers]))
+            self.line("  ".join([f"{cell.name} complete after {duration(seconds)}", *numbers]))
         else:
-            self._screen.line(f"{cell.name} stopped at a commit point")
+            self.line(f"{cell.name} stopped at a commit point")
 
     def waited(self) -> None:
-        self._screen.tick(lambda: "still playing")
+        self.tick(lambda: "still playing")
 
     def stopping(self, running: int) -> None:
-        self._stopping = True
-        self._screen.line(f"stopping {running} at their next commit point; the same signal again ends them at once")
+        self.is_stopping = True
+        self.line(f"stopping {running} at their next commit point; the same signal again ends them at once")
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 
-    def render(self) -> RenderableType:
+    def render(self, width: int) -> RenderableType:
         hint = "Ctrl-C stops at commit points"
-        if self._stopping:
+        if self.is_stopping:
             hint = "stopping at commit points; Ctrl-C again quits at once"
         failed = sum(bool(found.reason) for found in self._now.values())
         facts = Text.assemble(
             f"{self.complete}/{counted(len(self.plan.cells), 'game')}",
             (f"  {self.steps_done:,}/{self.plan.steps:,} steps", QUIET),
             (f"  {failed} failed" if failed else "", "red"),
-            (f"  {self._left()}  {duration(self._clock() - self._began)}", QUIET),
+            (f"  {self._left()}  {duration(self.elapsed)}", QUIET),
         )
         bar = progress_row(max(1, self.plan.steps), self.steps_done, facts)
         title = Text.assemble(("pvg study ", "bold"), (self.plan.name, "bold cyan"))
-        width = min(self._console.width, WIDEST)
-        return framed([bar, Text(), self._playing()], width, title, hint, stopping=self._stopping)
+        return framed([bar, self._playing()], width, title, hint, self.is_stopping)
 
     def _playing(self) -> RichTable:
         """The games that run."""
@@ -148,10 +127,9 @@ class StudyWatcher:
         seconds = self.seconds_left()
         return "" if seconds is None else f"{duration(seconds)} left"
 
-    def _stamp(self) -> str:
-        """The time, the finished games, and the remaining time."""
+    def stamp(self) -> str:
         done = ", ".join(filter(None, [f"{self.complete}/{len(self.plan.cells)}", self._left()]))
-        return f"{duration(self._clock() - self._began):>11}  [{done}]"
+        return f"{super().stamp()}  [{done}]"
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -174,7 +152,8 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
     )
     for arm in plan.arms:
         cells = [plan.cell(arm, seed) for seed in plan.seeds]
-        marks = [TableCell(*MARKS[_state_of(now[cell.name])]) for cell in cells]
+        found = [now[cell.name] for cell in cells]
+        marks = [TableCell(*MARKS["failed" if each.reason else each.status]) for each in found]
         settings = ", ".join(f"{key}={value}" for key, value in arm.settings.items())
         table.add(arm.name, *marks, f"{cells[0].steps:,}", settings)
     threads, at_a_time = threads_each(plan.threads), counted(plan.processes, "game")
@@ -200,17 +179,8 @@ def plan_table(plan: StudyPlan, now: Mapping[str, CellProgress]) -> Group:
 def _evaluation(evaluate: StudyEvaluation | None) -> str:
     if evaluate is None:
         return ""
-    if evaluate.rounds == "all":
-        which = ""
-    elif evaluate.rounds == "last":
-        which = " (its last round)"
-    else:
-        which = f" (rounds {', '.join(map(str, evaluate.rounds))})"
-    return f", each game evaluated afterwards{which}"
-
-
-def _state_of(progress: CellProgress) -> str:
-    return "failed" if progress.reason else progress.status
+    rounds = evaluate.rounds if isinstance(evaluate.rounds, str) else ", ".join(map(str, evaluate.rounds))
+    return f", each game evaluated afterwards (rounds: {rounds})"
 
 
 def headline(name: str, rest: str) -> Text:
@@ -225,17 +195,9 @@ def results_text(results: StudyResults, commands: Mapping[str, str]) -> Group:
     for found in result_sections(results):
         parts += section(found.title, Group(cast(Table, found.body[0]), Text(found.lead, style=QUIET)))
     if results.failed:
-        parts += section("Failed", failures_table(results))
+        failed = [(f"{cell.arm} seed {cell.seed}", cell.reason) for cell in results.failed]
+        columns = [Column("game", style="badge bad", wrap=False), Column("why")]
+        parts += section("Failed", Table(columns, list(failed)))
     if sentences := cautions(results):
         parts += section("Cautions", Group(*(Text(f"- {sentence}", overflow="fold") for sentence in sentences)))
-    parts.append(Text())
-    for command, what in commands.items():
-        parts.append(Text.assemble("  ", (command, "bold cyan"), (f"\n      {what}", QUIET), overflow="fold"))
-    return Group(*parts)
-
-
-def failures_table(results: StudyResults) -> Table:
-    table = Table([Column("game", style="badge bad", wrap=False), Column("why")])
-    for cell in results.failed:
-        table.add(f"{cell.arm} seed {cell.seed}", cell.reason)
-    return table
+    return Group(*parts, Text(), *next_commands(commands))

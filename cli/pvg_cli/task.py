@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import announce_loading, emit, guarded, say
+from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, SetOption
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ def task() -> None:
 
 
 @app.command()
-@guarded
 def check(
     name: Annotated[
         str,
@@ -135,6 +134,9 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         models = open_models(experiment)
         found = preview(experiment, task, models)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
+        if experiment.prompts.kind == "chat" and not models.prover.tokenizer.takes_system_message:
+            template = f"The chat template of {models.prover.name} has no place for a system message"
+            say(f"{template}, so the instructions begin the first user message.")
         if experiment.task.kind != "play" and experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers, own_data=own)

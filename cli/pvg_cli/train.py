@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from pvg_cli import completion
-from pvg_cli.boundary import (
-    EXIT_STOPPED,
-    announce_loading,
-    emit,
-    guarded,
-    say,
-)
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, say
 from pvg_cli.options import (
     ClusterOption,
     DebugOption,
@@ -33,15 +28,13 @@ from pvg_cli.options import (
 if TYPE_CHECKING:
     import asyncio
 
-    from pvg.config.experiment import Experiment
     from pvg.game.run import GameOutcome
     from pvg.game.warm_start import Demonstrations
     from pvg.workers.torchrun import Meeting
-    from pvg_cli.run_display import RunWatcher
+    from pvg_cli.run_display import RunDisplay
     from pvg_cli.runs import RunPlan
 
 
-@guarded
 def train(
     name: ExperimentOrDefault = None,
     overrides: SetOption = None,
@@ -76,22 +69,32 @@ def train(
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _train_with_torchrun(name, settings, run_name, resume, cluster, dry_run, as_json)
-    else:
-        _train(name, settings, run_name, resume, cluster, dry_run, as_json)
+    with ExitStack() as stack:
+        meeting = None
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            meeting = stack.enter_context(_meeting(dry_run))
+        if meeting is not None and resume is None:
+            resume = meeting.run
+        plan = _planned(name, settings, run_name, resume, cluster, clean=not dry_run)
+        if meeting is not None:
+            from pvg.workers.torchrun import refuse_other_counts
+
+            refuse_other_counts(plan.experiment, meeting.launch)
+        demonstrations = None if plan.resume else _demonstrations(plan)
+        if dry_run:
+            from pvg_cli.dry_run import show_plan
+
+            show_plan(plan, demonstrations, as_json)
+            return
+        if plan.notice:
+            say(plan.notice)
+        _print_result(_play(plan, as_json, meeting), plan, as_json)
 
 
-def _train_with_torchrun(
-    name: str | None,
-    settings: list[str],
-    run_name: str | None,
-    resume: str | None,
-    cluster: str | None,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Play as one of the processes that torchrun has started. The first of them drives the others."""
+@contextmanager
+def _meeting(dry_run: bool) -> Iterator[Meeting | None]:
+    """This process is one of those that torchrun has started. The first of them drives the others: it gets their
+    meeting, or None for a dry run and if it is alone. Any other process works for the first one, and ends here."""
     from pvg.workers.torchrun import ALONE, driving, launched, serve
 
     launch = launched(os.environ)
@@ -100,49 +103,28 @@ def _train_with_torchrun(
             say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
             raise typer.Exit
         raise typer.Exit(serve(launch, say))
-    with ExitStack() as stack:
-        meeting = None if launch is None or dry_run else stack.enter_context(driving(launch))
-        if meeting is not None and resume is None:
-            resume = meeting.run
-        _train(name, settings, run_name, resume, cluster, dry_run, as_json, meeting)
+    if launch is None or dry_run:
+        yield None
+        return
+    with driving(launch) as meeting:
+        yield meeting
 
 
-def _train(
-    name: str | None,
-    settings: list[str],
-    run_name: str | None,
-    resume: str | None,
-    cluster: str | None,
-    dry_run: bool,
-    as_json: bool,
-    meeting: Meeting | None = None,
-) -> None:
-    """`meeting`: with the other processes of torchrun; None without them."""
+def _planned(
+    name: str | None, settings: list[str], run_name: str | None, resume: str | None, cluster: str | None, *, clean: bool
+) -> RunPlan:
+    """The run to play. Warns about its settings."""
     from pvg.config.load import chosen_keys
-    from pvg.hub import fetch_all
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None:
-        plan = plan_resume(name, settings, resume, cluster, clean=not dry_run)
+        plan = plan_resume(name, settings, resume, cluster, clean=clean)
     else:
         plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen_keys(settings))
-    if meeting is not None:
-        from pvg.workers.torchrun import refuse_other_counts
-
-        refuse_other_counts(plan.experiment, meeting.launch)
-    slow = bfloat16_warnings(plan.experiment, resumed=plan.resume)
-    for warning in [*plan.experiment.warnings(), *slow]:
+    for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment, resumed=plan.resume)]:
         say(f"warning: {warning}.")
-    demonstrations = None if plan.resume else _demonstrations(plan)
-    if dry_run:
-        _show_plan(plan, demonstrations, as_json)
-        return
-    if plan.notice:
-        say(plan.notice)
-    fetch_all(plan.experiment.sources(), say)
-    announce_loading()
-    _print_result(_play(plan, as_json, meeting), plan, as_json)
+    return plan
 
 
 def _demonstrations(plan: RunPlan) -> Demonstrations | None:
@@ -156,67 +138,17 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     return read_demonstrations(section)
 
 
-def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
-    """The numbers of demonstrations, and how often each is trained on."""
-    section = experiment.warmup
-    epochs = section.steps * section.batch / len(found.train)
-    return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
-
-
-def _show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    from pvg.hub import KEYS, download_of, hub_ids
-    from pvg_cli.output import arithmetic_table, print_toml, stdout
-    from pvg_cli.task import print_preview, prompts_of
-
-    experiment = plan.experiment
-    downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment.sources()).items()}
-    lacking = [key for key, download in downloads.items() if download.missing]
-    found = None if lacking else prompts_of(experiment, demonstrations)
-    warmup = None if demonstrations is None else _warmup(experiment, demonstrations)
-    if as_json:
-        emit(
-            {
-                "experiment": experiment.plain(),
-                "arithmetic": asdict(experiment.arithmetic()),
-                "hash": experiment.hash(),
-                "run": str(plan.run.path),
-                "resume": plan.resume,
-                "downloads": {key: asdict(download) for key, download in downloads.items()},
-                "preview": found,
-                **({} if warmup is None else {"warmup": warmup}),
-            }
-        )
-        return
-    print_toml(experiment.to_toml())
-    console = stdout()
-    console.print()
-    console.print(arithmetic_table(experiment))
-    for key, download in downloads.items():
-        console.print(f"{key}: {download}")
-    if found is None:
-        console.print(f"\nNo prompts yet: {' and '.join(lacking)} must be downloaded first, which pvg train does.")
-    else:
-        print_preview(found, console)
-    if warmup is not None:
-        console.print(
-            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:.3g} times; "
-            f"{warmup['held_out']} held out"
-        )
-    console.print(
-        f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style="bright_black"
-    )
-
-
 def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
     from pvg_cli.driving import drive_run
-    from pvg_cli.run_display import PHASES, PLAY_PHASES, RunBoard
-    from pvg_cli.runs import create
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import PHASES, PLAY_PHASES, RunDisplay
+    from pvg_cli.runs import create, fetch
 
+    fetch(plan.experiment.sources())
+    announce_loading()
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
     if meeting is not None:
@@ -228,7 +160,7 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
     if supply is not None:
         stack.callback(supply.end)
 
-    async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
+    async def work(observer: RunDisplay, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
         if plan.extended:
@@ -243,15 +175,15 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
         )
 
     phases = PLAY_PHASES if experiment.task.kind == "play" else PHASES
-    board = RunBoard(experiment.name, run.name, experiment.game.rounds, effort=experiment.game.effort, phases=phases)
+    display = RunDisplay(run.name, experiment.game.rounds, stderr(), effort=experiment.game.effort, phases=phases)
     if plan.resume:
-        board.recall(read_run(run))
+        display.recall(read_run(run))
     lock = run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say)
     with stack:
-        return drive_run(work, run, board, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json)
+        return drive_run(work, run, display, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json)
 
 
-def _stop(observer: RunWatcher, stop: asyncio.Event) -> None:
+def _stop(observer: RunDisplay, stop: asyncio.Event) -> None:
     """Ctrl-C in another process of torchrun."""
     if not stop.is_set():
         stop.set()
@@ -293,14 +225,12 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
 # --- pvg rollout: sample and grade, without a verifier or training ---------------------------------------------------
 
 
-@guarded
 def rollout(
     experiment: ExperimentArgument = "modchain",
     overrides: SetOption = None,
     run_name: RunNameOption = None,
     problems: Annotated[
-        int | None,
-        typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems."),
+        int | None, typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems.")
     ] = None,
     role: Annotated[
         Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
@@ -315,11 +245,11 @@ def rollout(
     The prover writes rollout.group_size solutions per problem and role.
     """
     from pvg.config.load import chosen_keys
-    from pvg.hub import fetch_all
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.driving import drive_run
-    from pvg_cli.run_display import RunBoard
-    from pvg_cli.runs import create, plan_new, resolve
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunDisplay
+    from pvg_cli.runs import create, fetch, plan_new, resolve
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     resolved = resolve(experiment, settings, cluster)
@@ -329,21 +259,21 @@ def rollout(
         say(f"warning: {warning}.")
     if plan.notice:
         say(plan.notice)
-    fetch_all(resolved.sources(), say, ("models.prover.source", "task.path"))
+    fetch(resolved.sources(), ("models.prover.source", "task.path"))
     announce_loading()
     run = create(plan)
 
-    async def work(observer: RunWatcher, stop: asyncio.Event) -> GameOutcome:
+    async def work(observer: RunDisplay, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import sample_only
 
         return await sample_only(
             resolved, run, observer=observer, stop=stop, problems=problems, role=role, split="test"
         )
 
-    board = RunBoard(resolved.name, run.name, rounds=1, phases=("init",))
+    display = RunDisplay(run.name, 1, stderr(), phases=("init",))
     lock = run.lock(discard=lambda: not run.has_state, waiting=say)
     again = "Call pvg rollout again."
-    outcome = drive_run(work, run, board, lock, again=again, as_json=as_json)
+    outcome = drive_run(work, run, display, lock, again=again, as_json=as_json)
     _print_samples(outcome, as_json)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pvg_cli.boundary import emit, guarded, say, stopped
+from pvg_cli.boundary import emit, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
-from pvg_cli.serve import stop_serving_at_signals
 
 if TYPE_CHECKING:
     from pvg.reporting.watch_server import WatchServer
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 PORT = 8765  # always the same one, so that a forwarded port stays valid
 
 
-@guarded
 def watch(
     run: RunArgument,
     runs: RunsOption = Path("runs"),
@@ -41,16 +40,17 @@ def watch(
     """
     import asyncio
 
+    from pvg.reporting.watch_server import PortInUseError, WatchServer
     from pvg.store.run_directory import RunDirectory
+    from pvg_cli.driving import cancelled_at_signals, killed_document
 
     directory = RunDirectory.open(run, runs)
     ready = False
+    killed = killed_document(directory.name, "Call pvg watch again.", as_json)
 
-    async def work() -> None:
+    async def work(attach: Callable[[], None]) -> None:
         nonlocal ready
-        from pvg.reporting.watch_server import PortInUseError, WatchServer
-
-        stop_serving_at_signals()
+        attach()
         candidates = [PORT, 0] if port is None else [port]
         for candidate in candidates:
             try:
@@ -63,7 +63,8 @@ def watch(
                     raise
 
     try:
-        asyncio.run(work())
+        with cancelled_at_signals(lambda: b"" if ready else killed) as attach:
+            asyncio.run(work(attach))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import gzip
+import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -199,9 +199,7 @@ def slowdowns(passes: Sequence[SamplingPass]) -> dict[str, float]:
 # --- py-spy -----------------------------------------------------------------------------------------------------------
 
 RATE = 200  # samples per second: a frame of 1 % has 40 in 20 s; each sample pauses this process for about 0.1 ms
-LIMIT_S = 60.0  # for its start (it reads the symbols of every library, which takes seconds with torch), and for its end
-POLL_S = 0.02
-READY = "Sampling process"  # py-spy prints this when it begins to sample
+LIMIT_S = 60.0  # beyond its duration: it reads the symbols of every library first, which takes seconds with torch
 PR_SET_PTRACER, ANY_PROCESS = 0x59616D61, ctypes.c_ulong(-1)  # prctl of Linux' Yama module
 
 
@@ -218,26 +216,27 @@ def find_py_spy() -> Path:
     return Path(found)
 
 
-async def py_spy_pass(workload: Workload, steps: int, py_spy: Path, output: Path) -> SamplingPass:
-    """Takes at least `steps` samples and LEAST_SAMPLED_S seconds. Raises PySpyError."""
-    with sampling(py_spy, output):
-        walls_s = await _timed(workload, lambda done, seconds: done < steps or seconds < LEAST_SAMPLED_S)
+async def py_spy_pass(workload: Workload, seconds: float, py_spy: Path, output: Path) -> SamplingPass:
+    """Take samples of the workload while py-spy watches this process for `seconds`, and let it write a flame graph.
+    Raises PySpyError if it wrote nothing."""
+    with _watched(py_spy, seconds, output) as child:
+        walls_s = await _timed(workload, lambda _, taken_s: child.poll() is None and taken_s < seconds + LIMIT_S)
     return SamplingPass("py-spy", walls_s)
 
 
 @contextmanager
-def sampling(py_spy: Path, output: Path) -> Iterator[None]:
-    """Sample this process while the body runs, and write a flame graph. Raises PySpyError if py-spy wrote nothing."""
+def _watched(py_spy: Path, seconds: float, output: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [str(py_spy), "record", "--pid", str(os.getpid()), "--format", "flamegraph", "--output", str(output)]
-    command += ["--rate", str(RATE), "--threads"]
+    command += ["--rate", str(RATE), "--threads", "--duration", str(math.ceil(seconds))]
     with tempfile.TemporaryFile() as log:
         _allow_tracing(True)
         # In a separate session, Ctrl-C reaches only this process, which then stops py-spy.
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            _wait_until_sampling(child, log)
-            yield
-            _finish(child, log, output)
+            yield child
+            if child.poll() != 0 or not output.exists() or not output.stat().st_size:
+                log.seek(0)
+                raise _explained(log.read().decode("utf-8", "replace"))
         finally:
             if child.poll() is None:
                 child.kill()
@@ -252,26 +251,6 @@ def _allow_tracing(allowed: bool) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PTRACER, ANY_PROCESS if allowed else ctypes.c_ulong(0), 0, 0, 0)
 
 
-def _wait_until_sampling(child: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while READY not in (text := _text(log)):
-        if child.poll() is not None:
-            raise _explained(text)
-        if time.monotonic() > deadline:
-            raise PySpyError(f"py-spy did not start to sample within {LIMIT_S:.0f} s.", "Use --no-py-spy.")
-        time.sleep(POLL_S)
-
-
-def _finish(child: subprocess.Popen[bytes], log: IO[bytes], output: Path) -> None:
-    child.send_signal(signal.SIGINT)
-    try:
-        code = child.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise PySpyError(f"py-spy did not end within {LIMIT_S:.0f} s.", "Try again with fewer --steps.") from None
-    if code != 0 or not output.exists() or not output.stat().st_size:
-        raise _explained(_text(log))
-
-
 def _explained(text: str) -> PySpyError:
     """The error for what py-spy printed, with a remedy."""
     if "denied" in text.lower() or "not permitted" in text.lower():
@@ -281,11 +260,6 @@ def _explained(text: str) -> PySpyError:
         )
     lines = [line.strip().removeprefix("Error: ") for line in text.splitlines() if line.strip()]
     return PySpyError(f"py-spy failed: {lines[0] if lines else 'without a message'}", "See its documentation.")
-
-
-def _text(log: IO[bytes]) -> str:
-    """What the child has printed so far. Does not move the file's position, which child and parent share."""
-    return os.pread(log.fileno(), 65_536, 0).decode("utf-8", "replace")
 
 
 # --- the folder with all results --------------------------------------------------------------------------------------
@@ -433,7 +407,8 @@ async def _passes(
 async def _sampled(workload: Any, made: ProfileResult, steps: int) -> None:
     path = made.folder / "py-spy.svg"
     try:
-        made.passes.append(await py_spy_pass(workload, steps, find_py_spy(), path))
+        seconds = max(LEAST_SAMPLED_S, steps * made.passes[0].fastest_s)
+        made.passes.append(await py_spy_pass(workload, seconds, find_py_spy(), path))
     except PySpyError as error:
         made.missing["py-spy"] = str(error)
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -118,7 +118,7 @@ class SimultaneousSchedule(Section):
     every: Count = Field(
         5, description="Batches of the prover between two updates of the verifier, of as many optimizer steps."
     )
-    problems: Count = Field(32, description="Problems sampled for an update, with game.mint_samples solutions each.")
+    problems: ClassVar[int] = 32  # sampled for an update, with game.mint_samples solutions each
 
 
 Schedule = Annotated[StackelbergSchedule | SimultaneousSchedule, ByKind("stackelberg")]

@@ -98,13 +98,10 @@ TEXTS_FOR_A_TASK = tuple(WordedPrompts.model_fields)  # they do not fit another 
 
 
 class ChatPrompts(WordedPrompts):
-    """Instructions, examples and question through the model's chat template, for instruction-tuned models."""
+    """Instructions, examples and question through the model's chat template, for instruction-tuned models. Instructions
+    are the system message, or begin the first user message if the template has no place for a system message."""
 
     kind: Literal["chat"] = "chat"
-    place: Literal["system", "user"] = Field(
-        "system",
-        description='Where the instructions are. "user": in the first user message, for templates without system role.',
-    )
 
 
 class TextPrompts(WordedPrompts):
@@ -128,11 +125,6 @@ class TorchSampling(Section):
     decoding: Literal["lean", "module"] = Field(
         "lean",
         description='"lean": pvg\'s own decoding step for Llama-like models. "module": the model\'s own forward pass.',
-    )
-    batching: Literal["auto", "continuous", "whole"] = Field(
-        "auto",
-        description='"continuous": rows join as others finish. "whole": batch by batch. "auto": whole on a CPU '
-        "without deadline or prefetch.",
     )
 
 
@@ -159,9 +151,7 @@ class CuttingDeadline(Section):
 
     kind: Literal["cut"] = "cut"
     seconds: Positive = Field(60.0, description="Seconds until the deadline of a group (spo, rae: of a batch).")
-    min_rollouts: Count = Field(
-        2, description="Minimum number of rollouts of a group (spo, rae: of a batch) at the deadline."
-    )
+    min_rollouts: ClassVar[int] = 2  # of a group (spo, rae: of a batch) that is used at the deadline
 
 
 class ContinuingDeadline(Section):
@@ -169,11 +159,7 @@ class ContinuingDeadline(Section):
 
     kind: Literal["continue"] = "continue"
     seconds: Positive = Field(60.0, description="Seconds until the deadline of a batch.")
-    min_rollouts: Count = Field(2, description="Minimum number of rollouts of a batch at the deadline.")
-    max_versions: Count = Field(
-        4,
-        description="Versions that a continued group's oldest token may be behind. Older groups are used as they are.",
-    )
+    min_rollouts: ClassVar[int] = 2  # of a batch that is used at the deadline
 
 
 DeadlineSection = Annotated[NoDeadline | CuttingDeadline | ContinuingDeadline, ByKind("none")]
@@ -184,7 +170,6 @@ class NoPrefetch(Section):
 
     kind: Literal["none"] = "none"
     batches: ClassVar[int] = 0
-    staleness_budget: ClassVar[int] = 0
 
 
 class SamplingAhead(Section):
@@ -195,18 +180,6 @@ class SamplingAhead(Section):
     batches: Count = Field(
         1, description="Batches that are sampled ahead of the trainer. With more of them, rollouts are more stale."
     )
-    max_staleness: Count | None = Field(
-        None,
-        description="Versions that a rollout may be behind at most. An older rollout is dropped. Unset: batches + 1.",
-    )
-
-    @property
-    def staleness_budget(self) -> int:
-        """Versions of the policy that a rollout may be behind when it is trained on.
-
-        Groups that are taken in the order they were begun are trained on `batches` + 1 versions after they were: with
-        less, most of what is sampled ahead would be dropped."""
-        return self.batches + 1 if self.max_staleness is None else self.max_staleness
 
 
 PrefetchSection = Annotated[NoPrefetch | SamplingAhead, ByKind("none")]
@@ -218,6 +191,11 @@ class Rollouts(Section):
     engine: SamplingEngine = TorchSampling()
     deadline: DeadlineSection = NoDeadline()
     prefetch: PrefetchSection = NoPrefetch()
+    max_staleness: Count | None = Field(
+        None,
+        description='Versions that a rollout may be behind, with prefetch or with rollout.deadline = "continue". Unset: '
+        "batches + 1, or 4.",
+    )
     dtype: Literal["model", "float32", "bfloat16"] = Field(
         "model", description='Data type of the sampling copy of the prover. "model": the type of the prover.'
     )
@@ -236,6 +214,21 @@ class Rollouts(Section):
     logprobs: Literal["sampled", "recomputed"] = Field(
         "sampled", description="Log-probs of the sampler: as sampled, or computed again by the trainer."
     )
+
+    @property
+    def staleness_budget(self) -> int:
+        """Versions of the policy that a rollout that was sampled ahead may be behind when it is trained on.
+
+        Groups that are taken in the order they were begun are trained on `batches` + 1 versions after they were: with
+        less, most of what is sampled ahead would be dropped."""
+        if isinstance(self.prefetch, NoPrefetch):
+            return 0
+        return self.max_staleness or self.prefetch.batches + 1
+
+    @property
+    def continued_versions(self) -> int:
+        """Versions that the oldest token of a continued group may be behind."""
+        return self.max_staleness or 4
 
     @property
     def chunk(self) -> int:

@@ -166,16 +166,11 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
             f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
         )
-    if least == 1 and not training.groupless and deadline.kind == "cut":
-        yield (
-            f"rollout.deadline.min_rollouts = 1 may leave a group of one, which teaches training.loss = "
-            f"{training.loss.kind!r} nothing; set it to 2 or more"
-        )
     kept = least if training.groupless or deadline.kind == "continue" else training.groups * least
     if kept < training.minibatches:
         yield (
             f"training.minibatches = {training.minibatches} is above the {kept} rollouts that may be left at "
-            "rollout.deadline; lower it, or raise rollout.deadline.min_rollouts"
+            "rollout.deadline; lower it"
         )
     if deadline.kind == "continue" and training.router_replay and rollout.engine.kind == "vllm":
         yield (
@@ -598,6 +593,8 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
             "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"
         )
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
+    if rollout.max_staleness is not None and not stale:
+        yield "rollout.max_staleness has no effect without rollout.prefetch or rollout.deadline = 'continue'"
     if stale and training.loss.kind == "rloo" and training.importance == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "

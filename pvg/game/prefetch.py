@@ -366,7 +366,7 @@ class RoleQueue:
 
 class Prefetcher(FreshGroups):
     """Groups of `orders`. `scored`: when a group is scored - as soon as it arrives, in the background with
-    others, or with its batch."""
+    others, or with its batch. `budget`: the most versions that a rollout may be behind."""
 
     ahead = True
 
@@ -376,11 +376,12 @@ class Prefetcher(FreshGroups):
         scorer: VerifierScorer,
         settings: SamplingAhead,
         *,
+        budget: int,
         concurrency: int,
         scored: WhenScored,
     ) -> None:
         super().__init__(orders)
-        self._scorer, self._settings = scorer, settings
+        self._scorer, self._settings, self._budget = scorer, settings, budget
         self._concurrency, self._scored = concurrency, scored
         self._pipeline: Pipeline | None = None
         self._queues = {role: RoleQueue(orders, role, orders.groups) for role in Role}
@@ -403,7 +404,7 @@ class Prefetcher(FreshGroups):
             self._sample,
             lambda number: Counter(self._orders.roles(number)),
             ahead=self._settings.batches,
-            budget=self._settings.staleness_budget,
+            budget=self._budget,
             concurrency=self._concurrency,
             version=version,
             batch=batch,

@@ -213,7 +213,7 @@ def open_batches(
         learner,
         workers=workers,
         recomputed=rollout.logprobs == "recomputed",
-        staleness_budget=rollout.prefetch.staleness_budget,
+        staleness_budget=rollout.staleness_budget,
     )
     orders.on_group = logprobs.early.arrived
     return GameBatches(
@@ -241,7 +241,14 @@ def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -
         scored: WhenScored = "background" if beside else "batch"
         if session.verifier.engine != "torch":
             scored = "arrival"
-        return Prefetcher(orders, scorer, ahead, concurrency=rollout.concurrency, scored=scored)
+        return Prefetcher(
+            orders,
+            scorer,
+            ahead,
+            budget=rollout.staleness_budget,
+            concurrency=rollout.concurrency,
+            scored=scored,
+        )
     carried = partial_sampling(rollout, session.training, session.game.reward.kind, players.dispatcher)
     return FreshGroups(orders) if carried is None else CarriedGroups(orders, carried)
 

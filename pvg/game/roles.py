@@ -61,8 +61,8 @@ class WordedPrompt:
     examples: Sequence[tuple[str, str]]
     question: str
 
-    def messages(self, place: str) -> list[dict[str, str]]:
-        """As a chat. `place`: where the instructions are, "system" or "user" (the first message)."""
+    def messages(self, *, system: bool) -> list[dict[str, str]]:
+        """As a chat. `system`: whether the instructions are a system message; else they begin the first message."""
         turns = [
             {"role": role, "content": text}
             for example in self.examples
@@ -71,7 +71,7 @@ class WordedPrompt:
         turns.append({"role": "user", "content": self.question})
         if not self.instructions:
             return turns
-        if place == "system":
+        if system:
             return [{"role": "system", "content": self.instructions}, *turns]
         return [{"role": "user", "content": f"{self.instructions}\n\n{turns[0]['content']}"}, *turns[1:]]
 
@@ -138,7 +138,7 @@ def translation_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Transl
 
 def _tokens(prompts: WordedPrompts, tokenizer: Tokenizer, prompt: WordedPrompt) -> Int32:
     if isinstance(prompts, ChatPrompts):
-        return tokenizer.chat(prompt.messages(prompts.place))
+        return tokenizer.chat(prompt.messages(system=tokenizer.takes_system_message))
     return tokenizer.opening(prompt.text())
 
 

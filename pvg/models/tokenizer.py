@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,38 +108,48 @@ class Tokenizer:
         (text,) = self._fast.backend_tokenizer.decode_batch([ids.tolist()], skip_special_tokens=False)
         return str(text)
 
+    @cached_property
+    def takes_system_message(self) -> bool:
+        """Whether the chat template accepts a system message and writes it. Without a template, raises as `chat`."""
+        said = "\u2402instructions\u2403"
+        try:
+            return said in self._through_template(
+                [{"role": "system", "content": said}, {"role": "user", "content": "?"}]
+            )
+        except TemplateError:
+            return False
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
         """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n].
 
         Raises ConfigurationError if the tokenizer has no chat template, or if the template refuses the messages.
         """
+        try:
+            text = self._through_template(messages)
+        except TemplateError as error:
+            raise ConfigurationError(
+                f"The chat template of {self._name} refuses a prompt: {error}.", 'Set prompts to "text".'
+            ) from None
+        return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def _through_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self._fast.chat_template is None:
             raise ConfigurationError(
                 f"The tokenizer of {self._name} has no chat template.",
                 'Set prompts to "text", or use an instruction-tuned model.',
             )
-        try:
-            text = self._fast.apply_chat_template(
+        return str(
+            self._fast.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
-            raise ConfigurationError(
-                f"The chat template of {self._name} refuses a prompt: {error}.",
-                'If it takes no system message, set prompts.place to "user".',
-            ) from None
-        return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        )
 
     def next_turn(self, content: str) -> Int32:
         """The tokens between the end token of an answer and the next answer when the user says `content`: int32 [n].
         Raises ConfigurationError if the chat template does not end an answer with the end token, or does not exist."""
         marks = "\u2402answer\u2403", "\u2402question\u2403"
         rows = [("user", "?"), ("assistant", marks[0]), ("user", marks[1])]
-        self.chat([{"role": "user", "content": "?"}])  # raises if there is no template
-        text = str(
-            self._fast.apply_chat_template(
-                [{"role": role, "content": said} for role, said in rows], add_generation_prompt=True, tokenize=False
-            )
-        )
+        text = self._through_template([{"role": role, "content": said} for role, said in rows])
         _, _, after = text.partition(marks[0])
         between = self._fast.backend_tokenizer.encode(after.replace(marks[1], content), add_special_tokens=False).ids
         end = next((place for place, token in enumerate(between[:2]) if token in self.end_ids), None)

@@ -10,13 +10,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from pvg.errors import PvgError
 from pvg.reporting.formats import byte_size
-from pvg.reporting.run_summary import RunSummary, Status, committed_state, state_and_tags, status_of
+from pvg.reporting.run_summary import (
+    RunState,
+    RunSummary,
+    Status,
+    committed_state,
+    state_and_tags,
+    state_word,
+    status_of,
+)
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.atomic import DamagedFileError, open_stored
 from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
@@ -26,40 +34,7 @@ LAST_BLOCK = 1 << 18  # bytes at the end of a journal that are read for a short 
 PROGRESS = ("step", "phase", "round", "run")  # kinds of records that no sampler writes
 RATE_STEPS = 20  # over which the speed is averaged
 MISSED_BEATS = 3
-
-# "waiting": nothing has happened yet; "silent": its process lives, but does not beat; "failed": its process ended with
-# an error; "died": its process is gone, and did not end the run; "removed": the run's folder is gone.
-RunState = Literal["waiting", "running", "silent", "finished", "stopped", "failed", "died", "removed"]
 ENDED: frozenset[RunState] = frozenset({"finished", "stopped", "failed", "died", "removed"})
-# The word of a state wherever a user reads it, and its colour. JSON documents contain the name of the state.
-WORDS: dict[RunState, tuple[str, Literal["good", "warn", "bad"]]] = {
-    "waiting": ("empty", "warn"),
-    "running": ("running", "good"),
-    "silent": ("silent", "warn"),
-    "finished": ("complete", "good"),
-    "stopped": ("stopped", "warn"),
-    "failed": ("failed", "bad"),
-    "died": ("died", "bad"),
-    "removed": ("removed", "bad"),
-}
-# The state of a run that no process plays, as far as its status tells it.
-SETTLED: dict[Status, RunState] = {
-    "empty": "waiting",
-    "samples": "finished",
-    "unfinished": "stopped",
-    "complete": "finished",
-}
-
-
-def state_word(
-    state: RunState | None, status: Status, damaged: bool = False
-) -> tuple[str, Literal["good", "warn", "bad"]]:
-    """The word of a run's state, and its colour. `state`: None for a run that this process has just ended. `damaged`:
-    whether files are damaged that tell the state (pvg.reporting.run_summary.state_and_tags)."""
-    known = SETTLED[status] if state is None else state
-    if damaged and known != "removed":
-        return "damaged", "bad"
-    return ("samples", "good") if status == "samples" and known == "finished" else WORDS[known]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from pvg.reporting.charts import (
     stacked_chart,
 )
 from pvg.reporting.evaluation import evaluation_section
-from pvg.reporting.follow import RunState, state_of, state_word
+from pvg.reporting.follow import state_of
 from pvg.reporting.formats import (
     ABSENT,
     HOME_PHASES,
@@ -51,7 +51,7 @@ from pvg.reporting.run_sections import (
     scores_section,
     throughput_section,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics, read_run
+from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, read_run, state_word
 from pvg.reporting.solutions import (
     RoundScores,
     SolutionPair,

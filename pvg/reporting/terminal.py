@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TYPE_CHECKING, cast
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -17,7 +18,6 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
-from pvg.reporting.follow import RunState, state_word
 from pvg.reporting.formats import (
     HOME_PHASES,
     BudgetPart,
@@ -33,10 +33,21 @@ from pvg.reporting.formats import (
     trend,
     value_text,
 )
-from pvg.reporting.run_summary import RunSummary, base_metrics, lag_summary, reading_ranges, workers_text
-from pvg.reporting.solutions import Example, shown_solution
+from pvg.reporting.run_summary import (
+    RunState,
+    RunSummary,
+    base_metrics,
+    lag_summary,
+    reading_ranges,
+    state_word,
+    workers_text,
+)
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
+from pvg.telemetry.alerts import REMEDIES, AlertKind
 from pvg.telemetry.spans import UNACCOUNTED
+
+if TYPE_CHECKING:
+    from pvg.reporting.solutions import Example
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
@@ -128,8 +139,10 @@ def outcome(rounds: Mapping[int, Mapping[str, float]]) -> list[str]:
         _before_and_after(rounds, "helpful_accuracy", "of the helpful role's solutions were correct"),
         _before_and_after(rounds, "sneaky_error_rate", "of the sneaky role's solutions were wrong (flaws)"),
         _own_flaws(rounds),
-        _previous_flaws(rounds),
     ]
+    if shares := [found["fooled_rate_previous"] for found in rounds.values() if "fooled_rate_previous" in found]:
+        most = metric_text("fooled_rate_previous", max(shares))
+        found.append(f"Each new verifier accepted at most {most} of the previous round's flaws.")
     return [sentence for sentence in found if sentence]
 
 
@@ -154,14 +167,6 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     if most == metric_text(metric, shares[last]):
         return says
     return f"{says} The highest share was {most}, in round {worst}."
-
-
-def _previous_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
-    metric = "fooled_rate_previous"
-    shares = [metrics[metric] for metrics in rounds.values() if metric in metrics]
-    if not shares:
-        return ""
-    return f"Each new verifier accepted at most {metric_text(metric, max(shares))} of the previous round's flaws."
 
 
 class BudgetBar:
@@ -368,8 +373,9 @@ def alerts_told(summary: RunSummary) -> list[tuple[str, str, str, str]]:
     for alert in summary.alerts:
         step = "" if alert.step is None else f", step {alert.step}"
         when = f"round {alert.round}, {phase_label(alert.phase)}{step}"
-        found.append((alert.name, alert.message, when, "" if alert.remedy in explained else alert.remedy))
-        explained.add(alert.remedy)
+        remedy = REMEDIES.get(cast(AlertKind, alert.name), "")  # of a kind that this pvg does not know: nothing
+        found.append((alert.name, alert.message, when, "" if remedy in explained else remedy))
+        explained.add(remedy)
     return found
 
 
@@ -383,6 +389,8 @@ def alerts_list(summary: RunSummary) -> Text:
 
 
 def examples_list(examples: Sequence[Example]) -> Group:
+    from pvg.reporting.solutions import shown_solution  # `pvg train` shows none
+
     parts: list[RenderableType] = []
     for example in examples:
         shown = shown_solution(example, None)

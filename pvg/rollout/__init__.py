@@ -64,16 +64,14 @@ def _open_torch(setup: EngineSetup) -> Engine:
         executor=setup.executor,
         events=setup.events,
         lean=engine.decoding == "lean",
-        continuous=_is_continuous(section, engine, on_cpu=setup.base.device.type == "cpu"),
+        continuous=_is_continuous(section, on_cpu=setup.base.device.type == "cpu"),
         routed_experts=setup.routed_experts,
     )
 
 
-def _is_continuous(section: Rollouts, engine: TorchSampling, *, on_cpu: bool) -> bool:
-    """The choice of `rollout.engine.batching`. "auto": whole batches are faster on a CPU (docs/scaling.md), unless
-    someone needs single rollouts early: a deadline, or a trainer that works beside the engine."""
-    if engine.batching != "auto":
-        return engine.batching == "continuous"
+def _is_continuous(section: Rollouts, *, on_cpu: bool) -> bool:
+    """Whether rows join as others finish. Whole batches are faster on a CPU (docs/scaling.md), unless someone needs
+    single rollouts early: a deadline, or a trainer that works beside the engine."""
     return not on_cpu or section.deadline.kind != "none" or section.prefetch.kind != "none"
 
 

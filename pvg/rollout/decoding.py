@@ -160,6 +160,11 @@ class RunningRows(Protocol):
         """True if `turn` accepts jobs while rows run. If False, it accepts them only when all rows have finished."""
         ...
 
+    @property
+    def refusal(self) -> str:
+        """Why torch does not record steps on the GPU; "" if it does, or without a GPU."""
+        return ""
+
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs` and decode until at least one row finishes or a bounded number of steps is done.
 
@@ -170,7 +175,7 @@ class RunningRows(Protocol):
         ...
 
 
-class ModuleRows:
+class ModuleRows(RunningRows):
     """`RunningRows` that decodes whole batches with `decode`, for every architecture."""
 
     def __init__(self, module: nn.Module, device: torch.device, *, routed_experts: bool = False) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pvg.errors import MissingRequirementError
 from pvg.records import Float32
-from pvg.rollout.decoding import NO_STOP, DecodedRow, DecodingJob, TurnResult, finished_row, stop_numbers
+from pvg.rollout.decoding import NO_STOP, DecodedRow, DecodingJob, RunningRows, TurnResult, finished_row, stop_numbers
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import LeanCache, LeanDecoder
 from pvg.rollout.lean_rows import prefill_rows
@@ -162,7 +162,7 @@ class _Slot:
         return self.request.sampling.max_tokens - self.count
 
 
-class DeviceRows:
+class DeviceRows(RunningRows):
     """Decodes at most `max_rows` rows at once; see `RunningRows` in pvg.rollout.decoding. Only the compute thread may
     call `turn`. The cache has memory for all `max_rows` from the start, so it grows only for longer requests."""
 
@@ -182,6 +182,10 @@ class DeviceRows:
     @property
     def joins(self) -> bool:
         return self._continuous
+
+    @property
+    def refusal(self) -> str:
+        return self.graphs.refusal
 
     @torch.inference_mode()
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:

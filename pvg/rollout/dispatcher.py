@@ -392,7 +392,7 @@ def partial_sampling(
     return PartialSampling(
         dispatcher,
         deadline,
-        versions=section.max_versions,
+        versions=rollout.continued_versions,
         groups=training.groups,
         size=rollout.group_size,
         whole=compares_within_groups(training, reward),

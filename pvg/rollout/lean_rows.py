@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
-from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, TurnResult, finished_row
+from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, RunningRows, TurnResult, finished_row
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import CommonPrefix, LeanCache, LeanDecoder
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
@@ -168,7 +168,7 @@ class _Slots:
         return [array for array in found if isinstance(array, np.ndarray)]
 
 
-class LeanRows:
+class LeanRows(RunningRows):
     """Decodes at most `max_rows` rows at once. Only the compute thread may call `turn`; see `RunningRows` in
     pvg.rollout.decoding."""
 

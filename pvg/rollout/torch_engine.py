@@ -53,7 +53,6 @@ from pvg.telemetry.spans import run_in, submit_in
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
-    from pvg.rollout.device_rows import DeviceRows
 
 # Layer types that pvg.rollout.decoding supports.
 KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -255,19 +254,11 @@ class TorchEngine(Engine):
         if self._rows is None:
             self._rows = self._open_rows()
         found = self._rows.turn(jobs, self._dropped_N)
-        on_gpu = self._gpu_rows
-        if on_gpu is not None and (refusal := on_gpu.graphs.refusal) != self._refusal:
+        refusal = self._rows.refusal
+        if refusal != self._refusal:
             self._refusal = refusal
             self._events.event("gen", event="graphs.refused", reason=refusal)
         return found
-
-    @property
-    def _gpu_rows(self) -> DeviceRows | None:
-        if not hasattr(self._rows, "graphs"):  # host rows, for which the module is not loaded
-            return None
-        from pvg.rollout.device_rows import DeviceRows
-
-        return self._rows if isinstance(self._rows, DeviceRows) else None
 
     def _open_rows(self) -> RunningRows:
         """Choose the decoder and log an event with the choice and its reason. Runs in the executor, because it
@@ -336,7 +327,7 @@ class TorchEngine(Engine):
         if isinstance(self._rows, ModuleRows):
             return sum(map(len, prefixes)) + len(prompts)
         computed = sum(part.length for level in shared_parts(prefixes) for part in level)
-        return computed + (len(prompts) if self._gpu_rows is not None else len({p.tobytes() for p in prompts}))
+        return computed + len({p.tobytes() for p in prompts} if isinstance(self._rows, LeanRows) else prompts)
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)

@@ -4,17 +4,15 @@
     reply = await pool.request("POST", f"{server}/inference/v1/generate", body, timeout_s=60.0)
 
 Invariant 7: a request waits for the server, never for a connection. A pool that is too small does not fail: requests
-queue inside the HTTP client, where no timing shows it. `waited_s` shows violations.
+queue inside the HTTP client, where no timing shows it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import aiohttp
@@ -117,9 +115,6 @@ class HttpPool:
         self, connections: int, *, connect_timeout_s: float = CONNECT_S, key: str = "", fresh: bool = False
     ) -> None:
         self.connections = connections
-        self.waited_s = 0.0  # for a free connection, summed over all requests
-        self.opened = 0
-        self.reused = 0
         self._connect_timeout_s = connect_timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._fresh = fresh
@@ -204,30 +199,8 @@ class HttpPool:
                 headers=self._headers,
                 auto_decompress=True,
                 read_bufsize=1 << 20,  # the log-probs of a prompt are one long line
-                trace_configs=[self._watch()],
             )
         return self._session
-
-    def _watch(self) -> aiohttp.TraceConfig:
-        watch = aiohttp.TraceConfig()
-
-        async def queued(_: aiohttp.ClientSession, place: SimpleNamespace, __: Any) -> None:
-            place.queued = time.perf_counter()
-
-        async def left(_: aiohttp.ClientSession, place: SimpleNamespace, __: Any) -> None:
-            self.waited_s += time.perf_counter() - place.queued
-
-        async def opened(_: aiohttp.ClientSession, __: SimpleNamespace, ___: Any) -> None:
-            self.opened += 1
-
-        async def reused(_: aiohttp.ClientSession, __: SimpleNamespace, ___: Any) -> None:
-            self.reused += 1
-
-        watch.on_connection_queued_start.append(queued)
-        watch.on_connection_queued_end.append(left)
-        watch.on_connection_create_end.append(opened)
-        watch.on_connection_reuseconn.append(reused)
-        return watch
 
 
 async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:

@@ -122,25 +122,23 @@ def name_of(driver: Driver) -> str:
 _held: dict[Path, Path] = {}  # the leases of this process, by the folder's real path
 
 
-class LeaseCheck:
-    """Raises StateError when another driver has taken the lease of `folder` that this process holds. Without one, the
-    lease that `folder` has now counts."""
+def lease_of(folder: Path) -> Path | None:
+    """The lease of `folder` that this process holds, or the one that it has now."""
+    return _held.get(folder.resolve()) or newest_lease(folder)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._lease = folder, _held.get(folder.resolve()) or newest_lease(folder)
 
-    def __call__(self) -> None:
-        if self._lease is None:
-            return
-        try:
+def check_lease(folder: Path, lease: Path | None) -> None:
+    """Raises StateError if another driver has taken over `folder` since it had this `lease`."""
+    try:
+        if lease is not None:
             # Opened, because a network file system may answer `stat` from a cache.
-            os.close(os.open(self._lease, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-        except FileNotFoundError:
-            driver = name_of(read_driver(newest_lease(self._folder)))
-            raise StateError(
-                f"Another driver ({driver}) has taken over the run in {self._folder}.",
-                "This process stopped before its next commit, and the other driver continues the run.",
-            ) from None
+            os.close(os.open(lease, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except FileNotFoundError:
+        driver = name_of(read_driver(newest_lease(folder)))
+        raise StateError(
+            f"Another driver ({driver}) has taken over the run in {folder}.",
+            "This process stopped before its next commit, and the other driver continues the run.",
+        ) from None
 
 
 @contextmanager

@@ -6,8 +6,8 @@
 Invariants: `experiment.toml` is written once, when the run is created. At most one process commits to a run at a time.
 
 The kernel releases the lock of the lock file when the process ends in any way. A moved folder stays locked. If the lock
-file or the folder is deleted or replaced, another process may lock it; `FolderGuard` then stops the first one before
-its next commit. A lease (pvg.store.lease) keeps drivers on several hosts apart.
+file or the folder is deleted or replaced, another process may lock it; `unchanged` then stops the first one before its
+next commit. A lease (pvg.store.lease) keeps drivers on several hosts apart.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from pvg.store.atomic import (
     sync_directory,
     write_atomic,
 )
-from pvg.store.lease import LeaseCheck, Work, is_lease, leased
+from pvg.store.lease import Work, check_lease, is_lease, lease_of, leased
 from pvg.store.state import FileStateStore, JournalMark, LoadedState, State, read_json_lines, verify
 
 
@@ -80,25 +80,6 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-class FolderGuard:
-    """Raises StateError when the folder or its lock file is no longer the one that it was when this object was made, or
-    when a driver on another host has taken the lease. A process that drives a run calls this before each commit."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._was, self._lease = file, _identity(file), LeaseCheck(file.parent)
-
-    def __call__(self) -> None:
-        if self._was is None or _identity(self._file) != self._was:
-            folder = self._file.parent
-            raise StateError(
-                f"The folder {folder} or its file {self._file.name} was moved, deleted or replaced, so another process "
-                "may be writing to it.",
-                "This process stopped before its next commit. All commits are in the old folder. If you moved it, "
-                "continue there: pvg train --resume PATH",
-            )
-        self._lease()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -301,8 +282,21 @@ class RunDirectory:
                 raise
 
     def unchanged(self) -> Callable[[], None]:
-        """A function that raises StateError if the folder or its lock file has changed since this call."""
-        return FolderGuard(self.lock_file)
+        """A function that raises StateError if the folder or its lock file is no longer the one that it was at this
+        call, or if a driver on another host has taken the lease. A driver calls it before each commit."""
+        was, lease = _identity(self.lock_file), lease_of(self.path)
+
+        def check() -> None:
+            if was is None or _identity(self.lock_file) != was:
+                raise StateError(
+                    f"The folder {self.path} or its file {self.lock_file.name} was moved, deleted or replaced, so "
+                    "another process may be writing to it.",
+                    "This process stopped before its next commit. All commits are in the old folder. If you moved it, "
+                    "continue there: pvg train --resume PATH",
+                )
+            check_lease(self.path, lease)
+
+        return check
 
     @property
     def is_run(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
 import shutil
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from pvg.bench.profiling import (
     ProfileResult,
     PySpyError,
     profile_stage,
-    sampling,
+    py_spy_pass,
     stage_of,
     stage_settings,
 )
@@ -101,31 +103,45 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_py_spy_that_fails_says_why(tmp_path: Path) -> None:
-    broken = script(tmp_path / "py-spy", "echo 'Error: No such file or directory (os error 2)'; exit 1")
-    ran = False
-    with pytest.raises(PySpyError, match="py-spy failed: No such file"), sampling(broken, tmp_path / "x"):
-        ran = True
-    assert not ran
-
-
-def test_a_py_spy_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
-    empty = script(
-        tmp_path / "py-spy", "trap 'exit 0' INT; echo 'py-spy> Sampling process'; while :; do sleep 0.05; done"
-    )
-    with pytest.raises(PySpyError), sampling(empty, tmp_path / "x"):
-        pass
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("echo 'Error: No such file or directory (os error 2)'; exit 1", "py-spy failed: No such file"),
+        ("exit 0", "py-spy failed: without a message"),
+        ("echo 'Permission denied (os error 13)'; exit 1", "may not inspect this process"),
+    ],
+)
+def test_a_py_spy_that_writes_nothing_says_why(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(PySpyError, match=says):
+        watched(ProfiledWork(), tmp_path, text)
 
 
 def test_no_child_is_left_when_the_work_fails(tmp_path: Path) -> None:
     number = tmp_path / "pid"
-    stubborn = script(
-        tmp_path / "py-spy", f"echo $$ > {number}; trap '' INT; echo 'Sampling process'; while :; do sleep 0.05; done"
-    )
-    with pytest.raises(ZeroDivisionError), sampling(stubborn, tmp_path / "x"):
-        raise ZeroDivisionError
+
+    class Failing(ProfiledWork):
+        async def sample(self, index: int) -> Mapping[str, float]:
+            if number.exists() and number.read_text():
+                raise ZeroDivisionError
+            return await super().sample(index)
+
+    with pytest.raises(ZeroDivisionError):
+        watched(Failing(), tmp_path, f"echo $$ > {number}; trap '' INT; while :; do sleep 0.05; done")
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
+
+
+def watched(work: ProfiledWork, folder: Path, text: str) -> None:
+    """A pass of the work under a py-spy that is this shell script."""
+
+    async def run() -> None:
+        await work.open()
+        try:
+            await py_spy_pass(work, 0.5, script(folder / "py-spy", text), folder / "x")
+        finally:
+            await work.close()
+
+    asyncio.run(run())
 
 
 # --- stages ----------------------------------------------------------------------------------------------------------

@@ -35,6 +35,25 @@ class Called:
         return document
 
 
+# A game on the embedded models that is as small as it gets.
+SMALL = [
+    word
+    for setting in (
+        "game.rounds=1",
+        "game.mint_problems=24",
+        "game.mint_samples=8",
+        "verifier.steps=2",
+        "verifier.pairs=4",
+        "verifier.held_out=0.3",
+        "training.steps=1",
+        "training.groups=2",
+        "game.test.problems=4",
+        "game.test.samples=1",
+        "models.threads=1",
+    )
+    for word in ("-s", setting)
+]
+
 LOADING = "loading torch and transformers ...\n"
 
 

@@ -1,10 +1,11 @@
-"""The board behind the live display, and both watchers."""
+"""What is shown while a run plays: its numbers, the panel, and the lines."""
 
 from __future__ import annotations
 
 import io
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from run_samples import played
 
 from pvg.reporting.run_summary import read_run
 from pvg.telemetry.events import PhaseInfo, Progress
-from pvg_cli.run_display import SECONDS_BETWEEN_LINES, RunBoard, RunWatcher, draw
+from pvg_cli.run_display import RunDisplay
 
 
 class Clock:
@@ -23,28 +24,28 @@ class Clock:
         return self.now
 
 
-def board() -> tuple[RunBoard, Clock]:
+def display(rounds: int = 2, **options: Any) -> tuple[RunDisplay, Clock]:
     clock = Clock()
-    return RunBoard("modchain", "modchain-2", 2, clock=clock), clock
+    return RunDisplay("modchain-2", rounds, Console(file=io.StringIO()), clock=clock, **options), clock
 
 
 def info(phase: str, total: int, *, round_: int = 0, done: int = 0, rounds: int = 2) -> PhaseInfo:
     return PhaseInfo(round_, rounds, phase, "steps", total, done)
 
 
-def drawn(state: RunBoard, width: int) -> list[str]:
+def drawn(state: RunDisplay, width: int) -> list[str]:
     stream = io.StringIO()
-    Console(file=stream, width=width).print(draw(state, width))
+    Console(file=stream, width=width).print(state.render(width))
     return stream.getvalue().splitlines()
 
 
 def test_rate_and_eta_count_only_what_this_process_did() -> None:
-    state, clock = board()
-    state.start_phase(info("train_prover", 60, done=20))
+    state, clock = display()
+    state.phase_started(info("train_prover", 60, done=20))
     assert state.rate() is None
     assert state.phase_eta() is None
     clock.now = 10.0
-    state.progress(Progress(25))
+    state.progressed(Progress(25))
     assert state.rate() == pytest.approx(0.5)
     assert state.phase_eta() == pytest.approx(70.0)
     clock.now = 12.0
@@ -52,44 +53,43 @@ def test_rate_and_eta_count_only_what_this_process_did() -> None:
 
 
 def test_the_estimate_of_a_growing_game_grows_with_its_rounds() -> None:
-    clock = Clock()
-    state = RunBoard("modchain", "modchain-2", 3, clock=clock, effort=lambda round_: round_ + 1)
+    state, clock = display(3, effort=lambda round_: round_ + 1)
     for phase, seconds in (("mint", 2.0), ("train_verifier", 5.0), ("train_prover", 20.0), ("checkpoint", 3.0)):
-        state.start_phase(info(phase, 10, rounds=3))
+        state.phase_started(info(phase, 10, rounds=3))
         clock.now += seconds
-        state.finish_phase(info(phase, 10, rounds=3), {})
-    state.start_phase(info("mint", 20, round_=1, rounds=3))
+        state.phase_finished(info(phase, 10, rounds=3), {})
+    state.phase_started(info("mint", 20, round_=1, rounds=3))
     clock.now += 2.0
-    state.progress(Progress(10))
+    state.progressed(Progress(10))
     # the rest of this mint; then mint and verifier twice and three times as long, the other phases as long as before
     assert state.game_eta() == pytest.approx(2.0 + (2 * 5.0 + 20.0 + 3.0) + (3 * 2.0 + 3 * 5.0 + 20.0 + 3.0))
 
 
 def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
-    state, _ = board()
-    state.start_phase(info("mint", 1))
-    state.progress(Progress(1, {"helpful_accuracy": 0.1}))
+    state, _ = display()
+    state.phase_started(info("mint", 1))
+    state.progressed(Progress(1, {"helpful_accuracy": 0.1}))
     assert state.latest("helpful_accuracy") == 0.1
-    state.start_phase(info("train_prover", 2))
-    state.progress(Progress(1, {"helpful_accuracy": 0.5}))
-    state.progress(Progress(2, {"helpful_accuracy": float("nan")}))
-    state.finish_phase(info("train_prover", 2), {"helpful_accuracy": 0.5})
-    state.start_phase(info("mint", 1, round_=1))
-    state.progress(Progress(1, {"helpful_accuracy": 0.1}))
+    state.phase_started(info("train_prover", 2))
+    state.progressed(Progress(1, {"helpful_accuracy": 0.5}))
+    state.progressed(Progress(2, {"helpful_accuracy": float("nan")}))
+    state.phase_finished(info("train_prover", 2), {"helpful_accuracy": 0.5})
+    state.phase_started(info("mint", 1, round_=1))
+    state.progressed(Progress(1, {"helpful_accuracy": 0.1}))
     assert len(state.series["helpful_accuracy"]) == 2
     assert state.latest("helpful_accuracy") == 0.5
 
 
 def test_the_budget_is_a_mean_over_recent_steps_with_the_rest_last() -> None:
-    state, _ = board()
-    state.start_phase(info("train_prover", 3))
-    state.progress(Progress(1, {}, {"unaccounted": 3.0, "score": 1.0, "rollout": 2.0}))
-    state.progress(Progress(2, {}, {"unaccounted": 1.0, "rollout": 4.0}))
+    state, _ = display()
+    state.phase_started(info("train_prover", 3))
+    state.progressed(Progress(1, {}, {"unaccounted": 3.0, "score": 1.0, "rollout": 2.0}))
+    state.progressed(Progress(2, {}, {"unaccounted": 1.0, "rollout": 4.0}))
     assert list(state.budget().items()) == [("rollout", 3.0), ("score", 0.5), ("unaccounted", 2.0)]
 
 
 def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
-    state, _ = board()
+    state, _ = display()
     state.recall(read_run(played(tmp_path)))
     assert state.rounds_done[0]["helpful_accuracy"] == 0.875
     assert list(state.series["helpful_accuracy"]) == [0.5, 0.75]
@@ -97,55 +97,53 @@ def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
     assert state.alerts == [("collapse", "It fell.")]
 
 
-def full_board() -> RunBoard:
-    state, clock = board()
+def full_display() -> RunDisplay:
+    state, clock = display()
     for phase in ("mint", "train_verifier", "train_prover"):
-        state.start_phase(info(phase, 2000))
+        state.phase_started(info(phase, 2000))
         for number in (1, 2):
             clock.now += 1.0
             metrics = {"helpful_accuracy": 0.5, "verifier_auc": 0.9, "score_gap": -12.345, "tokens_per_s": 123456.0}
-            state.progress(Progress(1000 * number, metrics, {f"part{part}": 0.1 for part in range(9)}))
-        state.finish_phase(info(phase, 2000), {})
-    state.finish_round(0, {"helpful_accuracy": 1.0, "verifier_auc": 0.999, "base_helpful_accuracy": 0.5})
-    state.alert("goodharting", "word " * 40)
-    state.start_phase(info("train_prover", 2000, round_=1))
+            state.progressed(Progress(1000 * number, metrics, {f"part{part}": 0.1 for part in range(9)}))
+        state.phase_finished(info(phase, 2000), {})
+    state.round_finished(0, {"helpful_accuracy": 1.0, "verifier_auc": 0.999, "base_helpful_accuracy": 0.5})
+    state.alerted("goodharting", "word " * 40)
+    state.phase_started(info("train_prover", 2000, round_=1))
     clock.now += 1.0
-    state.progress(Progress(700, {"helpful_accuracy": 0.5}, {"rollout": 0.1}))
+    state.progressed(Progress(700, {"helpful_accuracy": 0.5}, {"rollout": 0.1}))
     return state
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("width", [78, 120])
 def test_the_panel_is_a_whole_rectangle_at_every_width(width: int) -> None:
-    for state in (board()[0], full_board()):
+    for state in (display()[0], full_display()):
         lines = drawn(state, width)
         assert {len(line) for line in lines} == {width}
         assert lines[0].startswith("╭─ pvg modchain-2")
         assert lines[-1].endswith("╯")
 
 
-def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
+def test_the_panel_survives_a_run_that_tells_it_much_while_it_draws() -> None:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=80, height=40)
-    state, _ = board()
+    shown = RunDisplay("modchain-2", 2, Console(file=stream, force_terminal=True, width=80, height=40))
     drawings: list[int] = []
     finished, ended_well = threading.Event(), threading.Event()
 
     def draw_all_the_time() -> None:
         while not finished.is_set():
             stream = io.StringIO()
-            Console(file=stream, width=80).print(display.render())
+            Console(file=stream, width=80).print(shown.drawn())
             drawings.append(len(stream.getvalue()))
         ended_well.set()
 
-    display = RunWatcher(state, console, refresh_per_second=20.0)
-    with display:
+    with shown:
         painter = threading.Thread(target=draw_all_the_time)
         painter.start()
-        for number in range(300):
-            display.phase_started(info(("mint", "train_prover")[number % 2], 10))
-            display.progressed(Progress(number % 10, {f"metric{number}": 1.0}, {f"part{number}": 1.0}))
-            display.round_finished(number, {"helpful_accuracy": 0.5})
-        display.noticed("a notice")
+        for number in range(100):
+            shown.phase_started(info(("mint", "train_prover")[number % 2], 10))
+            shown.progressed(Progress(number % 10, {f"metric{number}": 1.0}, {f"part{number}": 1.0}))
+            shown.round_finished(number, {"helpful_accuracy": 0.5})
+        shown.noticed("a notice")
         finished.set()
         painter.join()
     assert ended_well.is_set()
@@ -154,9 +152,8 @@ def test_the_display_survives_a_run_that_tells_it_much_while_it_draws() -> None:
 
 
 def test_plain_lines_are_few_and_without_escape_codes() -> None:
-    state, clock = board()
-    stream = io.StringIO()
-    lines = RunWatcher(state, Console(file=stream))
+    stream, clock = io.StringIO(), Clock()
+    lines = RunDisplay("modchain-2", 2, Console(file=stream), clock=clock)
     lines.phase_started(info("train_prover", 100, done=3))
     for number in range(4, 54):
         clock.now += 1.0
@@ -165,7 +162,7 @@ def test_plain_lines_are_few_and_without_escape_codes() -> None:
     lines.round_finished(0, {"verifier_auc": 0.9})
     text = stream.getvalue()
     told = text.splitlines()
-    assert len(told) == 3 + 50 / SECONDS_BETWEEN_LINES
+    assert len(told) == 3 + 50 / RunDisplay.EVERY_S
     assert "begins: 100 steps, 3 done before" in told[0]
     assert "13/100 steps  1/s  1 min 27 s left  helpful_accuracy=50.0%" in told[1]
     assert "done in 50 s" in told[-2]

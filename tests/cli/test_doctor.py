@@ -1,36 +1,25 @@
-"""`pvg doctor` on machines where something is wrong, as a process: it names the problem, and never fails itself."""
+"""`pvg doctor` on machines where something is wrong: it names the problem, and never fails itself."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
-from calling import Called, pvg, pvg_process
+from calling import pvg, pvg_process
 
 from pvg_cli import doctor
-
-
-def on(machine: dict[str, str], *arguments: str) -> tuple[Called, dict[str, dict[str, Any]]]:
-    """The call with these variables of the environment, and its checks by name."""
-    called = pvg_process("doctor", "--json", *arguments, env={**os.environ, **machine})
-    return called, {check["name"]: check for check in called.document["checks"]}
-
-
-def broken_torch() -> dict[str, str]:
-    """The variables of a process in which torch cannot be loaded. It takes a third of the time of one with torch."""
-    package = Path("broken/torch/__init__.py")
-    package.parent.mkdir(parents=True)
-    package.write_text('raise OSError("libcudart.so.12: cannot open shared object file")\n')
-    return {"PYTHONPATH": str(Path("broken").absolute())}
 
 
 def test_packages_that_cannot_be_loaded_or_are_too_old_are_named() -> None:
     facts = Path("broken/transformers-4.40.0.dist-info/METADATA")
     facts.parent.mkdir(parents=True)
     facts.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.40.0\n")
-    called, checks = on(broken_torch())
+    package = Path("broken/torch/__init__.py")
+    package.parent.mkdir()
+    package.write_text('raise OSError("libcudart.so.12: cannot open shared object file")\n')
+    called = pvg_process("doctor", "--json", env={**os.environ, "PYTHONPATH": str(Path("broken").absolute())})
+    checks = {check["name"]: check for check in called.document["checks"]}
     assert called.code == 1
     assert checks["torch"]["verdict"] == "missing"
     assert "cannot be loaded: OSError: libcudart.so.12" in checks["torch"]["found"]
@@ -57,9 +46,12 @@ def test_a_file_in_the_place_of_the_runs_folder() -> None:
     assert "Not a directory" in called.out
 
 
-def test_a_process_is_healthy_here_and_names_variables_that_have_no_effect() -> None:
+def test_it_is_healthy_here_and_names_variables_that_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     """pvg works if OMP_NUM_THREADS is not a number, and if the interpreter for vLLM does not exist."""
-    called, checks = on({"OMP_NUM_THREADS": "many", "PVG_VLLM_PYTHON": "/no/such/python"})
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    monkeypatch.setenv("PVG_VLLM_PYTHON", "/no/such/python")
+    called = pvg("doctor", "--json")
+    checks = {check["name"]: check for check in called.document["checks"]}
     assert called.code == 0, called.out
     assert {"python", "torch", "transformers", "disk", "runs folder", "cores", "memory"} <= checks.keys()
     assert checks["torch"]["verdict"] == "ok"

@@ -10,7 +10,7 @@ import sys
 
 import orjson
 import pytest
-from calling import ENTRY, LOADING, at_import, fill, pvg_process
+from calling import ENTRY, LOADING, at_import, fill, pvg, pvg_process
 
 from pvg import __version__
 from pvg_cli.main import PLACES
@@ -20,16 +20,19 @@ HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safete
 SLOW = ("asyncio", "importlib.metadata", "orjson", "pvg.config", "pvg.reporting", "socket", "tempfile")
 
 
-@pytest.mark.parametrize("argument", ["--help", "--version"])
-def test_help_and_version_import_nothing_heavy(argument: str) -> None:
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     program = (
         "import sys\nfrom pvg_cli.main import app\n"
-        f"try:\n    app(['{argument}'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "try:\n    app(['--help'], prog_name='pvg')\nexcept SystemExit as end:\n    assert end.code == 0\n"
         f"print([name for name in {HEAVY + SLOW!r} if name in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "[]"
-    assert done.stdout.strip()
+    groups = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("╭")]
+    assert groups == ["Options", "Play", "Look", "Measure", "Share", "Set"]
+    for command in PLACES:
+        assert f" {command} " in done.stdout
+    assert pvg("--version").out == f"pvg {__version__}\n"
 
 
 def test_completion_of_names_imports_nothing_heavy() -> None:
@@ -48,22 +51,9 @@ def test_completion_of_names_imports_nothing_heavy() -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_help_names_every_command_and_version_is_that_of_the_package() -> None:
-    text = pvg_process("--help").out
-    groups = [line.split()[1] for line in text.splitlines() if line.startswith("╭")]
-    assert groups == ["Options", "Play", "Look", "Measure", "Share", "Set"]
-    for command in PLACES:
-        assert f" {command} " in text
-    assert pvg_process("--version").out == f"pvg {__version__}\n"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [("config", "schema"), ("train", "--bogus")],
-)
-def test_no_escape_codes_in_pipes(arguments: tuple[str, ...]) -> None:
-    called = pvg_process(*arguments, env=of_a_terminal())
-    assert called.out + called.err
+def test_no_escape_codes_in_pipes() -> None:
+    called = pvg_process("train", "--bogus", env=of_a_terminal())
+    assert called.err
     assert "\x1b" not in called.out + called.err
 
 
@@ -72,15 +62,8 @@ def of_a_terminal() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in forcing} | {"TERM": "xterm-256color"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reader"),
-    [
-        ("--help", "head -n 1"),
-        ("config", "true"),
-    ],
-)
-def test_a_closed_pipe_is_success(arguments: str, reader: str) -> None:
-    called = f"{shlex.join(ENTRY)} {arguments} | {reader} > /dev/null; echo ${{PIPESTATUS[0]}}"
+def test_a_closed_pipe_is_success() -> None:
+    called = f"{shlex.join(ENTRY)} --help | head -n 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr.replace(LOADING, "")) == ("0\n", "")
 
@@ -112,12 +95,8 @@ def reader_and_writer(kind: str) -> tuple[int, int]:
     return reader.detach(), writer.detach()
 
 
-@pytest.mark.parametrize("kind", ["pipe", "terminal", "socket with unread text"])
-@pytest.mark.parametrize("progress", ["say", "stderr().print"], ids=["line", "display"])
-def test_the_work_goes_on_if_the_reader_of_its_progress_ends(progress: str, kind: str) -> None:
-    """Its result is then complete. Before, it stopped, at a pipe with exit code 0, and without its document."""
-    reader, writer = reader_and_writer(kind)
-    work = f"""
+# `pvg config show --json` that tells its progress twice before it prints its document.
+TALKING = """
 import os, sys
 from pvg_cli import config
 from pvg_cli.boundary import say
@@ -125,13 +104,22 @@ from pvg_cli.main import app
 from pvg_cli.output import stderr
 plain = config.emit
 def emit(document):
-    os.close({reader})  # the last copy: here the reader ends
+    {before}
     for _ in range(2):
         {progress}("progress")
     plain(document)
 config.emit = emit
 sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
 """
+
+
+@pytest.mark.parametrize(
+    ("progress", "kind"), [("say", "pipe"), ("stderr().print", "terminal"), ("say", "socket with unread text")]
+)
+def test_the_work_goes_on_if_the_reader_of_its_progress_ends(progress: str, kind: str) -> None:
+    """Its result is then complete. Before, it stopped, at a pipe with exit code 0, and without its document."""
+    reader, writer = reader_and_writer(kind)
+    work = TALKING.format(before=f"os.close({reader})", progress=progress)  # the last copy: here the reader ends
     command = [sys.executable, "-c", work]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writer, pass_fds=(reader,)) as process:
         os.close(reader)
@@ -141,34 +129,21 @@ sys.exit(app(["config", "show", "--json"], prog_name="pvg"))
     assert orjson.loads(out)["schema_version"] == 1
 
 
-@pytest.mark.parametrize("kind", ["pipe"])
-@pytest.mark.parametrize(("arguments", "code"), [(["config", "show", "--json"], 0)])
-def test_the_work_goes_on_if_a_full_stderr_is_not_read(arguments: list[str], code: int, kind: str) -> None:
+def test_the_work_goes_on_if_a_full_stderr_is_not_read() -> None:
     """Of a stderr that does not block, as an event loop makes them. Before, the exit code was 120."""
-    reader, writer = reader_and_writer(kind)
+    reader, writer = os.pipe()
     fill(writer)
-    work = f"""
-import sys
-from pvg_cli import config
-from pvg_cli.boundary import say
-from pvg_cli.main import app
-plain = config.emit
-def emit(document):
-    for _ in range(2):
-        say("progress")
-    plain(document)
-config.emit = emit
-sys.exit(app({arguments!r}, prog_name="pvg"))
-"""
-    done = subprocess.run([sys.executable, "-c", work], stdout=subprocess.PIPE, stderr=writer, check=False)
+    command = [sys.executable, "-c", TALKING.format(before="pass", progress="say")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, check=False)
     os.close(reader)
     os.close(writer)
-    assert done.returncode == code
+    assert done.returncode == 0
     assert orjson.loads(done.stdout)["schema_version"] == 1
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize("module", ["typer", "pvg_cli.train", "pvg.config.load"])
+@pytest.mark.parametrize(
+    ("module", "as_json"), [("typer", True), ("typer", False), ("pvg_cli.train", True), ("pvg.config.load", True)]
+)
 def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
     command = at_import(
         module, "os.kill(os.getpid(), signal.SIGINT)", ["train", "--dry-run", *(["--json"] if as_json else [])]
@@ -180,11 +155,8 @@ def test_an_early_interrupt_is_one_line(module: str, as_json: bool) -> None:
         assert (document["schema_version"], document["error"]["exit_code"]) == (1, 130)
 
 
-@pytest.mark.parametrize("arguments", [("train", "--json"), ("doctor", "--json")])
-def test_a_pipe_is_told_on_stderr_what_loads(arguments: tuple[str, ...]) -> None:
+def test_a_pipe_is_told_on_stderr_what_loads() -> None:
     """A log of CI must not be silent while torch loads, and stdout stays clean for --json."""
-    settings = ("-s", "cluster=none") if arguments[0] == "train" else ()
-    done = subprocess.run(
-        at_import("torch", "os._exit(77)", (*arguments, *settings)), capture_output=True, text=True, check=False
-    )
+    command = at_import("torch", "os._exit(77)", ("train", "--json", "-s", "cluster=none"))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (77, "", LOADING)

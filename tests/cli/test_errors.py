@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import tomli_w
-from calling import ENTRY, Called, pvg
+from calling import ENTRY, Called, at_import, pvg
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -352,27 +351,11 @@ def test_any_text_as_an_argument_is_survived(text: str, key: str) -> None:
 
 def test_a_termination_ends_a_command_that_a_script_started_in_the_background() -> None:
     """There SIGINT is ignored, so SIGTERM must not be turned into one."""
-    process = subprocess.Popen([sys.executable, "-c", BACKGROUND], stdout=subprocess.PIPE, text=True)
+    wait = 'signal.signal(signal.SIGINT, signal.SIG_IGN); print("ready", flush=True); time.sleep(300)'
+    command = at_import("pvg.config.load", wait, ["config", "show"])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 130
-
-
-BACKGROUND = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-import typer
-from pvg_cli.boundary import guarded
-
-@guarded
-def command(as_json: bool = False, debug: bool = False) -> None:
-    print("ready", flush=True)
-    time.sleep(300)
-
-try:
-    command(as_json=False, debug=False)
-except typer.Exit as done:
-    sys.exit(done.exit_code)
-"""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from calling import pvg
 from run_samples import begin, commit, state, tell
-from test_real_game import SMALL
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_names
@@ -85,8 +85,8 @@ def test_an_unfinished_run_that_is_evaluated_is_not_running(monkeypatch: pytest.
 
 
 @pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
-def test_train_then_evaluate_then_report() -> None:
-    assert pvg("train", *SMALL, "--json").code == 0
+def test_train_then_evaluate_then_report(small_game: Path) -> None:
+    shutil.copytree(small_game, "runs")
     called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")
     assert called.code == 0, called.err
     begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)

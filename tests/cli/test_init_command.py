@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from calling import ENTRY, pvg
+from calling import pvg
 
 from pvg.config.load import load_experiment
 
 FILES = ["data.jsonl", "experiment.toml", "task.py", "test_task.py"]
 
 
-def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path) -> None:
     called = pvg("init", "my game!")
     assert called.code == 0
     assert sorted(path.name for path in (tmp_path / "my game!").iterdir()) == FILES
@@ -28,8 +25,7 @@ def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path, mon
     assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game-"
 
 
-def test_nothing_is_replaced_or_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_nothing_is_replaced_or_half_written(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text("mine")
     called = pvg("init", "--json")
     assert called.code == 2
@@ -46,20 +42,15 @@ def test_the_scaffolds_own_test_passes(tmp_path: Path) -> None:
     assert "4 passed" in done.stdout
 
 
-@pytest.mark.parametrize("named", [["experiment.toml"], ["task.py:MyTask", "-s", "task.settings.path=data.jsonl"]])
-def test_the_task_passes_its_check(named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pvg("init", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    called = pvg("task", "check", *named)
+def test_the_scaffold_passes_its_check_and_plays() -> None:
+    pvg("init")
+    called = pvg("task", "check", "experiment.toml")
     assert called.code == 0, called.out
-    assert ("modulo 10" in called.out) == (named != ["experiment.toml"])  # whose embedded model reads tags
-
-
-def test_the_scaffold_plays(tmp_path: Path) -> None:
-    pvg("init", str(tmp_path))
+    assert "modulo 10" not in called.out  # its embedded model reads tags
+    called = pvg("task", "check", "task.py:MyTask", "-s", "task.settings.path=data.jsonl")
+    assert called.code == 0, called.out
+    assert "modulo 10" in called.out
     small = ("training.steps=2", "verifier.steps=2", "game.test.problems=4", "cluster=none")
-    words = [word for setting in small for word in ("-s", setting)]
-    command = [*ENTRY, "train", "experiment.toml", *words, "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert '"status": "complete"' in done.stdout
+    played = pvg("train", "experiment.toml", *(word for setting in small for word in ("-s", setting)), "--json")
+    assert played.code == 0, played.err
+    assert played.document["status"] == "complete"

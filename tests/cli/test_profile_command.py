@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from calling import pvg, pvg_process
+from calling import pvg
 from run_samples import begin, tell
 
 from pvg.store.state import JsonLines
@@ -43,12 +43,10 @@ def test_a_torn_last_span_is_passed_over() -> None:
 
 
 def test_a_stage_of_the_embedded_game() -> None:
-    """The real work, as a process: two groups of two short rollouts."""
+    """Two groups of two short rollouts."""
     settings = ["training.groups=2", "rollout.group_size=2", "rollout.max_tokens=4"]
     arguments = [argument for setting in settings for argument in ("-s", setting)]
-    called = pvg_process(
-        "profile", "--stage", "rollout", "--steps", "1", "--no-py-spy", "-o", "out", "--json", *arguments
-    )
+    called = pvg("profile", "--stage", "rollout", "--steps", "1", "--no-py-spy", "-o", "out", "--json", *arguments)
     assert called.code == 0, called.err
     document = called.document
     assert {path.name for path in Path("out").iterdir()} == {file["name"] for file in document["files"]}

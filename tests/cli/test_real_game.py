@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
-from calling import pvg
+from calling import SMALL, pvg
 
 from pvg.config.load import embedded_names
 from pvg.store.run_directory import RunDirectory
 
-SMALL = [
-    word
-    for setting in (
-        "game.rounds=1",
-        "game.mint_problems=24",
-        "game.mint_samples=8",
-        "verifier.steps=2",
-        "verifier.pairs=4",
-        "verifier.held_out=0.3",
-        "training.steps=1",
-        "training.groups=2",
-        "game.test.problems=4",
-        "game.test.samples=1",
-        "models.threads=1",
-    )
-    for word in ("-s", setting)
-]
-
 
 @pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
-def test_train_then_report_then_rollout() -> None:
-    trained = pvg("train", *SMALL, "--json")
-    assert trained.code == 0, trained.err
-    assert trained.document["status"] == "complete"
-    assert 0.0 <= trained.document["rounds"][0]["metrics"]["helpful_accuracy"] <= 1.0
-
+def test_train_then_report_then_rollout(small_game: Path) -> None:
+    shutil.copytree(small_game, "runs")
     document = pvg("report", "modchain", "--json").document
     assert document["status"] == "complete"
     assert [phase["phase"] for phase in document["phases"]] == ["mint", "train_verifier", "train_prover", "checkpoint"]

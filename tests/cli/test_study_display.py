@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 from study_samples import SMALL, small
 
 from pvg.study.playing import CellProgress
-from pvg_cli.study_display import SECONDS_BETWEEN_LINES, StudyWatcher
+from pvg_cli.study_display import StudyDisplay
 
 ROUND = ({"helpful_accuracy": 0.61},)
 
@@ -25,14 +25,14 @@ class Clock:
         return self.now
 
 
-def watcher(console: Console, clock: Clock) -> StudyWatcher:
+def shown_study(console: Console, clock: Clock) -> StudyDisplay:
     plan = small(SMALL)
-    return StudyWatcher(plan, {cell.name: CellProgress("new") for cell in plan.cells}, console, clock)
+    return StudyDisplay(plan, {cell.name: CellProgress("new") for cell in plan.cells}, console, clock)
 
 
 def test_the_time_left_is_that_of_the_steps_left_at_the_rate_so_far() -> None:
     clock = Clock()
-    shown = watcher(Console(file=io.StringIO()), clock)
+    shown = shown_study(Console(file=io.StringIO()), clock)
     first, second, third, _ = shown.plan.cells
     assert shown.seconds_left() is None
     clock.now = 10.0
@@ -45,11 +45,11 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_rate_so_far() -> None:
 
 def test_lines_tell_what_happens_and_that_something_does() -> None:
     clock, stream = Clock(), io.StringIO()
-    lines = watcher(Console(file=stream), clock)
+    lines = shown_study(Console(file=stream), clock)
     first, second, *_ = lines.plan.cells
     lines.began(first, "train", CellProgress("unfinished", done=8))
     lines.waited()
-    clock.now = SECONDS_BETWEEN_LINES
+    clock.now = StudyDisplay.EVERY_S
     lines.waited()
     lines.ended(first, "complete", CellProgress("complete", done=16, rounds=ROUND), 3.0)
     lines.began(second, "evaluate", CellProgress("played", done=16))
@@ -63,14 +63,14 @@ def test_lines_tell_what_happens_and_that_something_does() -> None:
 
 def test_a_terminal_has_a_panel_with_the_games_that_play_and_failures_above_it() -> None:
     console = Console(width=100, file=io.StringIO(), force_terminal=True)
-    with watcher(console, Clock()) as display:
+    with shown_study(console, Clock()) as display:
         first, second, *_ = display.plan.cells
         display.began(first, "train", CellProgress("new"))
         display.progressed(first, CellProgress("unfinished", 1, "train_prover", 12, ROUND))
         display.ended(second, "failed", CellProgress("unfinished", done=3, reason="It broke."), 1.0)
         plain = Console(width=100, file=io.StringIO())
         with plain.capture() as captured:
-            plain.print(display.render())
+            plain.print(display.drawn())
     for said in ("pvg study small", "0/4 games", "75%", "61.0 %", "1 failed"):
         assert said in captured.get(), said
     assert "failed: It broke." in console.file.getvalue()  # type: ignore[attr-defined]

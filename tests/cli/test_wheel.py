@@ -6,11 +6,10 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
-from test_real_game import SMALL
+from calling import SMALL
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -54,21 +53,11 @@ def called(environment: Path, *command: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def pvg(environment: Path, *arguments: str) -> Any:
-    done = called(environment, "pvg", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return orjson.loads(done.stdout)
-
-
-def test_the_wheel_installs_two_packages_and_none_is_called_cli(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        top = {name.partition("/")[0] for name in archive.namelist()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"pvg", "pvg_cli"}
-
-
-def test_the_wheel_has_every_data_file_of_the_checkout(wheel: Path) -> None:
+def test_the_wheel_has_two_packages_and_every_data_file_of_the_checkout(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
+    top = {name.partition("/")[0] for name in packed}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"pvg", "pvg_cli"}
     git = ["git", "ls-files", "pvg", "cli/pvg_cli", *SHIPPED]
     listed = subprocess.run(git, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
     named = {f"pvg/_{name}" if name.startswith(SHIPPED) else name.removeprefix("cli/") for name in listed}
@@ -76,24 +65,19 @@ def test_the_wheel_has_every_data_file_of_the_checkout(wheel: Path) -> None:
     assert named - packed == set()
 
 
-def test_both_packages_come_from_the_environment(environment: Path) -> None:
-    done = called(environment, "python", "-c", "import pvg, pvg_cli; print(pvg.__file__, pvg_cli.__file__)")
-    assert all(Path(path).is_relative_to(environment) for path in done.stdout.split())
-    assert called(environment, "python", "-c", "import cli").returncode == 1
-
-
-def test_the_installed_command_finds_its_data_and_says_how_to_install_more(environment: Path) -> None:
-    for command in (("pvg", "--help"), ("pvg", "config", "show"), ("pvg", "config", "schema")):
-        assert called(environment, *command).returncode == 0
+def test_both_packages_come_from_the_environment_and_say_how_to_install_more(environment: Path) -> None:
+    program = "import pvg, pvg_cli; from pvg.installation import *; print(pvg.__file__, pvg_cli.__file__)"
+    done = called(environment, "python", "-c", f"{program}; print(install_extra('lora'))")
+    files, hint = done.stdout.splitlines()
+    assert all(Path(path).is_relative_to(environment) for path in files.split())
+    assert hint == f"{environment / 'bin' / 'python'} -m pip install 'prover-verifier-games[lora]'"
     assert called(environment, "python", "-m", "pvg", "--version").stdout.startswith("pvg ")
-    hint = called(environment, "python", "-c", "from pvg.installation import *; print(install_extra('lora'))")
-    python = environment / "bin" / "python"
-    assert hint.stdout == f"{python} -m pip install 'prover-verifier-games[lora]'\n"
 
 
 def test_the_installed_command_plays_a_game_outside_of_the_checkout(environment: Path) -> None:
-    assert pvg(environment, "train", "--dry-run")["run"] == "runs/modchain"
-    assert {"quick"} <= {study["name"] for study in pvg(environment, "study")["studies"]}
-    played = pvg(environment, "train", *SMALL)
-    assert played["status"] == "complete"
+    played = called(environment, "pvg", "train", *SMALL, "--json")
+    assert played.returncode == 0, played.stderr
+    assert orjson.loads(played.stdout)["status"] == "complete"
     assert Path("runs/modchain/state.json").is_file()
+    listed = called(environment, "pvg", "study", "--json")
+    assert "quick" in {study["name"] for study in orjson.loads(listed.stdout)["studies"]}

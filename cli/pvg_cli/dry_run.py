@@ -1,0 +1,103 @@
+"""`pvg train --dry-run`: the settings, the numbers that follow from them, downloads, prompts and grades."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from pvg.errors import counted
+from pvg.hub import KEYS, download_of, hub_ids
+from pvg.reporting.table import Column, Table
+from pvg_cli.boundary import emit
+from pvg_cli.output import QUIET, print_toml, stdout
+from pvg_cli.task import print_preview, prompts_of
+
+if TYPE_CHECKING:
+    from pvg.config.experiment import Experiment
+    from pvg.game.warm_start import Demonstrations
+    from pvg_cli.runs import RunPlan
+
+
+def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool) -> None:
+    """Show what a run would be. Raises what `pvg train` would raise."""
+    experiment = plan.experiment
+    downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment.sources()).items()}
+    lacking = [key for key, download in downloads.items() if download.missing]
+    preview = None if lacking else prompts_of(experiment, demonstrations)
+    warmup = {} if demonstrations is None else _warmup(experiment, demonstrations)
+    if as_json:
+        emit(
+            {
+                "experiment": experiment.plain(),
+                "arithmetic": asdict(experiment.arithmetic()),
+                "hash": experiment.hash(),
+                "run": str(plan.run.path),
+                "resume": plan.resume,
+                "downloads": {key: asdict(download) for key, download in downloads.items()},
+                "preview": preview,
+                **({"warmup": warmup} if warmup else {}),
+            }
+        )
+        return
+    print_toml(experiment.to_toml())
+    console = stdout()
+    console.print("\n", arithmetic_table(experiment), sep="")
+    for key, download in downloads.items():
+        console.print(f"{key}: {download}")
+    if preview is None:
+        console.print(f"\nNo prompts yet: {' and '.join(lacking)} must be downloaded first, which pvg train does.")
+    else:
+        print_preview(preview, console)
+    if warmup:
+        console.print(
+            f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:.3g} times; "
+            f"{warmup['held_out']} held out"
+        )
+    console.print(f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style=QUIET)
+
+
+def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
+    """The numbers of demonstrations, and how often each is trained on."""
+    section = experiment.warmup
+    epochs = section.steps * section.batch / len(found.train)
+    return {"demonstrations": len(found.train), "held_out": len(found.held_out), "epochs": round(epochs, 2)}
+
+
+def arithmetic_table(experiment: Experiment) -> Table:
+    """The numbers that follow from the settings, each with its derivation."""
+    training, game, verifier = experiment.training, experiment.game, experiment.verifier
+    numbers, schedule = experiment.arithmetic(), game.schedule
+    grows = game.growing and numbers.mint_rollouts_per_round > 0  # self-play has no mint
+    per_round, more = ("in round 0", "; each later round adds as many") if grows else ("per round", "")
+    members = f"{verifier.ensemble.size} members x " if verifier.ensemble.size > 1 else ""
+    prover = counted(training.steps, "step")
+    if training.dynamic_sampling:
+        prover += f", up to {1 + training.dynamic_sampling} times as many to fill batches up"
+    completions = f"{numbers.rollouts_per_batch:,} rollouts x {experiment.rollout.max_tokens}"
+    mint = f"{game.mint_problems:,} problems x {game.mint_samples}{more}"
+    pairs = f"{members}{counted(verifier.steps, 'step')} x {verifier.pairs}{more}"
+    rows = [
+        ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
+        ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
+        ("rollouts per optimizer step", numbers.rollouts_per_optimizer_step, "batch / optimizer steps"),
+        (
+            "rollouts per micro-batch, about",
+            numbers.micro_batch_rollouts,
+            f"at most {training.micro_batch_tokens:,} tokens each",
+        ),
+        ("accumulation steps, about", numbers.accumulation_steps, "micro-batches per optimizer step"),
+        ("completion tokens per batch, at most", numbers.completion_tokens_per_batch, completions),
+        (f"mint rollouts {per_round}", numbers.mint_rollouts_per_round, mint),
+        (f"verifier pairs {per_round}", numbers.verifier_pairs_per_round, pairs),
+        ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
+    ]
+    players = "verifier + prover"
+    if schedule.kind == "simultaneous":
+        players += " + updates"
+        every = f"{counted(schedule.every, 'step')} after each {schedule.every:,} batches"
+        rows.append(("steps of verifier updates per round", numbers.verifier_update_steps_per_round, every))
+    rows.append(("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x ({players})"))
+    table = Table([Column("derived"), Column("", "right", "strong"), Column("from", style="quiet")])
+    for label, value, origin in rows:
+        table.add(label, f"{value:,}", origin)
+    return table
