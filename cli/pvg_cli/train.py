@@ -200,18 +200,9 @@ def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:
     stopped = outcome.status == "interrupted"
     resume = plan.resume_command
     if as_json:
-        emit(
-            {
-                "status": outcome.status,
-                "run": summary.name,
-                "path": str(summary.path),
-                "experiment": summary.experiment,
-                "seconds": outcome.seconds,
-                "rounds": summary.plain()["rounds"],
-                "alerts": summary.plain()["alerts"],
-                "resume": resume if stopped else None,
-            }
-        )
+        facts = {"status": outcome.status, "run": summary.name, "path": str(summary.path), "seconds": outcome.seconds}
+        recorded = {key: value for key, value in summary.plain().items() if key in ("experiment", "rounds", "alerts")}
+        emit({**facts, **recorded, "resume": resume if stopped else None})
     else:
         commands = {resume: "resume the run"} if stopped else {}
         commands[report_command(plan.run)] = "rounds, phases, metrics, example solutions"
