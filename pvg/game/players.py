@@ -35,13 +35,14 @@ from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.servers.publishing import Publisher
+from pvg.store.pairs import PairStream
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CalmCollector, finished, usable_cores
 from pvg.training.batch import PolicyBatch
 from pvg.training.trainer import OptimizerSettings, trainable_parameters
-from pvg.verifier.data import Head, VerifierBatch, VerifierTemplate
+from pvg.verifier.data import Head, PairSource, VerifierBatch, VerifierTemplate
 from pvg.verifier.scorer import CACHE_ENTRIES, ScoreBackend, ScoreCache, ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
@@ -284,11 +285,6 @@ class Players:
         """Whether the verifier is adapters on the base prover's own weights."""
         return verifier_is_on_base(self._experiment.verifier, self._experiment.models)
 
-    @property
-    def samples_elsewhere(self) -> bool:
-        """Whether the trainer is idle during sampling: servers sample, or workers that do not train now."""
-        return self.engine.remote or (self.workers is not None and self.workers.sampling != self.workers.training)
-
     def divided_workers(self) -> AbstractContextManager[None]:
         """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts
         sampled ahead. Open the phase and its models inside."""
@@ -342,6 +338,18 @@ class Players:
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self._experiment.prompts, self.task, verifier)
+
+    def pair_source(self, stream: PairStream, verifier: VerifierModel, start_step: int) -> PairSource:
+        """The batches of `stream` for the training of `verifier`, from step `start_step` on."""
+        return PairSource(
+            stream,
+            self.template(verifier),
+            verifier,
+            self._experiment.verifier,
+            executor=self.executor,
+            start_step=start_step,
+            source_fingerprint=self.base.tokenizer.fingerprint,
+        )
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
         """A scorer with an empty cache; the caller still owns the verifier. `beside_trainer`: score in the thread

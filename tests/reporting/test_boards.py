@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from page_checks import Page, check
 from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
-from run_samples import begin, commit, played, rollout, state, tell
+from run_samples import begin, commit, rollout, state, tell
 
 from pvg.games.diplomacy import Diplomacy, prompt_text
 from pvg.games.diplomacy_board import Board, Position, mini_board, place, standard_board
@@ -22,7 +22,7 @@ from pvg.reporting.boards import (
     board_svg,
     full_plan,
     games_section,
-    mini_orders,
+    mini_text,
     newest_games,
     plans_section,
 )
@@ -82,13 +82,9 @@ def test_a_drawing_says_its_units_and_orders_and_escapes_texts() -> None:
 # --- plans of a run -------------------------------------------------------------------------------------------------
 
 
-def test_mini_orders_read_the_notation_of_the_task() -> None:
-    board = mini_board()
-    orders = mini_orders(board, "d.;e+d;ga;h+ga")
-    assert orders is not None
-    assert [write(board, order) for order in orders] == ["A d H", "A e S d", "A g-a", "A h S g-a"]
-    for text in ("", "d", "d.;", "zz", "d.;x+d", "d!"):
-        assert mini_orders(board, text) is None
+def test_orders_of_the_mini_task_are_written_in_the_notation_of_games() -> None:
+    assert mini_text("d.;e+d;ga;h+ga") == "A d H;A e S d;A g-a;A h S g-a"
+    assert mini_text("d;zz;x+d;d!") == ""
 
 
 def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -> None:
@@ -133,11 +129,6 @@ def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> Non
     shown = check(page("plans", [], [plans_section(run, "diplomacy_plan", {0: 0.0}, 2)]))
     assert "A flawed plan that the verifier accepts" in shown.text
     assert "refuting reply F nwy-nth F bel-hol" in shown.text
-
-
-def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
-    run = played(tmp_path)
-    assert not any(plans_section(run, "diplomacy_mini", {}, 2).body)
 
 
 # --- games of a run -------------------------------------------------------------------------------------------------
@@ -190,10 +181,3 @@ def test_another_game_has_tables(tmp_path: Path) -> None:
     tell(run, {"kind": "game", **game.plain()})
     shown = check(page("games", [], [games_section(run, "play", {}, 2)]))
     assert game.phases[0].decisions[0].text in shown.text
-
-
-def test_a_run_without_games_has_no_section(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    assert not games_section(run, "play", {}, 2).body
-    tell(run, {"kind": "round", "round": 0, "metrics": {}})
-    assert not games_section(run, "play", {}, 2).body
