@@ -193,7 +193,7 @@ class Rollouts(Section):
     prefetch: PrefetchSection = NoPrefetch()
     max_staleness: Count | None = Field(
         None,
-        description='Versions that a rollout may be behind, with prefetch or with rollout.deadline = "continue". Unset: '
+        description="Versions that a rollout may be behind, with prefetch or with a deadline that continues. Unset: "
         "batches + 1, or 4.",
     )
     dtype: Literal["model", "float32", "bfloat16"] = Field(

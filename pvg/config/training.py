@@ -190,9 +190,6 @@ class Training(Section):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of the forward and backward pass."
     )
-    fused_layers: bool = Field(
-        True, description="Whether norms and rotary embeddings of Llama and Qwen2 use pvg's fused code."
-    )
     gradient_checkpointing: bool = Field(
         False, description="Whether the backward pass computes activations again, to save memory."
     )

@@ -338,7 +338,6 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
         experiment.models.prover.dtype,
         training.precision,
         training.gradient_checkpointing,
-        training.fused_layers,
     )
 
 

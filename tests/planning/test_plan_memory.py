@@ -179,7 +179,7 @@ def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
     for layers in (1, 3):
         module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, eos_token_id=1))
         module.requires_grad_(True)
-        objective = PolicyObjective(Training(fused_layers=fused), Rollouts(max_tokens=length), 0)
+        objective = PolicyObjective(Training(), Rollouts(max_tokens=length), 0, fused_layers=fused)
         (part,) = objective.split(objective.prepare(_batch(rows, length, 50)))
         meter = SavedTensors(module)
         with meter.forward():
