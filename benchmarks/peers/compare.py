@@ -114,7 +114,7 @@ def prepare(row: PeerComparison, folder: Path) -> tuple[Experiment, dict[str, An
     make_model(folder, stops=row.work.get("stops", True))
     data = row.experiment.plain()
     for player in ("prover", "verifier"):
-        data["models"][player] = {"source": str(model_folder(folder)), "dtype": "float32"}
+        data["models"][player] = {"source": str(model_folder(folder))}
     experiment = build_experiment(data)
     own, told = {"grpo": _grpo_work, "verifier": _verifier_work}[row.name](row, experiment)
     write_work(folder, own | {"threads": row.threads, "experiment": experiment.plain(), "trl": row.trl})

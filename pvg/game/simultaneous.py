@@ -125,7 +125,7 @@ class VerifierUpdates(FixedVerifier):
             OptimizerSettings(learning_rate=section.learning_rate),
             self._pairs,
             executor=players.executor,
-            precision=section.precision,
+            precision=players.models.precision,
             waits_for="pairs",
             section="verifier",
             workers=self._workers,
@@ -209,6 +209,7 @@ class VerifierUpdates(FixedVerifier):
             executor=session.players.executor,
             start_step=steps_of_member(session) + self._done * self._schedule.every,
             source_fingerprint=session.players.base.tokenizer.fingerprint,
+            precision=session.players.models.precision,
         )
 
     def _tell_excluded(self) -> None:

@@ -304,6 +304,7 @@ def verifier_trainer(
         executor=players.executor,
         start_step=start_step,
         source_fingerprint=players.base.tokenizer.fingerprint,
+        precision=players.models.precision,
     )
     return Trainer(
         verifier,
@@ -311,7 +312,7 @@ def verifier_trainer(
         optimizer_settings(section, steps),
         source,
         executor=players.executor,
-        precision=section.precision,
+        precision=players.models.precision,
         waits_for="pairs",
         section="verifier",
         workers=workers,

@@ -52,7 +52,15 @@ class ForwardSettings:
         return self.shared_prompts and not self.router_replay
 
     @classmethod
-    def of(cls, section: Training, temperature: float, pad_id: int, *, fused_layers: bool = True) -> ForwardSettings:
+    def of(
+        cls,
+        section: Training,
+        temperature: float,
+        pad_id: int,
+        precision: str = "float32",
+        *,
+        fused_layers: bool = True,
+    ) -> ForwardSettings:
         return cls(
             temperature,
             section.micro_batch_tokens,
@@ -60,7 +68,7 @@ class ForwardSettings:
             None,
             section.shared_prompts,
             fused_layers,
-            section.precision,
+            precision,
             section.router_replay,
         )
 

@@ -238,8 +238,8 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
     [
         ({"prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
-        ({"models.prover": {"source": "embedded:modchain-prover", "dtype": "bfloat16"}}, r"models\.prover\.dtype"),
-        ({"models.verifier": {"source": "embedded:modchain-verifier", "dtype": "bfloat16"}}, r"verifier\.precision to"),
+        ({"models.dtype": "bfloat16"}, r"training\.adapters\.rank"),
+        ({"models.dtype": "bfloat16", "training.adapters.rank": 2}, r"verifier\.adapters\.rank"),
     ],
 )
 def test_what_cannot_work_is_no_experiment(settings: dict[str, Any], message: str) -> None:

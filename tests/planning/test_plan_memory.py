@@ -125,11 +125,11 @@ def test_stages_of_an_experiment() -> None:
 
 def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
     found = shape(QWEN_7B, tmp_path)
-    model = {"source": "hf:a/b", "dtype": "bfloat16"}
+    model = {"source": "hf:a/b"}
     lora = {"rank": 16}
     data = {
         "name": "shared",
-        "models": {"prover": model, "verifier": model},
+        "models": {"prover": model, "verifier": model, "dtype": "bfloat16"},
         "verifier": {"head": "yes_token", "adapters": lora},
         "training": {"adapters": lora},
         "rollout": {"engine": "vllm"},

@@ -192,9 +192,8 @@ class GenerateEngine(TorchEngine):
 def open_generate_engine(players: Players) -> GenerateEngine:
     """In addition to the players' engine, with a separate copy of the weights; the caller closes it."""
     rollout = players.rollout
-    dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
     return GenerateEngine(
-        players.base.copy(dtype),
+        players.base.copy(getattr(torch, players.models.sampling_dtype)),
         max_rows=rollout.chunk,
         max_in_flight=rollout.concurrency,
         executor=players.executor,
