@@ -74,9 +74,9 @@ def profile_lines(reports: Reports, machines: Sequence[str]) -> Iterator[str]:
         rows = [peer_row(name, report) for name, report in chosen]
         header = ("the work", "measure", "TRL", "pvg", "pvg is better by")
         yield from ("", *markdown_lines(header, "llrrr", rows), "")
-        versions = first.config["peer"]["versions"].items()
+        versions = first.config.get("peer", first.work.get("peer", {})).get("versions", {}).items()
         when = dict.fromkeys(f"{made_on(report)}, machine {number_of(report, machines)}" for _, report in chosen)
-        yield f"`python benchmarks/peers/compare.py WORK`: samples in turn, {'; '.join(when)}. "
+        yield f"Samples in turn, {'; '.join(when)}."
         yield f"TRL's side: {', '.join(f'{package} {version}' for package, version in versions)}."
         return
     for name, report in chosen:
@@ -200,10 +200,13 @@ def ratio_text(ratio: RatioInterval | None, *, marked: bool = False) -> str:
 
 
 def peer_row(file: str, report: BenchReport) -> tuple[str, ...]:
-    """The headline of a report of `make bench-peers`. The work: the options of the command."""
+    """The headline of a report of `make bench-peers`. The work: the options of the command. A report whose sides did
+    other work has no ratio."""
     theirs, ours = (variant.samples[headline_of(report)] for variant in report.variants)
-    work = f"[`{report.command.partition('compare.py ')[2].partition(' --out')[0]}`](benchmarks/{file})"
-    ratio = ratio_text(better_by(theirs, ours, in_turn=interleaved(report)))
+    command = report.command.partition(" --out")[0].removeprefix("python benchmarks/peers/compare.py ")
+    work = f"[`{command.removeprefix('pvg bench --profile benchmarks/peers/')}`](benchmarks/{file})"
+    alike = "by_variant" not in report.work or "peer" in report.config  # then it was checked before the report
+    ratio = ratio_text(better_by(theirs, ours, in_turn=interleaved(report)) if alike else None)
     return work, f"`{headline_of(report)}`", median_text(theirs), median_text(ours), ratio
 
 

@@ -11,9 +11,8 @@ the trainer's work and its waits are real.
 Useful work is the time that the training of the same steps takes synchronously, in the same number of processes that
 train (`cluster.trainers`): log-probs of the reference, packing, forward and backward passes, optimizer. Before each
 sample, `calibration` steps of a synchronous game measure it with an engine that answers at once. `trainer_idle` = 1 -
-useful work / wall time. All other time counts as idle: waiting, scores, credit, publishing and bookkeeping. Two parts
-exist only in a pipeline: recomputed log-probs, and the extra time of training that overlaps with other work. `derived`
-splits the idle time into these parts.
+useful work / wall time. All other time counts as idle: waiting, scores, credit, publishing and bookkeeping, recomputed
+log-probs, and the extra time of training that overlaps with other work.
 
 The engine's pace follows from the same measurement: with `rollout.concurrency` requests at once, it delivers a batch in
 `engine_share` times the useful work of a step. Each sample draws new latencies, so the spread of the samples includes
@@ -26,13 +25,10 @@ from __future__ import annotations
 
 import math
 import random
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -41,24 +37,18 @@ from pydantic import Field
 from benchmarks.stand_in import Answer, StandInEngine
 from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
-from pvg.bench.workloads.e2e import THRESHOLD, BenchSession, open_bench_session
+from pvg.bench.workloads.e2e import BenchSession, EndToEnd
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import NoPrefetch
 from pvg.errors import ConfigurationError
 from pvg.game.orders import prover_orders
-from pvg.game.prover_phase import open_prover_phase
-from pvg.game.states import Phase
-from pvg.game.verifier_phase import FixedVerifier
-from pvg.models.heads import VerifierModel
-from pvg.models.language_model import LanguageModel
-from pvg.models.sources import open_learner
 from pvg.records import Rollout
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
-from pvg.telemetry.spans import TRAINING_PARTS, Span, Tracer, span, tracer_here
+from pvg.telemetry.events import Progress, SilentObserver
+from pvg.telemetry.spans import TRAINING_PARTS, Tracer, span, tracer_here
 
 
 class DelayedAnswers:
@@ -126,33 +116,24 @@ def make(settings: BenchSettings) -> Workload:
 
 @dataclass
 class StepClock(SilentObserver):
-    """Records when each step ended, the spans of its training, and its metrics."""
+    """Records when each step ended, the seconds of its training, and its metrics. The parts of training run one after
+    the other, so their seconds do not overlap."""
 
     ends: list[float] = field(default_factory=list)
-    spans: list[list[Span]] = field(default_factory=list)
+    trained_s: list[float] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
 
     def progressed(self, progress: Progress) -> None:
         tracer = tracer_here()
         ended = [] if tracer is None else tracer.take_spans()
-        self.spans.append([found for found in ended if found.name in TRAINING_PARTS])
+        self.trained_s.append(sum(found.end_s - found.start_s for found in ended if found.name in TRAINING_PARTS))
         self.ends.append(time.perf_counter())
         self.metrics.append(progress.metrics)
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSteps:
-    """The measured steps of a phase: their wall time, the seconds of training of each, the seconds of recomputed
-    log-probs within training, and their metrics. The parts of training run one after the other, so these seconds do not
-    overlap."""
+class PipelinedSteps(EndToEnd):
+    """See the module. The models, the session and the play of a phase are those of the e2e workload."""
 
-    wall_s: float
-    trained_s: list[float]
-    recomputed_s: float
-    metrics: list[Mapping[str, float]]
-
-
-class PipelinedSteps:
     measures: Mapping[str, BenchMetric] = {
         "trainer_idle": BenchMetric("1", "lower", "1 - useful work / wall time"),
         "step_s": BenchMetric("s", "lower", "mean time of a step"),
@@ -161,31 +142,21 @@ class PipelinedSteps:
     }
 
     def __init__(self, experiment: Experiment, workload: PipelinedStepsSettings, executor: Executor | None) -> None:
-        self._experiment, self._workload, self._executor = experiment, workload, executor
-        self._stack = AsyncExitStack()
-        self._answers = DelayedAnswers()
-        self._plays: list[MeasuredSteps] = []  # one per sample
-        self._useful_s: list[float] = []  # a step's useful work, one per sample
+        self._answers, self._workload = DelayedAnswers(), workload
+        engine = StandInEngine(experiment.rollout.concurrency, self._answers)
+        super().__init__(experiment, workload.steps, executor, lambda setup: engine)
+        self._metrics: list[Mapping[str, float]] = []  # of the measured steps of all samples
+        self._trained_s: list[float] = []  # of each of these steps
 
     async def open(self) -> None:
-        async with AsyncExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            engine = StandInEngine(self._experiment.rollout.concurrency, self._answers)
-            self._session = open_bench_session(self._experiment, folder, stack, self._executor, lambda setup: engine)
-            self._session.observer = StepClock()
-            in_turns = self._experiment.rollout.model_copy(update={"prefetch": NoPrefetch()})
-            self._synchronous = replace(self._session, rollout=in_turns)
-            players = self._session.players
-            await players.ready()
-            stack.enter_context(players.divided_workers())  # also for the synchronous steps: see "useful work"
-            self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
-            self._verifier: VerifierModel = players.open_verifier()
-            stack.callback(self._verifier.close)
+        await super().open()
+        try:
             batches = self._workload.fill + self._workload.steps + FREE_BATCHES
             with span("sample_completions"):
-                rollouts = await self._completions(batches)
-            self._answers.serve(rollouts, batches)
-            self._stack = stack.pop_all()
+                self._answers.serve(await self._completions(batches), batches)
+        except BaseException:
+            await self.close()
+            raise
 
     async def _completions(self, batches: int) -> list[Rollout]:
         """The base prover's answers to the orders of the first batches."""
@@ -206,92 +177,50 @@ class PipelinedSteps:
         return [r for group in groups for r in group.rollouts]
 
     def work(self) -> dict[str, Any]:
-        experiment, players = self._experiment, self._session.players
-        return {
-            **self._workload.model_dump(mode="json"),
-            "prover": players.base.name,
-            "prover_parameters": players.base.num_parameters,
-            "verifier": experiment.models.verifier.source,
-            "groups": experiment.training.groups,
-            "group_size": experiment.rollout.group_size,
-            "concurrency": experiment.rollout.concurrency,
-            "loss": experiment.training.loss.kind,
-            "kl": experiment.training.kl.coefficient,
-            "seed": experiment.seed,
-        }
+        concurrency = self._experiment.rollout.concurrency
+        return super().work() | self._workload.model_dump(mode="json") | {"concurrency": concurrency}
 
     async def sample(self, index: int) -> dict[str, float]:
         workload, rollout = self._workload, self._experiment.rollout
+        in_turns = replace(self._session, rollout=rollout.model_copy(update={"prefetch": NoPrefetch()}))
         self._answers.pace(0.0, 0.0, 1)
         with span(RESET), Tracer().drive():  # not part of the pipelined steps or their budget
-            in_turns = await self._play(self._synchronous, 1 + workload.calibration, skip=1)
-        useful_s = float(np.median(in_turns.trained_s))
+            calibration = await self._watched(in_turns, 1 + workload.calibration)
+        useful_s = float(np.median(calibration.trained_s[1:]))
         batch_s = workload.engine_share * useful_s
         # Mean latency at which `concurrency` requests at once complete a batch in batch_s.
         mean_s = batch_s * rollout.concurrency / (self._experiment.training.groups * rollout.group_size)
-        self._answers.pace(mean_s / _mean_over_median(workload.sigma), workload.sigma, workload.longest, draw=index)
-        play = await self._play(self._session, workload.fill + workload.steps, skip=workload.fill)
-        self._plays.append(play)
-        self._useful_s.append(useful_s)
+        # Of a log-normal distribution; the few values above `longest` medians do not matter here.
+        median_s = mean_s / math.exp(workload.sigma**2 / 2)
+        self._answers.pace(median_s, workload.sigma, workload.longest, draw=index)
+        clock = await self._watched(self._session, workload.fill + workload.steps)
+        wall_s = clock.ends[-1] - clock.ends[workload.fill - 1]
+        self._metrics += clock.metrics[workload.fill :]
+        self._trained_s += clock.trained_s[workload.fill :]
         return {
-            "trainer_idle": 1.0 - workload.steps * useful_s / play.wall_s,
-            "step_s": play.wall_s / workload.steps,
-            "steps_per_hour": 3600 * workload.steps / play.wall_s,
+            "trainer_idle": 1.0 - workload.steps * useful_s / wall_s,
+            "step_s": wall_s / workload.steps,
+            "steps_per_hour": 3600 * workload.steps / wall_s,
             "useful_step_s": useful_s,
         }
 
-    async def _play(self, session: BenchSession, steps: int, skip: int) -> MeasuredSteps:
-        """Play a fresh phase; measure its steps after the first `skip`."""
+    async def _watched(self, session: BenchSession, steps: int) -> StepClock:
         clock = session.observer = StepClock()
-        with span("reset"):
-            await session.players.compute(lambda: self._learner.load_weights(session.players.base.weights()))
-            info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
-            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
-            phase.version = session.players.engine.version
-        await phase.play()
-        return MeasuredSteps(
-            clock.ends[-1] - clock.ends[skip - 1],
-            [_seconds(step) for step in clock.spans[skip:]],
-            _seconds(found for step in clock.spans[skip:] for found in step if found.name == "recompute"),
-            clock.metrics[skip:],
-        )
+        await self._play(session, steps)
+        return clock
 
     def derived(self) -> dict[str, float]:
-        """Over the measured steps of all samples: the idle share and its three parts, which add up to it; staleness;
-        the share of dropped rollouts; the time per batch of the trainer and, at full load, of the engine (medians,
-        s)."""
-        steps = [step for play in self._plays for step in play.metrics]
+        """Over the measured steps of all samples: staleness, the share of dropped rollouts, and the median time of a
+        step's training, which is longer than the useful work if other work overlaps with it."""
 
         def mean(name: str) -> float:
-            return float(np.mean([step.get(name, 0.0) for step in steps]))
-
-        wall_s = sum(play.wall_s for play in self._plays)
-        trained_s = sum(sum(play.trained_s) for play in self._plays)
-        recomputed_s = sum(play.recomputed_s for play in self._plays)
-        useful_s = self._workload.steps * sum(self._useful_s)
+            return float(np.mean([step.get(name, 0.0) for step in self._metrics]))
 
         dropped, trained = mean("dropped_stale"), mean("rollouts")
         names = ("staleness", "staleness_in_flight", "staleness_in_queue", "groups_in_flight", "groups_waiting")
         return {
             **{name: mean(name) for name in names},
-            "trainer_idle_share": 1.0 - useful_s / wall_s,
-            "idle_not_training": 1.0 - trained_s / wall_s,
-            "idle_recompute": recomputed_s / wall_s,
-            "idle_slower_training": (trained_s - recomputed_s - useful_s) / wall_s,
-            "staleness_max": max(step["staleness_max"] for step in steps),
+            "staleness_max": max(step["staleness_max"] for step in self._metrics),
             "dropped_share": dropped / (dropped + trained),
-            "trained_step_s": float(np.median([seconds for play in self._plays for seconds in play.trained_s])),
-            "engine_batch_s": self._workload.engine_share * float(np.median(self._useful_s)),
+            "trained_step_s": float(np.median(self._trained_s)),
         }
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-
-def _seconds(spans: Iterable[Span]) -> float:
-    return sum(found.end_s - found.start_s for found in spans)
-
-
-def _mean_over_median(sigma: float) -> float:
-    """The ratio for a log-normal distribution; the few values above `longest` medians do not matter here."""
-    return float(np.exp(sigma**2 / 2))

@@ -1,6 +1,6 @@
 """pvg's side of verifier training: as many pairs of the stored solutions as they form, per sample.
 
-    .venv/bin/python benchmarks/peers/pvg_verifier.py FOLDER      # started by compare.py
+    .venv/bin/python benchmarks/peers/pvg_verifier.py FOLDER      # started by sides.py
 
 A sample begins with the solutions in the rollout store, where a mint leaves them, and a model that is loaded; it opens
 the store, draws and renders the pairs, and ends with the optimizer step by which as many pairs are trained on as the
@@ -81,7 +81,7 @@ class VerifierSide:
         cluster = self._experiment.cluster
         if not isinstance(cluster, LocalCluster):
             return
-        assert cluster.workers is not None, "compare.py sets it"
+        assert cluster.workers is not None, "sides.py sets it"
         self.threads = cluster.workers
         pool = WorkerPool(self._experiment, cluster.workers, LocalSupply())
         stack.push_async_callback(pool.close)

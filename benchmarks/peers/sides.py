@@ -1,26 +1,64 @@
-"""One side of a comparison: a worker in a separate process, as a benchmark workload that can take turns with another.
+"""pvg beside the best-known trainer, TRL: one side of a comparison, as a workload of `pvg bench` that takes turns.
 
-Each side has its own environment and the same number of threads. While the other side is measured, it waits for its
-next order (protocol.py). The worker measures its own times, so they do not include the sending of orders.
+    make bench-peers                                                              # all rows, and the page
+    pvg bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0   # one row; in the root of a checkout
+    pvg bench --profile benchmarks/peers/verifier.toml -s verifier.pairs=64 --out verifier.json
+
+Settings: those of pvg's experiment as anywhere else, `workload.X` for what is worked on, `workload.trl.X` for TRL's
+own.
+
+Each side is a process in its own environment with the same number of threads. While the other side is measured, it
+waits for its next order (protocol.py). It measures its own times, so they do not include the sending of orders. What a
+side tells of its work is part of the report's work: if the sides differ in it, the report quotes no ratio.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
-from protocol import SAMPLE, STOP
+from pydantic import Field
 
-from pvg.bench.workloads import BenchMetric
-from pvg.errors import EXIT_ENVIRONMENT, PvgError
+from benchmarks.peers.protocol import SAMPLE, STOP
+from benchmarks.peers.work import CONTEXT, make_model, model_folder, solutions, write_work
+from pvg.bench.workloads import BenchMetric, BenchSettings, workload_settings
+from pvg.config.base import Count, Section
+from pvg.config.experiment import Experiment
+from pvg.config.load import build_experiment
+from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, MissingRequirementError, PvgError
+from pvg.game.roles import TAGS
+from pvg.records import Role
+from pvg.tasks import open_task, problems_of_half
 from pvg.telemetry.spans import span
+from pvg.telemetry.waits import usable_cores
+from pvg.training.trainer import OptimizerSettings
 
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PEER = ROOT / ".venv-peers" / "bin" / "python"
 LOG_LINES = 5  # shown of a worker's log if it fails
 CLOSE_S = 30.0  # for a worker to end after the order to stop
+
+GRPO = {
+    "step_s": BenchMetric("s", "lower", "one whole step: rollouts, rewards, log-probs, update"),
+    "rollout_s": BenchMetric("s", "lower", "of it, up to a batch with rewards, advantages and reference log-probs"),
+    "train_s": BenchMetric("s", "lower", "of it, the rest: loss, gradient, update"),
+}
+VERIFIER = {
+    "pairs_per_s": BenchMetric("pairs/s", "higher", "from the first batch to the last update"),
+    "pairs_per_s_in_all": BenchMetric("pairs/s", "higher", "what comes before the first batch included"),
+    "first_batch_s": BenchMetric("s", "lower", "from the stored solutions, or the texts, to the first batch"),
+}
 
 
 class SideFailedError(PvgError):
@@ -29,30 +67,54 @@ class SideFailedError(PvgError):
     exit_code = EXIT_ENVIRONMENT
 
 
-class Side:
-    """See the module. `command` is the worker's, `log` where its stderr goes, `shared` the work of both sides."""
+class PeerSettings(Section):
+    """What both tables have. `trl`: TRL's settings besides those of trl_environment.py."""
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        log: Path,
-        measures: Mapping[str, BenchMetric],
-        shared: Mapping[str, Any],
-    ) -> None:
-        self.measures = measures
-        self.facts: dict[str, Any] = {}  # the worker's first answer
-        self._name, self._command, self._environment = name, command, environment
-        self._log, self._shared = log, shared
-        self._told: dict[str, list[float]] = {}  # other numbers in its answers
+    trainer: Literal["TRL", "pvg"] = "pvg"
+    trl: dict[str, Any] = Field(default_factory=dict)
+
+
+class GrpoSettings(PeerSettings):
+    """`stops`: completions end where the end token is drawn; otherwise all have rollout.max_tokens tokens."""
+
+    prompts: Count = 512
+    stops: bool = False
+
+
+class VerifierSettings(PeerSettings):
+    """`solutions`: per problem, half of them right."""
+
+    problems: Count = 128
+    solutions: Count = 8
+
+
+@dataclass
+class Side:
+    """See the module. `script` is the worker's. `prepare` writes what the worker reads into the folder. `shared`: the
+    work of both sides. `counted`: what the worker tells of its work, and may not differ."""
+
+    name: str
+    python: Path
+    script: Path
+    measures: Mapping[str, BenchMetric]
+    prepare: Callable[[Path], None]
+    shared: Mapping[str, Any]
+    counted: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)  # the worker's first answer
+    told: dict[str, list[float]] = field(default_factory=dict)  # other numbers in its answers
 
     async def open(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pvg-peers-")
+        folder = Path(self._folder.name)
+        self._log = folder / "worker.log"
+        self.prepare(folder)
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")] if self.name == "pvg" else []
+        variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "TOKENIZERS_PARALLELISM": "true"}
+        variables |= {"OMP_NUM_THREADS": str(self.shared.get("threads", 1))}
         with self._log.open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *self._command,
-                env=dict(self._environment),
+                *(str(self.python), str(self.script), str(folder)),
+                env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -64,20 +126,23 @@ class Side:
             raise
 
     def work(self) -> Mapping[str, Any]:
-        return self._shared
+        """The parameters are rounded: pvg's scalar head has a bias, TRL's has none."""
+        own = self.derived()
+        found = {name: own[name] for name in self.counted if name in own}
+        return {**self.shared, **found, "parameters": round(own.get("parameters", 0), -3)}
 
     async def sample(self, index: int) -> Mapping[str, float]:
         with span("worker"):
             await self._send(SAMPLE)
             answer = await self._answer()
         for name in answer.keys() - self.measures.keys():
-            self._told.setdefault(name, []).append(answer[name])
+            self.told.setdefault(name, []).append(answer[name])
         return {name: answer[name] for name in self.measures}
 
     def derived(self) -> Mapping[str, float]:
         """The worker's counts, and the medians over all samples of the other numbers in its answers."""
         counts = {name: float(value) for name, value in self.facts.items() if isinstance(value, int | float)}
-        return counts | {name: median(values) for name, values in sorted(self._told.items())}
+        return counts | {name: median(values) for name, values in sorted(self.told.items())}
 
     async def close(self) -> None:
         if self._process.returncode is None:
@@ -87,6 +152,7 @@ class Side:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
+        self._folder.cleanup()
 
     async def _send(self, order: str) -> None:
         assert self._process.stdin is not None
@@ -102,6 +168,101 @@ class Side:
         if not line:
             code = await self._process.wait()
             said = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
-            raise SideFailedError(f"The worker of {self._name} ended with code {code}: {' / '.join(said)}")
+            raise SideFailedError(f"The worker of {self.name} ended with code {code}: {' / '.join(said)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+# --- the two comparisons ----------------------------------------------------------------------------------------------
+
+
+def grpo(settings: BenchSettings) -> Side:
+    """Raises MissingRequirementError without TRL's environment."""
+    table, experiment = workload_settings(GrpoSettings, settings), settings.experiment
+    training, rollout = experiment.training, experiment.rollout
+    if training.minibatches != 1:
+        raise ConfigurationError("A step of the comparison is a whole batch.", "Leave training.minibatches at 1.")
+    told = {
+        "groups": training.groups,
+        "group_size": rollout.group_size,
+        "max_tokens": rollout.max_tokens,
+        "temperature": rollout.temperature,
+        "kl": training.kl.coefficient,
+        "learning_rate": training.learning_rate,
+        "gradient_clip": OptimizerSettings(0.0).gradient_clip,
+    }
+    pool = problems_of_half(open_task(experiment.task), "prover")[: table.prompts]
+    own = told | {"prompts": [TAGS[Role.HELPFUL] + problem.question for problem in pool]}
+    shared = told | {"loss": training.loss.kind, "stops": table.stops}
+    # Drawn ends differ by chance.
+    counted = ("prompt_tokens", "threads") + (() if table.stops else ("completion_tokens",))
+    return _side("grpo", table, experiment, GRPO, own, shared, counted, stops=table.stops)
+
+
+def verifier(settings: BenchSettings) -> Side:
+    """Raises MissingRequirementError without TRL's environment."""
+    table, experiment = workload_settings(VerifierSettings, settings), settings.experiment
+    rng, section, count = random.Random(experiment.seed), experiment.verifier, table.solutions
+    modulus = getattr(experiment.task, "modulus", 10)
+    pool = problems_of_half(open_task(experiment.task), "verifier")[: table.problems]
+    try:
+        problems = [
+            {"id": p.id, "question": p.question} | {"solutions": solutions(p.question, modulus, count, rng)}
+            for p in pool
+        ]
+    except ValueError as error:
+        raise ConfigurationError(f"{error}.", "Lower workload.solutions, or raise task.min_terms.") from None
+    formed = len(problems) * (count - count // 2) * (count // 2)
+    if formed % section.pairs:
+        raise ConfigurationError(
+            f"{formed} pairs are no whole number of batches of {section.pairs} (verifier.pairs).",
+            "Change workload.problems, workload.solutions or verifier.pairs.",
+        )
+    told = {
+        "pairs": section.pairs,
+        "learning_rate": section.learning_rate,
+        "gradient_clip": OptimizerSettings(0.0).gradient_clip,
+        "pairs_formed": formed,
+    }
+    shared = told | {"head": section.head.kind, "loss": section.loss, "solutions": len(problems) * count}
+    return _side(
+        "verifier", table, experiment, VERIFIER, told | {"problems": problems}, shared, ("solution_tokens", "threads")
+    )
+
+
+def _side(
+    row: str,
+    table: PeerSettings,
+    experiment: Experiment,
+    measures: Mapping[str, BenchMetric],
+    own: dict[str, Any],
+    shared: dict[str, Any],
+    counted: tuple[str, ...],
+    *,
+    stops: bool = True,
+) -> Side:
+    if table.trainer == "TRL" and not PEER.exists():
+        raise MissingRequirementError("TRL's environment is not there.", "make peers")
+    threads = experiment.models.threads or usable_cores()
+    python, script = (PEER, f"trl_{row}.py") if table.trainer == "TRL" else (Path(sys.executable), f"pvg_{row}.py")
+    versions = dict(line.split("==") for line in (HERE / "constraints.txt").read_text().split() if "==" in line)
+    shared |= {"context": CONTEXT, "threads": threads, "peer": {"versions": versions}}
+    work = own | {"threads": threads, "trl": table.trl}
+    prepare = partial(write_folder, experiment=experiment, work=work, stops=stops)
+    return Side(table.trainer, python, HERE / script, measures, prepare, shared, counted)
+
+
+def write_folder(folder: Path, experiment: Experiment, work: dict[str, Any], *, stops: bool) -> Experiment:
+    """Write what the workers read: the model, and the work with pvg's experiment on that model. With worker processes
+    each of them has one thread."""
+    make_model(folder, stops=stops)
+    data = experiment.plain()
+    for player in ("prover", "verifier"):
+        data["models"][player] = {"source": str(model_folder(folder)), "dtype": "float32"}
+    data["models"]["threads"] = work["threads"]
+    if data["cluster"]["kind"] == "local":
+        data["models"]["threads"] = 1  # of the driver
+        data["cluster"]["workers"] = data["cluster"].get("workers") or work["threads"]
+    built = build_experiment(data)
+    write_work(folder, work | {"experiment": built.plain()})
+    return built

@@ -1,6 +1,6 @@
 """TRL's side of a GRPO step: GRPOTrainer in its own environment, one optimizer step at a time.
 
-    .venv-peers/bin/python benchmarks/peers/trl_grpo.py FOLDER      # started by compare.py
+    .venv-peers/bin/python benchmarks/peers/trl_grpo.py FOLDER      # started by sides.py
 
 A step is all of its training loop between the ends of two steps: data loader, generation, rewards, the reference's
 log-probs, loss, backward, optimizer. With `trl.processes=2`, two processes with half of the threads each share a step,

@@ -1,6 +1,6 @@
 """TRL's side of verifier training: RewardTrainer in its own environment, one epoch over all pairs per sample.
 
-    .venv-peers/bin/python benchmarks/peers/trl_verifier.py FOLDER      # started by compare.py
+    .venv-peers/bin/python benchmarks/peers/trl_verifier.py FOLDER      # started by sides.py
 
 A sample begins with the pairs as text in memory and a model that is loaded, and ends with the last optimizer step.
 """

@@ -32,11 +32,11 @@ from pvg.games.game import ExplainsRules, GameRules
 from pvg.models.language_model import LanguageModel
 from pvg.records import BASE_SOURCE, Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.episodes import SampleCall
-from pvg.rollout.games import Fork, GameStart, Opponent, PlayedGame, SeatDecision, game_record, game_start, play_games
+from pvg.rollout.games import Fork, Opponent, PlayedGame, SeatDecision, game_record, game_start, play_games
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.spans import span
-from pvg.training.batch import PolicyBatch, batch_of
+from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
 
@@ -110,7 +110,7 @@ async def _matches(session: Session, source: str, reference: str, opponent: Oppo
         forks=Fork(samples=test.samples),
         opponents=[dict.fromkeys(set(game.values(starts[n].state)) - {seat}, opponent) for n, seat in seats],
     )
-    session.ledger.keep(_rollouts(played, seats))
+    session.ledger.keep(list(_policy_rollouts(played, [seat for _, seat in seats]).values()))
     if source != BASE_SOURCE and seats:  # one game for `pvg report` to show
         seat, match = seats[0][1], played[0][0]
         players = {other: "policy" if other == seat else reference for other in game.values(match.states[0])}
@@ -124,17 +124,6 @@ async def _matches(session: Session, source: str, reference: str, opponent: Oppo
             results[number].append(points(final, seat))
             gains[number].append(final[seat] - game.values(match.states[0])[seat])
     return match_metrics(results, gains)
-
-
-def _rollouts(played: Sequence[Sequence[PlayedGame[Any]]], seats: Sequence[tuple[int, str]]) -> list[Rollout]:
-    """The rollouts of the rated policy."""
-    return [
-        decision.rollout
-        for (_, seat), matches in zip(seats, played, strict=True)
-        for match in matches
-        for decision in match.decisions
-        if decision.rollout is not None and decision.seat == seat
-    ]
 
 
 def match_metrics(results: Sequence[Sequence[float]], gains: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -177,15 +166,6 @@ RewardKind = Literal["horizon", "dense"]
 Grouping = Literal["first", "phase", "stratified"]
 
 
-@dataclass(frozen=True, slots=True)
-class RewardedDecision:
-    """A rollout to train on, its reward, and the number of its group."""
-
-    rollout: Rollout
-    reward: float
-    group: int
-
-
 def rewarded_decisions(
     game: GameRules[Any],
     played: Sequence[Sequence[PlayedGame[Any]]],
@@ -193,13 +173,13 @@ def rewarded_decisions(
     *,
     reward: RewardKind,
     groups: Grouping,
-) -> list[RewardedDecision]:
-    """The decisions of the policy after each fork, with rewards and groups. `played[n]`: the continuations of start n.
+) -> list[Rollout]:
+    """The rollouts of the policy after each fork, with rewards and groups. `played[n]`: the continuations of start n.
     `seats[n]`: the seat whose decisions count there; None: all.
 
     Groups are numbered in the order of their first decisions. A group may have a single decision.
     """
-    found: list[RewardedDecision] = []
+    found: list[Rollout] = []
     numbers: dict[Hashable, int] = {}
     for start, continuations in enumerate(played):
         for one in continuations:
@@ -209,7 +189,8 @@ def rewarded_decisions(
                     continue
                 key = _group_of(game, start, decision, groups)
                 gain = change_in_value(game, one, decision, reward)
-                found.append(RewardedDecision(decision.rollout, gain, numbers.setdefault(key, len(numbers))))
+                group = numbers.setdefault(key, len(numbers))
+                found.append(replace(decision.rollout, reward=gain, group=group, score=None))
     return found
 
 
@@ -336,15 +317,6 @@ def _open_batches(
     return PlayBatches(session, objective, logprobs, opponent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Starts:
-    """What a batch plays: `seats[n]` is the only seat of the policy in start n; None: it plays all seats."""
-
-    starts: list[GameStart[Any]]
-    forks: list[Fork]
-    seats: list[str | None]
-
-
 @dataclass
 class PlayBatches(Batches):
     """Produces one batch of decisions per call, from games that the current policy plays. A batch depends only on the
@@ -368,28 +340,27 @@ class PlayBatches(Batches):
         session, number = self.session, self.done
         players = session.players
         began, before = time.perf_counter(), players.engine.stats
-        chosen = self._starts(number)
         with span("rollout"):
-            played = await self._play(chosen, number)
+            played, seats = await self._play(number)
         seconds, engine = time.perf_counter() - began, players.engine.stats.since(before)
         with span("credit"):
-            rewarded = self._rewarded(chosen, played)
-            if not rewarded:
+            reward, groups = self.section.reward, self.section.groups
+            trained = rewarded_decisions(self.game, played, seats, reward=reward, groups=groups)
+            if not trained:
                 raise ConfigurationError(
                     f"The policy decides nothing after the forks of batch {number}.",
                     "Check that the starts of the game have seats that decide, or raise training.groups.",
                 )
-            trained = [replace(one.rollout, reward=one.reward, group=one.group, score=None) for one in rewarded]
-            rewards_N = np.array([one.reward for one in rewarded], dtype=np.float32)
-            groups_N = np.array([one.group for one in rewarded], dtype=np.int32)
-            roles_N = np.array([rollout.role.number for rollout in trained], dtype=np.int8)
+            rewards_N = np.array([one.reward for one in trained], dtype=np.float32)
+            groups_N, roles_N = groups_and_roles(trained)
             loss = session.training.loss.kind
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)
         batch = await self.logprobs.add(batch, trained)
         with span("record"):
-            everything = _policy_rollouts(played, chosen.seats, trained)
+            sampled = _policy_rollouts(played, seats)
+            everything = list((sampled | {rollout.id: rollout for rollout in trained}).values())
             session.ledger.keep(everything)
             session.ledger.record(
                 "play_phases", round=session.state.round, step=number, phases=phase_statistics(played)
@@ -409,7 +380,8 @@ class PlayBatches(Batches):
             }
         return batch
 
-    def _starts(self, number: int) -> _Starts:
+    async def _play(self, number: int) -> tuple[list[list[PlayedGame[Any]]], list[str | None]]:
+        """The games of batch `number`, and for each start the only seat of the policy; None: it plays all seats."""
         session, section, round_ = self.session, self.section, self.session.state.round
         training, size = session.training, session.rollout.group_size
         generator = generator_for(session.seed, round_, "play-starts", number)
@@ -417,14 +389,12 @@ class PlayBatches(Batches):
         warmups = generator.integers(section.warmup + 1, size=training.groups).tolist()
         starts = [game_start(self.game, problem) for problem in problems]
         seats: list[str | None] = [None] * len(starts)
+        against: list[dict[str, Opponent]] = [{} for _ in starts]
         if self.opponent is not None:
-            every = [list(self.game.values(start.state)) for start in starts]
-            seats = [names[(number * len(starts) + n) % len(names)] for n, names in enumerate(every)]
-        forks = [Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)]
-        return _Starts(starts, forks, seats)
-
-    async def _play(self, chosen: _Starts, number: int) -> list[list[PlayedGame[Any]]]:
-        session, round_ = self.session, self.session.state.round
+            for n, start in enumerate(starts):
+                names = list(self.game.values(start.state))
+                seats[n] = names[(number * len(starts) + n) % len(names)]
+                against[n] = dict.fromkeys(set(names) - {seats[n]}, self.opponent)
         call = SampleCall(
             round_,
             source_of_round(round_),
@@ -432,35 +402,24 @@ class PlayBatches(Batches):
             seed=seed_for(session.seed, round_, "train_prover", number),
             prefix=f"{round_:03d}/train_prover/{number:05d}",
         )
-        against: list[dict[str, Opponent]] = [
-            {} if self.opponent is None else dict.fromkeys(set(self.game.values(start.state)) - {seat}, self.opponent)
-            for start, seat in zip(chosen.starts, chosen.seats, strict=True)
-        ]
-        return await play_games(
+        played = await play_games(
             session.players.dispatcher,
-            chosen.starts,
+            starts,
             self.game,
             call,
             encode=encoder(session),
-            forks=chosen.forks,
+            forks=[Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)],
             opponents=against,
         )
-
-    def _rewarded(self, chosen: _Starts, played: Sequence[Sequence[PlayedGame[Any]]]) -> list[RewardedDecision]:
-        section = self.section
-        return rewarded_decisions(self.game, played, chosen.seats, reward=section.reward, groups=section.groups)
+        return played, seats
 
 
-def _policy_rollouts(
-    played: Sequence[Sequence[PlayedGame[Any]]], seats: Sequence[str | None], trained: Sequence[Rollout]
-) -> list[Rollout]:
-    """The policy's rollouts, each once, in the order of play; those that were trained on with their rewards."""
-    with_reward = {rollout.id: rollout for rollout in trained}
-    found = {
-        decision.rollout.id: with_reward.get(decision.rollout.id, decision.rollout)
+def _policy_rollouts(played: Sequence[Sequence[PlayedGame[Any]]], seats: Sequence[str | None]) -> dict[str, Rollout]:
+    """The policy's rollouts by id, in the order of play. `seats[n]`: its only seat in start n; None: it plays all."""
+    return {
+        decision.rollout.id: decision.rollout
         for continuations, seat in zip(played, seats, strict=True)
         for one in continuations
         for decision in one.decisions
         if decision.rollout is not None and seat in (None, decision.seat)
     }
-    return list(found.values())

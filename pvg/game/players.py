@@ -35,13 +35,14 @@ from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Engine, Sampling
 from pvg.servers.publishing import Publisher
+from pvg.store.pairs import PairStream
 from pvg.tasks.task import ConcealsText, Task, problems_of_half
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CalmCollector, finished, usable_cores
 from pvg.training.batch import PolicyBatch
 from pvg.training.trainer import OptimizerSettings, trainable_parameters
-from pvg.verifier.data import Head, VerifierBatch, VerifierTemplate
+from pvg.verifier.data import Head, PairSource, VerifierBatch, VerifierTemplate
 from pvg.verifier.scorer import CACHE_ENTRIES, ScoreBackend, ScoreCache, ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
@@ -346,6 +347,19 @@ class Players:
 
     def template(self, verifier: ScoringModel) -> VerifierTemplate:
         return template_of(self._experiment.prompts, self.task, verifier)
+
+    def pair_source(self, stream: PairStream, verifier: VerifierModel, start_step: int) -> PairSource:
+        """The batches of `stream` for the training of `verifier`, from step `start_step` on."""
+        return PairSource(
+            stream,
+            self.template(verifier),
+            verifier,
+            self._experiment.verifier,
+            executor=self.executor,
+            start_step=start_step,
+            source_fingerprint=self.base.tokenizer.fingerprint,
+            precision=self.models.precision,
+        )
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
         """A scorer with an empty cache; the caller still owns the verifier. `beside_trainer`: score in the thread

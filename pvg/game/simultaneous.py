@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.config.game import SimultaneousSchedule
-from pvg.errors import StateError
 from pvg.game.orders import environment_of, mint_orders, source_weights, sources_for_round
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -36,6 +35,7 @@ from pvg.game.verifier_phase import (
     pair_stream,
     scores_of_rows,
     steps_of_member,
+    verifier_trainer,
 )
 from pvg.models.heads import VerifierModel
 from pvg.records import Role, Rollout, source_of_round
@@ -45,9 +45,8 @@ from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_players import final_verifier_name
 from pvg.store.shards import solutions_in_memory
 from pvg.telemetry.spans import span
-from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.trainer import OptimizerSettings
 from pvg.verifier.data import PairSource, VerifierBatch
-from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
@@ -119,17 +118,8 @@ class VerifierUpdates(FixedVerifier):
         self._pairs = _NewestPairs()
         section, players = session.verifier, session.players
         self._workers = players.verifier_workers(verifier)
-        self._trainer: Trainer[VerifierBatch] = Trainer(
-            verifier,
-            PairObjective(section, verifier.tokenizer.pad_id),
-            OptimizerSettings(learning_rate=section.learning_rate),
-            self._pairs,
-            executor=players.executor,
-            precision=players.models.precision,
-            waits_for="pairs",
-            section="verifier",
-            workers=self._workers,
-        )
+        settings = OptimizerSettings(learning_rate=section.learning_rate)
+        self._trainer = verifier_trainer(players, section, verifier, self._pairs, settings, self._workers)
 
     async def close(self) -> None:
         """Close the workers' copies of the verifier in training."""
@@ -153,8 +143,7 @@ class VerifierUpdates(FixedVerifier):
         metrics: Mapping[str, float] = {}
         for _ in range(self._schedule.every):
             report = await self._trainer.step()
-            if report is None:
-                raise StateError("The pair stream ended before the verifier's update was done.")
+            assert report is not None, "pairs never end"
             metrics = report.metrics
         scorer.set_version(await session.players.compute(self._verifier.version))
         self._done += 1
@@ -189,28 +178,19 @@ class VerifierUpdates(FixedVerifier):
         """Pairs of the mint and the window, without the held-out problems. Runs in the compute thread."""
         session, round_ = self._session, self._session.state.round
         section, game = session.verifier, session.game
-        window = [rollout for number in sorted(self._fresh) for rollout in self._fresh[number]]
         view = PairView(
             session.ledger.rollout_shards,
             session.ledger.shards(round_, Phase.MINT.value),
             keep=lambda problem_id: not is_held_out(problem_id, section.held_out),
-            more=[solutions_in_memory(window)],
+            more=[solutions_in_memory(self._window)],
         )
         shares = source_weights(game, sources_for_round(round_))
         weights = {name: (1.0 - FRESH_SHARE) * share for name, share in shares.items()}
         weights[source_of_round(round_)] = FRESH_SHARE
         stream = pair_stream(section, view, weights, seed_for(session.seed, round_, "fresh-pairs", self._done))
         self._excluded = stream.excluded
-        return PairSource(
-            stream,
-            session.players.template(self._verifier),
-            self._verifier,
-            section,
-            executor=session.players.executor,
-            start_step=steps_of_member(session) + self._done * self._schedule.every,
-            source_fingerprint=session.players.base.tokenizer.fingerprint,
-            precision=session.players.models.precision,
-        )
+        start = steps_of_member(session) + self._done * self._schedule.every
+        return session.players.pair_source(stream, self._verifier, start)
 
     def _tell_excluded(self) -> None:
         """Alert once per process: after a role has collapsed, no update has fresh pairs."""
@@ -221,8 +201,7 @@ class VerifierUpdates(FixedVerifier):
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
         """Calibrate on held-out problems, with solutions of the mint and of the window."""
         section = self._session.verifier
-        window = [r for number in sorted(self._fresh) for r in self._fresh[number]]
-        held_out = [r for r in window if is_held_out(r.problem_id, section.held_out)]
+        held_out = [r for r in self._window if is_held_out(r.problem_id, section.held_out)]
         with span("score"):
             minted_N = await scores_of_rows(self._session.players, self._calibrating, scorer.score)
             scores_N = np.concatenate([minted_N, await scorer.score(held_out)])
@@ -236,6 +215,10 @@ class VerifierUpdates(FixedVerifier):
         self.threshold = found["threshold"]
         return found
 
+    @property
+    def _window(self) -> list[Rollout]:
+        return [rollout for number in sorted(self._fresh) for rollout in self._fresh[number]]
+
     def _drop_old_samples(self) -> None:
         oldest = self._done - WINDOW
         self._fresh = {number: rollouts for number, rollouts in self._fresh.items() if number > oldest}
@@ -248,8 +231,6 @@ class VerifierUpdates(FixedVerifier):
         meta = {"round": session.state.round, "version": version, "threshold": self.threshold}
         await session.ledger.save_weights(name, tensors, meta)
         return [name]
-
-    # --- resuming ----------------------------------------------------------------------------------------------
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """For the prover's checkpoint: tensors named "verifier.*", and JSON data."""

@@ -24,7 +24,6 @@ import torch
 from numpy.typing import NDArray
 
 from pvg.config.training import Verifier
-from pvg.errors import StateError
 from pvg.game.orders import source_weights, sources_for_round
 from pvg.game.players import Players
 from pvg.game.session import Session
@@ -37,6 +36,7 @@ from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
+from pvg.training.batch import BatchSource
 from pvg.training.trainer import GradientWorkers, OptimizerSettings, Trainer
 from pvg.verifier.calibration import (
     ACCEPTANCE,
@@ -46,7 +46,7 @@ from pvg.verifier.calibration import (
     disagreement,
     member_scores,
 )
-from pvg.verifier.data import PairSource, VerifierBatch
+from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
 
@@ -203,7 +203,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
 
 async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:
     """A fully trained member, continued from the last committed step; the caller closes it."""
-    players, round_ = session.players, session.state.round
+    players, section, round_, steps = session.players, session.verifier, session.state.round, steps_of_member(session)
     with span("open_models"):
         verifier = await players.compute(lambda: players.open_verifier(round_, member))
     try:
@@ -212,13 +212,26 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
             if session.state.step == 0:  # a resumed phase has already reported this
                 _tell_about_sources(session, stream)
             workers = players.verifier_workers(verifier)
-            trainer = _open_trainer(session, verifier, stream, member, workers)
+            start, settings = session.state.step - member * steps, optimizer_settings(section, steps)
+            source = players.pair_source(stream, verifier, start)
+            trainer = verifier_trainer(players, section, verifier, source, settings, workers)
+            if (checkpoint := session.ledger.read_checkpoint()) is not None:
+                trainer.load_state(*checkpoint)
             if workers is not None:
                 await workers.prepare()
         session.first_step()
         try:
-            while trainer.steps_done < steps_of_member(session):
-                await _step(session, trainer, info, member)
+            while trainer.steps_done < steps:
+                started = time.perf_counter()
+                report = await trainer.step()
+                assert report is not None, "pairs never end"
+                metrics = {**report.metrics, "pairs_per_s": report.metrics["pairs"] / (time.perf_counter() - started)}
+                if section.ensemble.kind != "none":
+                    metrics["member"] = float(member)
+                done = member * steps + trainer.steps_done
+                session.report_step(info, done, metrics)
+                if session.due(done, info.total):
+                    await session.commit_trainer(trainer, step=done)
         finally:
             if workers is not None:
                 await workers.close()
@@ -288,28 +301,15 @@ def verifier_trainer(
     players: Players,
     section: Verifier,
     verifier: VerifierModel,
-    stream: PairStream,
-    *,
-    steps: int,
-    start_step: int = 0,
+    source: BatchSource[VerifierBatch],
+    optimizer: OptimizerSettings,
     workers: GradientWorkers[VerifierBatch] | None = None,
 ) -> Trainer[VerifierBatch]:
-    """A trainer of `verifier` on the solutions of `stream`: `steps` steps, from step
-    `start_step` on."""
-    source = PairSource(
-        stream,
-        players.template(verifier),
-        verifier,
-        section,
-        executor=players.executor,
-        start_step=start_step,
-        source_fingerprint=players.base.tokenizer.fingerprint,
-        precision=players.models.precision,
-    )
+    """A trainer of `verifier` on the batches of `source`."""
     return Trainer(
         verifier,
         PairObjective(section, verifier.tokenizer.pad_id),
-        optimizer_settings(section, steps),
+        optimizer,
         source,
         executor=players.executor,
         precision=players.models.precision,
@@ -317,42 +317,6 @@ def verifier_trainer(
         section="verifier",
         workers=workers,
     )
-
-
-def _open_trainer(
-    session: Session,
-    verifier: VerifierModel,
-    stream: PairStream,
-    member: int,
-    workers: GradientWorkers[VerifierBatch] | None,
-) -> Trainer[VerifierBatch]:
-    trainer = verifier_trainer(
-        session.players,
-        session.verifier,
-        verifier,
-        stream,
-        steps=steps_of_member(session),
-        start_step=session.state.step - member * steps_of_member(session),
-        workers=workers,
-    )
-    if (checkpoint := session.ledger.read_checkpoint()) is not None:
-        trainer.load_state(*checkpoint)
-    return trainer
-
-
-async def _step(session: Session, trainer: Trainer[VerifierBatch], info: PhaseInfo, member: int) -> None:
-    section, started = session.verifier, time.perf_counter()
-    report = await trainer.step()
-    if report is None:
-        raise StateError("The pair stream ended before the verifier's steps were done.")
-    metrics = dict(report.metrics)
-    metrics["pairs_per_s"] = metrics["pairs"] / (time.perf_counter() - started)
-    if section.ensemble.kind != "none":
-        metrics["member"] = float(member)
-    done = member * steps_of_member(session) + trainer.steps_done
-    session.report_step(info, done, metrics)
-    if session.due(done, info.total):
-        await session.commit_trainer(trainer, step=done)
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------

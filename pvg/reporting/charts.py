@@ -121,8 +121,7 @@ class StepAxis:
         self.offsets: dict[int, int] = {}
         self.total = 0
         for round_ in sorted(self.lengths):
-            self.offsets[round_] = self.total
-            self.total += self.lengths[round_]
+            self.offsets[round_], self.total = self.total, self.total + self.lengths[round_]
 
     def __bool__(self) -> bool:
         return bool(self.rounds)

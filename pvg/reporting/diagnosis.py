@@ -309,51 +309,48 @@ def _chosen(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
 
 # --- advice -----------------------------------------------------------------------------------------------------------
 
-# What to change for each cause: a sentence, and the keys of the settings; no keys if no setting helps.
-ADVICE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "fewer-requests": ("Allow fewer requests in flight.", ("rollout.concurrency",)),
+# What to change for each cause: a sentence, and the keys of the settings, if one helps.
+ADVICE: dict[str, tuple[str, str]] = {
+    "fewer-requests": ("Allow fewer requests in flight.", "rollout.concurrency"),
     "fewer-rows": (
         "The engine is in this process, and an update waits until no row is decoded: decode fewer rows together.",
-        ("rollout.engine.max_rows",),
+        "rollout.engine.max_rows",
     ),
     "smaller-weights": (
         "Send less (bfloat16 is half of float32, but slow on most CPUs; adapters are less than whole weights).",
-        ("models.precision", "weights.transport.kind"),
+        "models.precision weights.transport.kind",
     ),
-    "weights-in-memory": ("Let model servers read the weights from memory, not from a disk.", ("weights.root",)),
-    "larger-batches": ("Update the weights less often, with larger batches.", ("training.groups",)),
-    "more-minibatches": ("Train more on each batch, with more optimizer steps.", ("training.minibatches",)),
-    "rarer-commits": ("Commit less often.", ("store.commit_every",)),
-    "faster-disk": ("Put the runs on a faster disk.", ("store.root",)),
-    "more-requests": ("Allow more requests in flight.", ("rollout.concurrency",)),
-    "more-rows": ("With the torch engine, decode more rows together.", ("rollout.engine.max_rows",)),
-    "shorter-solutions": (
-        "Cut very long completions earlier, if the task allows it.",
-        ("rollout.max_tokens",),
-    ),
+    "weights-in-memory": ("Let model servers read the weights from memory, not from a disk.", "weights.root"),
+    "larger-batches": ("Update the weights less often, with larger batches.", "training.groups"),
+    "more-minibatches": ("Train more on each batch, with more optimizer steps.", "training.minibatches"),
+    "rarer-commits": ("Commit less often.", "store.commit_every"),
+    "faster-disk": ("Put the runs on a faster disk.", "store.root"),
+    "more-requests": ("Allow more requests in flight.", "rollout.concurrency"),
+    "more-rows": ("With the torch engine, decode more rows together.", "rollout.engine.max_rows"),
+    "shorter-solutions": ("Cut very long completions earlier, if the task allows it.", "rollout.max_tokens"),
     "whole-groups": (
         "With the torch engine, let the number of rows be a multiple of rollout.group_size.",
-        ("rollout.engine.max_rows",),
+        "rollout.engine.max_rows",
     ),
-    "deadline": ("Give groups a deadline.", ("rollout.deadline.kind", "rollout.deadline.seconds")),
+    "deadline": ("Give groups a deadline.", "rollout.deadline.kind rollout.deadline.seconds"),
     "sample-ahead": (
         "With workers or model servers, sample ahead (rollout.prefetch), so that sampling and training overlap.",
-        ("rollout.prefetch.kind",),
+        "rollout.prefetch.kind",
     ),
-    "budget": ("The time budget of `pvg report` shows what the steps wait for.", ()),
-    "profile": ("To see which functions run on the event loop: pvg profile EXPERIMENT --stage e2e", ()),
-    "fewer-idle-workers": ("Fewer worker processes cost no time here.", ("cluster.max_workers",)),
+    "budget": ("The time budget of `pvg report` shows what the steps wait for.", ""),
+    "profile": ("To see which functions run on the event loop: pvg profile EXPERIMENT --stage e2e", ""),
+    "fewer-idle-workers": ("Fewer worker processes cost no time here.", "cluster.max_workers"),
     "equal-shares": (
         "Let the number of groups be a multiple of the number of workers, because whole groups are shared out.",
-        ("training.groups",),
+        "training.groups",
     ),
-    "slow-machine": ("If one machine is slower or busy, take it out of the cluster.", ()),
-    "own-cores": ("Stop other programs on this machine, or give pvg cores of its own (another machine, taskset).", ()),
-    "fewer-threads": ("pvg has more compute threads than cores: lower their number.", ("models.threads",)),
-    "one-thread": ("With one thread, no operation waits for a second thread.", ("models.threads",)),
+    "slow-machine": ("If one machine is slower or busy, take it out of the cluster.", ""),
+    "own-cores": ("Stop other programs on this machine, or give pvg cores of its own (another machine, taskset).", ""),
+    "fewer-threads": ("pvg has more compute threads than cores: lower their number.", "models.threads"),
+    "one-thread": ("With one thread, no operation waits for a second thread.", "models.threads"),
     "fewer-workers": (
         "There are more workers than cores. Fewer processes give the same results.",
-        ("cluster.max_workers",),
+        "cluster.max_workers",
     ),
 }
 
@@ -577,7 +574,7 @@ def _finding(times: RunTimes, signature: str, found: Criterion) -> Finding:
         found.threshold,
         cost_s=found.cost_s,
         share=times.share(found.cost_s),
-        settings=tuple(dict.fromkeys(key for _, keys in chosen for key in keys)),
+        settings=tuple(dict.fromkeys(key for _, keys in chosen for key in keys.split())),
         remedy=" ".join(sentence for sentence, _ in chosen) or NOTHING_TO_SET,
         evidence=times.quantities[found.evidence].worst(),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from markupsafe import Markup
 from rich.console import Group, RenderableType
@@ -245,24 +245,12 @@ def attack_examples(rounds: Sequence[RoundEvaluation]) -> list[Example]:
             threshold = attack.check.threshold if attack.check else None
             decision = "accepted" if example.accepted else "refused"
             at = "" if threshold is None else f" at threshold {threshold:+.2f}"
-            examples.append(
-                Example(
-                    why=f"{attack.kind} attacker of round {found.round}, {decision}{at}",
-                    id=example.id,
-                    role=Role.SNEAKY.value,
-                    round=found.round,
-                    source=source_of_round(found.round),
-                    question=example.question,
-                    text=example.solution,
-                    reference=example.reference,
-                    answer=example.answer,
-                    correct=False,
-                    well_formed=True,
-                    note=example.note,
-                    score=example.score,
-                    reward=None,
-                )
-            )
+            facts: dict[str, Any] = {
+                **example.model_dump(include={"id", "question", "reference", "answer", "note", "score"}),
+                **{"role": Role.SNEAKY.value, "correct": False, "well_formed": True, "reward": None},
+            }
+            why, source = f"{attack.kind} attacker of round {found.round}, {decision}{at}", source_of_round(found.round)
+            examples.append(Example(why=why, round=found.round, source=source, text=example.solution, **facts))
     return examples
 
 

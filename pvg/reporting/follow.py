@@ -27,7 +27,7 @@ from pvg.reporting.run_summary import (
 )
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.atomic import DamagedFileError, open_stored
-from pvg.store.lease import BEAT_S, WATCH_S, is_elsewhere, is_gone, newest_lease, read_driver, sees
+from pvg.store.lease import BEAT_S, WATCH_S, is_gone, newest_lease, read_driver, sees
 from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, folder_bytes, has_only_samples, runs_in
 
 LAST_BLOCK = 1 << 18  # bytes at the end of a journal that are read for a short look at the run
@@ -104,7 +104,7 @@ def situation(run: RunDirectory, state: Mapping[str, Any]) -> RunSituation:
         now: RunState = "died" if gone and certain else "running"
         return RunSituation(now, process, host, quiet_s)
     return RunSituation(
-        "died" if gone or (is_elsewhere(driver) and quiet_s > WATCH_S) else "silent", process, host, quiet_s
+        "died" if gone or (not sees(driver) and quiet_s > WATCH_S) else "silent", process, host, quiet_s
     )
 
 

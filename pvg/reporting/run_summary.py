@@ -22,7 +22,6 @@ from pvg.reporting.formats import percent, total_budget
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, has_only_samples, read_tags, runs_in
 from pvg.store.state import read_json_lines
-from pvg.telemetry.alerts import REMEDIES
 from pvg.telemetry.waits import SHARED
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
@@ -107,11 +106,6 @@ class AlertRecord:
     name: str
     message: str
 
-    @property
-    def remedy(self) -> str:
-        """What to do, as one line; empty for a kind that this pvg does not know."""
-        return next((remedy for kind, remedy in REMEDIES.items() if kind == self.name), "")
-
 
 @dataclass(frozen=True, slots=True)
 class SamplerReading:
@@ -145,11 +139,9 @@ class RunSummary:
     """A run read from its files: metrics by finished round, phases in order, steps, and their time.
 
     `budget` is seconds by part over all steps, largest first and `unaccounted` last. `busy` also counts overlapped
-    work. `notes` are remarks on incomplete or damaged files, `warnings` are about settings that are probably not
-    intended. `machine` and `code_version` are those of the last commit, `began` is the time of the first record.
-    `peak_memory` is the maximum over the processes of the run, in bytes, up to the last commit. `cores`: of the newest
-    process: its compute threads, and the usable cores and all cores of its machine. `damaged`: files of its state are
-    damaged (`state_and_tags`).
+    work. `notes` are about files, `warnings` about settings. `machine`, `code_version` and `peak_memory` (bytes, of the
+    largest process) are those of the last commit. `cores` of the newest process: its compute threads, and the usable
+    cores and all cores of its machine. `damaged`: files of its state are damaged (`state_and_tags`).
     """
 
     name: str
@@ -197,23 +189,22 @@ class RunSummary:
 
     def plain(self) -> dict[str, Any]:
         """As JSON-compatible data; rounds as a list in order, the samplers' readings as their ranges."""
-        data = asdict(replace(self, device=[], loop=[], workers=[]))
-        data["path"] = str(self.path)
-        data["device"] = reading_ranges(self.device)
-        data["loop"] = lag_summary(self.loop)
-        data["workers"] = reading_ranges(self.workers)
-        data["hidden"] = self.hidden
-        data["seconds"] = self.seconds
-        data["rounds"] = [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)]
-        return data
+        return {
+            **asdict(replace(self, device=[], loop=[], workers=[])),
+            "path": str(self.path),
+            "device": reading_ranges(self.device),
+            "loop": lag_summary(self.loop),
+            "workers": reading_ranges(self.workers),
+            "hidden": self.hidden,
+            "seconds": self.seconds,
+            "rounds": [{"round": number, "metrics": self.rounds[number]} for number in sorted(self.rounds)],
+        }
 
 
 def base_metrics(rounds: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
     """The metrics of the base prover, which the first round measures."""
-    found: dict[str, float] = {}
-    for metrics in rounds.values():
-        found |= {name.removeprefix("base_"): value for name, value in metrics.items() if name.startswith("base_")}
-    return found
+    every = {name: value for metrics in rounds.values() for name, value in metrics.items()}
+    return {name.removeprefix("base_"): value for name, value in every.items() if name.startswith("base_")}
 
 
 @user_paths()
@@ -242,7 +233,11 @@ def read_run(run: RunDirectory) -> RunSummary:
         rounds=committed | {record["round"]: _finite(record["metrics"]) for record in found["round"]},
         phases=_phases(ended, steps),
         steps=steps,
-        alerts=list(dict.fromkeys(_alert(record) for record in found["alert"])),
+        alerts=list(
+            dict.fromkeys(
+                AlertRecord(r["round"], r["phase"], r.get("step"), r["name"], r["message"]) for r in found["alert"]
+            )
+        ),
         budget=total_budget(step.budget for step in steps),
         notes=notes,
         # Most are about a game, and samples of `pvg rollout` are none.
@@ -377,10 +372,6 @@ def _steps(records: Iterable[Mapping[str, Any]]) -> list[StepRecord]:
     ]
 
 
-def _alert(record: Mapping[str, Any]) -> AlertRecord:
-    return AlertRecord(record["round"], record["phase"], record.get("step"), record["name"], record["message"])
-
-
 def _readings(records: Iterable[Mapping[str, Any]]) -> list[SamplerReading]:
     """In order of time, because the machine's clock may have been set back."""
     readings = (SamplerReading(record["time"], _finite(record["metrics"])) for record in records)
@@ -389,31 +380,27 @@ def _readings(records: Iterable[Mapping[str, Any]]) -> list[SamplerReading]:
 
 def _phases(ended: Mapping[tuple[int, str], dict[str, Any]], steps: list[StepRecord]) -> list[PhaseSummary]:
     """Every phase that has a step or an end, in the order in which they began. `ended`: the records of their ends."""
-    counts: dict[tuple[int, str], int] = {}
-    worked: dict[tuple[int, str], float] = {}
+    own: dict[tuple[int, str], list[StepRecord]] = {}
     for step in steps:
-        key = (step.round, step.phase)
-        counts[key] = counts.get(key, 0) + 1
-        worked[key] = worked.get(key, 0.0) + sum(step.budget.values())
+        own.setdefault((step.round, step.phase), []).append(step)
     summaries = []
-    for key in dict.fromkeys([*counts, *ended]):
-        end = ended.get(key)
+    for key in sorted(dict.fromkeys([*own, *ended]), key=lambda key: key[0]):  # stable: by round, then as they began
+        end, found = ended.get(key, {}), own.get(key, [])
         # The phase's own clock restarts when the run is resumed. The steps' budgets cover all processes, but not the
         # time after the last step. The longer of the two is closer.
-        seconds = max(worked.get(key, 0.0), (end or {}).get("seconds") or 0.0) or None
-        metrics = _finite(end["metrics"]) if end else {}
-        outside = _finite(end.get("budget", {})) if end else {}
-        summaries.append(PhaseSummary(*key, end is not None, seconds, counts.get(key, 0), metrics, outside))
-    order = {key: place for place, key in enumerate(counts)}
-    return sorted(summaries, key=lambda phase: (phase.round, order.get((phase.round, phase.phase), len(order))))
+        worked_s = sum(sum(step.budget.values()) for step in found)
+        seconds = max(worked_s, end.get("seconds") or 0.0) or None
+        metrics, outside = _finite(end.get("metrics", {})), _finite(end.get("budget", {}))
+        summaries.append(PhaseSummary(*key, key in ended, seconds, len(found), metrics, outside))
+    return summaries
 
 
 def reading_ranges(readings: Sequence[SamplerReading]) -> dict[str, dict[str, float]]:
     """The mean, lowest, highest and last value of every metric."""
-    values: dict[str, list[float]] = {}
+    values = defaultdict[str, list[float]](list)
     for reading in readings:
         for name, value in reading.metrics.items():
-            values.setdefault(name, []).append(value)
+            values[name].append(value)
     return {
         name: {"mean": sum(found) / len(found), "min": min(found), "max": max(found), "last": found[-1]}
         for name, found in values.items()
@@ -425,14 +412,11 @@ def lag_summary(readings: Sequence[SamplerReading]) -> dict[str, float]:
     reading, p90 and p99 those of the worst reading."""
     if not readings:
         return {}
-    columns = {
-        name: [reading.metrics[name] for reading in readings if name in reading.metrics]
-        for name in ("lag_p50_s", "lag_p90_s", "lag_p99_s", "lag_max_s", "samples")
-    }
-    figures = {f"worst_{name.removeprefix('lag_')}": max(columns[name]) for name in WORST_LAGS if columns[name]}
-    if columns["lag_p50_s"]:
-        figures["median_p50_s"] = sorted(columns["lag_p50_s"])[len(columns["lag_p50_s"]) // 2]
-    return {**figures, "samples": sum(columns["samples"])}
+    found = reading_ranges(readings)
+    figures = {f"worst_{name}": found[f"lag_{name}"]["max"] for name in WORST_LAGS if f"lag_{name}" in found}
+    if medians := sorted(reading.metrics["lag_p50_s"] for reading in readings if "lag_p50_s" in reading.metrics):
+        figures["median_p50_s"] = medians[len(medians) // 2]
+    return {**figures, "samples": sum(reading.metrics.get("samples", 0.0) for reading in readings)}
 
 
 def workers_text(summary: RunSummary) -> str:
@@ -455,7 +439,7 @@ def workers_text(summary: RunSummary) -> str:
     return ", ".join([*words, counted(round(restarts), "replacement")])
 
 
-WORST_LAGS = ("lag_p90_s", "lag_p99_s", "lag_max_s")
+WORST_LAGS = ("p90_s", "p99_s", "max_s")
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:

@@ -79,10 +79,8 @@ def shortened(text: str, longest: int) -> str:
 
 def _pieces(text: str) -> list[str]:
     """The steps of a solution with their separators: lines, or parts between semicolons if there is one line."""
-    if "\n" in text.strip():
-        found = re.findall(r"[^\n]*\n*", text)
-        return [piece for piece in found if piece]
-    return [piece for piece in re.findall(r"[^;]*;?", text) if piece]
+    found = re.findall(r"[^\n]*\n*" if "\n" in text.strip() else r"[^;]*;?", text)
+    return [piece for piece in found if piece]
 
 
 EVALUATION = "checkpoint"  # its samples are fresh, of both roles, and on problems that no model trained on
@@ -160,11 +158,8 @@ def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
 
 
 def _newest_rollouts(run: RunDirectory) -> list[Rollout]:
-    scored = next(scored_rollouts(run), None)
-    if scored is not None:
-        return scored
-    shards = RolloutShards(run.path)
-    return next(filter(None, (shards.read(info) for info in _newest_first(committed_shards(run)))), [])
+    shards, infos = RolloutShards(run.path), _newest_first(committed_shards(run))
+    return next(scored_rollouts(run), None) or next(filter(None, map(shards.read, infos)), [])
 
 
 def scored_rollouts(run: RunDirectory) -> Iterator[list[Rollout]]:
@@ -298,18 +293,13 @@ def _kind(rollout: Rollout) -> str:
 
 def threshold_of(summary: RunSummary, round_: int) -> float | None:
     """The verifier's acceptance threshold in a round; None if it is not known."""
-    metrics_of_round = [
-        summary.rounds.get(round_, {}),
-        *(phase.metrics for phase in summary.phases if phase.round == round_),
-    ]
-    return next((metrics["threshold"] for metrics in metrics_of_round if "threshold" in metrics), None)
+    found = [summary.rounds.get(round_, {}), *(phase.metrics for phase in summary.phases if phase.round == round_)]
+    return next((metrics["threshold"] for metrics in found if "threshold" in metrics), None)
 
 
 def verdict_word(score: float | None, threshold: float | None) -> str:
     """What the verifier decides; empty without a score or a threshold."""
-    if score is None or threshold is None:
-        return ""
-    return "accepted" if score >= threshold else "refused"
+    return "" if score is None or threshold is None else "accepted" if score >= threshold else "refused"
 
 
 # --- the page with all stored solutions: a browser searches and filters them without a server ----------------------
@@ -321,14 +311,8 @@ PAGE = 50  # solutions of one page of the list
 ROLES = ("helpful", "sneaky")
 # "flaw": a wrong sneaky solution that is well formed (and proven, if its task requires that).
 GRADES = ("correct", "wrong", "malformed", "flaw")
-ORDERS = {
-    "newest": "newest",
-    "oldest": "oldest",
-    "highest": "highest score",
-    "lowest": "lowest score",
-    "longest": "longest",
-    "shortest": "shortest",
-}
+ORDERS = {name: name for name in ("newest", "oldest", "highest", "lowest", "longest", "shortest")}
+ORDERS |= {"highest": "highest score", "lowest": "lowest score"}
 # The fields of the form that are numbers. All ranges include their ends.
 NUMBERS = {"first_step": "step from", "last_step": "step to", "lowest": "score from", "highest": "score to"}
 markup = TemplateMacros("rollouts.html.j2")
@@ -438,19 +422,13 @@ def _packed(stored: StoredRollouts) -> str:
 
 def rollouts_kind(report: str) -> PageKind:
     """What the page may do. `report`: the address of the run's page."""
-    return PageKind(
-        scripts=("page.js", "rollouts.js"),
-        policy="form-action 'none'; base-uri 'none'",
-        sheets=("rollouts.css",),
-        links=((report, "Report"),),
-    )
+    policy, links = "form-action 'none'; base-uri 'none'", ((report, "Report"),)
+    return PageKind(("page.js", "rollouts.js"), policy, ("rollouts.css",), links)
 
 
 def _notes(stored: StoredRollouts, run: RunDirectory) -> list[str]:
     if not stored.left_out:
         return stored.notes
-    everything = f"{stored.count + stored.left_out:,}"
-    newest = (
-        f"This page has the newest {counted(stored.count, 'solution')} of {everything}, so that a browser can open it."
-    )
-    return [f"{newest} The files in {run.argument}/rollouts have all of them.", *stored.notes]
+    newest = f"the newest {counted(stored.count, 'solution')} of {stored.count + stored.left_out:,}"
+    says = f"This page has {newest}, so that a browser can open it. {run.argument}/rollouts has all of them."
+    return [says, *stored.notes]

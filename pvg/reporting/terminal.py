@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -43,6 +43,7 @@ from pvg.reporting.run_summary import (
     workers_text,
 )
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
+from pvg.telemetry.alerts import REMEDIES, AlertKind
 from pvg.telemetry.spans import UNACCOUNTED
 
 if TYPE_CHECKING:
@@ -138,8 +139,10 @@ def outcome(rounds: Mapping[int, Mapping[str, float]]) -> list[str]:
         _before_and_after(rounds, "helpful_accuracy", "of the helpful role's solutions were correct"),
         _before_and_after(rounds, "sneaky_error_rate", "of the sneaky role's solutions were wrong (flaws)"),
         _own_flaws(rounds),
-        _previous_flaws(rounds),
     ]
+    if shares := [found["fooled_rate_previous"] for found in rounds.values() if "fooled_rate_previous" in found]:
+        most = metric_text("fooled_rate_previous", max(shares))
+        found.append(f"Each new verifier accepted at most {most} of the previous round's flaws.")
     return [sentence for sentence in found if sentence]
 
 
@@ -164,14 +167,6 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     if most == metric_text(metric, shares[last]):
         return says
     return f"{says} The highest share was {most}, in round {worst}."
-
-
-def _previous_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
-    metric = "fooled_rate_previous"
-    shares = [metrics[metric] for metrics in rounds.values() if metric in metrics]
-    if not shares:
-        return ""
-    return f"Each new verifier accepted at most {metric_text(metric, max(shares))} of the previous round's flaws."
 
 
 class BudgetBar:
@@ -378,8 +373,9 @@ def alerts_told(summary: RunSummary) -> list[tuple[str, str, str, str]]:
     for alert in summary.alerts:
         step = "" if alert.step is None else f", step {alert.step}"
         when = f"round {alert.round}, {phase_label(alert.phase)}{step}"
-        found.append((alert.name, alert.message, when, "" if alert.remedy in explained else alert.remedy))
-        explained.add(alert.remedy)
+        remedy = REMEDIES.get(cast(AlertKind, alert.name), "")  # of a kind that this pvg does not know: nothing
+        found.append((alert.name, alert.message, when, "" if remedy in explained else remedy))
+        explained.add(remedy)
     return found
 
 

@@ -93,23 +93,20 @@ class LiveRun:
         return self._solutions
 
     def _draw(self) -> str:
+        """Scores and solutions are read again when a phase ends, and nothing of a run that was removed."""
         now = self._situation
         if self._summary is None or now.state != "removed":
             self._summary = read_run(self.run)
         summary = self._summary
-        data = self._report(summary, now)
+        key = (summary.phase, len(summary.rounds), summary.status, self._files[2:])
+        if self._data is None or (key != self._collected and now.state != "removed"):
+            self._data, self._collected = collect(self.run, summary, EXAMPLES), key
+        data = replace(self._data, summary=summary, state=now.state, rollouts=ROLLOUTS)
         progress = progress_of(summary)
         solutions = sum(int(shard["rows"]) for shard in self._state.get("shards", ()))
         live = elements.now(_texts(summary, now, progress, solutions), progress.share if progress else 0.0)
         sheets = (*LIVE.sheets, "board.css") if data.experiment.task.kind in DRAWN_TASKS else LIVE.sheets
         return run_page(data, [live], replace(LIVE, sheets=sheets))
-
-    def _report(self, summary: RunSummary, now: RunSituation) -> RunData:
-        """The data of the page. Scores and solutions are read again when a phase ends."""
-        key = (summary.phase, len(summary.rounds), summary.status, self._files[2:])
-        if self._data is None or (key != self._collected and now.state != "removed"):
-            self._data, self._collected = collect(self.run, summary, EXAMPLES), key
-        return replace(self._data, summary=summary, state=now.state, rollouts=ROLLOUTS)
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
@@ -184,13 +181,7 @@ class WatchServer:
         used."""
         server = cls(run)
         app = web.Application(middlewares=[_guard])
-        app.on_response_prepare.append(_harden)
-        app.add_routes(
-            [
-                web.get("/", server._page),
-                web.get(f"/{ROLLOUTS}", server._rollouts),
-            ]
-        )
+        app.add_routes([web.get("/", server._page), web.get(f"/{ROLLOUTS}", server._rollouts)])
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -216,7 +207,7 @@ class WatchServer:
         text = await self._work(self._live.page)
         tag = hashlib.sha256(text.encode()).hexdigest()
         if any(known.value == tag for known in request.if_none_match or ()):
-            return web.Response(status=304, headers={"ETag": f'"{tag}"'})
+            return web.Response(status=304, headers={**HEADERS, "ETag": f'"{tag}"'})
         answer = _html(text, LIVE)
         answer.etag = tag
         return answer
@@ -250,15 +241,11 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         raise web.HTTPInternalServerError(text=str(error)) from error
 
 
-async def _harden(_: web.Request, answer: web.StreamResponse) -> None:
-    answer.headers.update(HEADERS)
-
-
 def _html(text: str, kind: PageKind) -> web.Response:
     answer = web.Response(
         text=text,
         content_type="text/html",
-        headers={"Content-Security-Policy": f"{policy_of(kind)}; frame-ancestors 'none'"},
+        headers={**HEADERS, "Content-Security-Policy": f"{policy_of(kind)}; frame-ancestors 'none'"},
     )
     answer.enable_compression()
     return answer

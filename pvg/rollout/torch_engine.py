@@ -22,9 +22,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -346,7 +345,12 @@ class TorchEngine(Engine):
         called = time.perf_counter()
         place = {"trace": update.trace_id, "version": update.version}
         self._events.event("weights", event="server.recv", **place)
-        async with self._alone():
+        self._loads_waiting += 1  # meanwhile no row joins
+        try:
+            await self._model_lock.acquire()  # when no row runs
+        finally:
+            self._loads_waiting -= 1
+        try:
             self._assert_open()
             if update.version <= self._version:
                 raise StateError(
@@ -357,23 +361,12 @@ class TorchEngine(Engine):
             started = time.perf_counter()
             await run_in(self._executor, self._model.load_weights, update.tensors)
             self._version = update.version
+        finally:
+            self._model_lock.release()
         ended = time.perf_counter()
         rpc_ms = (ended - started) * 1e3
         self._events.event("weights", event="rpc.done", **place, rpc_ms=rpc_ms)
         return SyncTiming(update.version, wall_ms=(ended - called) * 1e3, rpc_ms=rpc_ms)
-
-    @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """Wait until no row runs. While this waits, no row joins."""
-        self._loads_waiting += 1
-        try:
-            await self._model_lock.acquire()
-        finally:
-            self._loads_waiting -= 1
-        try:
-            yield
-        finally:
-            self._model_lock.release()
 
     # --- failing requests ---------------------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -85,24 +84,28 @@ def check_file(path: Path, size: int | None = None, sha256: str = "") -> None:
 
 def write_atomic(path: Path, data: bytes | memoryview, before: Callable[[], None] | None = None) -> None:
     """Replace `path` by `data`, as `atomic_file` does."""
-    with atomic_file(path, before) as write:
-        write(data)
+    with atomic_file(path, before) as file:
+        file.write(data)
 
 
 @contextmanager
-def atomic_file(path: Path, before: Callable[[], None] | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
+def atomic_file(
+    path: Path, before: Callable[[], None] | None = None, *, named: Path | None = None
+) -> Iterator[BinaryIO]:
     """Replace `path`, durably, by what the block writes in pieces: temporary file in the same folder, write, fsync,
     rename, fsync of the folder.
 
     `before` is called just before the rename. If it or the block raises, `path` stays unchanged and the temporary file
     is removed. Raises MissingRequirementError if the disk is full. Any other OSError propagates. In both cases the old
-    file is intact and the temporary file is removed.
+    file is intact and the temporary file is removed. `named`: the name under which a user knows a file that is not of a
+    run.
     """
     temporary = temporary_beside(path)
-    with disk_full_explained(path):
+    with disk_full_explained(named or path, of_run=named is None):
         try:
-            with open(temporary, "xb", buffering=0) as file:
-                yield partial(_write_all, file)
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
                 os.fsync(file.fileno())
             if before is not None:
                 before()
@@ -136,15 +139,10 @@ def new_folder(path: Path, before: Callable[[], None] | None = None) -> Iterator
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Create `path` (which must not exist), write `data`, fsync. Not atomic: for files inside a temporary folder."""
-    with open(path, "xb", buffering=0) as file:
-        _write_all(file, data)
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
         os.fsync(file.fileno())
-
-
-def _write_all(file: FileIO, data: bytes | memoryview) -> None:
-    rest = memoryview(data).cast("B")
-    while rest:
-        rest = rest[file.write(rest) :]
 
 
 def write_output(path: Path, data: bytes) -> None:
@@ -164,19 +162,8 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
         with disk_full_explained(path, of_run=False), open(path, "wb") as file:
             yield file
         return
-    target = Path(os.path.realpath(path))
-    temporary = temporary_beside(target)
-    with disk_full_explained(path, of_run=False):
-        try:
-            with open(temporary, "xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        sync_directory(target.parent)
+    with atomic_file(Path(os.path.realpath(path)), named=path) as file:
+        yield file
 
 
 def temporary_beside(path: Path) -> Path:
@@ -188,40 +175,24 @@ def is_temporary(path: Path) -> bool:
     return TEMPORARY_NAME.fullmatch(path.name) is not None
 
 
-def remove_temporaries(directory: Path, name: str = "") -> list[Path]:
+def remove_temporaries(directory: Path, name: str = "", *, older_than_s: float = 0.0) -> list[Path]:
     """Remove temporary files of dead writers of `name` (default: all) from `directory`; returns their paths.
 
     Only for the one process that may write `name` (RunDirectory.lock), because a living writer's temporary files look
-    the same. Files with other names stay.
+    the same. For a `name` that any process may write: `older_than_s` = OLD_S. Files with other names stay.
     """
-    return _remove(_temporaries(directory, name))
-
-
-def remove_old_temporaries(directory: Path, name: str) -> list[Path]:
-    """As `remove_temporaries`, but only files last written more than OLD_S ago: for a `name` that any process may
-    write."""
-    old = []
-    for path in _temporaries(directory, name):
+    found = ((path, TEMPORARY_NAME.fullmatch(path.name)) for path in directory.iterdir()) if directory.is_dir() else ()
+    removed = []
+    for path in sorted(path for path, match in found if match and name in ("", match["of"])):
         with suppress(FileNotFoundError):  # its writer has renamed it in the meantime
-            if time.time() - path.lstat().st_mtime > OLD_S:
-                old.append(path)
-    return _remove(old)
-
-
-def _temporaries(directory: Path, name: str) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    found = ((path, TEMPORARY_NAME.fullmatch(path.name)) for path in directory.iterdir())
-    return sorted(path for path, match in found if match and name in ("", match["of"]))
-
-
-def _remove(leftovers: list[Path]) -> list[Path]:
-    for path in leftovers:
+            if older_than_s and time.time() - path.lstat().st_mtime <= older_than_s:
+                continue
         if path.is_dir() and not path.is_symlink():
             remove_tree(path)
         else:
             path.unlink(missing_ok=True)
-    return leftovers
+        removed.append(path)
+    return removed
 
 
 def remove_tree(path: Path) -> None:

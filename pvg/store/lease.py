@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
 import threading
 import time
@@ -31,7 +30,7 @@ from typing import Any, Literal
 import orjson
 
 from pvg.errors import StateError, UsageError
-from pvg.store.atomic import DamagedFileError, disk_full_explained, read_stored, sync_directory, temporary_beside
+from pvg.store.atomic import DamagedFileError, disk_full_explained, read_stored, sync_directory, write_atomic
 
 BEAT_S = 5.0
 WATCH_S = 30.0  # six beats
@@ -64,16 +63,11 @@ def sees(driver: Driver) -> bool:
     return driver.get("boot") == this_boot() and driver.get("namespace") == this_namespace()
 
 
-def is_elsewhere(driver: Driver) -> bool:
-    """Whether the driver ran on another host or in another container."""
-    return driver.get("boot") != this_boot() or driver.get("namespace") != this_namespace()
-
-
 def is_gone(driver: Driver) -> bool:
     """Whether the driver's process has ended. False if this process would not see it: on another host, or in another
     container, where its number means another process."""
     process = driver.get("process")
-    if is_elsewhere(driver) or not process:
+    if not sees(driver) or not process:
         return False
     try:
         os.kill(process, 0)
@@ -168,8 +162,9 @@ def leased(
         for older in [path for path in folder.iterdir() if is_lease(path) and _epoch(path) < _epoch(mine)]:
             older.unlink(missing_ok=True)
         if lost:
-            for journal in journals:
-                _replace_by_copy(journal)
+            for journal in filter(Path.is_file, journals):
+                # A driver that still has the old file open then writes to a deleted file, not to the new one.
+                write_atomic(journal, journal.read_bytes())
         sync_directory(folder)
         yield
     finally:
@@ -283,18 +278,6 @@ def _opened(path: Path, content: bytes, new: bool) -> int:
         os.close(file)
         raise
     return file
-
-
-def _replace_by_copy(path: Path) -> None:
-    """A driver that still has the old file open then writes to a deleted file, not to the new one."""
-    if not path.is_file():
-        return
-    temporary = temporary_beside(path)
-    with disk_full_explained(path):
-        shutil.copyfile(path, temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
 
 def _epoch(lease: Path) -> int:

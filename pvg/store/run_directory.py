@@ -41,12 +41,12 @@ from pvg.errors import (
     user_paths,
 )
 from pvg.store.atomic import (
+    OLD_S,
     DamagedFileError,
     disk_full_explained,
     is_temporary,
     make_directory,
     read_stored,
-    remove_old_temporaries,
     remove_temporaries,
     sync_directory,
     write_atomic,
@@ -358,7 +358,7 @@ class RunDirectory:
         for path in (self.experiment_file, store.path, store.previous_path, *journals):
             removed += remove_temporaries(self.path, path.name)
         for path in (self.report, self.rollouts_page, self.tags):
-            removed += remove_old_temporaries(self.path, path.name)
+            removed += remove_temporaries(self.path, path.name, older_than_s=OLD_S)
         for folder in (self.manifest, self.code):
             removed += remove_temporaries(folder)
         return removed

@@ -135,8 +135,8 @@ class RolloutShards:
         if path.exists():
             raise StateError(f"The shard {path} already exists, and shards never change.", "Recover the run first.")
         make_directory(path.parent)
-        with atomic_file(path, self._unchanged) as write:
-            file = _ShardFile(write)
+        with atomic_file(path, self._unchanged) as arrow:
+            file = _ShardFile(arrow.write)
             _write_batch(file, rollouts)
         return ShardInfo(relative, len(rollouts), file.size, file.sha256.hexdigest())
 

@@ -142,21 +142,17 @@ class JsonLinesReader:
                 if not line.endswith(b"\n"):
                     self.torn = 1
                     return
-                yield self._object(line, number)
-
-    def _object(self, line: bytes, number: int) -> dict[str, Any]:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise self._damaged(number, str(error)) from None
-        if not isinstance(record, dict):
-            raise self._damaged(number, "not a JSON object")
-        return record
-
-    def _damaged(self, number: int, reason: str) -> DamagedFileError:
-        return DamagedFileError(
-            f"{self.path}, line {number}, is damaged: {reason}.", "Restore the file, or remove that line from it."
-        )
+                try:
+                    record = orjson.loads(line)
+                    reason = "" if isinstance(record, dict) else "not a JSON object"
+                except orjson.JSONDecodeError as error:
+                    reason = str(error)
+                if reason:
+                    raise DamagedFileError(
+                        f"{self.path}, line {number}, is damaged: {reason}.",
+                        "Restore the file, or remove that line from it.",
+                    )
+                yield record
 
 
 def read_json_lines(path: Path) -> JsonLinesReader:

@@ -30,7 +30,7 @@ __all__ = [
 # `task.kind` -> what opens a task from its section: MODULE:NAME.
 TASKS = {
     "modchain": "pvg.tasks.modchain:Modchain",
-    "gsm8k": "pvg.tasks.gsm8k:Gsm8k",
+    "gsm8k": "pvg.tasks.data:Gsm8k",
     "data": "pvg.tasks.data:Data",
     "reasoning_gym": "pvg.tasks.reasoning_gym:ReasoningGym",
     "code": "pvg.tasks.code:Code",

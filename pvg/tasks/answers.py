@@ -4,15 +4,18 @@
     extract("#### 7 or 8")                              -> None: two numbers are not an answer
     same_number("1 1/2", "1.50")                        -> True
 
-Three markers announce an answer: `####` with a number after it, `\\boxed{...}`, and "answer is", "answer:" or
-"answer =" with a number after it. Rules:
+Three markers announce an answer: `####`, `\\boxed{...}`, and "answer is", "answer:" or "answer =". Rules:
 
-1. The last marked answer counts, whatever its marker. So a later answer replaces an earlier one.
+1. The last marked answer counts, whatever its marker. So a later answer replaces an earlier one, also if it cannot be
+   read. Headings (`#### Step 2`) and prose without a number ("the answer is correct") announce nothing.
 2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
-   signs, markup and a few filler words may surround it. So a solution that names several candidates earns nothing.
-3. If a text has no marker, its last number is the answer.
+   signs, markup and plain words may surround it, and a calculation with `=` may lead to it. So a solution that names
+   several candidates, denies a number, or asks for one earns nothing.
+3. LaTeX that is more than a number, such as `\\sqrt{25}` or `10^6`, counts with its value if this is rational. A sum or
+   a product is no answer: a solution must write its result.
+4. If a text has no marker, its last number is the answer.
 
-A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Nothing is evaluated.
+A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000.
 
 Invariants: for any text, these functions do not raise and take time linear in its length. Values are exact rationals.
 """
@@ -26,7 +29,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Literal
+
+from pvg.tasks.expressions import value_of_latex
 
 Marker = Literal["####", "boxed", "phrase", "last number"]
 
@@ -59,12 +65,11 @@ def read(text: str) -> FinalAnswer | str:
     """The final answer of `text`, or the reason why there is none: NO_ANSWER or UNCLEAR."""
     text = _plain(text)
     for mark in reversed(_marks(text)):
-        if led := _leading(text, mark.start, mark.end):
-            number = _only_number(text, led, mark)
-            return FinalAnswer(*number, mark.marker) if number else UNCLEAR
-    numbers = deque(NUMBER.finditer(text), maxlen=1)
-    found = _last_piece(numbers[0]) if numbers else None
-    return FinalAnswer(*found, "last number") if found else NO_ANSWER
+        if mark.marker == "boxed" or not _announces_nothing(text, mark):
+            end = mark.end if mark.marker == "boxed" else _answer_end(text, mark, len(text))
+            found = None if RETRACTED.match(text, end) else _number_in(text[mark.start : end])
+            return FinalAnswer(*found, mark.marker) if found else UNCLEAR
+    return _last_number(text)
 
 
 def by_fallback(note: str) -> bool:
@@ -74,9 +79,7 @@ def by_fallback(note: str) -> bool:
 
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that consists of one number with formatting or units (`$1,200`, `-3/4`, `72 apples`)."""
-    text = _plain(text)
-    led = _leading(text, 0, len(text))
-    found = _only_number(text, led, _Mark("boxed", 0, len(text))) if led else None
+    found = _written(_plain(text), solution=False)
     return found[1] if found else None
 
 
@@ -97,7 +100,7 @@ def same_answer(first: str | None, second: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """A marker, and the range of the text in which its answer may begin."""
+    """A marker, and the range of the text in which its answer may begin. A box has nothing else in it."""
 
     marker: Marker
     start: int
@@ -106,40 +109,63 @@ class _Mark:
 
 HASHES = re.compile(r"#{4,}+(?:[ \t]*+#{4,}+)*+")
 BRACES = re.compile(r"(?P<box>\\f?boxed ?\{)|[{}]")
+BARE_BOX = re.compile(r"\\f?boxed(?! ?\{)([^$\n]{0,60})")
 PHRASE = re.compile(
-    r"\banswer[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?[ \t]{0,3}(?:\b(?:is|are|was|equals)\b ?:?|[:=])[*_`]{0,3}",
+    r"\banswers?[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?[ \t]{0,3}"
+    r"(?:\b(?:is|are|was|equals|(?:should|must|would|will) be)(?:\b ?:?|(?=n't))|[:=])[*_`]{0,3}",
     re.IGNORECASE,
 )
 BULLET = re.compile(r"\s*\n\s*[-*•] ")
 BLANK = re.compile(r"\s*+")
+SENTENCE_END = re.compile(r"(?<!\b[RDM][sr])(?<!\bMrs)(?<!\bapprox)(?:[.!](?=[\s*_`$)]|$)|(?<=\?)(?=[\s*_`$)]|$)|\n)")
+# Numbers in words, without "one": "5 for each one" has no second number.
+WORDS = (
+    "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
+)
+SPOKEN = dict(zip(WORDS.split(), (0, *range(2, 20), *range(20, 100, 10)), strict=True))
+# A marker announces an answer, although none that pvg can read, if the text after it denies one or says it in words.
+DENIED = (
+    r"\b(?:no|not|none|never|nothing|neither|nor|cannot|undefined|impossible|unknown|unclear|unsure|indeterminate|"
+    r"infinit\w+|wrong|incorrect|idk)\b|n't\b"
+)
+UNREAD = re.compile(rf"{DENIED}|\b(?:pi|{'|'.join(SPOKEN)})\b|\?", re.IGNORECASE)
+MORE = re.compile(r"\s*\S")
+WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+RETRACTED = re.compile(
+    r"\W{0,20}(?:no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
+    r"(?:(?:that|this|it|which) ?)?(?:is|was|'s) (?:wrong|incorrect|not (?:right|correct|the answer)))",
+    re.IGNORECASE,
+)
 
 
 def _marks(text: str) -> list[_Mark]:
     """All markers in the order of the text. A marker within the line of a `####` answer belongs to that answer."""
     hashed: list[_Mark] = []
-    ends: list[int] = []  # where the line of each of these ends
+    lines: list[tuple[int, int]] = []  # start and end of the lines of `####` with a number
     for match in HASHES.finditer(text):
-        if not ends or match.start() > ends[-1]:
-            mark = _Mark("####", *_window(text, match.end()))
-            if _leading(text, mark.start, mark.end):
-                hashed.append(mark)
-                ends.append(_answer_end(text, mark.start, mark))
+        if not lines or match.start() > lines[-1][1]:
+            hashed.append(mark := _Mark("####", *_window(text, match.end())))
+            if ANSWER.match(_tidy(text[mark.start : mark.end])):
+                lines.append((mark.start, _answer_end(text, mark, len(text))))
     marks = hashed.copy()
     for mark in (*_boxes(text), *(_Mark("phrase", *_window(text, match.end())) for match in PHRASE.finditer(text))):
-        line = bisect_left(ends, mark.start)
-        if line == len(ends) or mark.start < hashed[line].start:
+        line = bisect_left(lines, mark.start, key=lambda each: each[1])
+        if line == len(lines) or mark.start < lines[line][0]:
             marks.append(mark)
     return sorted(marks, key=lambda mark: mark.start)
 
 
 def _boxes(text: str) -> Iterator[_Mark]:
-    """The content of each closed box."""
+    """The content of each box; an empty one for a box that is too long or does not end."""
     opened: list[int] = []  # start of the inside of each open brace; negative for a brace that is no box
     for match in BRACES.finditer(text):
         if match[0] != "}":
             opened.append(match.end() if match["box"] else -1)
-        elif opened and (start := opened.pop()) >= 0 and match.start() - start <= SEGMENT:
-            yield _Mark("boxed", start, match.start())
+        elif opened and (start := opened.pop()) >= 0:
+            yield _Mark("boxed", start, match.start() if match.start() - start <= SEGMENT else start)
+    yield from (_Mark("boxed", start, start) for start in opened if start >= 0)
+    yield from (_Mark("boxed", *match.span(1)) for match in BARE_BOX.finditer(text))
 
 
 def _window(text: str, start: int) -> tuple[int, int]:
@@ -158,49 +184,92 @@ def _window(text: str, start: int) -> tuple[int, int]:
     return start, end
 
 
+def _answer_end(text: str, mark: _Mark, limit: int) -> int:
+    """The end of the line or sentence of a mark, at most `limit`."""
+    if mark.marker == "phrase":
+        sentence = SENTENCE_END.search(text, mark.start, limit)
+        return sentence.start() if sentence else limit
+    line = text.find("\n", mark.start, limit)
+    return line if line >= 0 else limit
+
+
+def _announces_nothing(text: str, mark: _Mark) -> bool:
+    """Whether a heading or prose without a number follows a marker. A heading may have a number, with text below it."""
+    end = _answer_end(text, mark, mark.end)
+    content = text[mark.start : end]
+    if UNREAD.search(content) or not WORD.search(content):
+        return False
+    if not DIGIT.search(content):
+        return True
+    return mark.marker == "####" and not ANSWER.match(_tidy(content)) and MORE.match(text, end) is not None
+
+
 # --- numbers -----------------------------------------------------------------------------------------------------
 
 
-# A maximal run of characters that may belong to one number. Once begun it never fails, so scanning a text is linear.
-# `_value` decides whether the run is a number.
-def _number(sign: str, joint: str = "") -> re.Pattern[str]:
-    """The pattern of a number. `sign`: its possible signs. `joint`: another pattern that may join its digits."""
-    run = (
-        r"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)\.?[0-9]"
-        rf"(?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+"
-    )
-    return re.compile(
-        rf"(?:(?<![A-Za-z0-9)])(?P<sign>{sign}))?(?:\\?[$€£¥₹] ?(?P<inner>-)?)?(?P<run>{run})"
-        rf"(?: ?{TIMES} ?10 ?(?:\^|\*\*) ?\{{?(?P<power>[-+]?[0-9]+)\}}?)?"
+def _number(sign: str, currency: str, joint: str = "") -> str:
+    """The pattern of a number. `currency`: what may follow the sign. `joint`: another pattern that may join digits.
+
+    Its run is a maximal run of characters that may belong to one number. Once begun it never fails, so scanning a text
+    is linear. `_value` decides whether the run is a number."""
+    return (
+        rf"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)(?:(?<!\))(?P<sign>{sign}))?(?:{currency}(?:(?P<inner>-) ?)?)?"
+        rf"(?P<run>\.?[0-9](?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+)"
+        r"(?: ?(?:x|\*|×|·|⋅|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?(?P<power>[-+]?[0-9]+)\}?)?"
     )
 
 
-TIMES = r"(?:x|\*|×|·|⋅|\\times|\\cdot)"
 # Some texts use an em dash as a minus sign. In running text it counts as one only directly before the digits.
-NUMBER = _number(sign=r"[-+] ?|\u2014")
-# After a marker, `1, 000` is one number. In running text it may be a list.
-MARKED_NUMBER = _number(sign=r"[-+\u2014] ?", joint=r", (?=[0-9]{3}(?![0-9]))|")
-LEAD = re.compile(
-    r"(?:[\s*_`~≈:=>\"'(\[{]|\\[a-zA-Z]++|\\\(|\\\[|\$(?=[-\\*$])|"
-    r"\b(?:the|final|answer|is|about|approximately|around|roughly|simply|just|only|exactly|therefore|thus|so|now|"
-    r"either|between|from|maybe|perhaps|possibly|equal|equals|to|USD?|EUR|GBP|Rs)\b\.?)*+",
+NUMBER = re.compile(_number(r"[-+] ?|—", r"\\?[$€£¥₹] ?"))
+# After a marker, a sign may be a word or stand before a bracket, and `1, 000` is one number, not a list.
+MARKED = _number(
+    r"(?:[-+—]|(?i:minus|negative)\b)[\s(\[~]*",
+    r"(?:(?:US|CA?|AU?|HK|NZ)?\\?[$€£¥₹]|(?i:USD?|EUR|GBP|INR|CAD|AUD|Rs\b\.?)) ?[(\[]*",
+    r", (?=[0-9]{3}(?![0-9]))|",
+)
+ANYWHERE = re.compile(MARKED)
+ANSWER = re.compile(
+    r"(?:[-=]>|[\s~≈:=→⇒\"'(\[]|\$(?=[-\\$])|"
+    r"\\(?:implies|[Rr]ightarrow)(?![A-Za-z])|"
+    r"(?i:\b(?:the|final|answer|is|about|approx|approximately|around|roughly|simply|just|only|exactly|therefore|thus|"
+    rf"so|now|either|between|from|maybe|perhaps|possibly|equal|equals|to|an?|total|of)\b\.?))*+{MARKED}"
+)
+# Other words before a number, and those that make another number of it.
+PLAIN_WORDS = re.compile(r"(?:[A-Za-z,:;\"'() ]|(?<=[A-Za-z])-(?=[A-Za-z])){0,120}")
+OTHER_NUMBER = re.compile(
+    rf"{DENIED}|\b(?:less|more|fewer|greater|larger|smaller|than|half|twice|double|triple|thirds?|quarters?|over|under|"
+    r"above|below|least|most|exceed\w*|within|roots?|squared?|cubed?|sum|product|difference|quotient|multiples?|"
+    r"factor\w*|powers?|log|ln|sin|cos|tan|mod|modulo|plus|minus|times|divi\w+|remainder|or|either|based|steps?|if|"
+    r"unless|except|up to|base|sqrt|abs|floor|ceil|exp|min|max|gcd|lcm)\b",
     re.IGNORECASE,
 )
-SCALE = re.compile(r"[kK]\b|[ -]?(?P<word>hundred|thousand|million|billion|trillion)s?\b", re.IGNORECASE)
-POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SENTENCE_END = re.compile(r"[.!?](?=[\s*_`$)]|$)|\n")
+DENIED_FIRST = re.compile(r"^not [^.]{1,40}? but ")
+SCALE = re.compile(r"(?P<letter>[kKMB]|[bm]n)(?![A-Za-z])|(?i:[ -]?(?:hundred|(?:thous|[mbtr]+illi)(?:and|on))s?\b)+")
+POWERS = {"k": 3, "m": 6, "b": 9, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # Digits that belong to a unit.
 UNIT = re.compile(
-    r"(?<![A-Za-z0-9])(?:(?:[kcmd]?m|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi)?met(?:er|re)s?|units?)"
-    r"(?: ?\}? ?\^ ?\{?| ?\*\*| ?)[23]\}?|CO2|H2O)(?![A-Za-z0-9])"
+    r"(?<![A-Za-z0-9])(?:(?:[kcmd]?m|s|in|ft|yd|mi|inch(?:es)?|feet|foot|yards?|miles?|(?:kilo|centi)?met(?:er|re)s?|"
+    r"units?)(?: ?\}? ?\^ ?\{?| ?\*\*| ?)[23]\}?|CO_?\{?2\}?|H_?\{?2\}?O)(?![A-Za-z0-9])"
 )
 DIGIT = re.compile(r"[0-9]")
-# Without "one": "5 for each one" has no second number.
-SPOKEN = {"zero": 0, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
-SPOKEN |= {"eleven": 11, "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16, "seventeen": 17}
-SPOKEN |= {"eighteen": 18, "nineteen": 19, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60}
-SPOKEN |= {"seventy": 70, "eighty": 80, "ninety": 90}
 CHOICE = re.compile(rf"\b(?:(?P<spoken>{'|'.join(SPOKEN)})|or)\b", re.IGNORECASE)
+# What after a number makes another number of it: an operator, a variable, a function, a question, a denial.
+NEXT = r"^[\s)\]\"'$]*"
+NOT_ALONE = re.compile(
+    r"[0-9^+?√π∞±×÷·‰≤≥≠]|\\[A-Za-z]|[<>](?![A-Za-z/|])|\b(?:is|was)(?: not|n't)\b|\b(?:wrong|incorrect)\b|"
+    rf"{NEXT}(?:[!*]|[-/]\s*$)|{NEXT}[-/]?\s*(?:(?!a\s)[a-fi-kn-rt-zBDEGHKMO-UX-Z](?![A-Za-z'.])|"
+    r"(?i:(?:and an? )?(?:half|halves|thirds?|quarters?)|pi|sqrt|squared|cubed|factorial|mod(?:ulo)?|log|ln|sin|cos|"
+    r"tan|infinity|plus|minus|divided|(?:times|more than|less than) [a-z])\b)|"
+    r"^(?i:(?!st|nd|rd|th|[kcmd]m|[km]g|[mcd]l|lb|oz|ft|in|yd|mi|hr|am|pm|p[txc]|hz|ms|k[wn]|[kmgt]b)"
+    r"[a-z]{2})(?![A-Za-z])"
+)
+# A calculation whose result follows an equals sign, and a left side that says that the right side is not the answer.
+TERMS = r"[\s$€£0-9.,()%+*/×÷·⋅x=^-]*"
+CALCULATION = re.compile(rf"(?:[A-Za-z ]*[=:])?{TERMS}[0-9)%] ?[-+*/×÷·⋅x^]\*? ?[-($€£]*[0-9]{TERMS}")
+UNEQUAL = re.compile(rf"[!/~]\s*$|[<>≠≤≥±√|]|\\sqrt|\\(?:neq?|leq?|geq?|pm)\b|^\s*-|{DENIED}", re.IGNORECASE)
+# In a text without markers: what is before and after a number that is a part of an expression.
+PART_BEFORE = re.compile(r"(?:[\^√±<≤≥≠]|(?<![-=])>|\\(?:sqrt|log|ln|sin|cos|tan|pm|neq?|leq?|geq?)) ?[{(]?$")
+PART_AFTER = re.compile(r" ?(?:\^|√|π|∞|\\(?:pi|sqrt|cdot|times)\b)|[ix](?![A-Za-z])")
 GROUPED = (
     r"[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,3}(?: [0-9]{3})++|[0-9]{1,3}(?:'[0-9]{3})++|[0-9]{1,3}(?:_[0-9]{3})++|"
     r"[0-9]{1,3}(?:, [0-9]{3})++"
@@ -211,51 +280,62 @@ RATIO = re.compile(rf"({DECIMAL}) ?/ ?({DECIMAL})")
 MIXED = re.compile(r"([0-9]++) ([0-9]++) ?/ ?([0-9]++)")
 
 
-def _leading(text: str, start: int, end: int) -> re.Match[str] | None:
-    """The number at the start of `text[start:end]`, or after its last equals sign (`x = 72`)."""
-    for begin in (start, text.rfind("=", start, end) + 1):
-        if begin >= start:
-            lead = LEAD.match(text, begin, end)
-            if match := MARKED_NUMBER.match(text, lead.end() if lead else begin, end):
-                return match
-    return None
+def _number_in(segment: str) -> tuple[str, Fraction] | None:
+    """Text and value of an answer: of its only number, of the result of its calculation, or of its expression."""
+    return _written(segment, solution=True) or _from_latex(segment)
 
 
-def _only_number(text: str, match: re.Match[str], mark: _Mark) -> tuple[str, Fraction] | None:
-    """Text and value of the number at the start of an answer; None if the answer has other numbers."""
-    value = _value(match["run"])
-    if value is None:
+def _written(segment: str, *, solution: bool) -> tuple[str, Fraction] | None:
+    """Text and value of the only number. `solution`: whether other words and a calculation (3 * 6 = 18) may lead to
+    it."""
+    tidy = DENIED_FIRST.sub("", _tidy(segment))
+    equals = tidy.rfind("=")
+    if equals >= 0 and _may_equal(tidy[:equals], solution) and (match := ANSWER.match(tidy, equals + 1)):
+        return _alone(match, tidy)
+    if match := ANSWER.match(tidy):
+        return _alone(match, tidy)
+    match = ANYWHERE.search(tidy)
+    if not solution or match is None or (match["sign"] or "").endswith(" "):  # in words, `- 5` is a dash or a minus
         return None
-    end = _answer_end(text, match.end(), mark)
-    scale = SCALE.match(text, match.end(), end)
-    after = scale.end() if scale else match.end()
-    others = UNIT.sub("", text[after:end])
-    if DIGIT.search(text, mark.start, match.start()) or DIGIT.search(others):
+    lead = tidy[: match.start()]
+    return _alone(match, tidy) if PLAIN_WORDS.fullmatch(lead) and not OTHER_NUMBER.search(lead) else None
+
+
+def _may_equal(left: str, solution: bool) -> bool:
+    """Whether the left side of an equals sign names the answer or, in a solution, calculates it."""
+    if DIGIT.search(left):
+        return solution and CALCULATION.fullmatch(left) is not None
+    return not UNEQUAL.search(left)
+
+
+def _alone(match: re.Match[str], text: str) -> tuple[str, Fraction] | None:
+    """Text and value of a match of MARKED, None if what follows makes another number of it."""
+    value, rest = _value(match["run"]), text[match.end() :]
+    scale = SCALE.match(rest)
+    others = UNIT.sub("", rest[scale.end() :] if scale else rest)
+    if value is None or NOT_ALONE.search(others):
         return None
     if any(not choice["spoken"] or SPOKEN[choice["spoken"].lower()] != value for choice in CHOICE.finditer(others)):
         return None
-    return _signed(match, match["run"], value, POWERS.get((scale["word"] or "thousand").lower(), 0) if scale else 0)
+    words = [] if scale is None else [scale["letter"][0]] if scale["letter"] else re.findall(r"\w{4,}[dn]", scale[0])
+    return _signed(match, match["run"], value, sum(POWERS[word.lower()] for word in words))
 
 
-def _answer_end(text: str, start: int, mark: _Mark) -> int:
-    """The end of the line, sentence or box of a number that ends at `start`."""
-    if mark.marker == "boxed":
-        return mark.end
-    if mark.marker == "phrase":
-        sentence = SENTENCE_END.search(text, start)
-        return sentence.start() if sentence else len(text)
-    line = text.find("\n", start)
-    return line if line >= 0 else len(text)
-
-
-def _last_piece(match: re.Match[str]) -> tuple[str, Fraction] | None:
-    """Text and value of a match of NUMBER. If its run is several numbers, the last one counts."""
-    run = match["run"]
+def _last_number(text: str) -> FinalAnswer | str:
+    """The last number of a text without markers, or the reason why it is none."""
+    text = UNIT.sub("", FRACTION.sub(_ratio, text))
+    numbers = deque(NUMBER.finditer(text), maxlen=1)
+    if not numbers:
+        return NO_ANSWER
+    start, end = numbers[0].span()
+    if PART_BEFORE.search(text[max(0, start - 10) : start]) or PART_AFTER.match(text, end):
+        return UNCLEAR
+    run = numbers[0]["run"]
+    if _value(run) is None and " " in run and "/" not in run:
+        run = run.rpartition(" ")[2]  # of several numbers, the last one
     value = _value(run)
-    if value is None and " " in run and "/" not in run:
-        run = run.rpartition(" ")[2]
-        value = _value(run)
-    return None if value is None else _signed(match, run, value)
+    found = None if value is None else _signed(numbers[0], run, value)
+    return FinalAnswer(*found, "last number") if found else NO_ANSWER
 
 
 def _signed(match: re.Match[str], run: str, value: Fraction, scale: int = 0) -> tuple[str, Fraction] | None:
@@ -268,9 +348,10 @@ def _signed(match: re.Match[str], run: str, value: Fraction, scale: int = 0) -> 
     if scale:
         value *= 10**scale
         run = str(value)
-    if _value(run) != value:  # for example 1/2 x 10^3, whose text would be read as 1/(2 x 10^3)
+    # The text must have the value: that of 1/2 x 10^3 would be read as 1/(2 x 10^3). Two signs are not one number.
+    if _value(run) != value or (match["sign"] and match["inner"]):
         return None
-    negative = ((match["sign"] or "+")[0] != "+") != (match["inner"] == "-")
+    negative = match["inner"] or (match["sign"] or "+")[0] != "+"
     return ("-" + run, -value) if negative else (run, value)
 
 
@@ -296,38 +377,91 @@ def _decimal(text: str) -> Fraction | None:
     return Fraction(digits) * Fraction(10) ** int(exponent or 0)
 
 
+# --- expressions -------------------------------------------------------------------------------------------------
+
+AROUND = re.compile(r"^(?:[A-Za-z\s]*=)?[\s$*]*|\\[()\[\]]|[\s$*.]*$|\\(?:left|right|displaystyle)(?![A-Za-z])")
+LATEX = re.compile(
+    r"(?:[0-9]{1,15}+(?:\.[0-9]{1,15}+)?(?![0-9.]|\s+[0-9])|[-+/^!(){}|\s]|\[[0-9]\]|(?<=\\log)_\{?[0-9]+\}?|"
+    r"\\(?:[dtc]?frac|sqrt|d?binom|cdot|times|div|log|ln|sin|cos|tan|pi|[lr]floor|[lr]ceil)(?![A-Za-z]))++"
+)
+BRACED = re.compile(r"\{[^{}]*\}")
+# A sum or product outside of braces is a calculation. 1/2^2 and 1/2! can be read in two ways.
+OPERATION = re.compile(r"[0-9A-Za-z)!|]\s*(?:[-+]|\\(?:cdot|times|div))|/.*[/^!]")
+
+
+def _from_latex(segment: str) -> tuple[str, Fraction] | None:
+    """Text and value of an expression that is more than a number, such as a root or a power."""
+    latex = AROUND.sub("", segment)
+    if len(latex) > SEGMENT or not LATEX.fullmatch(latex) or not re.search(r"[\\^!{]", latex):
+        return None
+    outside = latex
+    while outside != (outside := BRACED.sub("0", outside)):
+        pass
+    value = None if OPERATION.search(outside) else value_of_latex(latex)
+    return None if value is None or _value(str(abs(value))) is None else (str(value), value)
+
+
 # --- spelling ----------------------------------------------------------------------------------------------------
 
 ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's calculator annotations: <<48/2=24>>
-FRACTION = re.compile(r"\\[dt]?frac ?(?:\{([^{}]{1,60})\}|([0-9])) ?(?:\{([^{}]{1,60})\}|([0-9]))")  # also \frac12
-LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])")
-FOREIGN = re.compile(r"[^\x00-\x7f]")
+FRACTION = re.compile(  # also \frac12
+    r"(?:([0-9]) ?)?\\[dtc]?frac ?(?:\{ ?(-?[0-9.,]{1,60}) ?\}|([0-9])) ?(?:\{ ?([0-9.,]{1,60}) ?\}|([0-9]))"
+)
+LATEX_SPACE = re.compile(r"\\[,;: ]|\\!|\{,\}|(?<=[0-9])~(?=[0-9])|\\q?quad\b|[ \t]{2,}|\t")
+RAISED, LOWERED = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "₀₁₂₃₄₅₆₇₈₉"
+FOREIGN = re.compile(rf"[{RAISED}]{{1,20}}|[{LOWERED}]{{1,20}}|√ ?[0-9]{{1,20}}|[^\x00-\x7f]")
 SPELLED = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
     "\u2015": "\u2014",  # the horizontal bar
     **dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", ""),  # invisible
     "\u2044": "/",  # the fraction slash
+    "\u2019": "'",
 }
+# What LaTeX, Markdown and HTML put around a number and its units.
+MARKUP = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|boldsymbol|bm|mbox|left|right|displaystyle|large|Large|huge|"
+    r"[Bb]ig|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
+    r"approx|simeq|sim|therefore)(?![A-Za-z])|\^ ?\{? ?\\circ ?\}?|\\[()\[\]\\]|"
+    r"</?[A-Za-z|][^<>\n]{0,30}>|[{}`]|(?<![^\s(\[+:$=~≈\"'-])[*_]+(?=\S)|(?<=\S)[*_]+(?=[\s.,;:!?)\]]|$)"
+)
+
+
+def _tidy(segment: str) -> str:
+    """An answer without markup, with fractions as a/b and LaTeX's operators as characters."""
+    segment = MARKUP.sub("", FRACTION.sub(_ratio, segment))
+    for command, character in (("times", "×"), ("cdot", "×"), ("div", "÷")):
+        segment = segment.replace(f"\\{command}", character)
+    return re.sub(r"\s{2,}", " ", segment).strip()
+
+
+def _ratio(match: re.Match[str]) -> str:
+    whole = f"{match[1]} " if match[1] else ""
+    return f"{whole}{match[2] or match[3]}/{match[4] or match[5]}"
 
 
 def _plain(text: str) -> str:
-    """The same text with other scripts' digits, spaces and signs in ASCII, LaTeX fractions as a/b, marks removed."""
-    text = FOREIGN.sub(lambda match: _ascii(match[0]), text)
-    text = ANNOTATION.sub("", text)
-    text = FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", text)
+    """The same text with other scripts' digits, spaces and signs in ASCII, and without marks."""
+    text = ANNOTATION.sub("", FOREIGN.sub(lambda match: _ascii(match[0]), text))
     return LATEX_SPACE.sub(lambda match: {"{,}": ",", "\\!": ""}.get(match[0], " "), text)
 
 
-def _ascii(character: str) -> str:
-    if character in SPELLED:
-        return SPELLED[character]
-    if "\uff01" <= character <= "\uff5e":  # full-width forms
-        return chr(ord(character) - 0xFEE0)
-    category = unicodedata.category(character)
-    if category == "Nd":
-        return str(unicodedata.decimal(character))
-    if category == "Zs":
-        return " "
-    if category == "No" and "\u2044" in (spelled := unicodedata.normalize("NFKC", character)):
-        return " " + spelled.replace("\u2044", "/")  # a half as one character: 1½ is 1 1/2
-    return character
+@lru_cache(maxsize=4096)
+def _ascii(found: str) -> str:
+    spelled = unicodedata.normalize("NFKC", found).replace("\u2212", "-")
+    if found[0] in RAISED:
+        found = f"^{{{spelled}}}"
+    elif found[0] in LOWERED:
+        found = f"_{{{spelled}}}"
+    elif found[0] == "√" and len(found) > 1:
+        found = f"\\sqrt{{{found[1:].strip()}}}"
+    elif found in SPELLED:
+        found = SPELLED[found]
+    elif "\uff01" <= found <= "\uff5e":  # full-width forms
+        found = spelled
+    elif (category := unicodedata.category(found)) == "Nd":
+        found = str(unicodedata.decimal(found))
+    elif category == "Zs":
+        found = " "
+    elif "\u2044" in spelled:
+        found = " " + spelled.replace("\u2044", "/")  # a half as one character: 1½ is 1 1/2
+    return found

@@ -22,6 +22,7 @@ from pvg.inputs import check_regular, expanded
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox, plain
 from pvg.tasks.code_problems import (
+    ANY_NAME,
     WORD,
     CodeProblem,
     CodeTest,
@@ -343,7 +344,7 @@ class Code:
 
     def solution(self, completion: str) -> str:
         """The program, for comparisons (pvg.tasks.code_problems)."""
-        return extract_code(completion)
+        return extract_code(completion, ANY_NAME)
 
     def written(self, problem: Problem, correct: bool) -> str:
         """The reference, or a program that gives no output (pvg.tasks.task.WritesSolutions)."""

@@ -21,7 +21,7 @@ import keyword
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -316,25 +316,47 @@ def shown(completion: str) -> str:
     return (completion[: found.start()] if found else completion).rstrip()
 
 
-def extract_code(completion: str) -> str:
-    """The last fenced Python block of the shown part, or all of it without a fence; "" without code. An unclosed fence
-    extends to the end. The indentation of a fence, for example in a list, is removed from its lines."""
+ANY_NAME = r"\w+"
+MOST_CLOSERS = 20  # fences inside of one string
+
+
+def extract_code(completion: str, name: str = "") -> str:
+    """The program in the shown part: of its fenced Python blocks the last one that defines `name` (a pattern), and so
+    no example of its use, or else the last one; without a fence all of it. "" without code."""
     text = shown(completion)
-    blocks: list[str] = []
-    opened: tuple[str, str, str, int] | None = None  # indentation, fence, language, start of its text
-    for mark in FENCE.finditer(text):
-        indent, fence, language = mark.group(1), mark.group(2), mark.group(3).lower()
-        if opened is None:
-            opened = (indent, fence, language, mark.end() + 1)
-        elif fence[0] == opened[1][0] and len(fence) >= len(opened[1]) and not language:
-            if opened[2] in PYTHON:
-                blocks.append(_dedented(text[opened[3] : mark.start()], len(opened[0])))
-            opened = None
-    if opened is not None and opened[2] in PYTHON:
-        blocks.append(_dedented(text[opened[3] :], len(opened[0])))
-    if blocks or FENCE.search(text):
-        return next((block for block in reversed(blocks) if block.strip()), "").rstrip()
-    return text
+    marks = list(FENCE.finditer(text))
+    if not marks:
+        return text
+    blocks = [block for block in _blocks(text, marks) if block.strip()]
+    defines = re.compile(rf"^[ \t]*(?:async +)?(?:def|class) +{name}\b|^{name} *[:=]", re.MULTILINE)
+    chosen = next((block for block in reversed(blocks) if name and defines.search(block)), None)
+    return (chosen or "".join(blocks[-1:])).rstrip()
+
+
+def _blocks(text: str, marks: Sequence[re.Match[str]]) -> Iterator[str]:
+    """The fenced Python blocks. An unclosed fence extends to the end, and a fence inside a string closes nothing. The
+    indentation of a fence, for example in a list, is removed from its lines."""
+    number = 0
+    while number < len(marks):
+        opened, start = marks[number], marks[number].end() + 1
+        later = (n for n in range(number + 1, len(marks)) if marks[n][2].startswith(opened[2]) and not marks[n][3])
+        closers = list(itertools.islice(later, 1))
+        while closers and len(closers) < MOST_CLOSERS and _ends_in_string(text[start : marks[closers[-1]].start()]):
+            if (following := next(later, None)) is None:
+                closers = closers[:1]
+                break
+            closers.append(following)
+        closed = closers[0 if len(closers) == MOST_CLOSERS else -1] if closers else None
+        if opened[3].lower() in PYTHON:
+            yield _dedented(text[start : len(text) if closed is None else marks[closed].start()], len(opened[1]))
+        number = len(marks) if closed is None else closed + 1
+
+
+def _ends_in_string(block: str) -> bool:
+    """Whether a string with three quotation marks begins in the block and does not end there."""
+    strings = [match["string"] for match in TOKEN.finditer(block) if match["string"]]
+    last = strings[-1].lstrip("rRbBuUfF") if strings and block.endswith(strings[-1]) else ""
+    return last[:3] in ('"' * 3, "'" * 3) and (len(last) < 6 or not last.endswith(last[:3]))
 
 
 def _dedented(block: str, most: int) -> str:
@@ -459,7 +481,10 @@ class _Attempt:
 
 def grade_solutions(sandbox: Sandbox, solutions: Sequence[tuple[Problem, str]]) -> list[Grade]:
     """The grades of completions; their programs run in parallel. Raises errors of `Sandbox.run`."""
-    attempts = [_Attempt(code_of(problem), extract_code(completion)) for problem, completion in solutions]
+    attempts = [
+        _Attempt(code_of(problem), extract_code(completion, re.escape(code_of(problem).entry or "")))
+        for problem, completion in solutions
+    ]
     loaded = [attempt for attempt in attempts if attempt.source.strip()]
     programs = [attempt.code.program(attempt.source, [t.case for t in attempt.code.tests]) for attempt in loaded]
     for attempt, execution in zip(loaded, sandbox.run_many(programs), strict=True):

@@ -20,22 +20,23 @@ import operator
 import re
 import unicodedata
 import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
 from pvg import hub
 from pvg.config.base import is_hub_id
-from pvg.config.task import DataTask
+from pvg.config.task import DataTask, Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened
 from pvg.inputs import check_regular, expanded, not_json
 from pvg.records import Grade, Problem, Split, Wording
-from pvg.tasks.answers import NO_MARKER, extract, parse_number, read
+from pvg.tasks.answers import NO_ANSWER, NO_MARKER, UNREAD, extract, parse_number, read
 from pvg.tasks.task import CLOSED, NUMBER, OPENED, tag_wording, wording_with
 
 if TYPE_CHECKING:
@@ -237,33 +238,28 @@ def _bounded(value: Fraction) -> Fraction:
 LONGEST_ANSWER = 4000  # characters of an answer in a tag
 
 
-class AnswerGrader(Protocol):
+class AnswerGrader(ABC):
     """`wording`: how prompts ask for the answer (pvg.tasks.task)."""
 
-    @property
-    def wording(self) -> Wording | str: ...
+    wording: Wording | str
 
+    @abstractmethod
     def reference(self, answer: str) -> str:
         """The row's answer as problems carry it. Raises ValueError, with the reason, for one that cannot be graded."""
-        ...
+
+    @abstractmethod
+    def grade(self, reference: str, completion: str) -> Grade: ...
 
     def same(self, first: str, second: str) -> bool:
         """Whether two references are the same answer."""
-        ...
-
-    def grade(self, reference: str, completion: str) -> Grade: ...
+        return first == second
 
 
 def grader_of(section: DataTask) -> AnswerGrader:
     if section.pattern is not None and section.form is not None:  # only with grader = "regex"
-        return Regex(re.compile(section.pattern), section.form)
-    graders: dict[str, type[AnswerGrader]] = {
-        "exact": Exact,
-        "number": Number,
-        "choice": Choice,
-        "expression": Expression,
-    }
-    return graders[section.grader]()
+        return Regex(section.pattern, section.form)
+    graders = {"exact": Exact(), "number": Number(), "choice": Choice(), "expression": Expression()}
+    return graders[section.grader]
 
 
 # --- the answer in a tag ----------------------------------------------------------------------------------------------
@@ -285,11 +281,8 @@ def normal(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-@dataclass(frozen=True, slots=True)
-class Exact:
-    @property
-    def wording(self) -> Wording:
-        return tag_wording("answer", "11", "9")
+class Exact(AnswerGrader):
+    wording = tag_wording("answer", "11", "9")
 
     def reference(self, answer: str) -> str:
         if OPENED in answer or CLOSED in answer:
@@ -298,21 +291,15 @@ class Exact:
             raise ValueError(f"the answer has {len(answer)} characters, and at most {LONGEST_ANSWER} are possible")
         return normal(answer)
 
-    def same(self, first: str, second: str) -> bool:
-        return first == second
-
     def grade(self, reference: str, completion: str) -> Grade:
         if (found := tagged(completion)) is None:
-            return Grade(False, False, note="no final answer")
+            return Grade(False, False, note=NO_ANSWER)
         answer, note = found
         return Grade(normal(answer) == reference, True, answer, note)
 
 
-@dataclass(frozen=True, slots=True)
-class Expression:
-    @property
-    def wording(self) -> Wording:
-        return tag_wording("number or arithmetic expression", "3 + 2 * 4", "3 + 6")
+class Expression(AnswerGrader):
+    wording = tag_wording("number or arithmetic expression", "3 + 2 * 4", "3 + 6")
 
     def reference(self, answer: str) -> str:
         if value_of(answer) is None:
@@ -324,7 +311,7 @@ class Expression:
 
     def grade(self, reference: str, completion: str) -> Grade:
         if (found := tagged(completion)) is None:
-            return Grade(False, False, note="no final answer")
+            return Grade(False, False, note=NO_ANSWER)
         answer, note = found
         value = value_of(answer)
         if value is None:
@@ -335,13 +322,10 @@ class Expression:
 # --- numbers and letters ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(AnswerGrader):
     """As in gsm8k: a row's answer is a number, or a worked solution that ends in `#### NUMBER`."""
 
-    @property
-    def wording(self) -> str:
-        return NUMBER
+    wording = NUMBER
 
     def reference(self, answer: str) -> str:
         if parse_number(answer) is not None:
@@ -364,15 +348,15 @@ class Number:
 
 LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|\\\(){0,3}(?P<open>[(\[]?)(?P<letter>[A-Ja-j])"
 LETTERS_ALONE = re.compile(rf"[\s*_`$\"']*{LETTER}[)\].:}}*_`$\"'\\\s]*")
-# After "answer", a letter, on the same line or below it.
+# After "answer", a letter, on the same line or below it. One line may have several answers.
 MARKED = re.compile(
     r"\banswer[*_`]{0,3}\s?(?:is\b\s?:?|[:=])[ \t\r*_`$\"']{0,8}+"
-    r"(?:\n[\s*_`$\"']{0,8}(?=(?P<below>[^\n]{0,200}))|(?P<rest>[^\n]{0,200}))",
+    r"(?:\n[\s*_`$\"']{0,8}(?=(?P<below>[^\n]{0,200}))|(?=(?P<rest>[^\n]{0,200})))",
     re.IGNORECASE,
 )
 # The text of the choice may follow a bracket, a dot, a colon or a dash, or be in brackets.
 CHOSEN = re.compile(rf"(?i:(?:the )?(?:(?:option|choice) )?){LETTER}(?P<after>[)\].:}}*_`$\"'\\ ]{{0,8}})(?P<text>.*)")
-SEPARATED = re.compile("[(\u2013\u2014-]")
+SEPARATED = re.compile("[(,;\u2013\u2014-]|(?:because|since|as)\\b")
 # A second letter that is offered: directly after the first one, and later in the text. A text such as "Both A and B"
 # names other choices and offers none.
 OTHERS = re.compile(r"[)\].:*_ ]*(?:\b(?:or|and)\b|[,/&(\u2013\u2014-])\s*[(\[]?[A-J](?![A-Za-z])")
@@ -380,25 +364,23 @@ LATER = re.compile(r"(?:\bor\b|,)\s*[(\[]?[A-J](?![A-Za-z]|\.[A-Za-z])")
 ONE = r"[(\[]?[A-J](?![A-Za-z])[)\]]?"
 NAMES = re.compile(rf"(?i:both|neither|either) {ONE} (?:and|n?or) {ONE}|(?i:all|none)\b(?: of)?(?: {ONE}(?:,| and)?)*")
 NEXT = re.compile(r"\s*[(\[]?[A-J][)\].:]")
+PROSE = re.compile(r"[a-z]{2}[^A-J]*(?:[.!\n]|$)")  # "the answer is clear": a sentence without a letter
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(AnswerGrader):
     """Letters A to J, in either case, with or without brackets. A line that offers two letters has no answer."""
 
-    @property
-    def wording(self) -> Wording:
-        return wording_with(
-            "End with a line 'Answer: ' followed by the letter of the right choice.",
-            "End with a line 'Answer: ' followed by the letter of a wrong choice.",
-            "Tom has 3 apples. He buys 2 bags with 4 apples in each. How many apples does Tom have now?\n"
-            "A) 9\nB) 11\nC) 14",
-            (
-                "The bags hold 2 * 4 = 8 apples.\nTom has 3 + 8 = 11 apples.\nAnswer: B",
-                "The bags hold 2 * 4 = 6 apples.\nTom has 3 + 6 = 9 apples.\nAnswer: A",
-            ),
-            "Answer: {answer}",
-        )
+    wording = wording_with(
+        "End with a line 'Answer: ' followed by the letter of the right choice.",
+        "End with a line 'Answer: ' followed by the letter of a wrong choice.",
+        "Tom has 3 apples. He buys 2 bags with 4 apples in each. How many apples does Tom have now?\n"
+        "A) 9\nB) 11\nC) 14",
+        (
+            "The bags hold 2 * 4 = 8 apples.\nTom has 3 + 8 = 11 apples.\nAnswer: B",
+            "The bags hold 2 * 4 = 6 apples.\nTom has 3 + 6 = 9 apples.\nAnswer: A",
+        ),
+        "Answer: {answer}",
+    )
 
     def reference(self, answer: str) -> str:
         found = LETTERS_ALONE.fullmatch(answer)
@@ -406,26 +388,22 @@ class Choice:
             raise ValueError(f"the answer {_short(answer)} is not a letter from A to J")
         return found["letter"].upper()
 
-    def same(self, first: str, second: str) -> bool:
-        return first == second
-
     def grade(self, reference: str, completion: str) -> Grade:
-        note = ""
-        marks = list(MARKED.finditer(completion))
-        if marks:
-            letter = _chosen(marks[-1]["rest"] or marks[-1]["below"] or "")
-            if marks[-1]["below"] and NEXT.match(completion, marks[-1].end("below")):
+        for mark in reversed(list(MARKED.finditer(completion))):
+            rest = mark["rest"] or mark["below"] or ""
+            letter = _chosen(rest)
+            if mark["below"] and NEXT.match(completion, mark.end("below")):
                 letter = None  # a list of the choices
-        else:
-            last = completion.strip().rpartition("\n")[2]
-            found = LETTERS_ALONE.fullmatch(last) if len(last) <= 40 else None
-            letter = found["letter"].upper() if found else None
-            note = NO_MARKER.format("the last line")
-            if letter is None:
-                return Grade(False, False, note="no final answer")
-        if letter is None:
-            return Grade(False, False, note="the answer is not one letter")
-        return Grade(letter == reference, True, letter, note)
+            if letter is not None:
+                return Grade(letter == reference, True, letter)
+            if not PROSE.match(rest) or UNREAD.search(rest):
+                return Grade(False, False, note="the answer is not one letter")
+        last = completion.strip().rpartition("\n")[2]
+        found = LETTERS_ALONE.fullmatch(last) if len(last) <= 40 else None
+        if found is None:
+            return Grade(False, False, note=NO_ANSWER)
+        letter = found["letter"].upper()
+        return Grade(letter == reference, True, letter, NO_MARKER.format("the last line"))
 
 
 def _chosen(rest: str) -> str | None:
@@ -438,9 +416,15 @@ def _chosen(rest: str) -> str | None:
     if text and not mark and not SEPARATED.match(text):
         return None
     # Another choice with a text: the next of a list, as in "A) 9 B) 11", or one after "and". In "P(B)" it is none.
-    following = rf"(?<![A-Za-z.])(?<![A-Za-z0-9]\(){chr(ord(letter) + 1)}{re.escape(mark)}\s*\S"
+    # After a dot, a letter other than the next one may end a sentence, as in "Hepatitis B. It spreads", unless the
+    # text is a number.
+    later = f"(?!{letter})[A-J]{re.escape(mark)}"
+    following = (
+        rf"(?<![A-Za-z.])(?<![A-Za-z0-9]\()(?:{chr(ord(letter) + 1)}{re.escape(mark)}\s*\S|{later}\s*"
+        rf"{'[0-9]' if mark == '.' else '[^ ]'})"
+    )
     joined = rf"(?:\b(?:and|or)\b|[,;&/])\s*[(\[]?[A-J]{re.escape(mark)}\s*\S"
-    if mark and (re.search(following, text) or re.search(joined, text)):
+    if mark and (re.search(following, NAMES.sub("", text, count=1)) or re.search(joined, text)):
         return None
     return None if LATER.search(NAMES.sub("", text, count=1)) else letter
 
@@ -452,22 +436,15 @@ def _chosen(rest: str) -> str | None:
 REGEX_LINES, REGEX_LINE = 10, 200
 
 
-@dataclass(frozen=True, slots=True)
-class Regex:
+class Regex(AnswerGrader):
     """The last line with a match counts. The answer is the pattern's group, or the match if it has none."""
 
-    pattern: re.Pattern[str]
-    form: str
-
-    @property
-    def wording(self) -> Wording:
-        return wording_with(self.form, self.form, "", ("", ""))
+    def __init__(self, pattern: str, form: str) -> None:
+        self.pattern = re.compile(pattern)
+        self.wording = wording_with(form, form, "", ("", ""))
 
     def reference(self, answer: str) -> str:
         return normal(answer)
-
-    def same(self, first: str, second: str) -> bool:
-        return first == second
 
     def grade(self, reference: str, completion: str) -> Grade:
         lines = [found for line in completion.splitlines() if (found := line.strip())]
@@ -542,7 +519,10 @@ class Data:
             if not found:
                 raise MissingRequirementError(f"{self._place} has no train.jsonl, train.csv or train.parquet.", REMEDY)
             return found
-        return [_file(self._place, "task.path")]
+        check_regular(self._place)
+        if not self._place.is_file():
+            raise MissingRequirementError(f"There is no file {self._place}.", f"Check task.path. {REMEDY}")
+        return [self._place]
 
     def _test_files(self) -> list[Path]:
         return files_of(self._place, "test") if self._place.is_dir() else []
@@ -608,15 +588,6 @@ class Data:
             ) from None
 
 
-def _file(path: Path, key: str) -> Path:
-    check_regular(path)
-    if not path.is_file():
-        raise MissingRequirementError(
-            f"There is no file {path}.", f"Check {key}. {REMEDY}" if key == "task.path" else ""
-        )
-    return path
-
-
 def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     """The text of a column. Answers may be numbers."""
     if column not in row:
@@ -657,3 +628,51 @@ def _held_out(question: str) -> bool:
     """True for one of HELD_OUT questions. Not the bits that choose a problem's half (pvg.tasks.task), which are of its
     id's digest."""
     return int(digest_of(question)[-8:], 16) % HELD_OUT == 0
+
+
+# --- GSM8K: numbers as answers, each at the end of a worked solution --------------------------------------------------
+#
+#     {"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips ...\n#### 72"}
+#
+# Its ids have a shorter digest (`gsm8k-train-1a2b3c4d`).
+
+SHORT_ID = 8  # hex digits of an id, unless short digests of a file's questions collide
+GSM8K_REMEDY = (
+    "Set it with -s task.path=hf:openai/gsm8k, or task.path=DIRECTORY. The directory needs train and test in the "
+    "published form, as .jsonl or .parquet."
+)
+
+
+class Gsm8k(Data):
+    """The GSM8K task of one section. Its problems have the published `solution` in their metadata."""
+
+    def __init__(self, section: Gsm8kTask) -> None:
+        """Raises MissingRequirementError if `task.path` is not set or a file is missing, and errors of
+        pvg.hub.fetch."""
+        if section.path is None:
+            raise MissingRequirementError("gsm8k needs its data, but task.path is not set.", GSM8K_REMEDY)
+        super().__init__(DataTask(path=section.path, limit=section.limit, grader="number"))
+        if not self._test:
+            raise MissingRequirementError(
+                f"There is no file {self._place / 'test'}.jsonl or test.parquet.", GSM8K_REMEDY
+            )
+        self._max_steps = section.max_steps
+
+    def _problems(self, split: Split, rows: dict[str, DataRow]) -> list[Problem]:
+        """Those with at most `max_steps` calculations."""
+        short = Counter(digest_of(question)[:SHORT_ID] for question in rows)
+        found = []
+        for question, row in rows.items():
+            if self._max_steps is not None and calculations(row.written) > self._max_steps:
+                continue
+            digest = digest_of(question)
+            id_ = f"gsm8k-{split}-{digest[: SHORT_ID if short[digest[:SHORT_ID]] == 1 else ID_DIGITS]}"
+            found.append(Problem(id_, question, row.answer, {"solution": row.written, "wording": NUMBER}))
+        return found
+
+
+def calculations(solution: str) -> int:
+    """The number of calculations in a published solution: its `<<...>>` annotations or its lines, whichever are more,
+    because not every calculation is annotated."""
+    lines = [line for line in solution.splitlines() if line.strip() and not line.startswith("####")]
+    return max(len(lines), solution.count("<<"), 1)

@@ -16,7 +16,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
@@ -234,29 +233,23 @@ class AlertCommand(MetricSink):
         return
 
     def alert(self, point: AlertPoint) -> None:
-        # Standard error goes to a file: a pipe would stay open while processes that the command started still run.
-        with tempfile.TemporaryFile() as errors:
-            try:
-                done = subprocess.run(
-                    self._command,
-                    input=orjson.dumps(asdict(point)),
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    timeout=self._limit_s,
-                    check=False,
-                    start_new_session=True,  # Ctrl-C must reach only the run
-                )
-            except subprocess.TimeoutExpired:
-                self._complain(f"was killed after {self._limit_s:g} s")
-            except (OSError, ValueError) as error:
-                self._complain(f"could not be started ({error})")
-            else:
-                if done.returncode:
-                    errors.seek(0)
-                    last = errors.read(10_000).decode("utf-8", "replace").strip().splitlines()[-1:]
-                    shown = "".join(c if c.isprintable() else "?" for c in "".join(last)[:200])
-                    why = f" ({shown})" if shown else ""
-                    self._complain(f"ended with exit status {done.returncode}{why}")
+        try:
+            done = subprocess.run(
+                self._command,
+                input=orjson.dumps(asdict(point)),
+                stdout=subprocess.DEVNULL,  # not a pipe, which would stay open in processes that the command started
+                stderr=subprocess.DEVNULL,
+                timeout=self._limit_s,
+                check=False,
+                start_new_session=True,  # Ctrl-C must reach only the run
+            )
+        except subprocess.TimeoutExpired:
+            self._complain(f"was killed after {self._limit_s:g} s")
+        except (OSError, ValueError) as error:
+            self._complain(f"could not be started ({error})")
+        else:
+            if done.returncode:
+                self._complain(f"ended with exit status {done.returncode}")
 
     def close(self) -> None:
         return

@@ -175,6 +175,18 @@ def submit_in(executor: Executor | None, work: Callable[..., T], *arguments: Any
     return asyncio.get_running_loop().run_in_executor(executor, carried)
 
 
+async def run_whole(executor: Executor | None, work: Callable[..., T], *arguments: Any) -> T:
+    """As `run_in`, but a cancelled caller still waits for the work to end."""
+    running = submit_in(executor, work, *arguments)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # marks it as retrieved
+        raise
+
+
 class Tracer:
     """Collects the spans of one run. One task at a time drives it; spans may come from any thread or task."""
 

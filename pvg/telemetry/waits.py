@@ -40,7 +40,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pvg.telemetry.alerts import Alert, AlertKind
 
@@ -175,14 +175,8 @@ def crowding(metrics: Mapping[str, float], waits: CoreTime | None = None) -> str
     )
 
 
-Kind = Literal["uvloop", "asyncio"]
-
-
-def runner(kind: Kind = "uvloop") -> tuple[asyncio.Runner, str | None]:
-    """A runner with an event loop of `kind`, and a notice if another had to be used (uvloop does not run on
-    Windows)."""
-    if kind == "asyncio":
-        return asyncio.Runner(), None
+def runner() -> tuple[asyncio.Runner, str | None]:
+    """A runner with uvloop's event loop; without uvloop (it does not run on Windows) asyncio's, and a notice."""
     try:
         import uvloop
     except ImportError:
@@ -190,14 +184,14 @@ def runner(kind: Kind = "uvloop") -> tuple[asyncio.Runner, str | None]:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop), None
 
 
-def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]], kind: Kind = "uvloop") -> Result:
-    """Run the coroutine of `work()` in a new event loop of `kind` and return its result.
+def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run the coroutine of `work()` in a new event loop and return its result.
 
     If this thread already runs an event loop, as in a notebook, another thread runs the new one.
     """
 
     def run() -> Result:
-        with runner(kind)[0] as loop:
+        with runner()[0] as loop:
             return loop.run(work())
 
     try:

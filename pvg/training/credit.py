@@ -82,8 +82,6 @@ class ValueTracker:
         count = rho * count + 1.0
         self._seen[role][problem] = (value + (reward - value) / count, count, max(version, last))
 
-    # --- resuming ----------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """JSON data that restores the values bit by bit."""
         return {
@@ -152,8 +150,6 @@ class RoleBaseline:
             mean = float(paid_N[rows_N].mean())
             self._averages[role] = DECAY * total + (1.0 - DECAY) * mean, DECAY * weight + (1.0 - DECAY)
         return baselines_N
-
-    # --- resuming ----------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """JSON data that restores the averages bit by bit."""
@@ -270,11 +266,6 @@ def normalised(groups: RewardGroups) -> Float64:
     return normalised_N
 
 
-def centred(groups: RewardGroups) -> Float64:
-    """R - mean."""
-    return groups.centred()
-
-
 def leave_one_out(groups: RewardGroups) -> Float64:
     """R - mean of the others = (R - mean) n / (n - 1); 0 in a group of one."""
     counts_N = groups.counts_G[groups.group_N]
@@ -296,7 +287,7 @@ def whitened(groups: RewardGroups) -> Float64:
 
 CREDIT: dict[str, Credit] = {
     "grpo": normalised,
-    "dr_grpo": centred,
+    "dr_grpo": RewardGroups.centred,
     "dapo": normalised,
     "gspo": normalised,
     "cispo": normalised,

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg.config.rollout import Rollouts
-from pvg.config.training import Loss, Training
+from pvg.config.training import Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import is_reference, resolve
 from pvg.models.logprobs import CompletionOutputs
@@ -73,37 +73,6 @@ def adapted_kl(coefficient: float, kl: float, target: float, horizon: float) -> 
     in nats, in the same measure."""
     error = min(max(kl / target - 1.0, -MOST_ERROR), MOST_ERROR)
     return coefficient * (1.0 + error / horizon)
-
-
-class PenaltyControl:
-    """`kl`: the coefficient of the next step. Without a target it stays as configured.
-
-        loss = ... + control.kl * penalty
-        control.observe(metrics)                     # after the step; sets the next coefficient
-
-    It depends on metrics of whole steps, so the split into micro-batches does not change it.
-    """
-
-    def __init__(self, section: Training) -> None:
-        self._section = section.kl
-        self.kl = section.kl.coefficient
-
-    def observe(self, metrics: Mapping[str, float]) -> None:
-        """Add a step's `kl`, if it has one."""
-        penalty, kl = self._section, metrics.get("kl")
-        if penalty.target is not None and kl is not None and math.isfinite(kl):
-            adapted = adapted_kl(self.kl, kl, penalty.target, KL_HORIZON)
-            self.kl = min(max(adapted, penalty.coefficient / KL_RANGE), penalty.coefficient * KL_RANGE)
-
-    # --- resuming ----------------------------------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """JSON data that restores the coefficient bit by bit; {} if it does not adapt."""
-        return {"kl": self.kl} if self._section.target is not None else {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        if self._section.target is not None:
-            self.kl = state["kl"]
 
 
 Kind = Literal["none", "truncated", "masked"]
@@ -294,13 +263,6 @@ def policy_loss(name: str) -> PolicyLoss:
     return replace(loss, credit=loss.credit or normalised) if is_reference(name) else loss
 
 
-def clipped(loss: PolicyLoss, section: Loss) -> PolicyLoss:
-    """The loss with the limits of the section, where it has any."""
-    low = loss.clip_low if section.clip_low is None else section.clip_low
-    high = loss.clip_high if section.clip_high is None else section.clip_high
-    return replace(loss, clip_low=low, clip_high=high)
-
-
 class PolicyObjective:
     """The loss `section.loss` as the trainer's objective: prepares a batch, splits it, computes a micro-batch's loss.
 
@@ -318,13 +280,18 @@ class PolicyObjective:
     ) -> None:
         """`precision`: of log-probs that are computed again. `fused_layers`: whether norms and rotary embeddings of
         Llama and Qwen2 use pvg's own code."""
-        self._loss = clipped(policy_loss(section.loss.kind), section.loss)
+        loss, limits = policy_loss(section.loss.kind), section.loss
+        self._loss = replace(
+            loss,
+            clip_low=loss.clip_low if limits.clip_low is None else limits.clip_low,
+            clip_high=loss.clip_high if limits.clip_high is None else limits.clip_high,
+        )
         if section.kl.target is not None and not self._loss.penalised:
             raise ConfigurationError(
                 f"training.kl.target has no effect: training.loss = {section.loss.kind!r} has no KL term.",
                 "Leave it out.",
             )
-        self._control = PenaltyControl(section)
+        self.kl = section.kl.coefficient  # of the next step
         self._importance: Kind = WEIGHTS[section.importance]
         self.weight_bounds = WEIGHT_BOUNDS
         self._section = section
@@ -362,21 +329,24 @@ class PolicyObjective:
         """Whether a batch has one step, so that its forward pass gives the log-probs at batch start."""
         return self._section.minibatches == 1
 
-    # --- adaptive coefficients ----------------------------------------------------------------------------------------
+    # --- the adaptive coefficient; it depends on metrics of whole steps, so micro-batches do not change it ------------
 
     def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Call after a step: returns its adaptive coefficients as metrics, then sets those of the next step."""
-        found: dict[str, float] = {}
-        if self._section.kl.target is not None:
-            found["kl_coefficient"] = self._control.kl
-        self._control.observe(metrics)
-        return found
+        """Call after a step: returns its KL coefficient as a metric if it adapts, then sets that of the next step."""
+        penalty, used, kl = self._section.kl, self.kl, metrics.get("kl")
+        if penalty.target is None:
+            return {}
+        if kl is not None and math.isfinite(kl):
+            adapted = adapted_kl(used, kl, penalty.target, KL_HORIZON)
+            self.kl = min(max(adapted, penalty.coefficient / KL_RANGE), penalty.coefficient * KL_RANGE)
+        return {"kl_coefficient": used}
 
     def state(self) -> dict[str, Any]:
-        return self._control.state()
+        """JSON data that restores the coefficient bit by bit; {} if it does not adapt."""
+        return {} if self._section.kl.target is None else {"kl": self.kl}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._control.load_state(state)
+        self.kl = state.get("kl", self.kl)
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
@@ -437,7 +407,7 @@ class PolicyObjective:
             reference_BL = _tensor(batch.on_positions(batch.reference_logprobs), device)
         if self.needs_reference:
             assert reference_BL is not None
-            cost_BL = cost_BL + self._control.kl * kl_penalty(logprobs_BL, reference_BL)
+            cost_BL = cost_BL + self.kl * kl_penalty(logprobs_BL, reference_BL)
         if (bonus := self._section.entropy_bonus) > 0.0:
             assert outputs.entropies_BL is not None
             cost_BL = cost_BL - bonus * outputs.entropies_BL

@@ -5,7 +5,6 @@ by bit; all computation runs in the executor's thread, never in the event loop."
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -22,29 +21,22 @@ from pvg.errors import ConfigurationError, MissingRequirementError, StateError, 
 from pvg.models.compute import autocast
 from pvg.models.shared_prompts import same_attention
 from pvg.telemetry.metrics import Metrics
-from pvg.telemetry.spans import span, submit_in
+from pvg.telemetry.spans import run_whole, span
 from pvg.training.batch import BatchSource
 
 # The optimizer: AdamW, learning-rate schedules as pure functions of the step, and mixed precision.
 
 
-# Progress after warm-up (0 at its end, 1 after the last step) -> factor of the learning rate.
-SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "linear": lambda progress: 1.0 - progress,
-}
-
-
 def learning_rate_factor(schedule: str, step: int, *, warmup: int, total_steps: int) -> float:
-    """The factor of the learning rate in optimizer step `step` (from 0) of `total_steps`.
+    """The factor of the learning rate in optimizer step `step` (from 0) of `total_steps`; `schedule`: "constant" or
+    "linear".
 
-    Warm-up steps have factors 1/warmup, 2/warmup, ... 1. Then the schedule falls from 1 towards 0 and reaches it one
-    step after the last, so no step has a factor of 0. Later steps have factor 0 (constant: 1).
+    Warm-up steps have factors 1/warmup, 2/warmup, ... 1. Then a linear schedule falls from 1 towards 0 and reaches it
+    one step after the last, so no step has a factor of 0. Later steps have factor 0.
     """
     if step < warmup:
         return (step + 1) / warmup
-    progress = (step - warmup) / max(1, total_steps - warmup)
-    return SCHEDULES[schedule](min(1.0, progress))
+    return 1.0 if schedule == "constant" else 1.0 - min(1.0, (step - warmup) / max(1, total_steps - warmup))
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state per parameter
@@ -54,12 +46,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # AdamW's state per parameter
 class OptimizerSettings:
     """`warmup` and `total_steps` are in optimizer steps; `gradient_clip` is the largest global L2 norm.
 
-    The defaults are those of all phases. No weight decay: a phase has too few steps for it to matter. A second beta of
-    0.95 and a clip at 1.0 are usual for language models.
+    The defaults are those of all phases. A second beta of 0.95 and a clip at 1.0 are usual for language models.
     """
 
     learning_rate: float
-    weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
     warmup: int = 0
@@ -92,20 +82,13 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices but not for vectors (norms, biases).
+    """AdamW without weight decay: a phase has too few steps for it to matter.
 
     Fused: on the CPU five times faster than foreach (0.5 instead of 6 ms for 30 matrices of 128 x 128), and
     elementwise, so the result does not depend on the number of threads.
     """
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters.values() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        fused=True,
-    )
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(parameters.values(), settings.learning_rate, betas, weight_decay=0.0, fused=True)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -271,8 +254,8 @@ class Trainer(Generic[BatchT]):
         """Train on the source's next batch; None if there is none. Spans: wait_for_<waits_for>, pack, forward_backward,
         optimizer.
 
-        Cancelling waits for the step in the executor, so the state is always between steps. Raises
-        TrainingDivergedError, with unchanged weights, if the loss or the gradient is not finite.
+        The state is always between steps, also when a caller is cancelled. Raises TrainingDivergedError, with unchanged
+        weights, if the loss or the gradient is not finite.
         """
         # This span keeps the time that no inner span of the source or the step names. It includes the wait for the
         # executor, because prefetched rollouts may be using it.
@@ -280,12 +263,7 @@ class Trainer(Generic[BatchT]):
             batch = await self._source.next_batch()
             if batch is None:
                 return None
-            running = submit_in(self._executor, self._train_on, batch)
-            try:
-                return await asyncio.shield(running)
-            except asyncio.CancelledError:
-                await asyncio.wait([running])
-                raise
+            return await run_whole(self._executor, self._train_on, batch)
 
     def _train_on(self, batch: BatchT) -> StepReport:
         try:

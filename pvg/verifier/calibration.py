@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from pvg.errors import TrainingDivergedError
 from pvg.models.heads import ScoreScales, VerifierEnsemble
-from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32, Scorable
 from pvg.telemetry.spans import run_in, span
-from pvg.verifier.data import VerifierTemplate
+from pvg.verifier.data import VerifierTemplate, padded_batches
 
 # A threshold accepts this share of correct solutions. Training does not use thresholds. Reports show shares of accepted
 # solutions, and a constant makes them comparable between runs.
@@ -97,15 +96,7 @@ async def member_scores(
 
     def forward() -> None:
         with torch.inference_mode(), span("score_service", device=True):
-            for rows in batches([len(ids) for ids, _ in inputs], token_budget, ensemble.max_length):
-                packed = pad_batch(
-                    [inputs[row][0] for row in rows],
-                    [inputs[row][1] for row in rows],
-                    ensemble.tokenizer.pad_id,
-                    ensemble.device,
-                    token_budget=token_budget,
-                    max_length=ensemble.max_length,
-                )
+            for rows, packed in padded_batches(ensemble, inputs, token_budget):
                 found_KN[:, rows] = ensemble.member_scores(*packed)[:, : len(rows)].cpu().numpy()
 
     await run_in(executor, forward)

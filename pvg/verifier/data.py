@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pvg.config.rollout import framed
 from pvg.config.training import SOLUTIONS_PER_PROBLEM, YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError
-from pvg.models.heads import VerifierModel
-from pvg.models.packing import batches, pad_batch
+from pvg.models.heads import VerifierEnsemble, VerifierModel
+from pvg.models.packing import PaddedBatch, batches, pad_batch
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32
 from pvg.store.pairs import Pairs, PairStream
@@ -173,6 +173,23 @@ class VerifierBatch:
         return replace(self, **chosen, pairs_M2=numbers.reshape(-1, 2).astype(np.int32))
 
 
+def padded_batches(
+    model: VerifierModel | VerifierEnsemble, inputs: Sequence[tuple[Int32, int]], token_budget: int
+) -> Iterator[tuple[NDArray[np.int64], PaddedBatch]]:
+    """All `inputs` (token ids, start of the solution) in batches within the budget, each with the numbers of its
+    inputs."""
+    for numbers in batches([len(ids) for ids, _ in inputs], token_budget, model.max_length):
+        packed = pad_batch(
+            [inputs[number][0] for number in numbers],
+            [inputs[number][1] for number in numbers],
+            model.tokenizer.pad_id,
+            model.device,
+            token_budget=token_budget,
+            max_length=model.max_length,
+        )
+        yield numbers, packed
+
+
 class PairSource:
     """The verifier trainer's batches: pairs of stored rollouts, rendered by the template. Never ends.
 
@@ -252,17 +269,9 @@ class PairSource:
             grown[: self._references_R.size] = self._references_R
             self._references_R = grown
         unknown = np.flatnonzero(np.isnan(self._references_R[rows_N]))
-        budget, context = self._section.micro_batch_tokens, self._model.max_length
-        for part in batches([len(sequences[number]) for number in unknown], budget, context):
+        inputs = [(sequences[number], int(prompt_lengths_N[number])) for number in unknown]
+        for part, packed in padded_batches(self._model, inputs, self._section.micro_batch_tokens):
             numbers = unknown[part]
-            packed = pad_batch(
-                [sequences[number] for number in numbers],
-                prompt_lengths_N[numbers].tolist(),
-                self._model.tokenizer.pad_id,
-                self._model.device,
-                token_budget=budget,
-                max_length=context,
-            )
             # The precision of the trained copy, so that both sums are equal at the start of training.
             reduced = self._precision == "bfloat16"
             with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=reduced):

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,10 +31,6 @@ from pvg.records import Float32, Int32, Scorable
 from pvg.telemetry.spans import run_in, span, submit_in
 from pvg.telemetry.waits import run_to_end
 from pvg.verifier.data import VerifierTemplate
-
-if TYPE_CHECKING:
-    pass
-
 
 # The parts of `VerifierScorer`: the `ScoreBackend` protocol below its queue, `TorchBackend`, and the score cache.
 
@@ -78,8 +74,6 @@ class ScoreCache:
     another gets and puts."""
 
     def __init__(self, capacity: int) -> None:
-        if capacity < 1:
-            raise ValueError(f"a cache needs a capacity of at least 1, not {capacity}")
         self._capacity = capacity
         self._scores: OrderedDict[ScoreKey, float] = OrderedDict()
         self._changing = threading.Lock()  # a commit reads the entries in a thread
@@ -420,7 +414,8 @@ class VerifierScorer(Scorer):
         Raises TrainingDivergedError, naming the rollout, if a score is not finite; ConfigurationError if a solution is
         too long for the verifier or the token budget; and what a forward pass raises.
         """
-        inputs = await run_in(self._reading, self._inputs, rollouts)
+        # The reading thread prepares the input, which does not depend on the version.
+        inputs = await run_in(self._reading, lambda: [self._input(rollout) for rollout in rollouts])
         while True:
             epoch = self._epoch
             with span("score_queue"):  # includes the look-ups, so that the work which they start counts for this wait
@@ -431,10 +426,6 @@ class VerifierScorer(Scorer):
             if epoch == self._epoch:
                 scores = [entry.result() if isinstance(entry, asyncio.Future) else entry for entry in found]
                 return np.asarray(scores, dtype=np.float32)
-
-    def _inputs(self, rollouts: Sequence[Scorable]) -> list[ScoreInput]:
-        """Runs in the reading thread. Uses nothing that depends on the version."""
-        return [self._input(rollout) for rollout in rollouts]
 
     def _input(self, rollout: Scorable) -> ScoreInput:
         ids, prompt_length = self._template.tokens(
@@ -507,7 +498,9 @@ class VerifierScorer(Scorer):
             if error is not None:
                 self._fail(job, error)
             elif not np.isfinite(done.scores[number]):
-                self._fail(job, _not_finite(job, float(done.scores[number])))
+                wrong = f"The verifier's score of rollout {job.input.rollout_id} is {done.scores[number]}."
+                remedy = "Its weights have diverged: lower verifier.learning_rate. All commits are intact."
+                self._fail(job, TrainingDivergedError(wrong, remedy))
             else:
                 score = float(done.scores[number])
                 self._cache.put(job.key, score)
@@ -521,10 +514,3 @@ class VerifierScorer(Scorer):
         else:
             job.future.set_exception(error)
             job.future.exception()  # avoids asyncio's "never retrieved" log if all callers were cancelled
-
-
-def _not_finite(job: _Job, score: float) -> TrainingDivergedError:
-    return TrainingDivergedError(
-        f"The verifier's score of rollout {job.input.rollout_id} is {score}.",
-        "Its weights have diverged: lower verifier.learning_rate. All commits are intact.",
-    )

@@ -8,7 +8,7 @@ Invariant 2: servers hold one verifier at a time, and a scorer has them exclusiv
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +26,6 @@ from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, ServerUnavailableError, TrainingDivergedError, WeightsNotArrivedError
 from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel
 from pvg.models.logprobs import completion_logprobs
-from pvg.models.packing import batches, pad_batch
 from pvg.records import Float32
 from pvg.rollout.vllm_requests import GENERATE, UNSAMPLABLE, prompt_scoring, read_prompt_logprobs
 from pvg.servers.command import Purpose
@@ -37,7 +36,8 @@ from pvg.servers.publishing import Publisher, PublishingSession, SyncTiming, Wei
 from pvg.servers.served_model import Prove, RequestFailed, ServedModel, ServerRequirements
 from pvg.servers.transports.files import FilesystemTransport, VersionFolders
 from pvg.telemetry.events import Events
-from pvg.telemetry.spans import span, submit_in
+from pvg.telemetry.spans import run_whole, span
+from pvg.verifier.data import padded_batches
 from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput, ScoreKey
 
 # Score servers: several vLLM servers with one model, which compute values of solutions.
@@ -50,12 +50,7 @@ BACKBONE = "backbone."  # prefix of the backbone's names in VerifierModel.traina
 SCORE = "score.weight"  # name in a *ForSequenceClassification checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class ServedValues:
-    """A server's reply: float32 values for each input, and the label of its weights if the route reports it."""
-
-    values: list[Float32]
-    label: str | None
+Values = tuple[list[Float32], str | None]  # of a reply: for each input, and the label of the weights if it has one
 
 
 class ServedScalar:
@@ -86,7 +81,7 @@ class ServedScalar:
             "cache_salt": salt(label),
         }
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Values:
         rows = found.get("data") if isinstance(found, dict) else None
         if not isinstance(rows, list) or len(rows) != len(inputs):
             raise MalformedReply(url, f"not {len(inputs)} scores")
@@ -99,7 +94,7 @@ class ServedScalar:
                 raise MalformedReply(url, f"a score that cannot be read: {error!r}") from None
         if values.keys() != set(range(len(inputs))):
             raise MalformedReply(url, "scores of other inputs than were sent")
-        return ServedValues([values[number] for number in range(len(inputs))], None)
+        return [values[number] for number in range(len(inputs))], None
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
         assert isinstance(model, ScalarHead)
@@ -128,11 +123,11 @@ class ServedImplicit:
         (entry,) = inputs
         return prompt_scoring(entry.ids, salt=salt(label), model=None)
 
-    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> ServedValues:
+    def read(self, found: Any, inputs: Sequence[ScoreInput], url: str) -> Values:
         (entry,) = inputs
         logprobs, label = read_prompt_logprobs(found, entry.ids, url)
         solution = logprobs[entry.prompt_length - 1 :]
-        return ServedValues([np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label)
+        return [np.where(solution <= UNSAMPLABLE, np.float32(-np.inf), solution)], label
 
     def expected(self, model: VerifierModel, inputs: Sequence[ScoreInput]) -> list[Float32]:
         assert isinstance(model, ImplicitHead)
@@ -152,26 +147,19 @@ class ServedImplicit:
         return self._beta * (self.sums(values) - references_N) + np.float32(bias)
 
 
-def _implicit(section: Verifier) -> ServedImplicit:
-    assert isinstance(section.head, LogprobHead)
-    return ServedImplicit(section.head.beta)
-
-
 ServedHead = ServedScalar | ServedImplicit
-SERVED_HEADS: dict[str, Callable[[Verifier], ServedHead]] = {
-    "scalar": lambda section: ServedScalar(),
-    "implicit": _implicit,
-}
 
 
 def served_head(section: Verifier) -> ServedHead:
     """The served form of the verifier's head. Raises ConfigurationError if servers cannot compute the head."""
-    if section.head.kind not in SERVED_HEADS:
-        raise ConfigurationError(
-            f"verifier.head = {section.head.kind!r} runs only with torch; vLLM does not support it.",
-            "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
-        )
-    return SERVED_HEADS[section.head.kind](section)
+    if isinstance(section.head, LogprobHead):
+        return ServedImplicit(section.head.beta)
+    if section.head.kind == "scalar":
+        return ServedScalar()
+    raise ConfigurationError(
+        f"verifier.head = {section.head.kind!r} runs only with torch; vLLM does not support it.",
+        "Set verifier.engine to 'torch', or verifier.head to 'implicit' or 'scalar'.",
+    )
 
 
 def _backbone(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -201,14 +189,6 @@ TOLERANCE_REDUCED = 0.5  # bfloat16 has 8 bits of precision
 
 
 @dataclass(frozen=True, slots=True)
-class ServerScores:
-    """For each input its float32 values, and the number of requests."""
-
-    values: list[Float32]
-    requests: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Answer:
     values: list[Float32]
     server: Server
@@ -235,9 +215,10 @@ class ScoreServers:
 
     # --- scores ------------------------------------------------------------------------------------------------------
 
-    async def ask(self, inputs: Sequence[ScoreInput]) -> ServerScores:
-        """The model's values for `inputs`. Raises ServerUnavailableError if no server is up for `serving.unavailable_s`
-        or if a request fails repeatedly; ConfigurationError if servers refuse a request."""
+    async def ask(self, inputs: Sequence[ScoreInput]) -> tuple[list[Float32], int]:
+        """The model's values for each of the `inputs`, and the number of requests. Raises ServerUnavailableError if no
+        server is up for `serving.unavailable_s` or if a request fails repeatedly; ConfigurationError if servers refuse
+        a request."""
         self._check_lengths(inputs)
         size, attempts = self._head.inputs_per_request, self.served.connections.serving.retries + 1
         missing = [list(range(at, min(at + size, len(inputs)))) for at in range(0, len(inputs), size)]
@@ -255,7 +236,7 @@ class ScoreServers:
                 for row, value in zip(rows, answer.values, strict=True):
                     values[row] = value
             if not again:
-                return ServerScores([values[row] for row in range(len(inputs))], requests)
+                return [values[row] for row in range(len(inputs))], requests
             missing = again
             await pause_before_retry(attempt, jitter=0.5)
         raise self._gave_up(f"Servers were replaced {attempts} times while they scored")
@@ -286,10 +267,10 @@ class ScoreServers:
         """One request. Raises a ServerFault, or StaleWeights if the reply's weights are not `label`."""
         url, pool = server.url + self._head.route, self.served.connections.requests
         reply = await pool.request("POST", url, self._head.body(inputs, label), timeout_s=REPLY_S)
-        reading = self._head.read(reply.json(), inputs, url)
-        if reading.label is not None and reading.label != label:
-            raise StaleWeights(server.url, f"its log-probs come from weights {reading.label!r}, not from {label!r}")
-        return reading.values
+        values, found = self._head.read(reply.json(), inputs, url)
+        if found is not None and found != label:
+            raise StaleWeights(server.url, f"its log-probs come from weights {found!r}, not from {label!r}")
+        return values
 
     async def _changed(self, answers: Sequence[_Answer]) -> set[tuple[str, str, str]]:
         """Those (url, boot, label) of the answers that no longer hold for their server."""
@@ -331,11 +312,11 @@ class ScoreServers:
     async def keep_start(self, model: VerifierModel) -> None:
         """Use servers with the untrained start of `model`: see ServedModel.keep_start."""
         assert isinstance(self._head, ServedImplicit)
-        expected = await in_thread(self._executor, self._head.expected_of_start, model, self.canary)
+        expected = await run_whole(self._executor, self._head.expected_of_start, model, self.canary)
         await self.served.keep_start(partial(self._prove, expected, None))
 
     async def _expect(self, model: VerifierModel, update: WeightUpdate, label: WeightLabel) -> Prove:
-        expected = await in_thread(self._executor, self._head.expected, model, self.canary)
+        expected = await run_whole(self._executor, self._head.expected, model, self.canary)
         if not all(np.isfinite(values).all() for values in expected):
             raise TrainingDivergedError(
                 f"The scores of version {label.version} of the verifier are not finite.",
@@ -368,19 +349,6 @@ class ScoreServers:
                 "Restart it with the experiment's verifier. If it already has it, raise weights.canary_tolerance.",
             )
         return {"gap": gap}
-
-
-async def in_thread(executor: Executor, work: Callable[..., T], *arguments: Any) -> T:
-    """Like `run_in`, but a cancelled caller still waits for the thread, because it may close the thread's model
-    next."""
-    running = submit_in(executor, work, *arguments)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # marks it as retrieved
-        raise
 
 
 Claim = tuple[object, int]  # a scorer's backend, and the number of its weight changes
@@ -457,7 +425,7 @@ class VerifierServing:
         are not finite; ServerUnavailableError if no server took them; and what the transport raises.
         """
         if self._held is None or self._holder != claim:
-            version = await in_thread(self.executor, self._version_of, model)
+            version = await run_whole(self.executor, self._version_of, model)
             if self._held is None or self._held.digest != version.digest:
                 with span("sync"):
                     await self._open(model, inputs)
@@ -544,9 +512,11 @@ class VllmBackend:
                     serving.forget()
             with span("score_service"):
                 found = await together([serving.verifiers.ask(inputs), self._references(inputs)])
-            answers, (references_N, requests) = cast("tuple[ServerScores, tuple[Float32, int]]", tuple(found))
-            scores_N = serving.head.scores(answers.values, references_N, bias)
-        return ScoredBatch(scores_N, answers.requests + requests)
+            (values, asked), (references_N, requests) = cast(
+                "tuple[tuple[list[Float32], int], tuple[Float32, int]]", tuple(found)
+            )
+            scores_N = serving.head.scores(values, references_N, bias)
+        return ScoredBatch(scores_N, asked + requests)
 
     async def _references(self, inputs: Sequence[ScoreInput]) -> tuple[Float32, int]:
         """The head's references float32 [N] and the number of requests; computes only unknown references."""
@@ -560,11 +530,11 @@ class VllmBackend:
         if not missing:
             found = np.empty(0, dtype=np.float32)
         elif servers is None:
-            found = await in_thread(self._serving.executor, self._references_here, missing)
+            found = await run_whole(self._serving.executor, self._references_here, missing)
         else:
             assert isinstance(self._serving.head, ServedImplicit)
-            answers = await servers.ask(missing)
-            found, requests = self._serving.head.sums(answers.values), answers.requests
+            values, requests = await servers.ask(missing)
+            found = self._serving.head.sums(values)
         for row, value in zip(unknown, found.tolist(), strict=True):
             known[row] = value
             if np.isfinite(value):
@@ -573,17 +543,9 @@ class VllmBackend:
 
     def _references_here(self, inputs: Sequence[ScoreInput]) -> Float32:
         """References float32 [N], in the executor's thread."""
-        model, budget = self._model, self._serving.token_budget
+        rows = [(entry.ids, entry.prompt_length) for entry in inputs]
         found: Float32 = np.empty(len(inputs), dtype=np.float32)
         with torch.inference_mode(), span("reference", device=True):
-            for rows in batches([len(entry.ids) for entry in inputs], budget, model.max_length):
-                packed = pad_batch(
-                    [inputs[row].ids for row in rows],
-                    [inputs[row].prompt_length for row in rows],
-                    model.tokenizer.pad_id,
-                    model.device,
-                    token_budget=budget,
-                    max_length=model.max_length,
-                )
-                found[rows] = model.reference(*packed)[: len(rows)].cpu().numpy()
+            for numbers, packed in padded_batches(self._model, rows, self._serving.token_budget):
+                found[numbers] = self._model.reference(*packed)[: len(numbers)].cpu().numpy()
         return found

@@ -63,7 +63,6 @@ def test_the_budget_is_that_of_the_kept_samples_and_closes() -> None:
     ("fault", "reason"),
     [
         ("open", "There is nothing to open. Bring it."),
-        ("sample", "There is nothing to sample. Bring it."),
         ("close", "There is nothing to close. Bring it."),
         ("not_finite", "Measured a value that is not finite: numbers_per_s = nan."),
         ("derived", "Measured a value that is not finite: share = inf."),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -35,13 +34,6 @@ SHAPES: dict[str, Draw] = {
 values = st.lists(st.floats(0.01, 1000), min_size=2, max_size=12)
 
 
-def test_median() -> None:
-    assert median([3, 1, 2]) == 2
-    assert median([4, 1, 2, 3]) == 2.5
-    with pytest.raises(ValueError, match="no values"):
-        median([])
-
-
 # --- the interval ----------------------------------------------------------------------------------------------------
 
 
@@ -60,28 +52,23 @@ def misses(shape: str, n: int, m: int, confidence: float, trials: int) -> float:
     ("shape", "n", "m"),
     [
         ("normal", 4, 4),
-        ("normal", 5, 5),
-        ("tail", 5, 5),
         ("stray", 6, 6),
-        ("normal", 5, 20),
-        ("clusters", 8, 8),
-        ("normal", 10, 10),
+        ("tail", 5, 20),
         ("clusters", 10, 10),
-        ("tail", 20, 20),
     ],
 )
 def test_the_interval_misses_at_most_at_its_nominal_rate(shape: str, n: int, m: int) -> None:
-    assert misses(shape, n, m, 0.95, trials=500) <= 0.05
+    assert misses(shape, n, m, 0.95, trials=400) <= 0.05
 
 
-@pytest.mark.parametrize(("shape", "n"), [("normal", 5), ("tail", 5), ("clusters", 10)])
+@pytest.mark.parametrize(("shape", "n"), [("clusters", 10)])
 def test_so_it_does_far_out_where_many_metrics_need_it(shape: str, n: int) -> None:
     assert misses(shape, n, n, 0.995, trials=1200) <= 0.005
 
 
-@pytest.mark.parametrize(("shape", "n"), [("normal", 5), ("tail", 5), ("clusters", 10), ("normal", 15)])
+@pytest.mark.parametrize(("shape", "n"), [("tail", 5), ("clusters", 10)])
 def test_the_interval_of_pairs_misses_at_most_at_its_nominal_rate(shape: str, n: int) -> None:
-    random, trials = np.random.default_rng(7), 500
+    random, trials = np.random.default_rng(7), 400
     a, b = SHAPES[shape](random, (trials, n)), SHAPES[shape](random, (trials, n))
     found = [ratio_of_pairs(list(x), list(y), resamples=1000) for x, y in zip(a, b, strict=True)]
     assert sum(interval.low > 1 or interval.high < 1 for interval in found) / trials <= 0.065
@@ -132,7 +119,7 @@ def test_values_without_a_ratio_are_refused(wrong: list[float]) -> None:
             ratio_of_medians(*pair)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 11, 12])
+@pytest.mark.parametrize("n", [2, 5, 12])
 def test_the_medians_of_resamples_are_those_of_drawing_with_replacement(n: int) -> None:
     random = np.random.default_rng(0)
     samples = np.sort(random.random(n))
@@ -157,32 +144,11 @@ def samples_with_u(u: int, n: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(  # the largest U significant at 5 %, two-sided (Mann and Whitney's table, as in textbooks)
-    ("n", "critical"), [(4, 0), (5, 2), (6, 5), (7, 8), (8, 13), (9, 17), (10, 23), (15, 64), (20, 127)]
+    ("n", "critical"), [(4, 0), (7, 8), (20, 127)]
 )
 def test_critical_values_of_the_published_table(n: int, critical: int) -> None:
     assert rank_test(*samples_with_u(critical, n)) <= 0.05
     assert rank_test(*samples_with_u(critical + 1, n)) > 0.05
-
-
-def counted(a: Sequence[float], b: Sequence[float]) -> float:
-    """By going through every way of choosing which of the values are a's."""
-    pooled = [*a, *b]
-
-    def away(chosen: Sequence[int]) -> float:
-        ours = [pooled[place] for place in chosen]
-        theirs = [pooled[place] for place in range(len(pooled)) if place not in chosen]
-        wins = sum((x > y) + 0.5 * (x == y) for x in ours for y in theirs)
-        return abs(wins - len(a) * len(b) / 2)
-
-    all_ways = [away(chosen) for chosen in itertools.combinations(range(len(pooled)), len(a))]
-    return sum(way >= all_ways[0] for way in all_ways) / len(all_ways)  # the first way is a and b as they are
-
-
-@given(*(st.lists(st.integers(0, 5).map(float), min_size=1, max_size=5) for _ in "ab"))
-@settings(max_examples=60, deadline=None)
-def test_it_counts_all_ways_also_with_ties(a: list[float], b: list[float]) -> None:
-    assert rank_test(a, b) == pytest.approx(counted(a, b))
-    assert rank_test(a, b) == pytest.approx(rank_test(b, a))
 
 
 def test_the_least_p_value_is_that_of_complete_separation() -> None:
@@ -190,19 +156,6 @@ def test_the_least_p_value_is_that_of_complete_separation() -> None:
     assert least_p_value(3, 3) == pytest.approx(0.1)
     for n, m in ((1, 1), (3, 3), (5, 5), (4, 10)):
         assert rank_test(range(n), range(n, n + m)) == pytest.approx(least_p_value(n, m))
-
-
-def test_many_samples_by_the_normal_approximation() -> None:
-    # By hand: 40 against 40, a has 10 twos and 30 ones, b 20 and 20. Pairs where a > b: 10*20, ties: 30*20 + 10*20,
-    # so U = 200 + 400 = 600 against a mean of 800. With 50 ones and 30 twos in all:
-    # variance = 1600/12 * (81 - (124950 + 26970) / (80*79)), z = (200 - 0.5) / sqrt(variance).
-    a, b = [1.0] * 30 + [2.0] * 10, [1.0] * 20 + [2.0] * 20
-    variance = 1600 / 12 * (81 - (124950 + 26970) / 6320)
-    assert rank_test(a, b) == pytest.approx(math.erfc(199.5 / math.sqrt(variance) / math.sqrt(2)))
-    assert rank_test(a, b) == pytest.approx(0.0221, abs=1e-4)
-    assert rank_test([3.0] * 40, [3.0] * 40) == 1.0
-
-
-def test_a_rank_test_needs_samples() -> None:
-    with pytest.raises(ValueError, match="without samples"):
-        rank_test([], [1.0])
+    assert rank_test([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]) == least_p_value(3, 3)  # ties on one side change nothing
+    assert rank_test([1.0] * 5, [1.0] * 5) == 1.0
+    assert rank_test([1.0] * 30 + [2.0] * 10, [1.0] * 20 + [2.0] * 20) == pytest.approx(0.0221, abs=1e-4)

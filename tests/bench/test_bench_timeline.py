@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.bench.profiling import GAME_LANE, Event, placed, trace_events, write_trace
-from pvg.telemetry.spans import Span, Tracer, run_in, span
+from pvg.bench.profiling import GAME_LANE, Event, trace_events, write_trace
 
 SECOND = 1e6  # microseconds
 BASE = 1_700_000_000.0  # seconds since 1970
@@ -98,39 +95,6 @@ def test_any_spans_nest_in_every_lane_and_keep_their_times(drawn: list[tuple[int
         assert event["dur"] == pytest.approx(lasting * SECOND, abs=2.5)
 
 
-def test_a_child_does_not_outlive_its_parent_by_rounding() -> None:
-    start = 1_700_000_000.0
-    events = list(trace_events([told("p", start, start + 0.1), told("c", start + 0.05, start + 0.100001, 1)]))
-    named = complete(events)
-    assert named["c"]["ts"] + named["c"]["dur"] <= named["p"]["ts"] + named["p"]["dur"]
-    assert len(lane_names(events)) == 1
-
-
-def test_a_tracers_own_spans() -> None:
-    """A real tracer: a driver, two tasks and a thread; every child in the lane of its parent."""
-
-    async def main() -> list[Span]:
-        tracer = Tracer()
-        with ThreadPoolExecutor(1) as executor, tracer.drive():
-
-            async def task(name: str) -> None:
-                with span(name):
-                    await asyncio.sleep(0.002)
-                    with span(f"{name} inner"):
-                        await asyncio.sleep(0.002)
-
-            with span("rollout"):
-                await asyncio.gather(task("one"), task("two"), run_in(executor, lambda: None))
-            tracer.close_step()
-            return tracer.take_spans()
-
-    events = list(trace_events(placed(asyncio.run(main()), round=1, phase="train_prover", step=3)))
-    named = complete(events)
-    assert named["one"]["tid"] == named["one inner"]["tid"] != named["two"]["tid"] == named["two inner"]["tid"]
-    assert named["one"]["args"] == {"round": 1, "phase": "train_prover", "step": 3}
-    check_nesting(events)
-
-
 def test_phases_and_steps_have_a_lane() -> None:
     def step(number: int, start: float) -> list[dict[str, Any]]:
         place = {"round": 0, "phase": "mint", "step": number}
@@ -176,8 +140,3 @@ def test_the_file_is_one_json_document(tmp_path: Path, name: str) -> None:
     document = json.loads(content)
     assert len(document["traceEvents"]) == count == 4
     assert document == orjson.loads(content)
-
-
-def test_nothing_is_a_valid_trace(tmp_path: Path) -> None:
-    write_trace(tmp_path / "empty.json", trace_events([]))
-    assert len(json.loads((tmp_path / "empty.json").read_bytes())["traceEvents"]) == 1

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from made_reports import ENVIRONMENT, PROFILE, failed_report, higher, lower, made_report, saved, variant
+from made_reports import PROFILE, failed_report, higher, lower, made_report, saved, variant
 
 from benchmarks.make_page import BEGIN, END, main
 from pvg.bench.planning import plan_bench
@@ -75,22 +75,6 @@ def test_measures_ladder_and_sweep(tmp_path: Path) -> None:
     assert re.search(r"^\| 256 \| 100 \| 2\.00x \(1\.9.*\|$", page, re.MULTILINE)
 
 
-def test_uncommitted_changes_and_rungs_in_noise_stand_with_their_report(tmp_path: Path) -> None:
-    environment = ENVIRONMENT.model_copy(update={"vllm": "0.32.0", "git_dirty": True})
-    sides = [
-        variant({"step_s": lower([1.0, 1.1, 0.9])}, "all slow"),
-        variant({"step_s": lower([1.0, 1.1, 0.9])}, "a=1"),
-    ]
-    profile = LADDER | {"headline": "step_s", "ladder": [{"switch": "a", "slow": 0, "fast": 1, "says": ""}]}
-    made_ = made_report(*sides, kind="ablation", config={"profile": profile, "experiment": {}}, environment=environment)
-    saved(made_, tmp_path / "a.json")
-    saved(made_report(*made_.variants, name="other"), tmp_path / "b.json")  # no profile of the page
-    page = made(tmp_path)[1]
-    assert "01234567, **with uncommitted changes**, vLLM 0.32.0, machine 1." in page
-    assert "| `a=1` | 1 | 1.00x (" in page  # not in bold
-    assert "b.json" not in page
-
-
 def test_check_fails_when_the_page_is_another_one(tmp_path: Path) -> None:
     write_three(tmp_path)
     made(tmp_path)
@@ -103,12 +87,10 @@ def test_check_fails_when_the_page_is_another_one(tmp_path: Path) -> None:
     assert "-| tokens_per_s | 101 | 90" in err
 
 
-@pytest.mark.parametrize("broken", ["failed report", "no report", "no mark"])
+@pytest.mark.parametrize("broken", ["failed report", "no mark"])
 def test_failed_and_broken_reports_make_no_page(tmp_path: Path, broken: str) -> None:
     if broken == "failed report":
         saved(failed_report(), tmp_path / "a.json")
-    elif broken == "no report":
-        (tmp_path / "a.json").write_text("{}")
     else:
         (tmp_path / "page.md").write_text(BEGIN)
     before = made(tmp_path, "--check")[1]

@@ -8,11 +8,9 @@ from dataclasses import replace
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from made_reports import ENVIRONMENT, PROFILE, WORK, failed_report, higher, lower, made_report, noisy, variant
 
-from pvg.bench.compare import FieldDifference, MetricComparison, ReportComparison, compare_reports, differences
+from pvg.bench.compare import FieldDifference, MetricComparison, ReportComparison, compare_reports
 from pvg.bench.report import BenchReport, Samples
 from pvg.errors import UsageError
 
@@ -42,9 +40,9 @@ def ten_metrics(random: np.random.Generator, count: int, slowdown: float = 1.0) 
     )
 
 
-@pytest.mark.parametrize("count", [5, 10])
+@pytest.mark.parametrize("count", [5])
 def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(count: int) -> None:
-    random, trials = np.random.default_rng(count), 150
+    random, trials = np.random.default_rng(count), 100
     wolves = 0
     for _ in range(trials):
         comparison = compare_reports(
@@ -57,7 +55,7 @@ def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(co
 
 
 def test_a_planted_slowdown_of_ten_percent_is_found() -> None:
-    random, trials = np.random.default_rng(11), 100
+    random, trials = np.random.default_rng(11), 40
     found = failed = others = 0
     for _ in range(trials):
         comparison = compare_reports(
@@ -107,20 +105,6 @@ def test_the_threshold_is_the_same_for_a_time_and_for_its_rate() -> None:
     assert not compared(a, b, fail_above=0.25).failing
     assert not compared(b, a, fail_above=0.0).failing  # better never fails
     assert not compared(a, b).failing  # nor does anything without a threshold
-
-
-def test_what_matters_stands_first() -> None:
-    a = {name: lower(BASE) for name in ("same", "little_worse", "better", "much_worse", "fails")}
-    b = {
-        "same": lower(BASE[::-1]),
-        "little_worse": lower(times(1.2)),
-        "better": lower(times(0.5)),
-        "much_worse": lower(times(1.3)),
-        "fails": lower(times(2.0)),
-    }
-    comparison = compared(a, b, fail_above=0.5)
-    assert [metric.name for metric in comparison.metrics] == ["fails", "much_worse", "little_worse", "better", "same"]
-    assert [metric.name for metric in comparison.failing] == ["fails"]
 
 
 def test_three_samples_are_too_few_whatever_they_say() -> None:
@@ -186,20 +170,6 @@ def test_samples_of_zero_have_no_ratio_and_the_rank_test_decides() -> None:
     assert of(few, "lag").verdict == "too few samples"  # but not below 0.5 %
 
 
-positive = st.lists(st.floats(0.1, 10), min_size=4, max_size=8)
-
-
-@given(positive, positive)
-@settings(max_examples=30, deadline=None)
-def test_swapping_the_reports_turns_the_verdict(a: list[float], b: list[float]) -> None:
-    b = (b * 2)[: len(a)]
-    there = of(compared({"s": lower(a)}, {"s": lower(b)}, resamples=500), "s")
-    back = of(compared({"s": higher(a)}, {"s": higher(b)}, resamples=500), "s")
-    turned = {"worse": "better", "better": "worse"}
-    assert back.verdict == turned.get(there.verdict, there.verdict)
-    assert there.p == back.p
-
-
 # --- what differs around the samples ---------------------------------------------------------------------------------
 
 
@@ -241,18 +211,6 @@ def test_a_sweep_against_a_sweep_matches_by_label_and_names_the_rest() -> None:
     assert comparison.left_out == ("the variant k=1: only in A", "the variant k=4: only in B")
 
 
-def test_metrics_of_one_side_or_of_another_unit_are_left_out_by_name() -> None:
-    a = {"s": lower(BASE), "old": lower(BASE), "size": lower(BASE, "MB")}
-    b = {"s": lower(BASE), "new": lower(BASE), "size": lower(BASE, "GB")}
-    comparison = compared(a, b)
-    assert [metric.name for metric in comparison.metrics] == ["s"]
-    assert comparison.left_out == (
-        "old: only in A",
-        "new: only in B",
-        "size: A has MB, lower; B has GB, lower",
-    )
-
-
 def refused(a: BenchReport, b: BenchReport) -> str:
     with pytest.raises(UsageError) as caught:
         compare_reports(a, b, paths=("a.json", "b.json"))
@@ -278,15 +236,6 @@ def test_other_work_is_refused_key_by_key() -> None:
     assert "seed is absent in A and none in B" in message
     assert "prompt" not in message
     assert "model" not in message
-
-
-def test_differences_of_nested_tables() -> None:
-    found = differences({"a": 1, "b": {"c": [1, 2], "d": 2}}, {"b": {"c": [1, 3], "d": 2}, "e": {}})
-    assert list(found) == [
-        FieldDifference("a", 1, "absent"),
-        FieldDifference("b.c", [1, 2], [1, 3]),
-        FieldDifference("e", "absent", {}),
-    ]
 
 
 def test_it_is_json_with_counts() -> None:

@@ -11,31 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_runs import load_profile
 from hypothesis import given
 from hypothesis import strategies as st
 from made_reports import higher, lower, made_report, variant
 
+from pvg.bench.planning import plan_bench
 from pvg.bench.runner import VariantTrial, run_trials
 from pvg.bench.workloads import BenchMetric
 from pvg.config.task import ModchainTask
-from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.tasks.modchain import Modchain, chain_problem
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
-sys.path.insert(0, str(PEERS))
+sys.path[:0] = [str(PEERS), str(ROOT)]
 
-import compare  # noqa: E402
 import pvg_grpo  # noqa: E402
 import pvg_verifier  # noqa: E402
 import work  # noqa: E402
-from sides import Side, SideFailedError  # noqa: E402
 
 from benchmarks.make_page import reports_text  # noqa: E402
+from benchmarks.peers import sides  # noqa: E402
+from benchmarks.peers.sides import Side, SideFailedError  # noqa: E402
 
 SMALL = {
-    "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "work.prompts=8"],
-    "verifier": ["work.problems=4", "work.solutions=4", "verifier.pairs=8"],
+    "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "workload.prompts=8"],
+    "verifier": ["workload.problems=4", "workload.solutions=4", "verifier.pairs=8"],
 }
 
 
@@ -55,7 +57,7 @@ def test_solutions_are_different_of_one_length_and_as_right_as_they_say(terms: l
         assert (grade.correct, grade.well_formed) == (correct, True), text
 
 
-@pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.parametrize("stops", [False])
 def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,18 +70,27 @@ def test_the_model_has_the_published_size_and_ends_only_where_it_shall(stops: bo
     assert tokenizer.decode(tokenizer("H7+5?")["input_ids"]) == "H7+5?"
 
 
-@pytest.mark.parametrize(
-    ("row", "setting", "error"),
-    [
-        ("ppo", "warmup=1", UsageError),
-        ("grpo", "work.stop=true", ConfigurationError),
-        ("grpo", "training.klx=1", ConfigurationError),
-        ("grpo", "training.minibatches=2", ConfigurationError),
-    ],
-)
-def test_wrong_settings_are_refused(row: str, setting: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        compare.read_comparison(row, [setting])
+@pytest.fixture(autouse=True)
+def in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("setting", ["workload.stop=true", "training.minibatches=2"])
+def test_wrong_settings_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigurationError):
+        sides.grpo(load_profile(str(PEERS / "grpo.toml"), [setting]))
+
+
+def test_both_sides_have_the_same_work_and_trl_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MissingRequirementError, match="make peers"):
+        plan_bench("benchmarks/peers/grpo.toml")
+    monkeypatch.setattr(sides, "PEER", Path(sys.executable))
+    theirs, ours = (
+        sides.grpo(load_profile(str(PEERS / "grpo.toml"), [*SMALL["grpo"], f"workload.trainer={name}"]))
+        for name in ("TRL", "pvg")
+    )
+    assert (theirs.name, theirs.script.name, ours.script.name) == ("TRL", "trl_grpo.py", "pvg_grpo.py")
+    assert theirs.shared == ours.shared
 
 
 # --- our side --------------------------------------------------------------------------------------------------------
@@ -101,27 +112,25 @@ class Asked:
 
 
 def prepared(name: str, folder: Path, *more: str) -> Any:
-    row = compare.read_comparison(name, [*SMALL[name], "models.threads=1", "cluster=none", *more])
-    experiment, _ = compare.prepare(row, folder)
-    return experiment
+    given = [*SMALL[name], "models.threads=1", "cluster=none", *more]
+    side = getattr(sides, name)(load_profile(str(PEERS / f"{name}.toml"), given))
+    return side.prepare(folder)
 
 
-@pytest.mark.parametrize("settings", [["training.kl.coefficient=0"], ["cluster=local"]])
-def test_a_step_of_ours_is_a_whole_one(settings: list[str], tmp_path: Path) -> None:
-    experiment, orders = prepared("grpo", tmp_path, *settings, "training.learning_rate=1e-2"), Asked(2)
+def test_a_step_of_ours_is_a_whole_one(tmp_path: Path) -> None:
+    experiment, orders = prepared("grpo", tmp_path, "training.kl.coefficient=0"), Asked(2)
     asyncio.run(pvg_grpo.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
     facts, *steps = orders.answers
     assert facts == {"parameters": work.PARAMETERS, "threads": 1, "prompt_tokens": 11}
     assert len(steps) == 2
     for step in steps:
-        assert step.keys() == {*compare.MEASURES["grpo"], "completion_tokens"}
+        assert step.keys() == {*sides.GRPO, "completion_tokens"}
         assert step["completion_tokens"] == 5
         assert step["rollout_s"] + step["train_s"] == pytest.approx(step["step_s"])
 
 
-@pytest.mark.parametrize("cluster", ["none"])
-def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(cluster: str, tmp_path: Path) -> None:
-    experiment, orders = prepared("verifier", tmp_path, f"cluster={cluster}"), Asked(2)
+def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(tmp_path: Path) -> None:
+    experiment, orders = prepared("verifier", tmp_path), Asked(2)
     with pvg_verifier.compute_executor(1) as executor:
         side = pvg_verifier.VerifierSide(experiment, tmp_path, executor)
         start = side.verifier.version()
@@ -145,7 +154,7 @@ sys.path.insert(0, {peers!r})
 from protocol import Orders
 orders = Orders()
 print("a library greets")
-orders.answer({{"threads": 1, "versions": {{"python": "3"}}}})
+orders.answer({{"threads": 1, "parameters": 860_161, "versions": {{"python": "3"}}}})
 taken = 0
 while orders.wait():
     taken += 1
@@ -158,10 +167,8 @@ while orders.wait():
 def worker(folder: Path, name: str, dies: int = 0) -> Side:
     script = folder / f"{name}.py"
     script.write_text(WORKER.format(peers=str(PEERS), dies=dies))
-    return Side(
-        name, [sys.executable, str(script)], environment={}, log=folder / f"{name}.log",
-        measures={"step_s": BenchMetric("s", "lower")}, shared={"rollouts": 256},
-    )  # fmt: skip
+    measures = {"step_s": BenchMetric("s", "lower")}
+    return Side(name, Path(sys.executable), script, measures, lambda _: None, {"rollouts": 256}, ("threads", "tokens"))
 
 
 def test_sides_take_turns_and_what_they_print_is_no_answer(tmp_path: Path) -> None:
@@ -177,10 +184,9 @@ def test_sides_take_turns_and_what_they_print_is_no_answer(tmp_path: Path) -> No
     assert taken == ["0", "1", "1", "0", "0", "1", "1", "0"]
     for trial in trials:
         result, shared = trial.result()
-        assert shared == {"rollouts": 256}
+        assert shared == {"rollouts": 256, "threads": 1.0, "tokens": 25.0, "parameters": 860_000}
         assert result.samples["step_s"].values == (2.0, 3.0, 4.0)
         assert (result.derived["threads"], result.derived["tokens"]) == (1.0, 25.0)
-    assert "a library greets" in (tmp_path / "ours.log").read_text()
     assert all(side._process.returncode == 0 for side in found)
 
 
@@ -190,21 +196,6 @@ def test_a_worker_that_dies_fails_its_side_with_its_last_words(tmp_path: Path) -
     assert isinstance(trial.error, SideFailedError)
     assert "The worker of theirs ended with code 1" in str(trial.error)
     assert "out of luck" in str(trial.error)
-
-
-def test_without_the_peer_it_says_how_to_get_it(tmp_path: Path) -> None:
-    row = compare.read_comparison("grpo", SMALL["grpo"])
-    with pytest.raises(MissingRequirementError, match="make peers"):
-        compare.compare(row, command="", peer=tmp_path / "python")
-
-
-def test_sides_of_other_work_have_no_ratio() -> None:
-    fixed, drawn = compare.read_comparison("grpo", []), compare.read_comparison("grpo", ["work.stops=true"])
-    compare._check_alike(drawn, [{"completion_tokens": 32.0}, {"completion_tokens": 33.0}])
-    compare._check_alike(compare.read_comparison("verifier", []), [{"solution_tokens": 45.0}] * 2)
-    for row, ours in ((fixed, 33.0), (drawn, 36.0)):
-        with pytest.raises(compare.PeerWorkError, match="completion_tokens"):
-            compare._check_alike(row, [{"completion_tokens": 32.0}, {"completion_tokens": ours}])
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
@@ -222,14 +213,16 @@ def test_the_page_has_a_row_for_each_report_with_its_ratio() -> None:
     grpo = made_report(
         *[variant({"rollout_s": lower([s / 2] * 5), "step_s": lower([s] * 5)}, f"trainer={name}",
                   {"completion_tokens": 48.0}) for name, s in (("TRL", 1.2), ("pvg", 0.6))],
-        profile="peers", name="peers", config=config("grpo", "step_s"), command="python compare.py grpo",
+        profile="peers", name="peers", config=config("grpo", "step_s"),
+        command="python benchmarks/peers/compare.py grpo",
         work={"parameters": 860_032, "groups": 32, "group_size": 8, "max_tokens": 48, "kl": 0.04, "stops": False},
     )  # fmt: skip
     verifier = made_report(
         *[variant({"pairs_per_s": higher([rate] * 5, "pairs/s")}, f"trainer={name}",
                   {"solution_tokens": 45.0, "solutions_forwarded": 4096.0 / rate * 100})
           for name, rate in (("TRL", 100.0), ("pvg", 400.0))],
-        profile="peers", name="peers", config=config("verifier", "pairs_per_s"), command="python compare.py verifier",
+        profile="peers", name="peers", config=config("verifier", "pairs_per_s"),
+        command="pvg bench --profile benchmarks/peers/verifier.toml",
         work={"parameters": 860_032, "pairs_formed": 2048, "solutions": 1024, "pairs": 128},
     )  # fmt: skip
     lines = reports_text({"g.json": grpo, "v.json": verifier}).splitlines()

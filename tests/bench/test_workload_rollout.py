@@ -11,7 +11,6 @@ FEW = ["workload.rollouts=24", "rollout.group_size=4"]
 
 def test_each_sample_and_each_way_of_doing_it_does_the_same_work() -> None:
     ways = [
-        ([], 1),
         ([], 2),  # samples
         (["rollout.engine.max_rows=6", "rollout.concurrency=10"], 1),
         (["rollout.engine.decoding=module"], 1),
@@ -66,8 +65,3 @@ def test_a_number_of_rollouts_that_is_no_number_of_groups_is_refused_before_anyt
         with pytest.raises(ConfigurationError, match=r"workload\.rollouts") as caught:
             WORKLOADS["rollout"](settings)
         assert str({2: 4, 30: 28}[count]) in caught.value.remedy
-
-
-def test_an_unknown_setting_names_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match=r"workload\.rollouts"):
-        WORKLOADS["rollout"](load_profile("rollout", ["workload.rolouts=8"]))

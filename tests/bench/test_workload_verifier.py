@@ -80,7 +80,6 @@ def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     ("overrides", "message"),
     [
         (["workload.solutions=12"], "not a multiple of 8, the solutions per problem"),
-        (["workload.warm_pass=2"], "nearest valid key is 'workload.warm_passes'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_opened(overrides: list[str], message: str) -> None:

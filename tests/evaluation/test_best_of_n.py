@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.evaluation.measures import balanced, by_problem, curve_point, natural
+from pvg.evaluation.measures import balanced, natural
 
 
 def won(scores, correct):
@@ -57,22 +57,3 @@ def test_natural_is_the_mean_over_all_choices(rows, n):
     found, expected = natural(np.array(scores), np.array(correct), n), enumerated_natural(scores, correct, n)
     assert (found is None) == (expected is None)
     assert found is None or found == pytest.approx(expected, abs=1e-12)
-
-
-def test_by_hand():
-    scores_N, correct_N = np.array([3.0, 1.0, 2.0, 0.0]), np.array([True, True, False, False])
-    # Pairs (3,2) (3,0) (1,0) are won, (1,2) is lost.
-    assert balanced(scores_N, correct_N, 2) == 0.75
-    assert balanced(scores_N, correct_N, 4) == 1.0
-    assert balanced(np.array([1.0, 1.0]), np.array([True, False]), 2) == 0.5
-    assert natural(scores_N, correct_N, 4) == 1.0
-    with pytest.raises(ValueError, match="even"):
-        balanced(scores_N, correct_N, 3)
-
-
-def test_problems_without_both_kinds_are_left_out_of_the_mean():
-    scores_N, correct_N = np.array([1.0, 0.0, 5.0, 4.0]), np.array([True, False, True, True])
-    values = by_problem(scores_N, correct_N, np.array([0, 0, 1, 1]), 2, balanced)
-    assert values == [1.0, None]
-    point = curve_point(values, np.ones((100, 2)))
-    assert (point.value, point.n, point.problems, point.low) == (1.0, 1, 1, None)

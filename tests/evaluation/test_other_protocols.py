@@ -63,9 +63,10 @@ def asking() -> Experiment:
         evaluated_experiment(),
         game={"protocol": "challenge", "rounds": 2, "reward": {"kind": "cgc", "floor": -90.0}},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
-        task={"min_terms": 5, "max_terms": 5},
+        task={"min_terms": 5, "max_terms": 5, "problems": 64, "test_problems": 16},
         rollout={"max_tokens": 40},
-        evaluate={"attacks": ["cgc"]},
+        evaluate={"attacks": ["cgc"], "attack_steps": 2, "baseline_probes": 1},
+        training={"steps": 2},
     )
 
 
@@ -73,7 +74,8 @@ def asking() -> Experiment:
 def challenged(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     root = tmp_path_factory.mktemp("challenged")
     run = played(root, "whole", asking())
-    outcome, _ = evaluated(run, asking())
+    parts = ("exploit", "detection", "localisation", "tax")
+    outcome, _ = evaluated(run, asking(), parts=parts, rounds=[1])
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     return run
 
@@ -164,14 +166,15 @@ def translating(attacks: list[str]) -> Experiment:
         evaluated_experiment(),
         game={"protocol": "decoupled", "reward": "decoupled"},
         models={"prover": {"source": "embedded:modchain-dialogue"}},
-        task={"min_terms": 5, "max_terms": 5},
+        task={"min_terms": 5, "max_terms": 5, "problems": 64, "test_problems": 16},
         rollout={"max_tokens": 40},
-        evaluate={"attacks": attacks},
+        evaluate={"attacks": attacks, "attack_steps": 2},
+        training={"steps": 2},
     )
 
 
 def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_path: Path) -> None:
-    experiment = translating(["src", "cgc", "goodhart"])
+    experiment = translating(["src", "cgc"])
     run = played(tmp_path, "tiny", experiment)
     with pytest.raises(UsageError, match=r"no legibility tax of game\.protocol = 'decoupled'"):
         evaluated(run, experiment, parts=PARTS)
@@ -179,7 +182,7 @@ def test_a_decoupled_game_is_evaluated_on_translations_of_its_own_solutions(tmp_
     outcome, _ = evaluated(run, experiment, parts=default_parts(experiment))
     assert (outcome.status, outcome.report.status) == ("complete", "complete")
     (found,) = report(run)["rounds"]
-    assert [attack["kind"] for attack in found["exploit"]] == ["cgc", "goodhart"]
+    assert [attack["kind"] for attack in found["exploit"]] == ["cgc"]
     told = " ".join(outcome.report.notes)
     assert "No src attackers" in told
     assert "correct as often as its solver" in told

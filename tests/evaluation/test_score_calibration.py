@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 
 from pvg.evaluation.intervals import draws
 from pvg.evaluation.measures import (
-    RIDGE,
     calibration_error,
     cross_fitted,
     ece,
     equal_mass,
     fit,
-    platt,
-    reliability,
-    sigmoid,
 )
 
 
@@ -30,20 +26,6 @@ def test_at_the_fit_the_gradient_is_zero(seed, penalty):
     weights_D = fit(design_ND, targets_N, np.full(5, penalty))
     gradient_D = design_ND.T @ (1 / (1 + np.exp(-design_ND @ weights_D)) - targets_N) + penalty * weights_D
     assert np.abs(gradient_D).max() < 1e-6
-
-
-def test_the_intercept_alone_is_the_log_odds():
-    weights_D = fit(np.ones((4, 1)), np.array([1.0, 1.0, 1.0, 0.0]), np.full(1, 1e-9))
-    assert weights_D == pytest.approx([np.log(3.0)], abs=1e-6)
-
-
-def test_platt_on_two_levels_gives_the_smoothed_shares():
-    # Two scores, two parameters: the fit meets the mean target of each level. 3 of 4 and 1 of 4 are correct; Platt's
-    # targets are (4+1)/(4+2) = 5/6 and 1/6, so the levels' means are (3*5/6 + 1/6)/4 = 2/3 and 1/3.
-    scores_N = np.array([2.0] * 4 + [-2.0] * 4)
-    correct_N = np.array([True, True, True, False, True, False, False, False])
-    a, b = platt(scores_N, correct_N)
-    assert sigmoid(np.array([2 * a + b, -2 * a + b])) == pytest.approx([2 / 3, 1 / 3], abs=10 * RIDGE)
 
 
 def test_bins_of_equal_mass():
@@ -79,13 +61,6 @@ def test_the_interval_of_the_error_holds_the_true_one(miss):
     assert held >= 27
     if not miss:
         assert np.mean(chances) == pytest.approx(np.mean(values), rel=0.15)
-
-
-def test_reliability_tells_shares_with_intervals():
-    bins = reliability(np.array([0.1, 0.2, 0.8, 0.9]), np.array([False, False, True, False]), np.arange(4), 2)
-    assert [b.predicted for b in bins] == pytest.approx([0.15, 0.85])
-    assert [b.correct.value for b in bins] == [0.0, 0.5]
-    assert bins[1].correct.low < 0.5 < bins[1].correct.high
 
 
 def test_a_problem_is_never_calibrated_by_itself():

@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import orjson
 import pytest
 import torch
-from game.kill_drill import TINY_PROVER, small_experiment
+from game.kill_drill import TINY_PROVER
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -32,7 +31,7 @@ from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LOADER, WRITERS, export_player, intervals
+from pvg.export.folders import LABELS, LOADER, WRITERS, export_player, intervals
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
@@ -43,18 +42,9 @@ SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", "
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with pytest.MonkeyPatch.context() as patch:
-        made = tmp_path_factory.mktemp("export")
-        patch.chdir(made)
-        Path("small.toml").write_text(small_experiment().to_toml())
-        yield made
-
-
-@pytest.fixture(scope="module")
 def implicit(folder: Path) -> FinishedRound:
     """The embedded models, and the implicit head."""
-    return FinishedRound.open(pvg.play("small.toml", {"game.rounds": 1}, name="implicit").directory)
+    return FinishedRound.open(pvg.Run("mine").directory)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +108,7 @@ def test_a_prover_opens_as_a_causal_language_model(implicit: FinishedRound, fold
     assert model.generation_config.eos_token_id == 1
     assert model.generation_config.temperature == implicit.experiment.rollout.temperature
     assert model.generation_config.max_new_tokens == implicit.experiment.rollout.max_tokens
-    assert model.config.pvg["run"] == "implicit"
+    assert model.config.pvg["run"] == "mine"
 
 
 def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: FinishedRound, folder: Path) -> None:
@@ -165,22 +155,25 @@ def test_adapters_open_with_peft_and_equal_the_merged_model(scalar: FinishedRoun
     assert not torch.allclose(base(ids).logits, merged(ids).logits, atol=1e-5)
 
 
-def test_the_code_of_a_model_card_runs_without_pvg(scalar: FinishedRound, folder: Path) -> None:
-    """The code of three cards, one after the other in a new process."""
-    lines = ["import sys, huggingface_hub", "sys.modules['pvg'] = None"]
-    lines.append("huggingface_hub.snapshot_download = {'me/mine': 'card-me/mine'}.__getitem__")
+def test_the_code_of_a_model_card_runs_without_pvg(
+    scalar: FinishedRound, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", {"me/mine": "card-me/mine"}.__getitem__)
+    wanted = pvg_scores(scalar)[0]
     for player, repository in (("prover", ""), ("verifier", ""), ("verifier", "me/mine")):
         out = folder / f"card-{repository or player}"
-        export_player(scalar, player, out, repository=repository)
-        (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
+        export_player(scalar, player, out, repository=repository)  # type: ignore[arg-type]
+        card = (out / "README.md").read_text()
+        (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+        names: dict[str, Any] = {}
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "pvg", None)
+            without.delitem(sys.modules, "pvg_verifier", raising=False)
+            exec(code, names)
         if player == "verifier":
-            code += f"\nprint('score', verifier.score({QUESTION_OF_TEST!r}, {SOLUTIONS[0]!r}))\n"
-        lines += [f"exec({code!r}, {{}})", "sys.modules.pop('pvg_verifier', None)"]
-    command = [sys.executable, "-c", "\n".join(lines)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    scores = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("score ")]
-    assert scores == pytest.approx([pvg_scores(scalar)[0]] * 2, abs=1e-5)
+            assert names["verifier"].score(QUESTION_OF_TEST, SOLUTIONS[0]) == pytest.approx(wanted, abs=1e-5)
+            assert f"| {LABELS['fooled_rate']} | {scalar.metrics['fooled_rate']:.1%}".replace("%", " %") in card
 
 
 def test_the_intervals_of_a_card_hold_the_metrics_of_the_run(implicit: FinishedRound) -> None:
@@ -276,5 +269,5 @@ def test_a_failed_export_leaves_nothing(
 
 
 def test_a_round_that_is_not_finished_is_refused(implicit: FinishedRound) -> None:
-    with pytest.raises(UsageError, match="Round 3 of the run 'implicit' is not finished"):
+    with pytest.raises(UsageError, match="Round 3 of the run 'mine' is not finished"):
         FinishedRound.open(implicit.run, 3)

@@ -9,14 +9,12 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from game.kill_drill import small_experiment
 from huggingface_hub import constants
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
@@ -37,14 +35,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[library.Run]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("docs"))
-        Path("small.toml").write_text(small_experiment().to_toml())
-        yield library.play("small.toml", {"game.rounds": 1}, name="mine")
+def run(folder: Path) -> library.Run:
+    return library.Run("mine")
 
 
-def test_the_export_and_score_sections_run_as_written(run: library.Run) -> None:
+def test_the_export_and_score_sections_run_as_written(
+    run: library.Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (row,) = blocks("json")
     Path("rows.jsonl").write_text(row)
     for line in "".join(blocks("")).splitlines():
@@ -54,10 +51,10 @@ def test_the_export_and_score_sections_run_as_written(run: library.Run) -> None:
             assert called.code == 0, called.err
     scored = json.loads(Path("scores.jsonl").read_text())
     prover, verifier, _ = blocks("python")
-    program = f"import sys\nsys.modules['pvg'] = None\n{prover}{verifier}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    score, accepted = done.stdout.split()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "pvg", None)
+    exec(prover + verifier, {})
+    score, accepted = capsys.readouterr().out.split()
     assert float(score) == pytest.approx(scored["score"], abs=1e-4)
     assert accepted == str(scored["accepted"])
 

@@ -48,7 +48,7 @@ def rows(**settings: object) -> list[tuple[str, float, int]]:
     choice = {"reward": "horizon", "groups": "first", **settings}
     seats = [choice.pop("seat", None)]
     found = rewarded_decisions(GAME, [[DEAL, NO_DEAL]], seats, **choice)  # type: ignore[arg-type]
-    return [(one.rollout.id, pytest.approx(one.reward), one.group) for one in found]
+    return [(one.id, pytest.approx(one.reward), one.group) for one in found]
 
 
 def test_the_decisions_at_the_fork_are_one_group() -> None:
@@ -77,7 +77,7 @@ def test_only_the_seat_of_the_policy_counts() -> None:
     assert rows(groups="phase", seat="seller") == [("0/2", 0.81, 0), ("1/2", 0.0, 0)]
     scripted = played("633", script="seller")
     found = rewarded_decisions(GAME, [[scripted]], [None], reward="horizon", groups="phase")
-    assert [one.rollout.id for one in found] == ["0/1"]
+    assert [one.id for one in found] == ["0/1"]
 
 
 def test_a_shared_warmup_counts_once_in_the_statistics() -> None:

@@ -150,6 +150,7 @@ def test_a_connection_that_breaks_is_resumed_where_it_broke(
     hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda seconds: None))
     hub.add("tiny/prover", model)
     hub.cuts["model.safetensors"] = [50_000]
     folder = fetch("hf:tiny/prover", "model", QUIET)

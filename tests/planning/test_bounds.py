@@ -34,10 +34,7 @@ def test_the_bounds_by_hand() -> None:
     assert (found.overlap_s, found.turns_s) == (48.0, 45.0 + 48.0)
     assert found.limit == "sampling"
     assert found.balance == pytest.approx(48 / 45)
-
-
-def test_a_batch_in_turns_waits_for_its_longest_rollout() -> None:
-    assert bounds_of(replace(WORK, longest=100.0)).turns_s == 45 + 127.5
+    assert bounds_of(replace(WORK, longest=100.0)).turns_s == 45 + 127.5  # in turns it waits for the longest rollout
 
 
 @pytest.mark.parametrize(

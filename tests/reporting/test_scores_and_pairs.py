@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from run_samples import begin, commit, rollout, state, tell
 
 from pvg.records import Grade, Role, Rollout
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import round_scores, solution_pairs
-from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 
 
@@ -63,14 +61,6 @@ def test_an_unfinished_round_speaks_by_its_newest_training_shard(tmp_path: Path)
     assert not found.fresh
     assert list(found.kinds["helpful correct"]) == [4.0]
     assert found.accepted("helpful correct") is None
-
-
-def test_a_damaged_shard_is_an_error(tmp_path: Path) -> None:
-    run = evaluated(tmp_path, of("a", Role.HELPFUL, 2.0, correct=True))
-    (path,) = run.rollouts.glob("*/*.arrow")
-    path.write_bytes(b"x")
-    with pytest.raises(DamagedFileError):
-        round_scores(run, read_run(run))
 
 
 def test_the_most_believed_flaw_stands_beside_a_right_solution_of_its_problem(tmp_path: Path) -> None:

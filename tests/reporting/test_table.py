@@ -61,12 +61,6 @@ def test_the_terminal_has_a_blank_line_between_groups_of_rows_and_holds_to_a_wid
     assert [] not in [line.split() for line in printed(alone).splitlines()]
 
 
-def test_a_table_without_titles_has_no_header() -> None:
-    table = Table([Column(), Column()])
-    table.add("left", "right")
-    assert printed(table).split() == ["left", "right"]
-
-
 def test_markdown_repeats_every_value_and_aligns_numbers() -> None:
     assert measures().to_markdown().splitlines() == [
         "| measure | arm | mean | games |",

@@ -314,7 +314,7 @@ def branching() -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("build", KINDS)
+@pytest.mark.parametrize("build", [tiny_llama, qwen3])
 def test_shared_parts_change_no_completion(
     build: Callable[[], PreTrainedModel], sparse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

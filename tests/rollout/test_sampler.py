@@ -103,14 +103,6 @@ def test_frequencies_follow_the_distribution() -> None:
     assert chi_square < 22.46  # 99.9% of chi-square with 6 degrees of freedom
 
 
-def test_a_request_has_its_own_numbers_whatever_their_count() -> None:
-    one = GenerationRequest("a", np.ones(1, np.int32), Sampling(3, ()), 7)
-    other = GenerationRequest("b", np.ones(1, np.int32), Sampling(9, ()), 8)
-    together = uniform_numbers([other, one], 9)
-    np.testing.assert_array_equal(together[1, :3], uniform_numbers([one], 3)[0])
-    assert not np.intersect1d(together[0], together[1]).size
-
-
 @given(st.lists(st.integers(0, 2**128 - 1), min_size=1, max_size=40), st.integers(1, 70))
 @settings(max_examples=60, deadline=None)
 def test_the_numbers_of_many_requests_are_those_of_numpys_generator(seeds: list[int], count: int) -> None:

@@ -64,22 +64,6 @@ def test_concurrent_calls_are_decoded_together_and_no_more_than_max_rows() -> No
     with_engine(use, max_rows=16)
 
 
-def test_the_event_loop_runs_while_a_batch_is_decoded() -> None:
-    model = tiny_model()
-    gate = Gate(model.module)
-
-    async def use(engine: TorchEngine) -> None:
-        running = asyncio.gather(*map(engine.generate, requests(prompts(4), Sampling(8, ()))))
-        await gate.reached()
-        for _ in range(100):  # a loop blocked by the decoding would never come here
-            await asyncio.sleep(0)
-        assert not running.done()
-        gate.open()
-        await running
-
-    with_engine(use, lean=False, model=model)
-
-
 def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> None:
     model = tiny_model()
     gate = Gate(model.module)

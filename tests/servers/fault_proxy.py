@@ -22,7 +22,6 @@ Kind = Literal[
     "none",
     "reset",
     "cut",
-    "delay",
     "dribble",
     "hang",
     "error",
@@ -41,10 +40,10 @@ SLOW_PIECE = 16  # bytes of a dribble
 class Fault:
     """What happens to one connection's replies.
 
-    reset, cut: after `after` bytes of the reply, with a RST or silently (FIN). delay: `seconds` before the reply.
-    dribble: pieces of 16 bytes, `seconds` between them. hang: accepted, read, never answered.
-    error: a 500. busy: a 429. malformed: 200 and no JSON. short_json: 200 and the first half of a JSON object.
-    truncated: fewer bytes than Content-Length tells. garbage: bytes that are no HTTP.
+    reset, cut: after `after` bytes of the reply, with a RST or silently (FIN). dribble: pieces of 16 bytes, `seconds`
+    between them. hang: accepted, read, never answered. error: a 500. busy: a 429. malformed: 200 and no JSON.
+    short_json: 200 and the first half of a JSON object. truncated: fewer bytes than Content-Length tells. garbage:
+    bytes that are no HTTP.
     """
 
     kind: Kind = "none"
@@ -69,16 +68,11 @@ _CANNED: dict[str, bytes] = {
 
 
 class FaultProxy:
-    """Counts `connections`, `open`, and the bytes `sent` to the server and `received` from it."""
-
     def __init__(self, upstream: str, default: Fault | None = None) -> None:
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self.default = default or Fault()
         self.only = ""  # faults are for connections whose first request is to a path that begins so
-        self.connections = 0
-        self.sent = 0
-        self.received = 0
         self._plan: deque[Fault] = deque()
         self._port = 0
         self._server: asyncio.Server | None = None
@@ -87,11 +81,6 @@ class FaultProxy:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
-
-    @property
-    def open(self) -> int:
-        """Connections of clients that are open now."""
-        return len(self._open)
 
     def plan(self, *faults: Fault) -> None:
         """One for each of the connections to come, in their order."""
@@ -129,7 +118,6 @@ class FaultProxy:
         task = asyncio.current_task()
         assert task is not None
         self._open[task] = writer
-        self.connections += 1
         try:
             first = await reader.read(1 << 16) if self.only else b""
             chosen = not self.only or first.split(b" ", 2)[1].startswith(self.only.encode())
@@ -165,7 +153,6 @@ class FaultProxy:
         try:
             data = first or await reader.read(1 << 16)
             while data:
-                self.sent += len(data)
                 to_server.write(data)
                 await to_server.drain()
                 data = await reader.read(1 << 16)
@@ -176,15 +163,12 @@ class FaultProxy:
     async def _back(self, from_server: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault) -> None:
         passed = 0
         while data := await from_server.read(1 << 16):
-            self.received += len(data)
             if fault.kind in ("reset", "cut") and passed + len(data) >= fault.after:
                 writer.write(data[: fault.after - passed])
                 await writer.drain()
                 if fault.kind == "reset":
                     _reset(writer)
                 return
-            if fault.kind == "delay" and not passed:
-                await asyncio.sleep(fault.seconds)
             passed += len(data)
             step = SLOW_PIECE if fault.kind == "dribble" else len(data)
             for first in range(0, len(data), step):

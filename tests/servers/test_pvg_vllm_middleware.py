@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pvg.servers.server_side.pvg_vllm import middleware as routes
-from pvg.servers.server_side.pvg_vllm.middleware import ADMITTED_AT_A_TIME, Message, PvgMiddleware, Receive, Scope, Send
+from pvg.servers.server_side.pvg_vllm.middleware import Message, PvgMiddleware, Receive, Scope, Send
 
 KEY = "a-key"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
@@ -170,10 +171,7 @@ def server(root: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     return Server()
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/pause", "/pvg/info", "/weight_info", "/", "/health/", "/v1/embeddings", "/v1/models/x", "//health", "/docs"],
-)
+@pytest.mark.parametrize("path", ["/pause", "/pvg/info", "/", "/health/", "/v1/models/x", "//health"])
 @pytest.mark.parametrize(
     "headers", [{}, {"authorization": "Bearer"}, {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"}]
 )
@@ -199,13 +197,20 @@ def test_a_control_call_does_not_wait_for_a_batch_of_requests_to_be_read(
     monkeypatch.setenv("PVG_OPEN_TO_NETWORK", open_to_network)
     server = Server()
 
+    seen: list[int] = []  # requests that have reached vLLM, turn by turn of the loop
+
+    async def watch() -> None:
+        while len(server.reached) < 151:
+            seen.append(len(server.reached))
+            await asyncio.sleep(0)
+
     async def drive() -> None:
         requests = [asyncio.create_task(server.asked("POST", "/inference/v1/generate")) for _ in range(150)]
-        await asyncio.gather(asyncio.create_task(server.asked("POST", "/pause")), *requests)
+        await asyncio.gather(asyncio.create_task(server.asked("POST", "/pause")), watch(), *requests)
 
     asyncio.run(drive())
-    assert len(server.reached) == 151
-    assert server.reached.index("/pause") <= 2 * ADMITTED_AT_A_TIME
+    assert max(after - before for before, after in pairwise(seen)) <= 9  # with the control call
+    assert server.reached.index("/pause") <= 16
 
 
 def test_an_open_server_asks_for_the_key_everywhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

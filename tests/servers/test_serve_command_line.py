@@ -103,16 +103,13 @@ def test_a_provers_server_tells_the_experts_of_its_tokens_where_it_can(tmp_path:
         spec_for(tmp_path, asked)
 
 
-def test_nccl_is_named_as_the_backend(tmp_path: Path) -> None:
-    spec = spec_for(tmp_path, *NCCL, interpreter=GPU)
-    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": "nccl"}
-
-
 def test_device_transports_are_refused_on_a_cpu_where_they_are_needed(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'nccl' copies from GPU to GPU.*CPU build") as caught:
         spec_for(tmp_path, *NCCL)
     assert "filesystem" in caught.value.remedy
     assert spec_for(tmp_path, *NCCL, purpose="verifier")  # which gets its weights in files
+    spec = spec_for(tmp_path, *NCCL, interpreter=GPU)
+    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": "nccl"}
 
 
 def test_a_scalar_verifier_is_a_classifier_and_an_implicit_one_a_generator(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
 from pvg.store.atomic import (
-    make_directory,
     remove_temporaries,
     temporary_beside,
     write_atomic,
@@ -138,9 +137,3 @@ def test_leftovers_are_recognised_and_only_they_are_removed(tmp_path: Path) -> N
     assert remove_temporaries(tmp_path) == [folder]
     assert remove_temporaries(tmp_path / "absent") == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
-
-
-def test_make_directory_makes_parents_once(tmp_path: Path) -> None:
-    make_directory(tmp_path / "a" / "b" / "c")
-    make_directory(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / "c").is_dir()

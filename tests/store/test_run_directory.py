@@ -126,6 +126,10 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
         assert holder.stdout.readline() == b"locked\n"
         with pytest.raises(UsageError, match=f"being driven by process {holder.pid}"), run.lock():
             pass
+        moved = RunDirectory(run.path.rename(tmp_path / "moved"))
+        with pytest.raises(UsageError, match=f"being driven by process {holder.pid}"), moved.lock():
+            pass
+        moved.path.rename(run.path)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         with run.lock() as mine:
@@ -136,31 +140,6 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
         holder.wait()
         assert holder.stdout is not None
         holder.stdout.close()
-
-
-def held_elsewhere(run: RunDirectory) -> subprocess.Popen[bytes]:
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(run.path.parent)], stdout=subprocess.PIPE)
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"locked\n"
-    return holder
-
-
-def ended(holder: subprocess.Popen[bytes]) -> None:
-    holder.kill()
-    holder.wait()
-    assert holder.stdout is not None
-    holder.stdout.close()
-
-
-def test_a_run_that_was_moved_stays_locked(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
-    holder = held_elsewhere(run)
-    try:
-        moved = RunDirectory(run.path.rename(tmp_path / "second"))
-        with pytest.raises(UsageError, match="being driven by process"), moved.lock():
-            pass
-    finally:
-        ended(holder)
 
 
 def move(run: RunDirectory) -> None:

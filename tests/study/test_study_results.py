@@ -20,7 +20,6 @@ from pvg.study.text import (
     change_text,
     markdown_text,
     plan_cautions,
-    result_sections,
     study_page,
 )
 
@@ -149,16 +148,6 @@ def test_a_plan_says_what_its_seeds_cannot_show() -> None:
     assert plan_cautions(small(THREE_ARMS.replace('reference = "cgc"\n', ""), overrides=["game.rounds=1"])) == []
 
 
-def test_two_seeds_and_different_machines_are_told() -> None:
-    plan = small()
-    for place, cell in enumerate(plan.cells):
-        finish(cell, {"helpful_accuracy": 0.5}, machine=f"machine {place % 2}", code_version=f"v{place % 2}")
-    told = " ".join(cautions(results_of(plan)))
-    assert "With 2 seeds there is no useful interval" in told
-    assert "different machines or threads (machine 0; machine 1)" in told
-    assert "different versions of pvg: v0, v1" in told
-
-
 def test_censored_values_reach_the_tables() -> None:
     text = SMALL.replace('"seconds"', '"steps_to_exploit_src"').replace("threads = 1", "threads = 1\nevaluate = true")
     plan = small(text.replace("seeds = 2", "seeds = 3"))
@@ -202,15 +191,6 @@ def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
 # --- words and pages -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
-def test_games_of_one_round_have_no_table_of_rounds(rounds: int) -> None:
-    plan = small()
-    for cell in plan.cells:
-        finish(cell, *[{"helpful_accuracy": 0.5}] * rounds)
-    found = [section.anchor for section in result_sections(results_of(plan))]
-    assert found == ["table", "rounds", "comparisons", "trends"] if rounds > 1 else ["table", "comparisons"]
-
-
 def test_figures_read_well() -> None:
     results = results_of(played())
     share, _, seconds = results.measures
@@ -240,3 +220,13 @@ def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
         assert said in page.text, said
     bands = [one for chart in page.charts for one in chart["intervals"]]
     assert len(bands) == 2  # helpful accuracy, of either arm
+
+
+def test_two_seeds_and_different_machines_are_told() -> None:
+    plan = small()
+    for place, cell in enumerate(plan.cells):
+        finish(cell, {"helpful_accuracy": 0.5}, machine=f"machine {place % 2}", code_version=f"v{place % 2}")
+    told = " ".join(cautions(results_of(plan)))
+    assert "With 2 seeds there is no useful interval" in told
+    assert "different machines or threads (machine 0; machine 1)" in told
+    assert "different versions of pvg: v0, v1" in told

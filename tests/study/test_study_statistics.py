@@ -137,12 +137,6 @@ def test_signed_ranks_share_ranks_between_equals() -> None:
     assert signed_ranks([5, -5, 0, 1]) == [2.5, -2.5, 1]
 
 
-def test_the_least_p_of_five_seeds_is_a_sixteenth_and_what_it_would_take() -> None:
-    assert [least_p(n) for n in (1, 2, 5, 6)] == [1.0, 0.5, 0.0625, 0.03125]
-    assert (seeds_needed(1), seeds_needed(6)) == (6, 8)
-    assert 6 * least_p(8) <= 0.05 < 6 * least_p(7)
-
-
 def test_holm_by_hand() -> None:
     # sorted: 0.01 x 4, 0.02 x 3, 0.03 x 2, 0.2 x 1, none below the one before it
     assert holm([0.03, 0.01, 0.2, 0.02]) == pytest.approx([0.06, 0.04, 0.2, 0.06])

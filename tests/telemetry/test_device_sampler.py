@@ -219,10 +219,6 @@ class Kept:
         with self._arrived:
             assert self._arrived.wait_for(lambda: len(self.samples) >= count, timeout=30)
 
-    def wait_for(self, metric: str) -> None:
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: any(metric in sample for sample in self.samples), timeout=30)
-
     def sampler(self, interval_s: float, open_gpus: Callable[[], dict[int, Gpu]]) -> DeviceSampler:
         return DeviceSampler(interval_s, self.sample, self.notices.append, open_gpus=open_gpus)
 

@@ -100,7 +100,7 @@ def test_warnings_name_the_thresholds_that_were_exceeded() -> None:
 
 def test_a_missing_uvloop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)
-    run, notice = runner("uvloop")
+    run, notice = runner()
     with run:
         assert type(run.get_loop()).__module__.startswith("asyncio")
     assert notice is not None

@@ -238,7 +238,7 @@ Path({str(left)!r}).write_text(str(child.pid))
     ("command", "says"),
     [
         (("no-such-program-of-pvg",), "could not be started"),
-        ((sys.executable, "-c", "import sys; sys.exit('the pager is down')"), r"exit status 1 \(the pager is down\)"),
+        ((sys.executable, "-c", "import sys; sys.exit(7)"), "exit status 7"),
         ((sys.executable, "-c", "import time; time.sleep(60)"), "was killed after 0.2 s"),
     ],
 )

@@ -54,16 +54,6 @@ class Kept(MetricSink):
         self.closed += 1
 
 
-class Failing(Kept):
-    def write(self, point: MetricPoint) -> None:
-        super().write(point)
-        raise OSError(28, "No space left on device")
-
-    def close(self) -> None:
-        super().close()
-        raise OSError(28, "No space left on device")
-
-
 class Gated(Kept):
     """Takes nothing until the test opens it."""
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.telemetry.spans import UNACCOUNTED, CudaClock, Tracer, run_in, span, submit_in
+from pvg.telemetry.spans import UNACCOUNTED, Tracer, run_in, span, submit_in
 
 
 class Clock:
@@ -154,27 +154,6 @@ def test_a_thread_that_outlives_the_span_it_was_started_in_held_nobody_up(clock,
 # --- tasks beside the driver -----------------------------------------------------------------------------------------
 
 
-def test_work_of_a_task_beside_the_driver_is_busy_but_not_exposed(clock):
-    async def sample():
-        with span("decode"):
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-
-    async def main():
-        tracer = Tracer(clock=clock)
-        with tracer.drive():
-            task = asyncio.create_task(sample())  # made outside any span: it works for none
-            await asyncio.sleep(0)
-            with span("train"):
-                clock.now += 5
-            await task
-            return tracer.close_step()
-
-    budget = asyncio.run(main())
-    assert without_zeros(budget.exposed) == {"train": 5}
-    assert without_zeros(budget.busy) == {"train": 5, "decode": 5}
-
-
 def test_of_two_that_work_for_one_wait_the_innermost_and_then_the_older_gets_the_time(clock):
     """Three tasks work for the wait; by hand: 0-1 none, 1-2 old, 2-4 old (young is hidden), 4-7 deep, 7-8 old."""
 
@@ -313,22 +292,3 @@ def test_device_time_is_read_when_the_device_is_there_and_never_waited_for(clock
         device.ready = True
         assert tracer.close_step().device_s == {"inner": 1.0, "forward": 3.0}
         assert [(s.name, s.device_s) for s in tracer.take_spans()] == [("inner", 1.0), ("forward", 3.0)]
-
-
-def test_cuda_marks_are_on_a_stream_of_the_clocks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a stream, an event would be recorded on the thread's current GPU: the first one."""
-    import torch
-
-    recorded = []
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: object) -> None:
-            recorded.append(stream)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    CudaClock(torch.device("cuda", 1)).mark()
-    assert recorded == ["stream of cuda:1"]

@@ -3,8 +3,9 @@
 import orjson
 import pytest
 
+from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.training.losses import PenaltyControl, adapted_kl
+from pvg.training.losses import PolicyObjective, adapted_kl
 
 
 def test_the_kl_controller_by_hand() -> None:
@@ -18,16 +19,16 @@ def test_the_kl_controller_by_hand() -> None:
 
 def test_a_step_sees_what_the_step_before_measured() -> None:
     section = Training(kl={"coefficient": 0.1, "target": 0.1})
-    control = PenaltyControl(section)
+    control = PolicyObjective(section, Rollouts(), 0)
     assert control.kl == 0.1
-    control.observe({"kl": 1.0})  # too far from the base
+    control.adapt({"kl": 1.0})  # too far from the base
     assert control.kl == pytest.approx(0.102)
-    control.observe({"kl": 0.0})
+    control.adapt({"kl": 0.0})
     assert control.kl == pytest.approx(0.09996)
-    control.observe({"skipped": 1.0})  # a batch without anything to learn from measures nothing
+    control.adapt({"skipped": 1.0})  # a batch without anything to learn from measures nothing
     assert control.kl == pytest.approx(0.09996)
-    resumed = PenaltyControl(section)
+    resumed = PolicyObjective(section, Rollouts(), 0)
     resumed.load_state(orjson.loads(orjson.dumps(control.state())))
     for each in (control, resumed):
-        each.observe({"kl": 0.2})
+        each.adapt({"kl": 0.2})
     assert control.state() == resumed.state()

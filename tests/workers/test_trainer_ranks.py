@@ -45,7 +45,7 @@ from pvg.workers.rank_group import RankEndedError, RankGroup, open_store
 from pvg.workers.ranks import ModelInRanks, rank_fields
 
 State = tuple[dict[str, Tensor], dict[str, Any]]
-SETTINGS = OptimizerSettings(learning_rate=1e-3, weight_decay=0.1, total_steps=8, gradient_clip=0.05)
+SETTINGS = OptimizerSettings(learning_rate=1e-3, total_steps=8, gradient_clip=0.05)
 
 
 @pytest.fixture(scope="module")

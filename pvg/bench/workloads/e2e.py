@@ -32,7 +32,6 @@ from pvg.game.players import Players
 from pvg.game.prompt_checks import check_prompts_fit
 from pvg.game.prover_phase import open_prover_phase
 from pvg.game.roles import prompt_builder
-from pvg.game.round import TrainingPhase
 from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
@@ -72,7 +71,7 @@ class EndToEndSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     workload = workload_settings(EndToEndSettings, settings)
     check(settings.experiment, workload.steps)
-    return EndToEnd(settings.experiment, workload, settings.executor)
+    return EndToEnd(settings.experiment, workload.steps, settings.executor)
 
 
 def check(experiment: Experiment, steps: int) -> None:
@@ -89,13 +88,11 @@ class ScratchLedger(Ledger):
     """Counts the rollouts and their tokens but keeps none, so that memory does not grow from sample to sample."""
 
     completion_tokens = 0
-    prompt_tokens = 0
     rollouts = 0
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         self.rollouts += len(rollouts)
         self.completion_tokens += sum(len(rollout.completion_ids) for rollout in rollouts)
-        self.prompt_tokens += sum(len(rollout.prompt_ids) for rollout in rollouts)
 
 
 @dataclass
@@ -135,17 +132,25 @@ class EndToEnd:
         ),
     }
 
-    def __init__(self, experiment: Experiment, workload: EndToEndSettings, executor: Executor | None = None) -> None:
-        self._experiment, self._workload, self._executor = experiment, workload, executor
+    def __init__(
+        self,
+        experiment: Experiment,
+        steps: int,
+        executor: Executor | None = None,
+        opener: Callable[[EngineSetup], Engine] | None = None,
+    ) -> None:
+        self._experiment, self._steps_of_sample = experiment, steps
+        self._executor, self._opener = executor, opener
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the steps of the newest sample
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            self._session = open_bench_session(self._experiment, folder, stack, self._executor)
+            self._session = open_bench_session(self._experiment, folder, stack, self._executor, self._opener)
             players = self._session.players
             await players.ready()
+            stack.enter_context(players.divided_workers())
             self._learner: LanguageModel = stack.enter_context(open_learner(players, round_=0))
             self._verifier: VerifierModel = players.open_verifier()
             stack.callback(self._verifier.close)
@@ -160,7 +165,7 @@ class EndToEnd:
             "verifier": experiment.models.verifier.source,
             "verifier_head": experiment.verifier.head.kind,
             "task": experiment.task.model_dump(mode="json", exclude_none=True),
-            "steps": self._workload.steps,
+            "steps": self._steps_of_sample,
             "groups": training.groups,
             "group_size": rollout.group_size,
             "minibatches": training.minibatches,
@@ -177,12 +182,10 @@ class EndToEnd:
         }
 
     async def sample(self, index: int) -> dict[str, float]:
-        session, steps = self._session, self._workload.steps
+        session, steps = self._session, self._steps_of_sample
         watcher = StepWatcher()
         session.observer = watcher
-        with span("reset"):
-            phase = await self._fresh_phase()
-        await phase.play()
+        await self._play(session, steps)
         seconds = time.perf_counter() - session.began
         self._steps = watcher.steps
         return {
@@ -192,14 +195,16 @@ class EndToEnd:
             "rollouts_per_s": session.ledger.rollouts / seconds,
         }
 
-    async def _fresh_phase(self) -> TrainingPhase:
-        session, players = self._session, self._session.players
-        await players.compute(lambda: self._learner.load_weights(players.base.weights()))
-        info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", self._workload.steps)
-        phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
-        phase.version = players.engine.version  # play() publishes the start weights as the version after it
-        session.ledger.completion_tokens = session.ledger.prompt_tokens = session.ledger.rollouts = 0
-        return phase
+    async def _play(self, session: BenchSession, steps: int) -> None:
+        """Play a fresh phase of `steps` steps."""
+        players = session.players
+        with span("reset"):
+            await players.compute(lambda: self._learner.load_weights(players.base.weights()))
+            info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
+            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
+            phase.version = players.engine.version  # play() publishes the start weights as the version after it
+            session.ledger.completion_tokens = session.ledger.rollouts = 0
+        await phase.play()
 
     def derived(self) -> dict[str, float]:
         """Means over the steps of the last sample; pvg/telemetry/catalogue.toml has their names. (The runner adds the

@@ -28,10 +28,19 @@ from pvg.tasks.code_problems import Certificate, extract_code, read_certificate,
         ("", ""),
         ("```python\ngood\n```\nCERTIFICATE: [1]\n```python\nhidden\n```", "good"),
         ("```python\ncut off\n# certificate: [1]\nnever seen\n```", "cut off"),
+        # An example of its use is not the program, and a fence in a docstring does not end it.
+        ("```python\ndef f(): pass\n```\nUse it:\n```python\nprint(f())\n```", "def f(): pass"),
+        ("```\ndef f(): pass\n```\n```\n>>> f()\n```\n```\ndef g(): f()\n```", "def f(): pass"),
+        ("```\ndef f(): 1\n```\nBetter:\n```\nf = lambda: 2\n```\nSo:\n```\nf()\n```", "f = lambda: 2"),
+        (
+            '```python\ndef f():\n    """So:\n    ```\n    f()\n    ```\n    """\n    return 1\n```\nEnd.',
+            'def f():\n    """So:\n    ```\n    f()\n    ```\n    """\n    return 1',
+        ),
+        ('```\nx = """\n```\nWords.\n```\ny = 2\n```', "y = 2"),
     ],
 )
 def test_code(completion: str, code: str) -> None:
-    assert extract_code(completion) == code
+    assert extract_code(completion, "f") == code
 
 
 @pytest.mark.parametrize(
