@@ -65,7 +65,7 @@ def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarr
     """The scores of the prover's training as they were played, as the saved verifier gives them on weights that
     nobody else has, and how much they tell apart."""
     section = experiment.verifier
-    with open_model(experiment.models.verifier, CPU) as base:
+    with open_model(experiment.models.verifier, CPU, experiment.models.dtype) as base:
         model = attach_adapters(base, section.adapters.rank, section.adapters.alpha, seed=0)
         verifier = build_verifier(section, model)
         tensors, _ = read_checkpoint(run.weights, "round-000-verifier")
@@ -138,7 +138,7 @@ def test_players_on_one_base_do_not_reach_into_each_other(whole: Path) -> None:
 def test_nor_do_they_pipelined_or_with_another_head(settings: dict[str, Any], tmp_path: Path, bases: list[str]) -> None:
     experiment = changed({**BOTH, **settings})
     assert_isolated(experiment, played(experiment, tmp_path))
-    with open_model(experiment.models.prover, CPU) as base:
+    with open_model(experiment.models.prover, CPU, experiment.models.dtype) as base:
         assert bases == [base.fingerprint()]
 
 
