@@ -73,7 +73,11 @@ async def train_prover(session: Session) -> None:
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                current = await _verifier_in_round(session, verifier, threshold)
+                current, schedule = FixedVerifier(threshold), session.game.schedule
+                if isinstance(schedule, SimultaneousSchedule):
+                    from pvg.game.simultaneous import open_updates
+
+                    current = await open_updates(session, schedule, verifier, threshold)
                 phase = open_prover_phase(session, info, verifier, current, learner)
             await phase.play()
         phase.tell_unfinished()
@@ -86,15 +90,6 @@ async def train_prover(session: Session) -> None:
     finally:
         learner.close()
         verifier.close()
-
-
-async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> FixedVerifier:
-    schedule = session.game.schedule
-    if not isinstance(schedule, SimultaneousSchedule):
-        return FixedVerifier(threshold)
-    from pvg.game.simultaneous import open_updates
-
-    return await open_updates(session, schedule, verifier, threshold)
 
 
 def open_prover_phase(

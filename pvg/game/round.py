@@ -27,7 +27,7 @@ from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
 from pvg.game.rewards import BatchRewards, GroupCredit
 from pvg.game.session import Session, finite
-from pvg.game.statistics import BatchClock, mean_score
+from pvg.game.statistics import BatchClock, mean_of
 from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
@@ -205,7 +205,7 @@ class GameBatches(Batches):
         metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *groups_and_roles(everything))}
         if scored.similarity_N is not None:
             sneaky_N = np.array([r.role is Role.SNEAKY for r in everything])
-            metrics["similarity"] = mean_score(scored.similarity_N, sneaky_N)
+            metrics["similarity"] = mean_of(scored.similarity_N, sneaky_N)
         metrics |= self.orders.problems.observe(everything, scored.aligned_N)
         advantages_M, of_credit = self.credit.observe(trained, scored.rewards_N[scored.trained_M])
         return advantages_M, metrics | of_credit

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -154,12 +153,9 @@ def read_demonstrations(section: Warmup) -> Demonstrations:
     kept = [is_held_out(row.question, HELD_OUT) and len(rows) >= LEAST_TO_HOLD_OUT for row in rows]
     train = [row for row, out in zip(rows, kept, strict=True) if not out]
     held_out = [row for row, out in zip(rows, kept, strict=True) if out]
-    return Demonstrations(train or rows, held_out if train else [], _digest(file))
-
-
-def _digest(file: Path) -> str:
     with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return Demonstrations(train or rows, held_out if train else [], digest)
 
 
 def _demonstration(row: object, place: str) -> Demonstration:
@@ -271,7 +267,11 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
     started = time.perf_counter()
     with span("open_models"):
         demonstrations = read_demonstrations(section)
-        _refuse_changed(demonstrations, state)
+        if state.progress.get("digest") not in (None, demonstrations.digest):
+            raise StateError(
+                "The file warmup.path has changed since this run began its warm start.",
+                "Restore the file, or start a new run with --name.",
+            )
         train, held_out = batches_of(session, demonstrations)
         learner = await players.compute(lambda: open_learner(players, round_=0))
     try:
@@ -328,24 +328,10 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
         learner.close()
 
 
-def check_demonstrations(session: Session, section: Warmup) -> None:
-    """Raises what is wrong with the file of the warm start, before the run has a commit."""
-    batches_of(session, read_demonstrations(section))
-
-
 def batches_of(session: Session, demonstrations: Demonstrations) -> tuple[PolicyBatch, PolicyBatch]:
     """The solutions to train on, and those that are held out. Raises ConfigurationError with the line of a solution
     that the prover cannot write."""
     return _batch(session, demonstrations.train), _batch(session, demonstrations.held_out)
-
-
-def _refuse_changed(demonstrations: Demonstrations, state: GameState) -> None:
-    before = state.progress.get("digest")
-    if before not in (None, demonstrations.digest):
-        raise StateError(
-            "The file warmup.path has changed since this run began its warm start.",
-            "Restore the file, or start a new run with --name.",
-        )
 
 
 class _DemonstrationSource:
