@@ -13,7 +13,6 @@ from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, Se
 if TYPE_CHECKING:
     import asyncio
 
-    from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import EvaluationOutcome
     from pvg.store.run_directory import RunDirectory
 
@@ -40,7 +39,7 @@ def evaluate(
 
     Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
-    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
+    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds, settings_to_evaluate
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import open_round
     from pvg_cli.driving import drive_run
@@ -50,7 +49,7 @@ def evaluate(
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
-    experiment = _experiment(run, overrides or [])
+    experiment = settings_to_evaluate(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     for number in numbers or [0]:
         open_round(run, number)
@@ -66,18 +65,6 @@ def evaluate(
     lock, again = run.lock(waiting=say, work="evaluate"), "The same command resumes the evaluation."
     outcome = drive_run(work, run, display, lock, again=again, as_json=as_json)
     _print_result(outcome, run, command_line(), as_json)
-
-
-def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
-    """The settings of the run with the overrides. Raises StateError if an override changes results of the run."""
-    from pvg.config.load import load_experiment
-    from pvg.evaluation.report import check_settings_of_run
-    from pvg.store.run_players import pinned_players
-
-    experiment = load_experiment(run.experiment_file, overrides)
-    experiment = experiment.with_sources(pinned_players(experiment.sources()))
-    check_settings_of_run(run.name, run.experiment(), experiment)
-    return experiment
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:
