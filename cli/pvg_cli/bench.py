@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg.errors import MissingRequirementError, UsageError
 from pvg_cli import completion
 from pvg_cli.boundary import announce_loading, command_line, emit, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, SetOption, check_output
@@ -81,7 +82,6 @@ def bench(
     from pvg.bench.planning import plan_bench
     from pvg.bench.report import write_report
     from pvg.bench.runner import run_plan
-    from pvg.errors import UsageError
     from pvg.telemetry.cpu import bfloat16_warnings
     from pvg_cli.output import stdout
 
@@ -142,7 +142,6 @@ def _output(out: Path | None, plan: BenchPlan) -> Path:
     import tempfile
     from datetime import UTC, datetime
 
-    from pvg.errors import MissingRequirementError
     from pvg.store.atomic import make_directory
 
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")

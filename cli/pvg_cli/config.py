@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,11 +11,6 @@ from pvg_cli import completion
 from pvg_cli.boundary import emit, print_json, say
 from pvg_cli.options import DebugOption, ExperimentArgument, JsonOption, SetOption
 
-if TYPE_CHECKING:
-    from pvg.config.describe import Setting
-    from pvg.config.experiment import Experiment
-
-ABSENT = object()
 WIDEST_TYPE = 40
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and list the settings of an experiment.")
@@ -82,58 +77,18 @@ def validate(
 
 
 @app.command()
-def schema(
-    experiment: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="EXPERIMENT",
-            help="Show the values of this experiment instead of the defaults.",
-            autocompletion=completion.experiments,
-        ),
-    ] = None,
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
-) -> None:
+def schema(as_json: JsonOption = False, debug: DebugOption = False) -> None:
     """List all settings with type and default. With --json: print the JSON schema."""
-    from pvg_cli.runs import resolve
-
-    resolved = resolve(experiment, []) if experiment else None
-    if as_json:
-        from pvg.config.describe import json_schema
-
-        print_json(json_schema())
-    else:
-        print_schema(resolved)
-
-
-# --- the settings as rows: key, type, default ------------------------------------------------------------------------
-
-
-def print_schema(experiment: Experiment | None) -> None:
-    """Print all settings with their type and default, or with an experiment's value."""
-    from pvg.config.describe import settings, toml_value
+    from pvg.config.describe import json_schema, settings, toml_value
     from pvg.reporting.table import Column, Table
     from pvg_cli.output import stdout
 
-    console, rows = stdout(), []
-    for setting in settings():
-        if experiment is None:
-            rows.append((setting.label, setting.type, toml_value(setting.default)))
-        elif (value := value_at(experiment, setting)) is not ABSENT:
-            rows.append((setting.key, setting.type, toml_value(value)))
-    value = Column("default" if experiment is None else experiment.name)
-    columns = [Column("key", wrap=False), Column("type", style="verifier", max_width=WIDEST_TYPE), value]
-    table = Table(columns, list(rows), narrow=True)
-    console.print(table)
-
-
-def value_at(experiment: Experiment, setting: Setting) -> Any:
-    """The experiment's value. ABSENT if the setting belongs to another kind of its table."""
-    *parts, leaf = setting.key.split(".")
-    node: Any = experiment
-    for part in parts:
-        node = getattr(node, part)
-    return ABSENT if setting.kinds and node.kind not in setting.kinds else getattr(node, leaf)
+    if as_json:
+        print_json(json_schema())
+        return
+    columns = [Column("key", wrap=False), Column("type", style="verifier", max_width=WIDEST_TYPE), Column("default")]
+    rows = [(setting.label, setting.type, toml_value(setting.default)) for setting in settings()]
+    stdout().print(Table(columns, list(rows), narrow=True))
 
 
 def print_explained(told: dict[str, Any]) -> None:

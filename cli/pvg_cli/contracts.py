@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from pvg.errors import UsageError
 from pvg_cli.boundary import emit, print_json
 from pvg_cli.options import DebugOption, JsonOption
 
@@ -26,30 +27,19 @@ def schemas(
 ) -> None:
     """List the JSON Schemas of what pvg prints with --json and of its files, or print one of them."""
     from pvg.config.load import did_you_mean
-    from pvg.errors import UsageError
     from pvg_cli import documents
+    from pvg_cli.output import names_table, stdout
 
     found = documents.schemas()
-    if name is None:
-        entries = [_entry(each, schema) for each, schema in found.items()]
-        emit({"schemas": entries}) if as_json else _print(entries)
-    elif name in found:
+    if name is not None:
+        if name not in found:
+            hint = did_you_mean(name, list(found))
+            raise UsageError(f"There is no schema {name!r}.{hint}", "To list them: pvg schemas")
         print_json(found[name])
+        return
+    rows = [(each, schema["properties"]["schema_version"]["const"], schema["title"]) for each, schema in found.items()]
+    if as_json:
+        emit({"schemas": [{"name": each, "version": version, "about": about} for each, version, about in rows]})
     else:
-        raise UsageError(f"There is no schema {name!r}.{did_you_mean(name, list(found))}", "To list them: pvg schemas")
-
-
-def _entry(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "version": schema["properties"]["schema_version"]["const"], "about": schema["title"]}
-
-
-def _print(entries: list[dict[str, Any]]) -> None:
-    from pvg.reporting.table import Column, Table
-    from pvg_cli.output import stdout
-
-    table = Table([Column("schema", style="strong", wrap=False), Column("version", "right"), Column("of")], narrow=True)
-    for entry in entries:
-        table.add(entry["name"], str(entry["version"]), entry["about"])
-    console = stdout()
-    console.print(table)
-    console.print("\nTo print one: pvg schemas NAME")
+        about = {each: f"version {version}, {about}" for each, version, about in rows}
+        stdout().print(names_table(about, "To print one", "pvg schemas NAME"))

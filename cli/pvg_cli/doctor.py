@@ -6,16 +6,18 @@ import importlib.util
 import os
 import platform
 import re
-import sys
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, counted, one_line, shortened
+from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, PvgError, counted, one_line, shortened, system_module
 from pvg.installation import DISTRIBUTION, install_extra, install_packages
 from pvg_cli.boundary import announce_loading, emit
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
@@ -87,17 +89,12 @@ def _print(findings: list[CheckResult], healthy: bool) -> None:
 # --- the checks ----------------------------------------------------------------------------------------------------
 
 
-def check_python(runs: Path) -> Iterator[CheckResult]:
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    yield CheckResult("python", "ok", version)
-
-
 def check_system(runs: Path) -> Iterator[CheckResult]:
-    """The operating system: pvg needs the file locks and the terminal control of Linux and macOS."""
+    """The operating system: pvg needs the file locks of Linux and macOS."""
+    yield CheckResult("python", "ok", platform.python_version())
     found = f"{platform.system()} {platform.release()}"
-    absent = [name for name in ("fcntl", "termios") if importlib.util.find_spec(name) is None]
-    if absent:
-        yield CheckResult("system", "missing", f"{found}, without {' and '.join(absent)}", SYSTEMS)
+    if importlib.util.find_spec("fcntl") is None:
+        yield CheckResult("system", "missing", f"{found}, without fcntl", SYSTEMS)
     else:
         yield CheckResult("system", "ok", found)
 
@@ -125,8 +122,6 @@ def check_packages(runs: Path) -> Iterator[CheckResult]:
 def least_versions() -> dict[str, str]:
     """Package -> the lowest version that pvg works with, of the packages that it requires on every system. Empty if
     pvg runs without being installed."""
-    from importlib import metadata
-
     try:
         required = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -136,8 +131,6 @@ def least_versions() -> dict[str, str]:
 
 
 def version_of(package: str) -> str | None:
-    from importlib import metadata
-
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -170,7 +163,6 @@ def check_extras(runs: Path) -> Iterator[CheckResult]:
 
 def check_vllm(runs: Path) -> Iterator[CheckResult]:
     """The interpreter that `pvg serve` starts. Only the vLLM engine needs one."""
-    from pvg.errors import PvgError
     from pvg.servers.command import find_interpreter
 
     try:
@@ -208,9 +200,6 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
 
 def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
     """Disk space, write permission and file locks in the folder of runs."""
-    import shutil
-    import tempfile
-
     try:
         place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
         free = shutil.disk_usage(place).free / GIB
@@ -218,7 +207,7 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
         remedy = "" if enough else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
         yield CheckResult("disk", "ok" if enough else "missing", f"{free:.1f} GB free in {place}", remedy)
         with tempfile.TemporaryFile(dir=place) as file:
-            locks = _can_lock(file.fileno())
+            locks = _can_lock(file)
     except OSError as error:
         yield CheckResult("runs folder", "missing", f"{shortened(str(runs))}: {error.strerror}", OTHER_FOLDER)
         return
@@ -228,9 +217,8 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult("locks", "notice", f"the file system of {runs} cannot lock files", remedy)
 
 
-def _can_lock(file: int) -> bool:
-    import fcntl
-
+def _can_lock(file: IO[bytes]) -> bool:
+    fcntl = system_module("fcntl")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -250,7 +238,6 @@ def check_workers(runs: Path) -> Iterator[CheckResult]:
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
     """How well this machine isolates programs that a model wrote. Only task.kind = "code" runs such programs."""
-    from pvg.errors import PvgError
     from pvg.sandbox import probe
 
     try:
@@ -304,7 +291,6 @@ def check_gpu(runs: Path) -> Iterator[CheckResult]:
 
 CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_system,
-    check_python,
     check_packages,
     check_extras,
     check_vllm,

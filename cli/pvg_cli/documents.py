@@ -1,8 +1,7 @@
-"""The JSON Schemas of the documents that commands print with --json, and of pvg's files.
+"""The JSON Schemas of the documents that commands print with --json (documents.toml), and of pvg's files.
 
-A command prints a plain dictionary, and `boundary.emit` adds its `schema_version`. The shapes come from pvg's own
-dataclasses, and this module names only the fields that a command adds. The tests of the command line check every
-document against its schema.
+A command prints a plain dictionary, and `boundary.emit` adds its `schema_version`. The tests of the command line check
+every document against its schema.
 
 Rules for a change: a new field is no new version. A field that is removed, renamed or gets another meaning raises
 `schema_version` of that document by one, here and in the dictionary that the command prints.
@@ -10,11 +9,13 @@ Rules for a change: a new field is no new version. A field that is removed, rena
 
 from __future__ import annotations
 
-from dataclasses import fields
+import tomllib
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
@@ -31,290 +32,75 @@ from pvg.reporting.solutions import Example
 from pvg.study.results import StudyResults
 from pvg_cli.doctor import CheckResult
 
-Metrics = dict[str, float]
-Settings = dict[str, Any]  # an experiment as in its TOML file; `pvg config schema --json` is its schema
-Ended = Literal["complete", "interrupted"]
-
-
-_model: Any = create_model  # its own type does not know fields that are made at run time
-
-
-def part(**of: Any) -> Any:
-    """An object inside a document, with these fields and no others."""
-    return _model("Part", __config__=ConfigDict(extra="forbid"), **{name: (kind, ...) for name, kind in of.items()})
-
-
-def list_of(kind: Any) -> Any:
-    return list[kind]
-
-
-def by_name(kind: Any) -> Any:
-    return dict[str, kind]
-
-
-def each(kind: Any, *names: str) -> dict[str, Any]:
-    """Several fields of one type."""
-    return dict.fromkeys(names, kind)
-
-
-def document(command: str, about: str, *, more: bool = False, **of: Any) -> tuple[str, Any]:
-    """A whole document of a command. `more`: it may have further fields. A field (TYPE, DEFAULT) may be missing."""
-    config = ConfigDict(extra="allow" if more else "forbid")
-    found = {name: kind if isinstance(kind, tuple) else (kind, ...) for name, kind in of.items()}
-    return command, _model("Document", __config__=config, __doc__=about, schema_version=(Literal[1], ...), **found)
-
-
-def fields_of(kind: type, **changed: Any) -> dict[str, Any]:
-    """Field -> type of a dataclass, with changes."""
-    hints = get_type_hints(kind)
-    return {each.name: hints[each.name] for each in fields(kind)} | changed
-
-
-@cache
-def documents() -> dict[str, tuple[str, Any]]:
-    """Name -> the command that prints the document, and its type."""
-    round_ = part(round=int, metrics=Metrics)
-    question = part(**each(str, "question", "answer"), answered_by=Literal["prover", "task"], max_tokens=int | None)
-    known = part(
-        **each(str, "solution", "text", "note"),
-        **each(bool, "expected_correct", "correct", "well_formed"),
-        answer=str | None,
-    )
-    shown: Any = part(text=str, tokens=int | None)
-    preview = part(
-        **each(str, "problem", "question"),
-        prompts=dict[str, shown],
-        challenge=question | None,
-        verifier_input=shown | None,
-        graded=list_of(known),
-    )
-    warm = part(**each(int, "demonstrations", "held_out"), epochs=float)
-    run = fields_of(RunGlance, path=str)
-    ranges = by_name(part(**each(float, "mean", "min", "max", "last")))
-    summary = fields_of(
-        RunSummary,
-        path=str,
-        rounds=list_of(round_),
-        device=ranges,
-        loop=Metrics,
-        workers=ranges,
-        hidden=Metrics,
-        seconds=float,
-    )
-    setting = {"kinds": list[str], "meaning": str, "range": str, "default": str}
-    cell = part(
-        **each(str, "arm", "run", "reason", "hash"),
-        **each(int, "seed", "steps", "steps_done"),
-        status=Literal["new", "unfinished", "played", "complete", "damaged"],
-    )
-    planned = part(**each(str, "stage", "place"), total=float, parts=Metrics, fits=bool | None)
-    named = part(**each(str, "name", "path", "about"))
-    server: dict[str, Any] = {"for": Literal["prover", "verifier", "reference"], "pid": int, "server_pid": int}
-    words = ("url", "experiment", "model", "runner", "log", "weights_root", "python", "vllm", "device")
-    server |= dict.fromkeys(words, str)
-    return {
-        "error": document(
-            "any command",
-            "Any command that cannot do its work prints this document instead.",
-            error=part(**each(str, "type", "message", "remedy"), exit_code=Literal[2, 3, 70, 130]),
-        ),
-        "train": document(
-            "pvg train",
-            "A run that is complete or was stopped. `seconds`: of this call. `resume`: the command to type.",
-            **each(str, "run", "path", "experiment"),
-            seconds=float,
-            status=Ended,
-            rounds=list_of(round_),
-            alerts=list[AlertRecord],
-            resume=str | None,
-        ),
-        "train-dry-run": document(
-            "pvg train --dry-run",
-            "What a run would be. `hash`: of what affects the result. `preview`: null before downloads.",
-            **each(str, "hash", "run"),
-            resume=bool,
-            experiment=Settings,
-            arithmetic=BatchArithmetic,
-            downloads=dict[str, Download],
-            preview=preview | None,
-            warmup=(warm | None, None),
-        ),
-        "rollout": document(
-            "pvg rollout",
-            "Samples and their metrics.",
-            **each(str, "run", "path"),
-            seconds=float,
-            status=Ended,
-            metrics=Metrics,
-        ),
-        "task-check": document(
-            "pvg task check NAME",
-            "Checks of a task, its prompts and its grader. `passed`: null if a check could not be made.",
-            **each(str, "task", "notice"),
-            passed=bool,
-            checks=list_of(part(**each(str, "check", "detail"), warning=bool, passed=bool | None)),
-            preview=preview | None,
-        ),
-        "runs-list": document("pvg runs list", "The newest activity first.", runs=list_of(part(**run))),
-        "runs-show": document(
-            "pvg runs show RUN",
-            "`sizes`: bytes by part of the folder.",
-            **run,
-            sizes=dict[str, int],
-            commands=list[str],
-        ),
-        "runs-tag": document("pvg runs tag RUN", "The tags after the command.", run=str, tags=list[str]),
-        "runs-remove": document("pvg runs remove RUN", "What was deleted.", bytes=int, removed=list[str]),
-        "report": document(
-            "pvg report RUN",
-            "One run. Times in seconds, `began` since 1970. `notes`: remarks on incomplete or damaged files.",
-            **summary,
-            evaluation=EvaluationReport | None,
-            examples=list[Example],
-            html=str | None,
-            rollouts_html=str | None,
-        ),
-        "report-runs": document(
-            "pvg report RUN RUN",
-            "Several runs. `settings`: by key, the value of every run, for the keys in which two runs differ.",
-            runs=list_of(part(**summary, final=Metrics)),
-            settings=dict[str, list[str]],
-            html=str | None,
-        ),
-        "report-benchmarks": document("pvg report FILE", "Reports of `pvg bench`.", reports=list[BenchReport]),
-        "evaluate": document(
-            "pvg evaluate RUN",
-            "`evaluation`: the content of `path`. `resume`: the command that resumes a stopped evaluation.",
-            **each(str, "run", "path"),
-            seconds=float,
-            status=Ended,
-            evaluation=EvaluationReport,
-            resume=str | None,
-        ),
-        "score": document(
-            "pvg score RUN FILE.jsonl --out FILE",
-            "The summary. The scores are in the file `out`, one object per line.",
-            **each(str, "run", "verifier_version"),
-            **each(int, "round", "rows", "accepted"),
-            threshold=float,
-            calibrated=bool,
-            out=str | None,
-        ),
-        "export": document(
-            "pvg export RUN --player prover --out DIR",
-            "The facts of an export, which are also in its pvg.json. A verifier has more facts than a prover.",
-            more=True,
-            **each(str, "out", "run"),
-            round=int,
-            url=str | None,
-            player=Literal["prover", "verifier"],
-        ),
-        "bench": ("pvg bench --profile NAME", BenchReport),
-        "bench-profiles": document(
-            "pvg bench", "The profiles.", profiles=list_of(part(**each(str, "name", "workload", "about", "path")))
-        ),
-        "compare": document(
-            "pvg compare A B",
-            "`failed`: a metric is worse than --fail-above, and the exit code is 1.",
-            joint_confidence=float,
-            failed=bool,
-            **fields_of(ReportComparison),
-            counts=dict[str, int],
-        ),
-        "profile": document(
-            "pvg profile",
-            "`slower_by`: how much longer a pass took than the first one. `missing`: by tool.",
-            **fields_of(
-                ProfileResult, folder=str, passes=list_of(part(name=str, walls_s=list[float])), slower_by=Metrics
-            ),
-        ),
-        "plan": document(
-            "pvg plan",
-            "Times in seconds; `step_s`: of an optimizer step, at least. `fits`: null without a GPU.",
-            **each(str, "experiment", "machine"),
-            **each(int, "workers", "slots", "concurrency"),
-            step_s=float,
-            inputs=by_name(part(**each(str, "unit", "source"), value=float | None)),
-            bounds=dict[str, float | str | None],
-            memory=list_of(planned),
-            gpu_gb=float | None,
-            advice=list[str],
-            notes=list[str],
-        ),
-        "study": (
-            "pvg study NAME",
-            _model(
-                "Study", __base__=StudyResults, status=(Literal["complete", "failed", "stopped"], ...), html=(str, ...)
-            ),
-        ),
-        "study-list": document("pvg study", "The studies.", studies=list_of(named)),
-        "study-plan": document(
-            "pvg study NAME --dry-run",
-            "The work of a study. `warnings`: what its seeds cannot show.",
-            **each(str, "study", "folder"),
-            **each(int, "processes", "threads", "steps"),
-            warnings=list[str],
-            cells=list_of(cell),
-        ),
-        "diagnose": document(
-            "pvg diagnose RUN", "The causes, the costliest first.", nothing_stands_out=bool, **fields_of(Diagnosis)
-        ),
-        "doctor": document(
-            "pvg doctor", "If `healthy` is false, the exit code is 1.", healthy=bool, checks=list[CheckResult]
-        ),
-        "config-show": document(
-            "pvg config show",
-            "All settings. `pvg config schema --json` is their schema.",
-            more=True,
-            name=str,
-            seed=int,
-        ),
-        "config-explain": document(
-            "pvg config explain KEY",
-            "A setting has `forms`; a table `kinds` and `settings`. `experiments`: the value that each sets.",
-            key=str,
-            forms=(list_of(part(type=str, **setting)), []),
-            meaning=(str, ""),
-            default=(str, ""),
-            kinds=(dict[str, str], {}),
-            settings=(list_of(part(key=str, **setting)), []),
-            experiments=(dict[str, str], {}),
-        ),
-        "config-validate": document(
-            "pvg config validate",
-            "A valid experiment.",
-            **each(str, "name", "hash"),
-            valid=Literal[True],
-            warnings=list[str],
-        ),
-        "init": document("pvg init", "`next`: by command, its purpose.", files=list[str], next=dict[str, str]),
-        "schemas": document(
-            "pvg schemas",
-            "The schemas that pvg makes.",
-            schemas=list_of(part(**each(str, "name", "about"), version=int)),
-        ),
-        "serve": document(
-            "pvg serve EXPERIMENT",
-            "Printed when the server is ready. `pid`: end this process to stop the server.",
-            **server,
-        ),
-        "serve-verifier": document(
-            "pvg serve RUN --player verifier", "Printed when the server is ready.", **each(str, "url", "run"), round=int
-        ),
-        "watch": document(
-            "pvg watch RUN",
-            "Printed when the page is ready. `forward`: an ssh command that shows it on another machine.",
-            **each(str, "url", "run", "path", "forward"),
-        ),
-    }
-
-
+PLACE = Path(__file__).with_name("documents.toml")
+# The names that documents.toml uses. `Settings`: an experiment as in its TOML file, whose schema is that of
+# `pvg config schema --json`.
+CLASSES = (AlertRecord, BatchArithmetic, BenchReport, CheckResult, Diagnosis, Download, EvaluationReport, Example)
+MORE_CLASSES = (ProfileResult, ReportComparison, RunGlance, RunSummary, StudyResults)
+NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLASSES)} | {
+    "Literal": Literal,
+    "Metrics": dict[str, float],
+    "Settings": dict[str, Any],
+    "Ended": Literal["complete", "interrupted"],
+}
 # Files of pvg that other programs read: name -> the file, and its class.
 FILES: dict[str, tuple[str, type[BaseModel]]] = {
     "evaluation.json": ("the file runs/NAME/evaluation/evaluation.json", EvaluationReport),
     "study.json": ("the file runs/STUDY/study.json", StudyResults),
     "benchmark-report": ("the files that pvg bench writes, and pvg compare reads", BenchReport),
 }
+
+
+@cache
+def documents() -> dict[str, tuple[str, type[BaseModel]]]:
+    """Name -> the command that prints the document, and its type."""
+    described = tomllib.loads(PLACE.read_text())
+    parts = described.pop("parts")
+    names = dict(NAMES)
+    for name, lines in parts.items():
+        names[name] = _model(name, lines, names, parts)
+    found = {}
+    for name, each in described.items():
+        base = NAMES.get(each.get("base", ""))
+        fixed = "" if base else "schema_version: Literal[1]\n"
+        kind = _model("Document", fixed + each.get("fields", ""), names, parts, base, each.get("about"))
+        found[name] = (each["of"], kind if base is None or "fields" in each else base)
+    return found
+
+
+def _model(
+    name: str,
+    lines: str,
+    names: Mapping[str, Any],
+    parts: Mapping[str, str],
+    base: type[BaseModel] | None = None,
+    about: str | None = None,
+) -> type[BaseModel]:
+    fields, more = _fields(lines, names, parts)
+    config = None if base else ConfigDict(extra="allow" if more else "forbid")
+    make: Any = create_model  # its own type does not know fields that are made at run time
+    made: type[BaseModel] = make(name, __config__=config, __base__=base, __doc__=about, **fields)
+    made.model_rebuild(_types_namespace=names)
+    return made
+
+
+def _fields(lines: str, names: Mapping[str, Any], parts: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
+    """The fields that the lines describe, and whether there may be more."""
+    found: dict[str, Any] = {}
+    more = False
+    for line in filter(None, lines.splitlines()):
+        fields, _, kind = line.partition(": ")
+        if line == "...":
+            more = True
+        elif line in parts:
+            found |= _fields(parts[line], names, parts)[0]
+        elif not kind:
+            found |= {name: (hint, ...) for name, hint in get_type_hints(names[line]).items()}
+        else:
+            for name in fields.split(", "):
+                missing = Field(default_factory=lambda: None) if name.endswith("?") else ...
+                found[name.removesuffix("?")] = (kind, missing)
+    return found, more
 
 
 class DocumentSchema(GenerateJsonSchema):

@@ -26,18 +26,10 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
     preview = None if lacking else prompts_of(experiment, demonstrations)
     warmup = {} if demonstrations is None else _warmup(experiment, demonstrations)
     if as_json:
-        emit(
-            {
-                "experiment": experiment.plain(),
-                "arithmetic": asdict(experiment.arithmetic()),
-                "hash": experiment.hash(),
-                "run": str(plan.run.path),
-                "resume": plan.resume,
-                "downloads": {key: asdict(download) for key, download in downloads.items()},
-                "preview": preview,
-                **({"warmup": warmup} if warmup else {}),
-            }
-        )
+        facts: dict[str, Any] = {"experiment": experiment.plain(), "arithmetic": asdict(experiment.arithmetic())}
+        facts |= {"hash": experiment.hash(), "run": str(plan.run.path), "resume": plan.resume, "preview": preview}
+        facts |= {"downloads": {key: asdict(download) for key, download in downloads.items()}}
+        emit(facts | ({"warmup": warmup} if warmup else {}))
         return
     print_toml(experiment.to_toml())
     console = stdout()

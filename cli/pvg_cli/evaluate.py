@@ -12,9 +12,10 @@ from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, Se
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from pvg.config.experiment import Experiment
-    from pvg.evaluation.runner import EvaluationOutcome, EvaluationRequest
+    from pvg.evaluation.runner import EvaluationOutcome
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.run_display import RunDisplay
 
@@ -54,9 +55,8 @@ def evaluate(
         open_round(run, number)
     fetch(experiment.sources())
     announce_loading()
-    from pvg.evaluation.runner import EvaluationRequest
 
-    outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers), as_json)
+    outcome = _measure(experiment, run, wanted, numbers, as_json)
     _print_result(outcome, run, command_line(), as_json)
 
 
@@ -72,7 +72,9 @@ def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
     return experiment
 
 
-def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:
+def _measure(
+    experiment: Experiment, run: RunDirectory, parts: Sequence[str], rounds: Sequence[int] | None, as_json: bool
+) -> EvaluationOutcome:
     from pvg_cli.driving import drive_run
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunDisplay
@@ -80,7 +82,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
-        return await measure(experiment, run, request, observer=observer, stop=stop)
+        return await measure(experiment, run, parts, rounds, observer=observer, stop=stop)
 
     display = RunDisplay(run.name, experiment.game.rounds, stderr(), phases=())
     lock = run.lock(waiting=say, work="evaluate")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from pvg.errors import UsageError, user_paths
 from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption
 
@@ -42,7 +43,6 @@ def export(
     The prover opens as AutoModelForCausalLM. A verifier with a scalar or yes_token head opens as
     AutoModelForSequenceClassification, and every verifier opens with the small file pvg_verifier.py in the folder.
     """
-    from pvg.errors import UsageError, user_paths
     from pvg.export.finished import FinishedRound
     from pvg.export.target import check_push, check_target, push_folder
     from pvg.store.run_directory import RunDirectory

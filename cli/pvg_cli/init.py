@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pvg.errors import UsageError, user_paths
 from pvg_cli.boundary import emit
 from pvg_cli.options import DebugOption, JsonOption
 
@@ -42,8 +43,6 @@ def init(
 
 def write_scaffold(folder: Path) -> list[Path]:
     """Write the files and return their paths. Raises UsageError if one of them exists, and writes none then."""
-    from pvg.errors import UsageError, user_paths
-
     texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in SCAFFOLD.iterdir()}
     with user_paths():
         there = [name for name in sorted(texts) if (folder / name).exists()]

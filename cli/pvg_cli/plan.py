@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg.errors import UsageError
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, ExperimentOrDefault, JsonOption, SetOption
 
@@ -44,7 +45,6 @@ def plan(
     Loads no model: it reads their config.json.
     """
     from pvg.config.load import nearest
-    from pvg.errors import UsageError
     from pvg.planning.memory import read_shape
     from pvg.planning.plan import MACHINES, Inputs, plan_of
     from pvg.store.run_players import base_source, pinned_players

@@ -122,7 +122,7 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
     from pvg_cli.output import stdout
 
     summary = read_run(run)
-    chosen = (examples and _or_warn(lambda: choose_examples(run, examples), None)) or []
+    chosen = _or_warn(lambda: choose_examples(run, examples) if examples else [], None) or []
     found = _or_warn(lambda: report_of(run), None)
     state = state_of(run)
     rollouts = None if page is None else _write_pages(run, summary, examples, page, state)

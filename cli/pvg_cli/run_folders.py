@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pvg.errors import UsageError, counted
 from pvg_cli import completion
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption
@@ -62,7 +63,6 @@ def list_(
 
 def _refuse_no_folder(runs: Path) -> None:
     """Raises UsageError if --runs names no folder. The default folder appears with the first run."""
-    from pvg.errors import UsageError
     from pvg.store.run_directory import refuse_no_folder
 
     refuse_no_folder(runs)
@@ -107,7 +107,6 @@ def tag(
 ) -> None:
     """Add tags to a run, or remove some. Without a tag: print its tags."""
     from pvg.config.load import did_you_mean
-    from pvg.errors import UsageError
     from pvg.store.run_directory import RunDirectory, read_tags, write_tags
 
     directory = RunDirectory.open(run, runs)
@@ -162,7 +161,6 @@ def remove(
 
 def _refuse_needed(directories: list[RunDirectory]) -> None:
     """Raises UsageError if a run that stays starts from a run that would be deleted."""
-    from pvg.errors import UsageError
     from pvg.store.run_players import runs_that_start_from
 
     doomed = {run.path.resolve() for run in directories}
@@ -182,8 +180,6 @@ def _refuse_needed(directories: list[RunDirectory]) -> None:
 def _ask(folders: list[str], as_json: bool) -> None:
     """Ask on stderr whether to delete. Raises UsageError without a terminal, and Exit(1) for a no."""
     import sys
-
-    from pvg.errors import UsageError, counted
 
     if as_json or sys.stdin is None or not sys.stdin.isatty():
         raise UsageError("pvg asks before it deletes a run, but stdin is not a terminal.", "To delete it: --yes")
@@ -213,8 +209,8 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
 
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.last_activity))
     player = f" (process {facts.process} on {facts.host})" if facts.process else ""
-    table = Table([Column("", style="quiet", wrap=False), Column("")], narrow=True)
-    for label, value in {
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    rows = {
         "run": facts.name,
         "folder": str(facts.path),
         "experiment": facts.experiment,
@@ -223,14 +219,12 @@ def _facts_table(facts: RunGlance, sizes: dict[str, int]) -> Table:
         "phase": facts.phase,
         "rounds": f"{facts.rounds_finished} of {facts.rounds_planned or '?'} finished",
         "last activity": f"{moment} ({age(time.time() - facts.last_activity)})",
-        "size": f"{byte_size(facts.size_bytes)}: "
-        + ", ".join(f"{name} {byte_size(size)}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])),
+        "size": f"{byte_size(facts.size_bytes)}: {', '.join(f'{name} {byte_size(size)}' for name, size in largest)}",
         "tags": " ".join(facts.tags),
         "pvg": facts.code_version,
-    }.items():
-        if value:
-            table.add(label, value)
-    return table
+    }
+    columns = [Column("", style="quiet", wrap=False), Column("")]
+    return Table(columns, [(label, value) for label, value in rows.items() if value], narrow=True)
 
 
 def _commands(run: RunDirectory, facts: RunGlance) -> dict[str, str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pvg.errors import StoppedAtStart, UsageError, counted, user_paths
 from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, check_output
 
@@ -37,7 +38,6 @@ def score(
     """
     import asyncio
 
-    from pvg.errors import StoppedAtStart, UsageError, counted
     from pvg.export.finished import FinishedRound, check_rows
     from pvg.store.run_directory import RunDirectory
 
@@ -66,7 +66,6 @@ def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool)
 
     import orjson
 
-    from pvg.errors import user_paths
     from pvg.export.finished import score_rows
     from pvg.store.atomic import is_temporary, output_file
     from pvg_cli.driving import cancelled_at_signals, killed_document

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pvg.errors import UsageError
 from pvg_cli import completion
 from pvg_cli.boundary import announce_loading, emit, say, stopped
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output
@@ -16,7 +18,6 @@ from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, Se
 if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.servers.command import ServerSpec
-    from pvg.servers.process import VllmServer
     from pvg_cli.serve_display import ServeDisplay
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -79,8 +80,6 @@ def serve(
     With --player verifier, serve the verifier of a run on 127.0.0.1: routes /health, /score and /get_reward.
     With --json, the document is printed when the server is ready. The server keeps running.
     """
-    from pvg.errors import UsageError
-
     if player is not None:
         if overrides or log is not None or purpose != "prover" or host != "127.0.0.1":
             raise UsageError(
@@ -150,7 +149,22 @@ def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeDis
             async with VllmServer.start(spec, shown.progressed) as server:
                 shown.ready(server)
                 if as_json:
-                    emit(_document(server, experiment, purpose))
+                    emit(
+                        {
+                            "url": server.url,
+                            "pid": os.getpid(),  # end this one to stop the server
+                            "server_pid": server.pid,
+                            "experiment": experiment.name,
+                            "for": purpose,
+                            "model": spec.model,
+                            "runner": spec.runner,
+                            "log": str(spec.log),
+                            "weights_root": str(experiment.weights.root.absolute()),
+                            "python": str(spec.interpreter.python),
+                            "vllm": spec.interpreter.vllm,
+                            "device": spec.interpreter.device,
+                        }
+                    )
                 await shown.watch(server)
         except asyncio.CancelledError:
             shown.stopped()
@@ -206,26 +220,6 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
             asyncio.run(work(attach))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
-
-
-def _document(server: VllmServer, experiment: Experiment, purpose: str) -> dict[str, object]:
-    import os
-
-    spec = server.spec
-    return {
-        "url": server.url,
-        "pid": os.getpid(),  # end this one to stop the server
-        "server_pid": server.pid,
-        "experiment": experiment.name,
-        "for": purpose,
-        "model": spec.model,
-        "runner": spec.runner,
-        "log": str(spec.log),
-        "weights_root": str(experiment.weights.root.absolute()),
-        "python": str(spec.interpreter.python),
-        "vllm": spec.interpreter.vllm,
-        "device": spec.interpreter.device,
-    }
 
 
 def next_commands(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> dict[str, str]:

@@ -83,7 +83,7 @@ def study(  # noqa: PLR0917  (each is an option)
     if name is None:
         _list(as_json)
         return
-    command = _command(name, overrides or [], seeds, processes, threads, runs)
+    command = _command(name, overrides or [], runs, seeds=seeds, processes=processes, threads=threads)
     given = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
     plan, notes = with_precision(given, playing=not only_table)
     for note in (*given.notes, *notes):
@@ -96,8 +96,8 @@ def study(  # noqa: PLR0917  (each is an option)
         return
     finished = True
     todo = [] if only_table else [cell for cell in plan.cells if now[cell.name].status != "complete"]
-    for option, path in (("--markdown", markdown), ("--csv", csv)):  # before hours of work
-        check_output(option, path)
+    check_output("--markdown", markdown)  # before hours of work
+    check_output("--csv", csv)
     with folder.lock():
         if todo:
             finished = _play(plan, todo, now)
@@ -109,16 +109,10 @@ def study(  # noqa: PLR0917  (each is an option)
     _print_result(results, folder, command, as_json=as_json, finished=finished)
 
 
-def _command(
-    name: str, overrides: list[str], seeds: int | None, processes: int | None, threads: int | None, runs: Path
-) -> str:
+def _command(name: str, overrides: list[str], runs: Path, **options: int | None) -> str:
     """The command that runs the same study again."""
-    words = ["pvg", "study", name]
-    for setting in overrides:
-        words += ["--set", setting]
-    for option, value in (("--seeds", seeds), ("--processes", processes), ("--threads", threads)):
-        if value is not None:
-            words += [option, str(value)]
+    words = ["pvg", "study", name, *(word for setting in overrides for word in ("--set", setting))]
+    words += [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
     return shlex.join([*words, *(["--runs", str(runs)] if runs != Path("runs") else [])])
 
 
@@ -143,30 +137,14 @@ def _show_plan(plan: StudyPlan, now: dict[str, CellProgress], as_json: bool) -> 
     if not as_json:
         stdout().print(plan_table(plan, now))
         return
-    cells = [
-        {
-            "arm": cell.arm,
-            "seed": cell.seed,
-            "run": str(cell.run.path),
-            "status": now[cell.name].status,
-            "reason": now[cell.name].reason,
-            "steps": cell.steps,
-            "steps_done": now[cell.name].done,
-            "hash": cell.experiment.hash(),
-        }
-        for cell in plan.cells
-    ]
-    emit(
-        {
-            "study": plan.name,
-            "warnings": plan_cautions(plan),
-            "folder": str(plan.folder),
-            "processes": plan.processes,
-            "threads": plan.threads,
-            "steps": plan.steps,
-            "cells": cells,
-        }
-    )
+    cells = []
+    for cell in plan.cells:
+        found = now[cell.name]
+        facts = {"arm": cell.arm, "seed": cell.seed, "run": str(cell.run.path), "hash": cell.experiment.hash()}
+        progress = {"status": found.status, "reason": found.reason, "steps": cell.steps, "steps_done": found.done}
+        cells.append(facts | progress)
+    facts = {"study": plan.name, "folder": str(plan.folder), "processes": plan.processes, "threads": plan.threads}
+    emit({**facts, "steps": plan.steps, "warnings": plan_cautions(plan), "cells": cells})
 
 
 class StopRequests:

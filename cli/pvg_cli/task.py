@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pvg.errors import EXIT_CHECK_FAILED, MissingRequirementError, UsageError, counted, shortened, visible
 from pvg_cli import completion
 from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, SetOption
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.game.task_check import PlayerModels, TaskCheck
     from pvg.game.warm_start import Demonstrations
+    from pvg.reporting.table import Table
     from pvg.tasks.task import Task
 
 MODELS = ("models.prover.source", "models.verifier.source")
@@ -49,12 +51,12 @@ def check(
 
     The exit code is 1 if a check fails.
     """
-    from pvg.errors import EXIT_CHECK_FAILED
+    from pvg.extensions import is_reference
     from pvg.game.task_check import ANY_TEXT, checks_of, preview
 
     experiment = experiment_of(name, overrides or [])
     announce_loading()
-    models, missing = players_here(experiment, own=_is_class(name))
+    models, missing = players_here(experiment, own=is_reference(name))
     with ExitStack() as opened:
         task = _opened(experiment, opened)
         checks = list(checks_of(experiment, task, models))
@@ -64,15 +66,8 @@ def check(
             shown = preview(experiment, task, models, grades=gradable)
     failed = [each.name for each in checks if each.passed is False]
     if as_json:
-        emit(
-            {
-                "task": experiment.task.kind,
-                "passed": not failed,
-                "checks": [each.plain() for each in checks],
-                "preview": shown,
-                "notice": missing,
-            }
-        )
+        facts = {"task": experiment.task.kind, "passed": not failed, "preview": shown, "notice": missing}
+        emit({**facts, "checks": [each.plain() for each in checks]})
     else:
         _print(checks, shown, missing)
     if failed:
@@ -82,31 +77,19 @@ def check(
 def experiment_of(name: str, overrides: list[str]) -> Experiment:
     """The experiment of that name or file. A class of a task becomes the embedded game's experiment with that task, and
     with prompts in words."""
-    from pvg.config.load import find_experiment, load_experiment
-    from pvg.errors import UsageError
-    from pvg.extensions import check_references
-    from pvg_cli.runs import resolve
+    from pvg.extensions import is_reference
+    from pvg_cli.runs import DEFAULT_EXPERIMENT, resolve
 
     if name.endswith(".py"):
         raise UsageError(f"{name} names no class.", f"Name the class of your task: pvg task check {name}:CLASS")
-    if not _is_class(name):
+    if not is_reference(name):
         return resolve(name, overrides)
-    own = ["task.kind=custom", f"task.source={name}", "prompts=chat"]
-    experiment = load_experiment(find_experiment("modchain"), [*own, *overrides])
-    check_references(experiment.own_code())
-    return experiment
-
-
-def _is_class(name: str) -> bool:
-    from pvg.extensions import is_reference
-
-    return is_reference(name)
+    return resolve(DEFAULT_EXPERIMENT, ["task.kind=custom", f"task.source={name}", "prompts=chat", *overrides])
 
 
 def players_here(experiment: Experiment, own: bool = False) -> tuple[PlayerModels | None, str]:
     """The experiment's models without weights. None, with the reason, if no model is named (`own`) or if one is not on
     this machine."""
-    from pvg.errors import MissingRequirementError
     from pvg.game.task_check import open_models
     from pvg.hub import hub_ids, is_cached
 
@@ -181,8 +164,6 @@ def _print(checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) 
 
 def print_preview(found: dict[str, Any], console: Console) -> None:
     """The prompts of a problem, a question of the verifier, the verifier's input, and grades of known solutions."""
-    from pvg.errors import counted
-
     if not found["prompts"]:
         console.print("\nSelf-play: the prompts come from the game.", style="bright_black")
         return
@@ -194,13 +175,12 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
         _print_input(f"Example of the {asked['answered_by']}'s answer{limit}", asked["answer"], None, console)
     if (read := found["verifier_input"]) is not None:
         _print_input("Input of the verifier", read["text"], read["tokens"], console)
-    _print_grades(found["graded"], console)
+    if found["graded"]:
+        console.print("\n", _grades_table(found["graded"]), sep="")
 
 
 def _print_input(title: str, text: str, tokens: int | None, console: Console) -> None:
     from rich.text import Text
-
-    from pvg.errors import counted, visible
 
     size = "" if tokens is None else f" ({counted(tokens, 'token')})"
     console.print(Text(f"\n{title}{size}", style="bold"))
@@ -208,21 +188,12 @@ def _print_input(title: str, text: str, tokens: int | None, console: Console) ->
         console.print(Text(f"  | {visible(line)}"), soft_wrap=True)
 
 
-def _print_grades(graded: list[dict[str, Any]], console: Console) -> None:
-    from pvg.errors import shortened, visible
+def _grades_table(graded: list[dict[str, Any]]) -> Table:
     from pvg.reporting.table import Column, Table
 
-    if not graded:
-        return
     table = Table([Column("solution"), Column("its text"), Column("graded"), Column("note", style="quiet")])
     for each in graded:
-        table.add(each["solution"], visible(shortened(repr(each["text"]), 48)), _verdict(each), each["note"])
-    console.print()
-    console.print(table)
-
-
-def _verdict(graded: dict[str, Any]) -> str:
-    from pvg.errors import shortened, visible
-
-    verdict = "correct" if graded["correct"] else "wrong" if graded["well_formed"] else "malformed"
-    return f"{verdict} (answer {visible(shortened(graded['answer'], 24))})" if graded["answer"] else verdict
+        verdict = "correct" if each["correct"] else "wrong" if each["well_formed"] else "malformed"
+        answer = f" (answer {visible(shortened(each['answer'], 24))})" if each["answer"] else ""
+        table.add(each["solution"], visible(shortened(repr(each["text"]), 48)), f"{verdict}{answer}", each["note"])
+    return table

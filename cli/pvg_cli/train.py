@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from pvg.errors import UsageError
 from pvg_cli import completion
 from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, say
 from pvg_cli.options import (
@@ -61,8 +62,6 @@ def train(
 
     Ctrl-C stops the run at its next commit point. To resume it, use: pvg train --resume
     """
-    from pvg.errors import UsageError
-
     if resume is not None and run_name is not None:
         raise UsageError(
             "--name and --resume cannot be used together.",

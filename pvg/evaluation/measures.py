@@ -89,14 +89,6 @@ def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
 PLATT_RIDGE = 1e-6  # on both parameters, because a separable set has no finite best fit without it
 
 
-@dataclass(frozen=True, slots=True)
-class CalibrationBin:
-    """Solutions with adjacent predictions: their mean prediction and the share that is correct."""
-
-    predicted: float
-    correct: Estimate
-
-
 def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, float]:
     """(a, b) of P(correct | s) = sigmoid(a s + b), fitted to Platt's smoothed targets (n+ + 1)/(n+ + 2) and
     1/(n- + 2). Raises ValueError without solutions."""
@@ -176,21 +168,6 @@ def _noise(gap_N: Float64, bin_N: Ints, problems_N: Ints, weights_BP: Float64) -
     return np.asarray(np.abs(drawn_BQ - sums_PQ.sum(axis=0) / len(gap_N)).sum(axis=1))
 
 
-def reliability(
-    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int
-) -> list[CalibrationBin]:
-    """The bins in order of their predictions, each with its share of correct solutions and the interval of this
-    share."""
-    bin_N = equal_mass(predicted_N, bins)
-    return [
-        CalibrationBin(
-            float(predicted_N[bin_N == number].mean()),
-            share_of(correct_N[bin_N == number], problems_N[bin_N == number]),
-        )
-        for number in np.unique(bin_N)
-    ]
-
-
 Bools = NDArray[np.bool_]
 BINS = 10  # of the calibration error, with equal counts: the number of most papers
 FOLDS = 5  # of the cross-validation by problem
@@ -242,10 +219,12 @@ def natural(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
     return _won(scores_N, correct_N, chosen) / math.comb(len(correct_N), n)
 
 
-def pass_at(correct: int, total: int, n: int) -> float:
-    """The probability that at least one of n of `total` solutions is correct: 1 - C(total - correct, n)/C(total, n)
-    (Chen et al. 2021, arXiv 2107.03374)."""
-    return 1.0 - math.comb(total - correct, n) / math.comb(total, n)
+def pass_at(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
+    """The probability that at least one of n solutions of one problem is correct: 1 - C(incorrect, n)/C(all, n)
+    (Chen et al. 2021, arXiv 2107.03374); None with fewer than n solutions. The scores have no influence."""
+    if len(correct_N) < n:
+        return None
+    return 1.0 - math.comb(int((~correct_N).sum()), n) / math.comb(len(correct_N), n)
 
 
 def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[ScoreLevel, int, int], int]) -> float:
@@ -276,7 +255,7 @@ def _choose(n: int, k: int) -> int:
 def by_problem(
     scores_N: NDArray[Any], correct_N: Bools, problems_N: Ints, n: int, accuracy: Callable[..., float | None]
 ) -> list[float | None]:
-    """`accuracy` (balanced or natural) of each problem 0..P-1; None if a problem has too few solutions."""
+    """`accuracy` (balanced, natural or pass_at) of each problem 0..P-1; None if a problem has too few solutions."""
     count = int(problems_N.max()) + 1 if len(problems_N) else 0
     return [accuracy(scores_N[problems_N == p], correct_N[problems_N == p], n) for p in range(count)]
 
@@ -299,11 +278,6 @@ def credit(prefix_scores_K: NDArray[Any], flaw: int) -> float:
         raise ValueError(f"step {flaw} is not one of the {len(falls_K)} steps")
     largest_K = falls_K == falls_K.max()
     return float(largest_K[flaw] / largest_K.sum())
-
-
-def chance(steps_N: NDArray[np.int64]) -> float:
-    """The mean accuracy of guessing a step: the mean of 1 / (number of steps)."""
-    return float(np.mean(1.0 / steps_N))
 
 
 # --- separability -----------------------------------------------------------------------------------------------------
@@ -392,17 +366,11 @@ def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -
 def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     mask = samples.helpful_N
     scores_N, correct_N, problems_N = samples.scores_N[mask], samples.correct_N[mask], samples.problems_N[mask]
-    size = weights_BP.shape[1]
-    total_P = np.bincount(problems_N, minlength=size)
-    right_P = np.bincount(problems_N, weights=correct_N.astype(np.float64), minlength=size).astype(np.int64)
     chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP)
     points = []
     for n in sizes(section.samples):
         values = by_problem(scores_N, correct_N, problems_N, n, natural)
-        ceilings = [
-            pass_at(int(right), int(total), n) if total >= n else None
-            for right, total in zip(right_P, total_P, strict=True)
-        ]
+        ceilings = by_problem(scores_N, correct_N, problems_N, n, pass_at)
         point = curve_point(values, weights_BP)
         points.append(
             {
@@ -486,13 +454,18 @@ def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) ->
 
 
 def _calibrated(predicted_N: Float64, own: ScoredRollouts, weights_BP: Float64) -> dict[str, Any]:
-    bins = reliability(predicted_N, own.correct_N, own.problems_N, BINS)
+    bin_N = equal_mass(predicted_N, BINS)
+    bins = []
+    for number in np.unique(bin_N):
+        of_N = bin_N == number
+        correct = share_of(own.correct_N[of_N], own.problems_N[of_N])
+        bins.append({"predicted": float(predicted_N[of_N].mean()), "correct": correct})
     error, by_chance = ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP)
     return {
         "ece": error,
         "ece_by_chance": by_chance,
         "brier": mean_of((predicted_N - own.correct_N) ** 2, own.problems_N, weights_BP),
-        "bins": [{"predicted": found.predicted, "correct": found.correct} for found in bins],
+        "bins": bins,
     }
 
 
@@ -506,15 +479,10 @@ def localisation(
     credits_N = np.array([credit(np.array(s), flaw) for s, flaw in zip(prefixes, flaws, strict=True)])
     steps_N = np.array([len(s) - 1 for s in prefixes], dtype=np.int64)
     problems_N = np.array(problems, dtype=np.int64)
-    size = weights_BP.shape[1]
-    accuracy = mean_of(credits_N, problems_N, weights_BP)
-    gains_P = np.bincount(problems_N, weights=credits_N - 1.0 / steps_N, minlength=size).astype(np.float64)
-    counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
-    gain = ratio(gains_P, counts_P, weights_BP, len(flaws))
     return {
         "known": True,
-        "accuracy": accuracy,
-        "chance": chance(steps_N),
-        "gain": gain,
+        "accuracy": mean_of(credits_N, problems_N, weights_BP),
+        "chance": float(np.mean(1.0 / steps_N)),  # of guessing a step
+        "gain": mean_of(credits_N - 1.0 / steps_N, problems_N, weights_BP),
         "solutions": len(flaws),
     }

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -386,7 +387,9 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
     a name, which the next start removes. Raises InterruptedByUser after a chunk if a stop was requested."""
     for_ = digest_of(context, wanted)
     shards = _committed(context, wanted)
-    chunks = _chunks(context, wanted)
+    places = list(product(wanted.problems, wanted.roles))
+    step = len(wanted.roles) * max(1, context.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
+    chunks = list(enumerate(range(0, len(places), step)))
     if len(shards) < len(chunks):
         context.begin(wanted.name)
         done = sum(shard.rows for shard in shards)
@@ -395,8 +398,20 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
         await wanted.load()
         with open_frozen_verifier(context, wanted.asking) as asking:
             environment = await questions(context, asking)
-            for number in range(len(shards), len(chunks)):
-                rollouts = await _sample(context, wanted, number, chunks[number], environment)
+            for number, first in chunks[len(shards) :]:
+                chosen = enumerate(places[first : first + step], start=first)
+                groups = await context.players.dispatcher.sample(
+                    [context.order(problem, role, group, wanted.size) for group, (problem, role) in chosen],
+                    SampleCall(
+                        round=wanted.round,
+                        source=wanted.name,
+                        step=number,
+                        seed=seed_for(context.seed, "evaluate", wanted.name, number),
+                        prefix=f"evaluate/{wanted.name}/{number:05d}",
+                        environment=environment,
+                    ),
+                )
+                rollouts = [rollout for group in groups for rollout in group.rollouts]
                 label = f"{wanted.name}-{for_[:8]}-{number:05d}"
                 shards.append(context.shards.write(wanted.round, label, rollouts))
                 context.manifests.write(wanted.name, for_, [shard.plain() for shard in shards])
@@ -411,38 +426,6 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
 
 def is_complete(context: EvaluationContext, wanted: SampleSet) -> bool:
     return sum(shard.rows for shard in _committed(context, wanted)) == wanted.rollouts
-
-
-def _chunks(context: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
-    per_chunk = max(1, context.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
-    return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
-
-
-async def _sample(
-    context: EvaluationContext,
-    wanted: SampleSet,
-    number: int,
-    problems: Sequence[Problem],
-    environment: Environment | None,
-) -> list[Rollout]:
-    first = sum(len(chunk) for chunk in _chunks(context, wanted)[:number])
-    orders = [
-        context.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
-        for position, problem in enumerate(problems)
-        for rank, role in enumerate(wanted.roles)
-    ]
-    groups = await context.players.dispatcher.sample(
-        orders,
-        SampleCall(
-            round=wanted.round,
-            source=wanted.name,
-            step=number,
-            seed=seed_for(context.seed, "evaluate", wanted.name, number),
-            prefix=f"evaluate/{wanted.name}/{number:05d}",
-            environment=environment,
-        ),
-    )
-    return [rollout for group in groups for rollout in group.rollouts]
 
 
 def _committed(context: EvaluationContext, wanted: SampleSet) -> list[ShardInfo]:

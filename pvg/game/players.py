@@ -285,11 +285,6 @@ class Players:
         """Whether the verifier is adapters on the base prover's own weights."""
         return verifier_is_on_base(self._experiment.verifier, self._experiment.models)
 
-    @property
-    def samples_elsewhere(self) -> bool:
-        """Whether the trainer is idle during sampling: servers sample, or workers that do not train now."""
-        return self.engine.remote or (self.workers is not None and self.workers.sampling != self.workers.training)
-
     def divided_workers(self) -> AbstractContextManager[None]:
         """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts
         sampled ahead. Open the phase and its models inside."""

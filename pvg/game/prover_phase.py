@@ -207,15 +207,8 @@ def open_batches(
     """The batches of the session's game for `learner`. `workers`: compute its log-probs, if given."""
     players, rollout, training = session.players, session.rollout, session.training
     orders = prover_orders(session, environment_of(session, scorer))
-    logprobs = BatchLogprobs(
-        players,
-        objective,
-        learner,
-        workers=workers,
-        recomputed=rollout.logprobs == "recomputed",
-        staleness_budget=rollout.staleness_budget,
-    )
-    orders.on_group = logprobs.early.arrived
+    recomputed = rollout.logprobs == "recomputed"
+    logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
     return GameBatches(
         session,
         -(-training.steps // training.minibatches),

@@ -168,8 +168,7 @@ class GameBatches(Batches):
         session, players, number = self.session, self.session.players, self.done
         if not self.groups.ahead:
             self.clock.begin()
-        async with self.logprobs.early.compute_passes():
-            groups, of_groups = await self.groups.batch(number)
+        groups, of_groups = await self.groups.batch(number)
         self.clock.sampled()
         scored, resampled_s, of_refill = await self.refill.fill(await self._score(groups), number, self._score)
         if of_refill:
@@ -180,7 +179,7 @@ class GameBatches(Batches):
         with span("credit"):
             advantages_M, of_credit = self._credit(scored, trained)
             batch = await players.off_loop(partial(batch_of, trained, advantages_M))
-        batch = await self.logprobs.add(batch, trained)
+        batch = await self.logprobs.add(batch)
         with span("record"):
             clock, place = self.clock, (self.verifier.threshold, players.engine.version)
             measured = partial(scored.metrics, *place, clock.counts, clock.seconds)
@@ -215,7 +214,6 @@ class GameBatches(Batches):
         return self.groups.carried
 
     def start(self, version: int) -> None:
-        self.logprobs.early.start()
         self.clock.begin()
         self.groups.start(version, self.done, self.total - self.done)
 
@@ -224,11 +222,8 @@ class GameBatches(Batches):
         return await self.verifier.after(self.done, self.scorer)
 
     async def close(self) -> None:
-        try:
-            await self.logprobs.early.close()
-        finally:  # even if the wait for the early pass was cancelled
-            await self.groups.close()
-            await self.verifier.close()
+        await self.groups.close()
+        await self.verifier.close()
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # With the score cache, so that a resumed run asks the verifier for the same scores. Groups ahead are not

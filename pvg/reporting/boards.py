@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from pvg.games.diplomacy_board import NOBODY, Board, Position, Unit, mini_board, place, standard_board
-from pvg.games.diplomacy_movement import Order, parse, parse_orders, write
+from pvg.games.diplomacy_movement import Order, parse_orders, write
 from pvg.games.diplomacy_phases import Legality, PhaseOutcome, Result, step
 from pvg.records import Role, Rollout
 from pvg.reporting.solutions import scored_rollouts
@@ -267,44 +267,34 @@ def _card(rollout: Rollout, score: float, plan: DrawnPlan, accepted: bool) -> Ma
 
 
 _QUESTION = re.compile(r"([a-h]+)/([a-h]+)>([a-h])\?")
-_ORDER = re.compile(r"([a-h])(?:\.|([a-h])|\+([a-h])([a-h])?)")
 _PHASE = re.compile(r"[SFW][0-9]{4}[MRA]")
 _GOAL = re.compile(r" a unit of ([A-Za-z]+) in ([a-z]{3}), whatever")
 _POWER = re.compile(r"([A-Z][a-z]{2}): (.*)")
 _REPLY = re.compile(r"refuted by (.+?)(?: \(sampled\))?$")
-_REFUTED = re.compile(r"refuted by ([^ ,]+)")
+# The orders of the mini task, such as `d.;ga;e+d;e+gd`, in the notation of pvg.games.
+_MINI = {
+    r"([a-h])\.": r"A \1 H",
+    r"([a-h])([a-h])": r"A \1-\2",
+    r"([a-h])\+([a-h])": r"A \1 S \2",
+    r"([a-h])\+([a-h])([a-h])": r"A \1 S \2-\3",
+}
 
 
 def mini_plan(rollout: Rollout) -> DrawnPlan | None:
-    """The plan of a rollout of the task diplomacy_mini. None if the texts have another form."""
-    board = mini_board()
-    question, refuted = _QUESTION.fullmatch(rollout.question), _REFUTED.search(rollout.grade.note)
-    orders = mini_orders(board, rollout.grade.answer or "")
-    reply = mini_orders(board, refuted[1]) if refuted else None
-    if question is None or orders is None or (refuted and reply is None):
+    """The plan of a rollout of the task diplomacy_mini. None if the question has another form."""
+    board, question = mini_board(), _QUESTION.fullmatch(rollout.question)
+    if question is None:
         return None
     own, enemy, target = question.groups()
     units = {board.powers[0]: [f"A {name}" for name in own], board.powers[1]: [f"A {name}" for name in enemy]}
-    replies = {1: reply} if reply else {}
-    text = rollout.grade.answer or rollout.solution
-    return DrawnPlan(board, place(board, units), 0, orders, replies, board.provinces.index(target), text)
+    answer, reply = rollout.grade.answer or "", _refuting(rollout).partition(",")[0]
+    return _plan(place(board, units), board, 0, target, mini_text(answer), mini_text(reply), answer or rollout.solution)
 
 
-def mini_orders(board: Board, text: str) -> list[Order] | None:
-    """Orders such as `d.;e+d;ga;e+gd` (hold, support to hold, move, support of a move). None for another text."""
-    found = []
-    for part in text.split(";"):
-        match = _ORDER.fullmatch(part)
-        if match is None:
-            return None
-        here, to, helped, helped_to = (-1 if name is None else board.provinces.index(name) for name in match.groups())
-        if to >= 0:
-            found.append(Order("move", here, to, unit="A"))
-        elif helped >= 0:
-            found.append(Order("support", here, helped_to, helped, unit="A"))
-        else:
-            found.append(Order("hold", here, unit="A"))
-    return found
+def mini_text(orders: str) -> str:
+    """Orders of the mini task in the notation of pvg.games; unknown ones are left out."""
+    parts = [(re.fullmatch(form, part), to) for part in orders.split(";") for form, to in _MINI.items()]
+    return ";".join(match.expand(to) for match, to in parts if match)
 
 
 def full_plan(rollout: Rollout) -> DrawnPlan | None:
@@ -312,8 +302,8 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
     pvg.games.diplomacy. None if the texts have another form."""
     board, lines = standard_board(), rollout.question.split("\n")
     head, goal = _PHASE.fullmatch(lines[0]), _GOAL.search(lines[-1])
-    own, target = (board.power(goal[1]), board.find(goal[2])) if goal else (None, None)
-    if head is None or own is None or target is None:
+    own = board.power(goal[1]) if goal else None
+    if head is None or goal is None or own is None or board.find(goal[2]) is None:
         return None
     units: dict[str, list[str]] = {}
     owners: dict[str, list[str]] = {}
@@ -323,16 +313,25 @@ def full_plan(rollout: Rollout) -> DrawnPlan | None:
         units[power[1]] = [f"{'F' if word[0] == '~' else 'A'} {word.strip('~*')}" for word in words]
         held = [word.strip("~*").partition("/")[0] for word in words if word.endswith("*")]
         owners[power[1]] = [*held, *centres.split()]
-    position = place(board, units, head[0], owners)
-    parts = [part.strip() for part in re.split("[\n;]", rollout.solution)]
-    found = [(part, parse(board, part)) for part in parts if part]
-    orders = [Legality(board, position).complete(order) for _, order in found if order]
-    claims = "; ".join(part for part, order in found if order is None)
-    refuted, reply = _REPLY.search(rollout.grade.note), dict[int, list[Order]]()
+    position, claims = place(board, units, head[0], owners), "; ".join(parse_orders(board, rollout.solution).unread)
+    return _plan(position, board, own, goal[2], rollout.solution, _refuting(rollout), claims)
+
+
+def _refuting(rollout: Rollout) -> str:
+    """The reply that the grader's note names; empty without one."""
+    found = _REPLY.search(rollout.grade.note)
+    return found[1] if found else ""
+
+
+def _plan(position: Position, board: Board, own: int, target: str, orders: str, reply: str, text: str) -> DrawnPlan:
+    """`orders` and `reply` in the notation of pvg.games."""
+    complete = Legality(board, position).complete
     powers = {board.province_of[unit.place]: unit.power for unit in position.unit_list()}
-    for order in parse_orders(board, refuted[1]).orders if refuted else ():
-        reply.setdefault(powers[board.province_of[order.place]], []).append(order)
-    return DrawnPlan(board, position, own, orders, reply, board.province_of[target], claims)
+    replies: dict[int, list[Order]] = {}
+    for order in parse_orders(board, reply).orders:
+        replies.setdefault(powers[board.province_of[order.place]], []).append(order)
+    plan = [complete(order) for order in parse_orders(board, orders).orders]
+    return DrawnPlan(board, position, own, plan, replies, board.provinces.index(target), text)
 
 
 READERS: dict[str, Callable[[Rollout], DrawnPlan | None]] = {"diplomacy_mini": mini_plan, "diplomacy_plan": full_plan}

@@ -106,10 +106,8 @@ class RoundAxis:
 
 
 class StepAxis:
-    """The steps of `phase` along an x axis, one round after the other.
-
-    `longest` gives the length of each round when several runs share the axis. Default: the lengths of these steps.
-    """
+    """The steps of `phase` along an x axis, one round after the other. `longest`: the length of each round if several
+    runs share the axis."""
 
     def __init__(self, steps: Sequence[StepRecord], phase: str, longest: dict[int, int] | None = None) -> None:
         self.phase = phase
@@ -309,11 +307,8 @@ class HistogramKind(NamedTuple):
 def mirrored_histogram(
     title: str, edges: Sequence[float], kinds: Sequence[HistogramKind], *, threshold: float | None, most: int, note: str
 ) -> Markup:
-    """Counts by score: helpful solutions above the axis, sneaky ones below. `most`: the count of a full half.
-
-    The scale is the inverse hyperbolic sine. A verifier that is sure of most solutions puts nearly all of them into one
-    bar. With linear heights the other bars would be invisible.
-    """
+    """Counts by score: helpful solutions above the axis, sneaky ones below. `most`: the count of a full half. On the
+    scale of the inverse hyperbolic sine, small bars stay visible if a sure verifier puts nearly all into one."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
     marks = [] if threshold is None else [(threshold, "accepted →")]
     x = XAxis(edges[0], edges[-1], "score", marks=marks, style="score")

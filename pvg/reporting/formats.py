@@ -243,12 +243,8 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """The one format of a time: 5.5 -> `5.5 s`, 12 -> `12 s`, 947 -> `15 min 47 s`, 7500 -> `2 h 05 min`.
-
-    Clocks and estimates use it as it is (0.4 -> `0.4 s`). Measured times use `short_seconds`, which differs below a
-    second. Samples of benchmarks use `sample_seconds`, which differs below a minute. A table whose header names the
-    unit, and a figure beside its interval, are plain numbers of seconds.
-    """
+    """5.5 -> `5.5 s`, 12 -> `12 s`, 947 -> `15 min 47 s`, 7500 -> `2 h 05 min`. Measured times use `short_seconds`.
+    Samples of benchmarks use `sample_seconds`."""
     if seconds is None or math.isnan(seconds) or math.isinf(seconds):
         return ABSENT
     if seconds < 9.95:

@@ -297,10 +297,6 @@ class VllmEngine(Engine):
         return self.served.version
 
     @property
-    def remote(self) -> bool:
-        return True
-
-    @property
     def requests_in_flight(self) -> int:
         return self._counter.in_flight
 

@@ -96,17 +96,9 @@ class StudyFolder:
     def cells(self) -> Path:
         return self.path / "cells"
 
-    def settings(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.toml"
-
-    def log(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.log"
-
-    def document(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.json"
-
-    def failure(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.failed"
+    def of(self, cell: Cell, ending: str) -> Path:
+        """A file of a cell: its settings (toml), its log, its document (json), why it failed last (failed)."""
+        return self.cells / f"{cell.name}.{ending}"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -129,7 +121,8 @@ class StudyFolder:
 
 
 def progress_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
-    reason = _failure(folder.failure(cell))
+    failure = folder.of(cell, "failed")
+    reason = failure.read_text(encoding="utf-8", errors="replace").strip() if failure.is_file() else ""
     if not cell.run.experiment_file.is_file():
         return CellProgress("new", reason=reason)
     try:
@@ -183,26 +176,14 @@ def refuse_other_settings(cells: Sequence[Cell]) -> None:
         )
 
 
-def write_settings(cell: Cell, folder: StudyFolder) -> None:
-    write_atomic(folder.settings(cell), cell.experiment.to_toml().encode())
-
-
 def note_failure(cell: Cell, folder: StudyFolder, reason: str) -> None:
-    write_atomic(folder.failure(cell), f"{reason}\n".encode())
-
-
-def forget_failure(cell: Cell, folder: StudyFolder) -> None:
-    folder.failure(cell).unlink(missing_ok=True)
+    write_atomic(folder.of(cell, "failed"), f"{reason}\n".encode())
 
 
 def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
     """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
     assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
     return missing_results(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
-
-
-def _failure(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
 
 
 # A cell's process becomes its command like this. If the cell outlived its killed study, it would hold its run's lock
@@ -270,7 +251,10 @@ def play_cells(
     folder = StudyFolder(plan.folder)
     for cell in todo:
         _wait_for_orphan(cell)
-    waiting = deque((cell, _job_of(cell, folder, plan.evaluate)) for cell in todo)
+    waiting: deque[tuple[Cell, Job]] = deque()
+    for cell in todo:
+        played = progress_of(cell, folder, plan.evaluate).status == "played"
+        waiting.append((cell, "evaluate" if played else "train"))
     running: list[_Playing] = []
     interrupted = killed = False
     try:
@@ -292,7 +276,9 @@ def play_cells(
             for playing in list(running):
                 code = playing.process.poll()
                 if code is None:
-                    _look(playing, plan, folder, observer)
+                    if time.monotonic() - playing.looked >= LOOK_S:
+                        playing.looked = time.monotonic()
+                        observer.progressed(playing.cell, progress_of(playing.cell, folder, plan.evaluate))
                     continue
                 running.remove(playing)
                 if _finish(playing, code, plan, folder, observer, stopped=interrupted) and not interrupted:
@@ -314,7 +300,7 @@ def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
     how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
     # Otherwise `pvg train` would choose float32 on a CPU without bfloat16, and the study has chosen already.
     kept = [word for key in bfloat16_settings(cell.experiment) for word in ("--set", f"{key}=bfloat16")]
-    return ["train", str(folder.settings(cell)), *how, *kept, "--json"]
+    return ["train", str(folder.of(cell, "toml")), *how, *kept, "--json"]
 
 
 def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
@@ -336,19 +322,15 @@ def _toml(value: object) -> str:
     return orjson.dumps(value).decode()  # JSON and TOML agree on numbers, booleans, texts and lists
 
 
-def _job_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> Job:
-    return "evaluate" if progress_of(cell, folder, evaluate).status == "played" else "train"
-
-
 def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequence[str]) -> _Playing:
-    forget_failure(cell, folder)
+    folder.of(cell, "failed").unlink(missing_ok=True)
     if job == "train":
-        write_settings(cell, folder)
+        write_atomic(folder.of(cell, "toml"), cell.experiment.to_toml().encode())
         command = train_command(cell, folder)
     else:
         assert plan.evaluate is not None
         command = evaluate_command(cell, plan.evaluate)
-    with open(folder.log(cell), "ab") as log, open(folder.document(cell), "wb") as document:
+    with open(folder.of(cell, "log"), "ab") as log, open(folder.of(cell, "json"), "wb") as document:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", BOUND, str(os.getpid()), *pvg, *command],
             stdin=subprocess.DEVNULL,
@@ -367,13 +349,6 @@ def _environment(plan: StudyPlan) -> dict[str, str]:
     return most | {name: text for name, text in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
 
 
-def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver) -> None:
-    now = time.monotonic()
-    if now - playing.looked >= LOOK_S:
-        playing.looked = now
-        observer.progressed(playing.cell, progress_of(playing.cell, folder, plan.evaluate))
-
-
 def _finish(
     playing: _Playing, code: int, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver, *, stopped: bool
 ) -> bool:
@@ -388,7 +363,7 @@ def _finish(
     if how == "failed" and stopped:
         how = "stopped"
     if how == "failed":
-        reason = reason_of(code, folder.document(cell), folder.log(cell))
+        reason = reason_of(code, folder.of(cell, "json"), folder.of(cell, "log"))
         if code == 0 and job == "evaluate" and plan.evaluate is not None:
             reason = unevaluated(cell, plan.evaluate, len(now.rounds))
         note_failure(cell, folder, reason)

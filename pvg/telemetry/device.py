@@ -1,14 +1,8 @@
 """Samples CPU, memory and GPUs every few seconds during a run, in a thread.
 
-    sampler = DeviceSampler(5.0, on_sample=lambda time, metrics: ..., on_notice=print)
-    sampler.start()
-    ...
-    sampler.stop()
-
-The sampler has a separate thread, so a stalled event loop does not stop it; the thread calls `on_sample` and
-`on_notice`. It reads GPUs through NVML: all that the driver shows, with NVML's numbers, because an engine in another
-process may use other GPUs. Without a driver, a notice says so and sampling continues without GPUs. A GPU that stops
-answering is dropped with a notice.
+A stalled event loop does not stop the thread, which calls `on_sample` and `on_notice`. It reads all GPUs of the driver
+with NVML's numbers, because an engine in another process may use other GPUs. Without a driver, a notice says so
+and sampling continues without GPUs. A GPU that stops answering is dropped with a notice.
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ class Gpu(Protocol):
 
 
 class DeviceSampler:
-    """Samples every `interval_s` seconds from `start` to `stop`, at least once; the first sample is immediate.
+    """Samples every `interval_s` seconds from `start` to `stop`; the first sample is immediate.
 
     catalogue.toml explains the names (`device`). cpu, process_cpu and core_wait are those since the previous sample,
     so the first sample has none. core_wait is missing where the kernel does not count it.
@@ -162,10 +156,9 @@ class HostReader:
 
 
 def peak_memory() -> dict[str, float]:
-    """The peak memory of this process as the system counts it, rss_bytes. If this process has used CUDA, also
-    gpu_bytes, the memory that torch's allocator reserved on the fullest GPU. If it has had workers, also
-    worker_rss_bytes, the peak of the largest worker, and workers_rss_bytes, the sum of the peaks of all workers. The
-    sum is an upper bound: workers share pages, and have their peaks at different times."""
+    """The peak memory of this process, rss_bytes; with CUDA gpu_bytes, what torch reserved on the fullest GPU; with
+    workers worker_rss_bytes, the peak of the largest one, and workers_rss_bytes, the sum of their peaks. The sum is an
+    upper bound: workers share pages, and have their peaks at different times."""
     peaks = {"rss_bytes": float(_peak_rss()), **_WORKER_PEAKS}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -206,12 +199,8 @@ VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2"}  # flags of the kernel, the wid
 
 
 def processor(cpuinfo: Path = CPUINFO) -> str:
-    """The name of the first processor and its widest vector instructions, "AMD EPYC (AVX2)", if Linux tells them; on
-    other systems what Python knows, at least the architecture.
-
-    Virtual machines give processors of several generations one name. The vector instructions change the speed and the
-    last bits of results, so they are a part of the name here.
-    """
+    """The name of the first processor and its widest vector instructions, which change the last bits of results:
+    "AMD EPYC (AVX2)". On other systems than Linux what Python knows, at least the architecture."""
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     name, flags = (re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE) for key in ("model name", "flags"))
     known = name[1].strip() if name else platform.processor() or platform.machine()

@@ -52,11 +52,9 @@ CROWDED_SAMPLES = 3  # in a row before the notice: a few seconds of another prog
 class Monitoring:
     """Watches one process of a run.
 
-    `record(kind, **fields)` appends to metrics.jsonl, `notice` takes a sentence for the user. Two callbacks handle an
-    alert that begins to hold: `announce` shows it, from any thread, also while the loop is blocked; `alert` records it,
-    on the loop. `first_step`: the number of steps in earlier processes of the run, from which the step axis of the
-    sinks continues. `load()`: the metrics of the worker processes since its last call; None without workers.
-    `workers_here`: they run on this machine.
+    `record(kind, **fields)` appends to metrics.jsonl, `notice` takes a sentence for the user. `announce` shows an alert
+    that begins to hold, from any thread; `alert` records it, on the loop. `first_step`: the steps of earlier processes
+    of the run. `load()`: the metrics of the worker processes since its last call. `workers_here`: on this machine.
     """
 
     device_every_s = 5.0  # between two samples of GPU, CPU and memory, and two windows of the lag
@@ -175,11 +173,8 @@ class Monitoring:
         *,
         whole: bool = True,
     ) -> None:
-        """Report a finished step: its metrics, and its exposed and busy seconds by part. `step`: its number in the
-        phase. The metrics of a step that is not `whole` are added to those of the step before it.
-
-        Raises errors of `record` since the last step.
-        """
+        """Report a finished step: its metrics, and its exposed and busy seconds by part. The metrics of a step that is
+        not `whole` are added to those of the step before it. Raises errors of `record` since the last step."""
         if self._failure is not None:
             raise self._failure
         self._place = (round_, phase)

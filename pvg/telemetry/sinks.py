@@ -1,9 +1,5 @@
 """Sinks for metrics besides metrics.jsonl: TensorBoard, Weights & Biases, trackio, and an alert command.
 
-    board = SinkBoard(open_sinks(("tensorboard",), opening), on_notice=print)
-    board.put(MetricPoint(time.time(), step=7, round=0, phase="train_prover", metrics={"train_prover/loss": 0.1}))
-    board.close()
-
 Invariants: the event loop never waits for a sink, because one thread writes to all of them through a bounded queue. A
 sink that fails with metrics, alerts or examples gives one notice and gets no more points of that kind. Its other
 points, the other sinks and the run continue. metrics.jsonl is written elsewhere and is always complete.
@@ -102,11 +98,8 @@ class SinkContext:
 
 
 class TensorBoardSink(MetricSink):
-    """Event files in the run's folder `tensorboard/`: `tensorboard --logdir runs`.
-
-    Writes the records directly. TensorBoard's writer has a thread that prints the traceback of a full disk into the
-    display and may block later writes.
-    """
+    """Event files in the run's folder `tensorboard/`: `tensorboard --logdir runs`. Its own writer has a thread that
+    prints the traceback of a full disk into the display and may block later writes."""
 
     def __init__(self, opening: SinkContext) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -137,11 +130,8 @@ class TensorBoardSink(MetricSink):
 
 
 class WandbSink(MetricSink):
-    """A Weights & Biases run with its files in the run directory; the processes of one run form a group.
-
-    Offline unless WANDB_MODE says otherwise: without the user's consent, nothing leaves the machine and nothing is
-    asked in the terminal.
-    """
+    """A Weights & Biases run with its files in the run directory; the processes of one run form a group. Offline unless
+    WANDB_MODE says otherwise: nothing leaves the machine without the user's consent."""
 
     def __init__(self, opening: SinkContext) -> None:
         import wandb
@@ -219,11 +209,8 @@ class TrackioSink(MetricSink):
 
 
 class AlertCommand(MetricSink):
-    """Runs the user's command for each alert, with the alert as one JSON object on standard input.
-
-    The command's first failure in a process (or timeout after `limit_s` seconds) gives a notice. Later alerts still run
-    it. It runs without a shell, and its output is discarded.
-    """
+    """Runs the user's command for each alert, without a shell, with the alert as one JSON object on standard input. Its
+    first failure (or timeout after `limit_s` seconds) gives a notice; later alerts still run it."""
 
     def __init__(self, command: Sequence[str], limit_s: float, on_notice: Callable[[str], None]) -> None:
         self._command, self._limit_s, self._on_notice = tuple(command), limit_s, on_notice

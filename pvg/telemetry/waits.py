@@ -1,24 +1,11 @@
-"""Measures two kinds of waiting: threads that wait for a core, and an event loop that is late.
+"""Measures two kinds of waiting: threads that wait for a core (the machine is shared), and an event loop that is late.
 
-Threads that wait for a core show that the machine is shared:
-
-    waits = CoreWaits()
-    ...
-    found = waits.take()            # since the last take; None if the kernel does not count it
-    found.share                     # 0.4: of 10 s ready to run, 4 s without a core
-
-The Linux kernel counts this (/proc/self/task/*/schedstat): nanoseconds on a core, and nanoseconds in which a thread was
-ready to run while the core ran something else. A thread that sleeps or waits for a lock counts in neither.
-
-The event loop of a run is uvloop if installed, otherwise asyncio's:
-
-    run, notice = runner()                 # the notice says if uvloop is missing
-    with run:
-        run.run(main())
-
+    waits.take().share                       # CoreWaits. 0.4: of 10 s ready to run, 4 s without a core
     async with LoopLagMonitor(hz=10.0) as monitor:
-        ...
         window = monitor.take()              # the lags since the last take
+
+The Linux kernel counts the first (/proc/self/task/*/schedstat): nanoseconds on a core, and those in which a thread was
+ready to run while the core ran something else. A thread that sleeps or waits for a lock counts in neither.
 
 The lag is the delay of a tick. Tick k is due at start + k / hz. A stalled loop cannot tick, so every tick that was due
 during a stall counts with its own lag, the time since it was due (no coordinated omission): at 10 Hz a stall of one
@@ -91,13 +78,11 @@ class CoreTime:
 
 
 class CalmCollector:
-    """Freeze the objects in memory, and make full garbage collections rare.
+    """Freeze the objects in memory, and make full garbage collections rare, until `close`.
 
-    Otherwise the collector scans a million objects of torch and transformers again and again, and all rollouts that
-    wait for their completions as well. Each scan stops the event loop for 0.1 s and more. With 32,000 rollouts in
-    flight, full collections took a quarter of the driver's time. A run calls `gc.collect` where a phase ends.
-    `close` restores the collector. If the program has frozen objects itself, they stay frozen, and this freezes no
-    others, because `close` could not tell them apart.
+    Otherwise each collection scans a million objects of torch and all rollouts in flight, and stops the event loop for
+    0.1 s and more: with 32,000 rollouts a quarter of the driver's time. A run calls `gc.collect` where a phase ends. If
+    the program has frozen objects itself, this freezes no others, because `close` could not tell them apart.
     """
 
     def __init__(self) -> None:
@@ -322,11 +307,9 @@ def warnings(window: LagWindow, limits: LagLimits, cores: CoreTime | None = None
 
 
 class Heartbeat:
-    """Checks the event loop and the run from a thread, so that it can report a loop that is still blocked.
+    """Checks from a thread whether the event loop is blocked: whether a callback does not run within `limits.max_s`.
 
-    It schedules a callback on the loop. If the callback does not run within `limits.max_s`, the loop
-    counts as blocked. The thread calls `on_look(blocked)` at every check; `blocked` is None, or an alert that names the
-    code that blocks the loop.
+    The thread calls `on_look(blocked)` at every check. `blocked`: None, or an alert that names the blocking code.
     """
 
     def __init__(self, limits: LagLimits, stall_s: float, on_look: Callable[[Alert | None], None]) -> None:

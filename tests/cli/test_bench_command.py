@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -60,16 +59,10 @@ def test_a_profile_writes_its_report_and_says_where_and_what_next() -> None:
     assert "sample 1 of 4 (warm-up)" in called.err
     assert "sample 4 of 4," in called.err
     assert "\x1b" not in called.out + called.err
-
-
-def test_json_is_the_report_alone_and_the_file_has_the_same() -> None:
-    called = pvg("bench", "-p", "tiny", "--json", "-s", "repeats=2", "-s", "warmup=0", "-s", "workload.numbers=10")
-    assert called.code == 0
-    (path,) = reports()
-    assert called.document == orjson.loads(path.read_bytes())
-    assert (called.document["repeats"], called.document["warmup"], called.document["work"]["numbers"]) == (2, 0, 10)
+    called = pvg("bench", "-p", "tiny", "--json", "-s", "repeats=2", "-s", "warmup=0", "--out", "mine.json")
+    assert called.document == orjson.loads(Path("mine.json").read_bytes())
+    assert (called.document["repeats"], called.document["warmup"]) == (2, 0)
     assert called.document["command"].startswith("pvg bench -p tiny --json -s repeats=2")
-    assert str(path) in called.err
 
 
 def test_beside_keeps_other_processes_busy_during_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +85,6 @@ def test_beside_keeps_other_processes_busy_during_all_samples(monkeypatch: pytes
     (path,) = reports()
     assert read_report(path).config["profile"]["beside"] == 2
     assert read_report(path).command == "pvg bench -p tiny --ablate --beside 2"
-    assert "beside" not in pvg("bench", "-p", "tiny", "--json", "-s", "repeats=1").document["config"]["profile"]
 
 
 def test_a_sweep_prints_a_line_for_each_value() -> None:
@@ -136,18 +128,13 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
     ("arguments", "words"),
     [
         (["-p", "tinny"], "Did you mean 'tiny'"),
-        (["-p", "gone.toml"], "no profile file gone.toml"),
         (["-p", "tiny", "-s", "workload.number=1"], "'workload.numbers'"),
         (["-p", "tiny", "-s", "rollout.engine.maxrows=1"], "'rollout.engine.max_rows'"),
-        (["-p", "tiny", "-s", "workload"], "must have the form key=value"),
         (["-p", "tiny", "-s", "repeats=0"], "repeats"),
         (["-p", "tiny", "--ablate", "--sweep", "rollout.engine.max_rows=1,2"], "cannot be used together"),
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
-        (["-p", "tiny", "--out", "profiles"], "is a folder"),
         (["--sweep", "rollout.engine.max_rows=1,2"], "--profile is missing"),
-        (["--serve"], "--profile is missing"),
         (["-p", "tiny", "--server", "http://127.0.0.1:9"], "does not use servers"),
-        (["-p", "rollout", "--server", "127.0.0.1:9"], "serving.servers"),
         (["-p", "rollout", "--server", "http://127.0.0.1:9", "--serve"], "cannot be used together"),
         (["-p", "rollout", "--server", "http://127.0.0.1:9", "--sweep", "serving.max_num_seqs=1,2"], "--serve"),
     ],
@@ -159,14 +146,6 @@ def test_mistakes_are_one_line_with_exit_code_2_before_anything_runs(arguments: 
     assert "sample 1" not in called.err
     assert "Traceback" not in called.err
     assert reports() == []
-    assert pvg("bench", *arguments, "--json").document["error"]["exit_code"] == 2
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_known_before_the_work(tiny: Path) -> None:
-    (tiny / "locked").mkdir(mode=0o500)
-    called = pvg("bench", "-p", "tiny", "--out", "locked/r.json")
-    assert (called.code, "sample 1" in called.err) == (3, False)
 
 
 PROGRAM = """
@@ -197,25 +176,25 @@ def test_a_full_disk_is_known_before_the_work() -> None:
     assert reports() == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_stops_at_once_and_leaves_no_half_report(how: signal.Signals, tiny: Path) -> None:
+def test_ctrl_c_stops_at_once_and_leaves_no_half_report() -> None:
     running = process("-s", "workload.fault=wait")
     assert running.stdout is not None
     assert running.stdout.readline() == "waiting\n"
-    running.send_signal(how)
+    running.send_signal(signal.SIGTERM)  # handled as Ctrl-C
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert (out, err.splitlines()[-1]) == ("", "Stopped. No report was written.")
     assert reports() == []
 
 
-def test_the_command_loads_no_torch_to_list_or_to_refuse() -> None:
+def test_the_command_loads_no_torch_to_refuse() -> None:
     program = (
         "import sys; from pvg_cli.main import app\n"
         "try: app(sys.argv[1:], prog_name='pvg')\n"
         "except SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    for arguments in (["bench"], ["bench", "-p", "rolout"]):
-        done: Any = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=False)
-        assert done.returncode == 0, done.stderr
+    done: Any = subprocess.run(
+        [sys.executable, "-c", program, "bench", "-p", "rolout"], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -22,12 +22,6 @@ from pvg_cli.main import PLACES, load_command
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_schema_is_valid_and_has_a_version() -> None:
-    for name, schema in schemas().items():
-        jsonschema.Draft202012Validator.check_schema(schema)
-        assert schema["properties"]["schema_version"]["const"] >= 1, name
-
-
 def test_every_command_with_json_has_a_schema() -> None:
     names = {"error", "train-dry-run", "report-runs", "report-benchmarks", "serve-verifier", "bench-profiles"}
     names |= {"study-list", "study-plan"}  # what one command prints besides its main document
@@ -48,6 +42,9 @@ def test_schemas_lists_and_prints_them() -> None:
     entries = pvg("schemas", "--json").document["schemas"]
     assert {entry["name"] for entry in entries} == set(documents()) | set(FILES)
     assert orjson.loads(pvg("schemas", "train").out) == schemas()["train"]
+    for name, schema in schemas().items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert schema["properties"]["schema_version"]["const"] >= 1, name
     wrong = pvg("schemas", "trian", "--json")
     assert wrong.code == 2
     assert "'train'" in wrong.document["error"]["message"]
@@ -65,21 +62,18 @@ def test_the_settings_of_a_dry_run_follow_the_schema_of_settings() -> None:
 def test_documents_of_commands_that_look() -> None:
     """`document` checks each of them against its schema."""
     played(Path("runs"))
-    played(Path("runs"), "other")
     begin(Path("runs"), "fresh")
     seen = set()
     for line in (
-        "runs",
         "runs list",
         "runs show first",
         "runs tag first good",
         "report first",
-        "report first other",
+        "report first fresh",
         "report fresh",
         "config show",
         "config explain seed",
         "config explain training",
-        "config explain training.kl",
         "config validate",
         "config schema",
         "schemas train",

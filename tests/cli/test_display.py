@@ -80,14 +80,6 @@ def test_a_metric_is_followed_through_the_phase_it_belongs_to() -> None:
     assert state.latest("helpful_accuracy") == 0.5
 
 
-def test_the_budget_is_a_mean_over_recent_steps_with_the_rest_last() -> None:
-    state, _ = display()
-    state.phase_started(info("train_prover", 3))
-    state.progressed(Progress(1, {}, {"unaccounted": 3.0, "score": 1.0, "rollout": 2.0}))
-    state.progressed(Progress(2, {}, {"unaccounted": 1.0, "rollout": 4.0}))
-    assert list(state.budget().items()) == [("rollout", 3.0), ("score", 0.5), ("unaccounted", 2.0)]
-
-
 def test_a_resumed_run_recalls_its_rounds_and_lines(tmp_path: Path) -> None:
     state, _ = display()
     state.recall(read_run(played(tmp_path)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 from calling import ENTRY, Called, at_import, pvg
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pvg.config.experiment import Experiment
@@ -34,16 +34,12 @@ def refused(called: Called, code: int, named: str) -> None:
 
 HOSTILE_FILES = {
     "deep.toml": "seed = " + "[" * 5000,
-    "tables.toml": "seed = " + "{a = " * 5000,
-    "dotted.toml": ".".join(["a"] * 3000) + " = 1",
     "digits.toml": f"seed = {BIG}",
     "beyond.toml": f"[training]\nsteps = {2**63}",
     "nul.toml": 'name = "a\\u0000b"',
     "nan.toml": '[task]\nkind = "reasoning_gym"\n[task.settings]\nx = nan',
-    "date.toml": '[task]\nkind = "reasoning_gym"\n[task.settings]\nx = 1979-05-27',
     "deep.json": "[" * 5000,
     "nested.json": '{"schema_version": 1, "a": ' + "[" * 500 + "]" * 500 + "}",
-    "digits.json": '{"schema_version": 1, "repeats": ' + BIG + "}",
     "mine.py": "X = 5\ndef f(a, b):\n    return a\nasync def g(): ...\n",
 }
 
@@ -62,32 +58,23 @@ def _files(empty_folder: Path) -> None:
 # The command line, and the key, file or run that its error names.
 MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("train", "modchian"), "'modchain'"),
-    (("train", "nowhere.toml"), "nowhere.toml"),
     (("train", "-s", "training.step=3"), "'training.steps'"),
-    (("train", "-s", "training.steps"), "training.steps"),
     (("train", "-s", "training.steps=many"), "training.steps"),
     (("train", "--dry-run", "-s", "rollout.group_size=1"), "rollout.group_size"),
-    (("train", "--dry-run", "-s", "training.minibatches=0"), "training.minibatches"),
     (("train", "--name", "../away"), "../away"),
-    (("train", "--name", "n" * 200), "name of a run"),
     (("train", "--name", "round-2"), "--name my-round-2"),
     (("train", "--name", "a", "--resume", "b"), "--resume"),
     (("train", "--resume"), "'modchain'"),
     (("train", "--resume", "gone"), "'gone'"),
-    (("rollout", "modchian"), "'modchain'"),
     (("report", "gone"), "'gone'"),
     (("report", "n" * 300), "File name too long"),
     (("report", "nested.json"), "nested.json"),
     (("diagnose", "fifo"), "fifo"),
-    (("diagnose", "/dev/zero"), "/dev/zero"),
     (("compare", "fifo", "fifo.json"), "fifo"),
     (("compare", "deep.json", "deep.json"), "deep.json"),
-    (("compare", "digits.json", "digits.json"), "digits.json"),
-    (("bench", "--profile", "n" * 300), "File name too long"),
     (("bench", "--profile", "fifo.toml"), "fifo.toml"),
     (("study", "deep.toml"), "deep.toml"),
     (("config", "show", "modchian"), "'modchain'"),
-    (("config", "schema", "modchian"), "'modchain'"),
     (("config", "validate", ""), "''"),
     *((("config", "validate", name), name) for name in HOSTILE_FILES if name.endswith(".toml")),
     (("config", "validate", "fifo.toml"), "fifo.toml"),
@@ -103,27 +90,19 @@ def test_a_mistake_is_one_line_with_exit_code_2(arguments: tuple[str, ...], name
 
 # A setting, and the key or file that its error names.
 SETTINGS = [
-    ("seed=x", "seed"),
     ("seed=" + "[" * 5000, "seed"),
     (".".join(["a"] * 3000) + "=1", "16 parts"),
     (f"seed={BIG}", "seed"),
-    (f"seed={2**63}", "seed"),
     (f"training.groups={10**18}", "training.groups"),
     ("task.settings.x=nan", "task.settings.x"),
     ("@fifo", "fifo"),
-    ("@/dev/zero", "/dev/zero"),
     ("@~nosuchuser/x", "nosuchuser"),
     ("@a\0b", "NUL"),
-    ("store.root=a\0b", "store.root"),
-    ("serving.servers=[['x']]", "serving.servers"),
-    ("telemetry.sinks=[[],{}]", "telemetry.sinks"),
     ("serving.servers=http://host:99999", "serving.servers"),
     ("serving.servers=http://user:secret@host:80", "serving.servers"),
     ("models.device=meta", "models.device"),
-    ("models.threads=1000000000", "models.threads"),
     ("name=" + "n" * 300, "name"),
     ("game.reward=fifo.py:x", "fifo.py"),
-    ("game.reward=mine.py:X", "mine.py"),
     ("game.reward=mine.py:g", "mine.py"),
     ("training.loss=mine.py:f", "training.loss"),
 ]
@@ -148,10 +127,8 @@ def test_wrong_usage_is_exit_code_2_and_a_document_with_json(arguments: tuple[st
     "arguments",
     [
         ("train", "--resume", "drawn"),
-        ("evaluate", "drawn"),
         ("score", "drawn", "rows.jsonl", "--out", "x"),
         ("export", "drawn", "--player", "prover", "--out", "x"),
-        ("serve", "drawn", "--player", "verifier"),
     ],
 )
 def test_samples_without_a_game_are_no_run_to_go_on_with(arguments: tuple[str, ...]) -> None:
@@ -160,10 +137,9 @@ def test_samples_without_a_game_are_no_run_to_go_on_with(arguments: tuple[str, .
     refused(pvg(*arguments, "--json"), 2, "pvg rollout")
 
 
-@pytest.mark.parametrize("arguments", [("train",), ("report", "first")])
-def test_a_file_in_place_of_the_folder_of_runs_is_named(arguments: tuple[str, ...]) -> None:
+def test_a_file_in_place_of_the_folder_of_runs_is_named() -> None:
     Path("runs").touch()
-    refused(pvg(*arguments, "--json"), 2, "runs is not a folder")
+    refused(pvg("train", "--json"), 2, "runs is not a folder")
 
 
 def test_a_deleted_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +149,6 @@ def test_a_deleted_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.M
     refused(pvg("train", "--json"), 2, "current folder")
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("pvg_cli.runs.resolve", fail)
-
-
 @pytest.mark.parametrize(
     ("error", "code", "traceback"),
     [
@@ -187,7 +156,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         (KeyboardInterrupt(), 130, False),
         (RuntimeError("a bug of \x1b[31m ours"), 70, True),
         (PermissionError(errno.EACCES, "Permission denied", "runs/secret"), 3, False),
-        (OSError(errno.EROFS, "Read-only", "runs/secret"), 3, False),
         (OSError(errno.EIO, "Input/output error", "runs/secret"), 3, False),
         (OSError(errno.ENOSPC, "No space left on device"), 3, False),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/secret"), 70, True),
@@ -198,7 +166,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_each_kind_of_error_has_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, traceback: bool
 ) -> None:
-    failing(monkeypatch, error)
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pvg_cli.runs.resolve", fail)
     called = pvg("config", "show", "--json")
     assert called.code == code
     assert called.document["error"]["exit_code"] == code
@@ -254,26 +225,9 @@ def test_one_line_is_one_printable_line_of_bounded_length(text: str) -> None:
     assert visible(text).replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("text", ["plain", "with blanks", "é, 中文, 😀", "/a/path" * 40])
-def test_what_is_printable_and_short_stays_as_it_is(text: str) -> None:
+def test_what_is_printable_and_short_stays_as_it_is() -> None:
+    text = "é, 中文, 😀 " + "/a/path" * 40
     assert one_line(text) == text
-
-
-@pytest.mark.parametrize(
-    "text", ["k" * 100_000, "\x1b[31mred\x07", "two\nlines\r\x0bthree", "\u202egnp", "\udc80"], ids=ascii
-)
-@pytest.mark.parametrize(
-    "arguments",
-    [("config", "show", "-s", "{}=1"), ("config", "show", "-s", "seed={}"), ("report", "{}"), ("train", "--{}")],
-    ids=" ".join,
-)
-def test_what_a_user_typed_is_quoted_in_one_printable_line(arguments: tuple[str, ...], text: str) -> None:
-    called = pvg(*(word.replace("{}", text) for word in arguments), "--json")
-    assert called.code in (2, 3)
-    assert called.document["error"]["message"].isprintable()
-    assert len(called.document["error"]["message"]) <= LONGEST_LINE
-    assert all(line.isprintable() for line in called.err.splitlines())
-    assert len(called.err) < 4 * LONGEST_LINE
 
 
 SHIPPED = [
@@ -320,6 +274,8 @@ def survives(*arguments: str) -> None:
     """What is wrong is the user's mistake or the environment's, never a defect."""
     called = pvg(*arguments)
     assert called.code in (0, 1, 2, 3), (called.code, called.err)
+    assert all(line.isprintable() for line in called.err.split("\n"))
+    assert len(called.err) < 4 * LONGEST_LINE
 
 
 @fuzzed
@@ -342,6 +298,8 @@ def test_any_bytes_as_a_report_or_a_log_are_survived(content: bytes) -> None:
 
 
 @fuzzed
+@example("k" * 100_000, "")
+@example("\x1b[31mred\x07\r\x0bthree\u202egnp\udc80", "name")
 @given(st.text(max_size=60), st.sampled_from(["training.steps", "task.path", "serving.servers", "name", ""]))
 def test_any_text_as_an_argument_is_survived(text: str, key: str) -> None:
     survives("config", "validate", "-s", f"{key}={text}")

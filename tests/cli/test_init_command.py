@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from calling import pvg
+from calling import SMALL, pvg
 
 from pvg.config.load import load_experiment
 
@@ -50,7 +50,6 @@ def test_the_scaffold_passes_its_check_and_plays() -> None:
     called = pvg("task", "check", "task.py:MyTask", "-s", "task.settings.path=data.jsonl")
     assert called.code == 0, called.out
     assert "modulo 10" in called.out
-    small = ("training.steps=2", "verifier.steps=2", "game.test.problems=4", "cluster=none")
-    played = pvg("train", "experiment.toml", *(word for setting in small for word in ("-s", setting)), "--json")
+    played = pvg("train", "experiment.toml", *SMALL, "-s", "cluster=none", "--json")
     assert played.code == 0, played.err
     assert played.document["status"] == "complete"

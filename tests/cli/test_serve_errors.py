@@ -40,7 +40,7 @@ def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tm
 
 @pytest.mark.parametrize(
     ("native", "dtype", "warned"),
-    [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0), (None, "bfloat16", 0)],
+    [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0)],
 )
 def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, native: bool | None, dtype: str, warned: int

@@ -39,36 +39,25 @@ print(drive(work, RunDisplay("r", 1, stderr()), b"last words"), flush=True)
 """
 
 
-def started(*, stubborn: bool) -> subprocess.Popen[str]:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_the_work_to_stop_and_the_second_quits_with_the_last_words(
+    number: signal.Signals,
+) -> None:
+    stubborn = number == signal.SIGTERM
     program = PROGRAM.format(stubborn=stubborn)
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"
-    return process
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_the_work_to_stop(number: signal.Signals) -> None:
-    process = started(stubborn=False)
     process.send_signal(number)
+    if stubborn:
+        assert process.stdout.readline() == "stubborn\n"
+        process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert out == "stopped\n"
+    assert (process.returncode, out) == ((130, "last words") if stubborn else (0, "stopped\n"))
     assert "Stopping at the next commit point" in err
-    assert "committed" in err
-
-
-def test_the_second_signal_quits_at_once_with_the_last_words() -> None:
-    process = started(stubborn=True)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stubborn\n"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert out == "last words"
+    assert ("committed" in err) is not stubborn
 
 
 STOP_AND_HANG = "os.kill(os.getpid(), signal.SIGINT); time.sleep(3600)"

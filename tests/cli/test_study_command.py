@@ -79,12 +79,25 @@ def test_a_study_is_played_told_and_not_played_again(small: str) -> None:
     assert "to play" not in again.err
     assert len(Path("played.txt").read_text().splitlines()) == 4
 
+    refused = pvg("report", "small")
+    assert refused.code == 2
+    assert "small is a study, not a run; its page is runs/small/study.html." in refused.err
+    assert pvg("report", "runs/small/cgc-seed-001", "--json").document["status"] == "complete"
+    changed = pvg("study", small, "-s", "training.steps=6", "--json")
+    assert changed.code == 2
+    message = changed.document["error"]["message"]
+    assert "4 cells were played with other settings" in message
+    assert "training.steps: 5 -> 6" in message
+    more = pvg("study", small, "--seeds", "3", "--dry-run", "--json").document
+    assert [cell["status"] for cell in more["cells"]].count("new") == 2
 
-def test_csv_has_a_line_for_each_value_of_each_seed(small: str) -> None:
-    assert pvg("study", small, "--csv", "values.csv").code == 0
+
+def test_json_and_csv_have_the_values_of_each_seed(small: str) -> None:
+    document = pvg("study", small, "--seeds", "1", "--csv", "values.csv", "--json").document
+    assert (document["status"], document["html"]) == ("complete", "runs/small/study.html")
+    assert document["command"] == "pvg study small --seeds 1"
     with Path("values.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    document = json.loads(Path("runs/small/study.json").read_bytes())
     expected = [
         (result["arm"], seed, result["measure"], round_, value["number"])
         for result in document["results"]
@@ -96,12 +109,6 @@ def test_csv_has_a_line_for_each_value_of_each_seed(small: str) -> None:
     assert read == expected
     assert {row["measure"] for row in rows if row["round"] == ""} == {"seconds"}
     assert {row["censored"] for row in rows} == {"0"}
-
-
-def test_json_is_one_document_that_follows_the_schema(small: str) -> None:
-    document = pvg("study", small, "--seeds", "1", "--json").document
-    assert (document.pop("status"), document.pop("html")) == ("complete", "runs/small/study.html")
-    assert document["command"] == "pvg study small --seeds 1"
 
 
 def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(small: str) -> None:
@@ -118,18 +125,6 @@ def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(
     behave()
     assert pvg("study", small).code == 0
     assert [line.split()[0] for line in Path("played.txt").read_text().splitlines()].count("src-seed-000") == 3
-
-
-def test_changed_settings_are_refused_with_their_names(small: str) -> None:
-    assert pvg("study", small).code == 0
-    changed = pvg("study", small, "-s", "training.steps=6", "--json")
-    assert changed.code == 2
-    message = changed.document["error"]["message"]
-    assert "4 cells were played with other settings" in message
-    assert "training.steps: 5 -> 6" in message
-    more = pvg("study", small, "--seeds", "3")
-    assert more.code == 0
-    assert "2 of 6 games to play" in more.err
 
 
 def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
@@ -160,14 +155,6 @@ def test_without_a_name_the_studies_are_listed(small: str) -> None:
     for name in ("small", "quick", "published-shape", "robust", "pvg study NAME"):
         assert name in called.out
     assert {"small", "quick"} <= {found["name"] for found in pvg("study", "--json").document["studies"]}
-
-
-def test_report_points_to_a_studys_page(small: str) -> None:
-    assert pvg("study", small).code == 0
-    called = pvg("report", "small")
-    assert called.code == 2
-    assert "small is a study, not a run; its page is runs/small/study.html." in called.err
-    assert pvg("report", "runs/small/cgc-seed-001", "--json").document["status"] == "complete"
 
 
 # --- signals and real games -------------------------------------------------------------------------------------------

@@ -32,37 +32,16 @@ def numbers(question: str) -> tuple[int, int]:
     return int(asked[1]), int(asked[2])
 
 
-def test_each_problem_has_the_right_sum_as_its_answer() -> None:
+def test_problems_have_the_right_sums_and_no_test_problem_is_one_of_training_with_swapped_numbers() -> None:
     task = open_task(load_experiment(RECIPE).task)
     problems = {split: list(task.problems(split)) for split in ("train", "test")}
     assert [len(problems["train"]), len(problems["test"])] == [279, 119]
     for problem in [*problems["train"], *problems["test"]]:
         assert sum(numbers(problem.question)) == int(problem.answer)
-
-
-def test_no_test_problem_is_a_training_problem_with_swapped_numbers() -> None:
-    task = open_task(load_experiment(RECIPE).task)
-    asked = {split: {frozenset(numbers(each.question)) for each in task.problems(split)} for split in ("train", "test")}
+    asked = {split: {frozenset(numbers(each.question)) for each in found} for split, found in problems.items()}
     assert not asked["train"] & asked["test"]
-
-
-@pytest.mark.parametrize(
-    ("solution", "correct", "well_formed"),
-    [
-        ("34 + 57 = 91", True, True),
-        ("34 + 57 = 81", False, True),
-        ("30 + 50 = 80\n34 + 57 = 91", True, True),
-        ("34 + 47 = 81", False, True),  # the right sum of other numbers
-        ("91", False, False),
-        ("34 + 57 = ninety-one", False, False),
-        ("34 + 57 = 91 or 81", False, False),
-        ("", False, False),
-    ],
-)
-def test_grades_of_solutions(solution: str, correct: bool, well_formed: bool) -> None:
-    task = open_task(load_experiment(RECIPE).task)
-    grade = task.grade(Problem("sum", "Calculate 34 + 57.", "91"), solution)
-    assert (grade.correct, grade.well_formed) == (correct, well_formed)
+    for solution, correct in (("30 + 50 = 80\n34 + 57 = 91", True), ("34 + 47 = 81", False), ("91", False)):
+        assert task.grade(Problem("sum", "Calculate 34 + 57.", "91"), solution).correct is correct
 
 
 def test_the_example_has_a_right_sum_for_the_helpful_role_and_a_wrong_one_for_the_sneaky_role() -> None:

@@ -79,5 +79,3 @@ def test_the_installed_command_plays_a_game_outside_of_the_checkout(environment:
     assert played.returncode == 0, played.stderr
     assert orjson.loads(played.stdout)["status"] == "complete"
     assert Path("runs/modchain/state.json").is_file()
-    listed = called(environment, "pvg", "study", "--json")
-    assert "quick" in {study["name"] for study in orjson.loads(listed.stdout)["studies"]}

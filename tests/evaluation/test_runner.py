@@ -29,7 +29,7 @@ from pvg.evaluation.report import (
     parse_rounds,
     report_of,
 )
-from pvg.evaluation.runner import EvaluationRequest, evaluate
+from pvg.evaluation.runner import evaluate
 from pvg.game.run import play
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
@@ -79,7 +79,7 @@ def evaluated(run: RunDirectory, experiment: Experiment, until: str = "", **requ
     stop = asyncio.Event()
     observer = StopIn(stop, until)
     with run.lock():
-        outcome = asyncio.run(evaluate(experiment, run, EvaluationRequest(**request), observer=observer, stop=stop))
+        outcome = asyncio.run(evaluate(experiment, run, **request, observer=observer, stop=stop))
     return outcome, observer
 
 

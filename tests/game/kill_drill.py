@@ -6,7 +6,6 @@
     python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
     python tests/game/kill_drill.py --kills 4 --play      # self-play with a cache of states
     python tests/game/kill_drill.py --kills 4 --warm      # with a warm start
-    python tests/game/kill_drill.py --kills 8 --ranks 2  # kills the ranks of the prover's trainer, and the driver
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import random
 import signal
@@ -131,15 +129,6 @@ def warm_experiment(folder: Path) -> Experiment:
     return build_experiment(plain)
 
 
-def ranks_experiment(ranks: int) -> Experiment:
-    """`small_experiment` with a trainer on several ranks. Only the prover phase has processes to kill."""
-    plain = small_experiment().plain()
-    plain["cluster"] = {"kind": "local", "workers": 0, "trainer_ranks": ranks}
-    plain["training"] |= {"minibatches": 2, "steps": 8, "kl": {"target": 0.001}}
-    plain["game"]["rounds"] = 1
-    return build_experiment(plain)
-
-
 class Reporting(SilentObserver):
     """Writes one line per event to a pipe: the phase's name."""
 
@@ -233,33 +222,6 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in found for child in children]
 
 
-def kill_a_rank(pid: int, dice: random.Random) -> str | None:
-    """Kill or stop one or all ranks of the driver `pid`, or the process that forks them; None if there are none."""
-    nurseries = children_of(pid)
-    ranks = [rank for nursery in nurseries for rank in children_of(nursery)]
-    if not ranks:
-        return None
-    what = dice.choices(["rank", "all ranks", "stopped rank", "nursery"], [6, 2, 1, 1])[0]
-    victims = {"all ranks": ranks, "nursery": nurseries}.get(what, [dice.choice(ranks)])
-    for victim in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGSTOP if what == "stopped rank" else signal.SIGKILL)
-    return what
-
-
-def rank_drill(experiment: Experiment, kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Play one run, hurt its ranks `kills` times at random events, and kill the driver after every sixth time."""
-    dice = random.Random(seed)
-
-    def play_one(root: Path, hurt: Counter[str]) -> None:
-        complete = False
-        while not complete:
-            pid, pipe = start(experiment, root, resume=(root / "drill").exists())
-            complete = _hurt_a_run(pid, pipe, kills, hurt, dice, log)
-
-    return compared_with_a_whole_run(experiment, kills, play_one)
-
-
 def compared_with_a_whole_run(
     experiment: Experiment, kills: int, play_one: Callable[[Path, Counter[str]], None]
 ) -> dict[str, Any]:
@@ -277,29 +239,6 @@ def compared_with_a_whole_run(
             runs += 1
             problems += [f"run {runs}: {what}" for what in differences(fingerprint(root), expected)]
         return {"kills": dict(counted), "runs": runs, "rollouts": len(expected["ids"]), "problems": problems}
-
-
-def _hurt_a_run(
-    pid: int, pipe: int, kills: int, hurt: Counter[str], dice: random.Random, log: Callable[[str], None]
-) -> bool:
-    """True if the run is complete, False if its driver was killed."""
-    with os.fdopen(pipe, "rb") as events:
-        to_wait = dice.randint(1, 6)
-        for _line in events:
-            to_wait -= 1
-            if to_wait or sum(hurt.values()) >= kills:
-                continue
-            to_wait = dice.randint(1, 6)
-            time.sleep(dice.random() * 0.08)  # not a wait for anything: a random moment between two events
-            what = kill_a_rank(pid, dice)
-            if what is not None:
-                hurt[what] += 1
-                log(f"{what} {sum(hurt.values())}/{kills}")
-            if what is not None and sum(hurt.values()) % 6 == 0:
-                hurt["driver"] += 1
-                os.kill(pid, signal.SIGKILL)
-                break
-    return not was_killed(pid)
 
 
 GAME_RECORDS = frozenset({"step", "phase", "round", "alert"})
@@ -407,15 +346,12 @@ def main() -> None:
     parser.add_argument("--learning", action="store_true")
     parser.add_argument("--play", action="store_true")
     parser.add_argument("--warm", action="store_true")
-    parser.add_argument("--ranks", type=int, default=0)
     options = parser.parse_args()
 
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if options.ranks:
-        result = rank_drill(ranks_experiment(options.ranks), options.kills, options.seed, log)
-    elif options.partial:
+    if options.partial:
         result = partial_drill(options.kills, options.seed, log)
     elif options.warm:
         with tempfile.TemporaryDirectory() as folder:

@@ -160,21 +160,6 @@ def test_a_record_that_only_the_last_commit_vouches_for_costs_that_commit(tmp_pa
     assert committed(run) == ("mint", 2, ["r0", "r1"])
 
 
-def test_a_run_of_an_older_pvg_has_no_marks_and_gets_them(tmp_path: Path) -> None:
-    run = play(tmp_path, resume=False, commits=2)
-    with run.lock():
-        ledger = Ledger(run, EXPERIMENT, "test")
-        ledger._store.save({name: value for name, value in ledger.state.plain().items() if name != "marks"})
-        ledger.close()
-    play(tmp_path, resume=True, commits=1)
-    state = run.load_state().state
-    assert state is not None
-    assert [mark[0] for mark in state["marks"]["metrics"]] == [state["offsets"]["metrics"]]  # none of earlier commits
-    flip(run.metrics, 12)
-    with pytest.raises(StateError, match="lines 1 to 3"):
-        run.verify_journal(state, run.metrics)
-
-
 def test_marks_stay_few_in_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.game.ledger.MOST_MARKS", 8)
     run = RunDirectory.create(tmp_path, "first", EXPERIMENT)

@@ -61,9 +61,7 @@ def test_variants_that_share_an_executor_share_the_threads_of_the_first(monkeypa
 POOLS = """
 import os
 import torch
-from pvg.config.load import build_experiment
-from pvg.game.players import Players
-from pvg.tasks import open_task
+from pvg.models.compute import compute_executor
 
 def count():
     return len(os.listdir("/proc/self/task"))
@@ -72,12 +70,11 @@ def work():  # far above the size from which torch works in parallel
     torch.ones(4_000_000).mul_(2.0)
 
 before = count()
-experiment = build_experiment({"models": {"threads": 3}})
-players = Players(experiment, open_task(experiment.task))
-players.executor.submit(work).result()
-pool = count()
-work()
-print(pool - before, count() - pool)
+with compute_executor(3) as executor:
+    executor.submit(work).result()
+    pool = count()
+    work()
+    print(pool - before, count() - pool)
 """
 
 

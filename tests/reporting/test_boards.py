@@ -22,7 +22,7 @@ from pvg.reporting.boards import (
     board_svg,
     full_plan,
     games_section,
-    mini_orders,
+    mini_text,
     newest_games,
     plans_section,
 )
@@ -82,13 +82,9 @@ def test_a_drawing_says_its_units_and_orders_and_escapes_texts() -> None:
 # --- plans of a run -------------------------------------------------------------------------------------------------
 
 
-def test_mini_orders_read_the_notation_of_the_task() -> None:
-    board = mini_board()
-    orders = mini_orders(board, "d.;e+d;ga;h+ga")
-    assert orders is not None
-    assert [write(board, order) for order in orders] == ["A d H", "A e S d", "A g-a", "A h S g-a"]
-    for text in ("", "d", "d.;", "zz", "d.;x+d", "d!"):
-        assert mini_orders(board, text) is None
+def test_orders_of_the_mini_task_are_written_in_the_notation_of_games() -> None:
+    assert mini_text("d.;e+d;ga;h+ga") == "A d H;A e S d;A g-a;A h S g-a"
+    assert mini_text("d;zz;x+d;d!") == ""
 
 
 def test_a_plan_is_shown_with_its_score_and_its_refuting_reply(tmp_path: Path) -> None:

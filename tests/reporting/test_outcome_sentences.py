@@ -23,12 +23,6 @@ def test_a_game_of_two_rounds() -> None:
     ]
 
 
-def test_the_worst_round_may_be_the_last_or_as_bad_as_the_last() -> None:
-    assert outcome({0: FIRST})[-1] == "The verifier of round 0 accepted 11.0 % of its round's flaws."
-    assert outcome({0: FIRST, 1: LAST | {"fooled_rate": 0.3}})[2].endswith("accepted 30.0 % of its round's flaws.")
-    assert outcome({0: FIRST, 1: LAST | {"fooled_rate": 0.10999}})[2].endswith("accepted 11.0 % of its round's flaws.")
-
-
 def test_what_was_not_measured_is_left_out() -> None:
     assert outcome({}) == []
     assert outcome({0: {"points_mean": 0.5}}) == []  # self-play

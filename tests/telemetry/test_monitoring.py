@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -210,28 +208,6 @@ def test_alerts_reach_the_endpoint_and_the_command(tmp_path: Path) -> None:
     assert second["message"] == "once more"
     assert not (Path.cwd() / "injected").exists()
     assert [notice for notice in told.notices if "command" in notice] == []
-
-
-def test_a_command_that_leaves_a_child_behind_has_not_failed(tmp_path: Path) -> None:
-    """The child holds the standard streams for longer than the command may take."""
-    left = tmp_path / "left"
-    child = "import time; time.sleep(60)"
-    program = f"""
-import subprocess, sys
-from pathlib import Path
-child = subprocess.Popen([sys.executable, "-c", {child!r}])
-Path({str(left)!r}).write_text(str(child.pid))
-"""
-
-    async def body(monitoring: Monitoring, told: Told) -> None:
-        monitoring.send(Alert("nan", "loss is inf"))
-        await until(lambda: left.exists() and left.read_text())
-
-    try:
-        told = watch(tmp_path, body, alert_command=(sys.executable, "-c", program), command_s=10.0)
-    finally:
-        os.kill(int(left.read_text()), signal.SIGKILL)
-    assert [notice for notice in told.notices if "alert command" in notice] == []
 
 
 @pytest.mark.parametrize(

@@ -408,8 +408,20 @@ def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():
     assert kinds[-1] == "gradient"
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one():
+# A nursery without torch, whose workers only wait for the end of their connection.
+LIGHT_NURSERY = """
+import json, os, socket, sys, types
+sys.path[:] = json.loads(sys.argv[1])
+process = sys.modules["pvg.workers.process"] = types.ModuleType("process")
+process.work = lambda connection: (connection.recv(1), os._exit(0))
+from pvg.workers.local import nurse
+nurse(socket.socket(fileno=int(sys.argv[2])))
+"""
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch):
     async def run() -> None:
+        monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
         with LocalSupply() as supply:
             member = await supply.start()
             supply._patience_s = 0.1
@@ -422,17 +434,6 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one():
             other.kill()
 
     asyncio.run(run())
-
-
-# A nursery without torch, whose workers only wait for the end of their connection.
-LIGHT_NURSERY = """
-import json, os, socket, sys, types
-sys.path[:] = json.loads(sys.argv[1])
-process = sys.modules["pvg.workers.process"] = types.ModuleType("process")
-process.work = lambda connection: (connection.recv(1), os._exit(0))
-from pvg.workers.local import nurse
-nurse(socket.socket(fileno=int(sys.argv[2])))
-"""
 
 
 def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch):
