@@ -138,10 +138,6 @@ class GenerateRows(RunningRows):
         self._model = model
         model.module.generation_config.eos_token_id = None  # `generate` reads its defaults from this configuration
 
-    @property
-    def joins(self) -> bool:
-        return False
-
     @torch.inference_mode()
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Rows of cancelled requests are decoded too: `generate` cannot drop them."""
