@@ -99,16 +99,9 @@ def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_
 
     stopped = outcome.status == "interrupted"
     if as_json:
-        emit(
-            {
-                "status": outcome.status,
-                "run": run.name,
-                "path": str(run.evaluation / REPORT_FILE),
-                "seconds": outcome.seconds,
-                "evaluation": outcome.report.plain(),
-                "resume": again if stopped else None,
-            }
-        )
+        facts = {"status": outcome.status, "run": run.name, "path": str(run.evaluation / REPORT_FILE)}
+        resume = again if stopped else None
+        emit({**facts, "seconds": outcome.seconds, "evaluation": outcome.report.plain(), "resume": resume})
     else:
         stdout().print(evaluation_tables(outcome.report))
         say(f"\nNumbers: {run.evaluation / REPORT_FILE}")
