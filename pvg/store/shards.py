@@ -51,7 +51,7 @@ ROLLOUTS = "rollouts"
 _SHARED = pa.dictionary(pa.int32(), pa.string())
 
 
-class Column(NamedTuple):
+class ShardColumn(NamedTuple):
     """`of`: what a shard stores of a rollout."""
 
     type: pa.DataType
@@ -59,18 +59,18 @@ class Column(NamedTuple):
     nullable: bool = False
 
 
-def _own(name: str, type_: pa.DataType, *, nullable: bool = False) -> tuple[str, Column]:
+def _own(name: str, type_: pa.DataType, *, nullable: bool = False) -> tuple[str, ShardColumn]:
     """A field of the rollout."""
-    return name, Column(type_, attrgetter(name), nullable)
+    return name, ShardColumn(type_, attrgetter(name), nullable)
 
 
-COLUMNS: dict[str, Column] = dict(
+COLUMNS: dict[str, ShardColumn] = dict(
     [
         _own("id", pa.string()),
         _own("problem_id", _SHARED),
         _own("question", _SHARED),
         _own("reference", _SHARED),
-        ("role", Column(_SHARED, lambda r: r.role.value)),
+        ("role", ShardColumn(_SHARED, lambda r: r.role.value)),
         _own("round", pa.int64()),
         _own("source", _SHARED),
         _own("step", pa.int64()),
@@ -78,16 +78,16 @@ COLUMNS: dict[str, Column] = dict(
         _own("prompt_ids", pa.list_(pa.int32())),
         _own("completion_ids", pa.list_(pa.int32())),
         _own("logprobs", pa.list_(pa.float32())),
-        ("span_starts", Column(pa.list_(pa.int64()), lambda r: [span.start for span in r.spans])),
-        ("span_versions", Column(pa.list_(pa.int64()), lambda r: [span.version for span in r.spans])),
+        ("span_starts", ShardColumn(pa.list_(pa.int64()), lambda r: [span.start for span in r.spans])),
+        ("span_versions", ShardColumn(pa.list_(pa.int64()), lambda r: [span.version for span in r.spans])),
         _own("finish_reason", _SHARED),
         _own("text", pa.string()),
-        ("correct", Column(pa.bool_(), attrgetter("grade.correct"))),
-        ("well_formed", Column(pa.bool_(), attrgetter("grade.well_formed"))),
-        ("answer", Column(pa.string(), attrgetter("grade.answer"), nullable=True)),
-        ("note", Column(pa.string(), attrgetter("grade.note"))),
-        ("queued_s", Column(pa.float64(), attrgetter("timing.queued_s"))),
-        ("service_s", Column(pa.float64(), attrgetter("timing.service_s"))),
+        ("correct", ShardColumn(pa.bool_(), attrgetter("grade.correct"))),
+        ("well_formed", ShardColumn(pa.bool_(), attrgetter("grade.well_formed"))),
+        ("answer", ShardColumn(pa.string(), attrgetter("grade.answer"), nullable=True)),
+        ("note", ShardColumn(pa.string(), attrgetter("grade.note"))),
+        ("queued_s", ShardColumn(pa.float64(), attrgetter("timing.queued_s"))),
+        ("service_s", ShardColumn(pa.float64(), attrgetter("timing.service_s"))),
         _own("score", pa.float64(), nullable=True),
         _own("verifier_version", _SHARED, nullable=True),
         _own("reward", pa.float64(), nullable=True),
@@ -95,8 +95,8 @@ COLUMNS: dict[str, Column] = dict(
 )
 # The results of executed solutions, the solver's solution that a rollout translates, and the turns of a dialogue. Null
 # for other rollouts.
-MORE_COLUMNS: dict[str, Column] = {
-    name: Column(type_, of, nullable=True)
+MORE_COLUMNS: dict[str, ShardColumn] = {
+    name: ShardColumn(type_, of, nullable=True)
     for name, type_, of in (
         ("visible_passed", pa.float64(), lambda r: r.grade.checks and r.grade.checks.visible),
         ("tests_passed", pa.float64(), lambda r: r.grade.checks and r.grade.checks.passed),
