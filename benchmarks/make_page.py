@@ -37,7 +37,7 @@ COMMAND = "python -m benchmarks.make_page"
 BEGIN, END = f"<!-- reports: {COMMAND} -->", "<!-- end of the reports -->"
 PEERS = "peers"
 ORDER = (
-    *("rollout", "rollout-peer", "rollout-peer-smollm2", "rollout-vllm"),
+    *("rollout", "rollout-vllm"),
     *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "pipeline", PEERS),
 )
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's reports

@@ -45,10 +45,6 @@ class StandInEngine(Engine):
     def max_in_flight(self) -> int:
         return self._max_in_flight
 
-    @property
-    def remote(self) -> bool:
-        return True
-
     async def generate(self, request: GenerationRequest) -> Completion:
         found, first, began = self._answer(request), self.version, time.perf_counter()
         tokens = len(found.token_ids)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pvg.errors import StateError
 from pvg.games.game import Action, Script
 from pvg.records import Problem, Role, Split
 
@@ -52,11 +51,6 @@ class Divide:
 
     def dump(self, state: Claims) -> bytes:
         return bytes([state.number, *(claim for claims in state.rounds for claim in claims)])
-
-    def load(self, data: bytes) -> Claims:
-        if len(data) % 2 == 0 or len(data) > 1 + 2 * ROUNDS:
-            raise StateError(f"{data!r} is not a state of this game.")
-        return Claims(data[0], tuple(zip(data[1::2], data[2::2], strict=True)))
 
     def scripted(self, script: Script, state: Claims, seat: str, seed: int) -> str:
         """Optional: opponents without a model, for the rating."""

@@ -12,9 +12,10 @@ from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, Se
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     from pvg.config.experiment import Experiment
-    from pvg.evaluation.runner import EvaluationOutcome, EvaluationRequest
+    from pvg.evaluation.runner import EvaluationOutcome
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.run_display import RunDisplay
 
@@ -41,38 +42,27 @@ def evaluate(
 
     Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
-    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
+    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds, settings_to_evaluate
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import open_round
     from pvg_cli.runs import fetch
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
-    experiment = _experiment(run, overrides or [])
+    experiment = settings_to_evaluate(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     for number in numbers or [0]:
         open_round(run, number)
     fetch(experiment.sources())
     announce_loading()
-    from pvg.evaluation.runner import EvaluationRequest
 
-    outcome = _measure(experiment, run, EvaluationRequest(wanted, numbers), as_json)
+    outcome = _measure(experiment, run, wanted, numbers, as_json)
     _print_result(outcome, run, command_line(), as_json)
 
 
-def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
-    """The settings of the run with the overrides. Raises StateError if an override changes results of the run."""
-    from pvg.config.load import load_experiment
-    from pvg.evaluation.report import check_settings_of_run
-    from pvg.store.run_players import pinned_players
-
-    experiment = load_experiment(run.experiment_file, overrides)
-    experiment = experiment.with_sources(pinned_players(experiment.sources()))
-    check_settings_of_run(run.name, run.experiment(), experiment)
-    return experiment
-
-
-def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationRequest, as_json: bool) -> EvaluationOutcome:
+def _measure(
+    experiment: Experiment, run: RunDirectory, parts: Sequence[str], rounds: Sequence[int] | None, as_json: bool
+) -> EvaluationOutcome:
     from pvg_cli.driving import drive_run
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunDisplay
@@ -80,7 +70,7 @@ def _measure(experiment: Experiment, run: RunDirectory, request: EvaluationReque
     async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
-        return await measure(experiment, run, request, observer=observer, stop=stop)
+        return await measure(experiment, run, parts, rounds, observer=observer, stop=stop)
 
     display = RunDisplay(run.name, experiment.game.rounds, stderr(), phases=())
     lock = run.lock(waiting=say, work="evaluate")
@@ -97,16 +87,9 @@ def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_
 
     stopped = outcome.status == "interrupted"
     if as_json:
-        emit(
-            {
-                "status": outcome.status,
-                "run": run.name,
-                "path": str(run.evaluation / REPORT_FILE),
-                "seconds": outcome.seconds,
-                "evaluation": outcome.report.plain(),
-                "resume": again if stopped else None,
-            }
-        )
+        facts = {"status": outcome.status, "run": run.name, "path": str(run.evaluation / REPORT_FILE)}
+        resume = again if stopped else None
+        emit({**facts, "seconds": outcome.seconds, "evaluation": outcome.report.plain(), "resume": resume})
     else:
         stdout().print(evaluation_tables(outcome.report))
         say(f"\nNumbers: {run.evaluation / REPORT_FILE}")

@@ -5,7 +5,7 @@
 
 Each process has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
 another terminal has its own session too. A process ends when its standard input ends, so it also ends when its owner is
-killed. It ends after `limit_s` in any case (without one in a benchmark, which may take longer).
+killed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-LIMIT_S = 600.0
 TURNS = 20_000  # loop turns between two checks of the standard input: about a millisecond
 
 
 @contextmanager
-def busy_processes(count: int, limit_s: float = LIMIT_S) -> Iterator[list[int]]:
+def busy_processes(count: int) -> Iterator[list[int]]:
     """The process ids of `count` processes. All of them compute when the block begins; none is left when it ends."""
     with ExitStack() as stack:
-        processes = [stack.enter_context(_busy_process(limit_s)) for _ in range(count)]
+        processes = [stack.enter_context(_busy_process()) for _ in range(count)]
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # it has begun
@@ -33,9 +31,9 @@ def busy_processes(count: int, limit_s: float = LIMIT_S) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _busy_process(limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
+def _busy_process() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, str(limit_s)],
+        [sys.executable, "-I", "-S", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -47,14 +45,13 @@ def _busy_process(limit_s: float) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def compute(limit_s: float) -> None:
-    """Use a core until the standard input ends or the time is up."""
-    ends = time.monotonic() + limit_s
+def compute() -> None:
+    """Use a core until the standard input ends."""
     print("computing", flush=True)
-    while time.monotonic() < ends and not select.select([sys.stdin], [], [], 0)[0]:
+    while not select.select([sys.stdin], [], [], 0)[0]:
         for _ in range(TURNS):
             pass
 
 
 if __name__ == "__main__":
-    compute(float(sys.argv[1]))
+    compute()

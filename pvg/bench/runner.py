@@ -23,7 +23,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -248,14 +248,6 @@ class BenchResult:
     exit_code: int
 
 
-def _shared_executor(experiment: Experiment) -> ThreadPoolExecutor:
-    """One compute thread for all interleaved variants. With one thread each, the variants would slow each other down
-    even while idle."""
-    from pvg.models.compute import compute_executor
-
-    return compute_executor(experiment.models.threads)
-
-
 def run_plan(
     plan: BenchPlan, *, command: str, on_sample: OnSample | None = None, on_server: OnServer | None = None
 ) -> BenchResult:
@@ -272,11 +264,8 @@ def run_plan(
     infos: list[ServerInfo] = []
     if not plan.serve:
         infos = _look_at_servers(plan)
-    with busy_processes(profile.beside, limit_s=math.inf):
-        if plan.serve:
-            trials = _run_on_own_servers(plan, trial, infos, on_server)
-        else:
-            trials = _run_interleaved(plan, trial) if plan.interleave else _run_one_by_one(plan, trial)
+    with busy_processes(profile.beside):
+        trials = _run_on_own_servers(plan, trial, infos, on_server) if plan.serve else _run_here(plan, trial)
     variants, works = _results(trials, plan.kind)
     reason = next(
         (f"{variant.label}: {variant.reason}".removeprefix(": ") for variant in variants if variant.reason), ""
@@ -333,19 +322,20 @@ def _trial(
     )
 
 
-def _run_interleaved(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
-    experiment = plan.base.experiment
-    with _shared_executor(experiment) as executor:
+def _run_here(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
+    """One variant after the other, or all in turn. Interleaved variants share one compute thread: with one thread each,
+    they would slow each other down even while idle."""
+    if not plan.interleave:
+        trials = []
+        for choice in plan.choices:
+            trials.append(trial(choice, None, None))
+            on_loop(run_trials(trials[-1:]))
+        return trials
+    from pvg.models.compute import compute_executor
+
+    with compute_executor(plan.base.experiment.models.threads) as executor:
         trials = [trial(choice, executor, None) for choice in plan.choices]
         on_loop(run_trials(trials))
-    return trials
-
-
-def _run_one_by_one(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:
-    trials = []
-    for choice in plan.choices:
-        trials.append(trial(choice, None, None))
-        on_loop(run_trials(trials[-1:]))
     return trials
 
 

@@ -11,18 +11,15 @@ v and over how many of the chosen solutions tie at v (derived here; tests enumer
 
 with c_v (i_v) correct (incorrect) solutions with score v, and c_< (i_<) with a lower score.
 
-Localisation: whether the score falls at the first wrong step. A solution is cut after each step, and every prefix is
-scored. The flaw is *located* at the step with the largest fall s_(k-1) - s_k, where s_0 is the score of the empty
-solution. This works for every head. With some heads a step's score depends on the length of the prefix, so the
-comparison is with guessing, which is correct once in (number of steps), not with zero.
+Localisation: a solution is cut after each step, and every prefix is scored. The flaw is *located* at the step with the
+largest fall s_(k-1) - s_k, where s_0 is the score of the empty solution. With some heads a step's score depends on the
+length of the prefix, so the comparison is with guessing, which is correct once in (number of steps).
 
-Separability: the AUC of a small classifier that separates helpful from sneaky solutions by style. Near one half, the
-roles have the same style, as the game intends. Near one, their styles differ, and the verifier may learn the role
-instead of correctness. Because correctness itself separates the roles, the probe is also trained and evaluated within
-correct and within incorrect solutions. Within these sets, the AUC compares only solutions of the same problem, because
-the two roles solve different problems. The probe: presence of token n-grams, hashed into FEATURES columns
-(with collisions, as in Weinberger et al. 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a
-ridge. It uses no random numbers: the same solutions give the same AUC.
+Separability: the AUC of a probe that separates helpful from sneaky solutions by style; near one half the roles write
+alike, as the game intends. Correctness itself separates the roles, so the probe is also fitted within correct and
+within incorrect solutions, where it compares only solutions of one problem. The probe: presence of token n-grams,
+hashed into FEATURES columns (with collisions, as in Weinberger et al. 2009, arXiv 0902.2206), and logistic regression
+with a ridge. It uses no random numbers.
 """
 
 from __future__ import annotations
@@ -87,14 +84,6 @@ def fit(design_ND: Float64, targets_N: Float64, penalty_D: Float64) -> Float64:
 # --- calibration ------------------------------------------------------------------------------------------------------
 
 PLATT_RIDGE = 1e-6  # on both parameters, because a separable set has no finite best fit without it
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationBin:
-    """Solutions with adjacent predictions: their mean prediction and the share that is correct."""
-
-    predicted: float
-    correct: Estimate
 
 
 def platt(scores_N: NDArray[Any], correct_N: NDArray[np.bool_]) -> tuple[float, float]:
@@ -176,21 +165,6 @@ def _noise(gap_N: Float64, bin_N: Ints, problems_N: Ints, weights_BP: Float64) -
     return np.asarray(np.abs(drawn_BQ - sums_PQ.sum(axis=0) / len(gap_N)).sum(axis=1))
 
 
-def reliability(
-    predicted_N: Float64, correct_N: NDArray[np.bool_], problems_N: Ints, bins: int
-) -> list[CalibrationBin]:
-    """The bins in order of their predictions, each with its share of correct solutions and the interval of this
-    share."""
-    bin_N = equal_mass(predicted_N, bins)
-    return [
-        CalibrationBin(
-            float(predicted_N[bin_N == number].mean()),
-            share_of(correct_N[bin_N == number], problems_N[bin_N == number]),
-        )
-        for number in np.unique(bin_N)
-    ]
-
-
 Bools = NDArray[np.bool_]
 BINS = 10  # of the calibration error, with equal counts: the number of most papers
 FOLDS = 5  # of the cross-validation by problem
@@ -242,10 +216,12 @@ def natural(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
     return _won(scores_N, correct_N, chosen) / math.comb(len(correct_N), n)
 
 
-def pass_at(correct: int, total: int, n: int) -> float:
-    """The probability that at least one of n of `total` solutions is correct: 1 - C(total - correct, n)/C(total, n)
-    (Chen et al. 2021, arXiv 2107.03374)."""
-    return 1.0 - math.comb(total - correct, n) / math.comb(total, n)
+def pass_at(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
+    """The probability that at least one of n solutions of one problem is correct: 1 - C(incorrect, n)/C(all, n)
+    (Chen et al. 2021, arXiv 2107.03374); None with fewer than n solutions. The scores have no influence."""
+    if len(correct_N) < n:
+        return None
+    return 1.0 - math.comb(int((~correct_N).sum()), n) / math.comb(len(correct_N), n)
 
 
 def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[ScoreLevel, int, int], int]) -> float:
@@ -276,7 +252,7 @@ def _choose(n: int, k: int) -> int:
 def by_problem(
     scores_N: NDArray[Any], correct_N: Bools, problems_N: Ints, n: int, accuracy: Callable[..., float | None]
 ) -> list[float | None]:
-    """`accuracy` (balanced or natural) of each problem 0..P-1; None if a problem has too few solutions."""
+    """`accuracy` (balanced, natural or pass_at) of each problem 0..P-1; None if a problem has too few solutions."""
     count = int(problems_N.max()) + 1 if len(problems_N) else 0
     return [accuracy(scores_N[problems_N == p], correct_N[problems_N == p], n) for p in range(count)]
 
@@ -299,11 +275,6 @@ def credit(prefix_scores_K: NDArray[Any], flaw: int) -> float:
         raise ValueError(f"step {flaw} is not one of the {len(falls_K)} steps")
     largest_K = falls_K == falls_K.max()
     return float(largest_K[flaw] / largest_K.sum())
-
-
-def chance(steps_N: NDArray[np.int64]) -> float:
-    """The mean accuracy of guessing a step: the mean of 1 / (number of steps)."""
-    return float(np.mean(1.0 / steps_N))
 
 
 # --- separability -----------------------------------------------------------------------------------------------------
@@ -392,17 +363,11 @@ def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -
 def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     mask = samples.helpful_N
     scores_N, correct_N, problems_N = samples.scores_N[mask], samples.correct_N[mask], samples.problems_N[mask]
-    size = weights_BP.shape[1]
-    total_P = np.bincount(problems_N, minlength=size)
-    right_P = np.bincount(problems_N, weights=correct_N.astype(np.float64), minlength=size).astype(np.int64)
     chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP)
     points = []
     for n in sizes(section.samples):
         values = by_problem(scores_N, correct_N, problems_N, n, natural)
-        ceilings = [
-            pass_at(int(right), int(total), n) if total >= n else None
-            for right, total in zip(right_P, total_P, strict=True)
-        ]
+        ceilings = by_problem(scores_N, correct_N, problems_N, n, pass_at)
         point = curve_point(values, weights_BP)
         points.append(
             {
@@ -418,7 +383,7 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
 
 def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
     """Completeness on the round's helpful solutions, and its two factors."""
-    helpful, solved = own.helpful_N, own.helpful_N & own.correct_N
+    helpful, solved = own.helpful_N, own.solutions_N
     accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
@@ -433,7 +398,7 @@ def detection(
 ) -> dict[str, Any]:
     """Soundness, AUC and ROC for one source's flaws; the positives are the round's correct helpful
     solutions."""
-    solved, mask = own.helpful_N & own.correct_N, samples.flaws_N
+    solved, mask = own.solutions_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])
@@ -486,13 +451,18 @@ def calibration(own: ScoredRollouts, verifier: Verifier, weights_BP: Float64) ->
 
 
 def _calibrated(predicted_N: Float64, own: ScoredRollouts, weights_BP: Float64) -> dict[str, Any]:
-    bins = reliability(predicted_N, own.correct_N, own.problems_N, BINS)
+    bin_N = equal_mass(predicted_N, BINS)
+    bins = []
+    for number in np.unique(bin_N):
+        of_N = bin_N == number
+        correct = share_of(own.correct_N[of_N], own.problems_N[of_N])
+        bins.append({"predicted": float(predicted_N[of_N].mean()), "correct": correct})
     error, by_chance = ece(predicted_N, own.correct_N, own.problems_N, BINS, weights_BP)
     return {
         "ece": error,
         "ece_by_chance": by_chance,
         "brier": mean_of((predicted_N - own.correct_N) ** 2, own.problems_N, weights_BP),
-        "bins": [{"predicted": found.predicted, "correct": found.correct} for found in bins],
+        "bins": bins,
     }
 
 
@@ -506,15 +476,10 @@ def localisation(
     credits_N = np.array([credit(np.array(s), flaw) for s, flaw in zip(prefixes, flaws, strict=True)])
     steps_N = np.array([len(s) - 1 for s in prefixes], dtype=np.int64)
     problems_N = np.array(problems, dtype=np.int64)
-    size = weights_BP.shape[1]
-    accuracy = mean_of(credits_N, problems_N, weights_BP)
-    gains_P = np.bincount(problems_N, weights=credits_N - 1.0 / steps_N, minlength=size).astype(np.float64)
-    counts_P = np.bincount(problems_N, minlength=size).astype(np.float64)
-    gain = ratio(gains_P, counts_P, weights_BP, len(flaws))
     return {
         "known": True,
-        "accuracy": accuracy,
-        "chance": chance(steps_N),
-        "gain": gain,
+        "accuracy": mean_of(credits_N, problems_N, weights_BP),
+        "chance": float(np.mean(1.0 / steps_N)),  # of guessing a step
+        "gain": mean_of(credits_N - 1.0 / steps_N, problems_N, weights_BP),
         "solutions": len(flaws),
     }

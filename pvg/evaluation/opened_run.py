@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
-from pvg.game.statistics import sample_metrics
+from pvg.game.statistics import RolloutColumns, sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
@@ -386,7 +386,9 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
     a name, which the next start removes. Raises InterruptedByUser after a chunk if a stop was requested."""
     for_ = digest_of(context, wanted)
     shards = _committed(context, wanted)
-    chunks = _chunks(context, wanted)
+    places = list(product(wanted.problems, wanted.roles))
+    step = len(wanted.roles) * max(1, context.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
+    chunks = list(enumerate(range(0, len(places), step)))
     if len(shards) < len(chunks):
         context.begin(wanted.name)
         done = sum(shard.rows for shard in shards)
@@ -395,8 +397,20 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
         await wanted.load()
         with open_frozen_verifier(context, wanted.asking) as asking:
             environment = await questions(context, asking)
-            for number in range(len(shards), len(chunks)):
-                rollouts = await _sample(context, wanted, number, chunks[number], environment)
+            for number, first in chunks[len(shards) :]:
+                chosen = enumerate(places[first : first + step], start=first)
+                groups = await context.players.dispatcher.sample(
+                    [context.order(problem, role, group, wanted.size) for group, (problem, role) in chosen],
+                    SampleCall(
+                        round=wanted.round,
+                        source=wanted.name,
+                        step=number,
+                        seed=seed_for(context.seed, "evaluate", wanted.name, number),
+                        prefix=f"evaluate/{wanted.name}/{number:05d}",
+                        environment=environment,
+                    ),
+                )
+                rollouts = [rollout for group in groups for rollout in group.rollouts]
                 label = f"{wanted.name}-{for_[:8]}-{number:05d}"
                 shards.append(context.shards.write(wanted.round, label, rollouts))
                 context.manifests.write(wanted.name, for_, [shard.plain() for shard in shards])
@@ -411,38 +425,6 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
 
 def is_complete(context: EvaluationContext, wanted: SampleSet) -> bool:
     return sum(shard.rows for shard in _committed(context, wanted)) == wanted.rollouts
-
-
-def _chunks(context: EvaluationContext, wanted: SampleSet) -> list[Sequence[Problem]]:
-    per_chunk = max(1, context.experiment.rollout.chunk // (wanted.size * len(wanted.roles)))
-    return [wanted.problems[first : first + per_chunk] for first in range(0, len(wanted.problems), per_chunk)]
-
-
-async def _sample(
-    context: EvaluationContext,
-    wanted: SampleSet,
-    number: int,
-    problems: Sequence[Problem],
-    environment: Environment | None,
-) -> list[Rollout]:
-    first = sum(len(chunk) for chunk in _chunks(context, wanted)[:number])
-    orders = [
-        context.order(problem, role, len(wanted.roles) * (first + position) + rank, wanted.size)
-        for position, problem in enumerate(problems)
-        for rank, role in enumerate(wanted.roles)
-    ]
-    groups = await context.players.dispatcher.sample(
-        orders,
-        SampleCall(
-            round=wanted.round,
-            source=wanted.name,
-            step=number,
-            seed=seed_for(context.seed, "evaluate", wanted.name, number),
-            prefix=f"evaluate/{wanted.name}/{number:05d}",
-            environment=environment,
-        ),
-    )
-    return [rollout for group in groups for rollout in group.rollouts]
 
 
 def _committed(context: EvaluationContext, wanted: SampleSet) -> list[ShardInfo]:
@@ -460,28 +442,11 @@ def recover(context: EvaluationContext) -> int:
 # --- samples as arrays -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ScoredRollouts:
+class ScoredRollouts(RolloutColumns):
     """Rollouts with one verifier's scores, as arrays [N]. `pool`: the problems, indexed by `problems_N`."""
 
-    rollouts: Sequence[Rollout]
-    scores_N: Float32
-    pool: Sequence[Problem]
-
-    @cached_property
-    def correct_N(self) -> Any:
-        return np.array([r.grade.correct for r in self.rollouts], dtype=bool)
-
-    @cached_property
-    def helpful_N(self) -> Any:
-        return np.array([r.role is Role.HELPFUL for r in self.rollouts], dtype=bool)
-
-    @cached_property
-    def flaws_N(self) -> Any:
-        """Whether each rollout is a flaw (pvg.records.Rollout.is_flaw)."""
-        return np.array([r.is_flaw for r in self.rollouts], dtype=bool)
-
-    @cached_property
-    def problems_N(self) -> Ints:
-        places = {problem.id: place for place, problem in enumerate(self.pool)}
-        return np.array([places[r.problem_id] for r in self.rollouts], dtype=np.int64)
+    def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32, pool: Sequence[Problem]) -> None:
+        super().__init__(rollouts, scores_N)
+        self.rollouts, self.pool = rollouts, pool
+        places = {problem.id: place for place, problem in enumerate(pool)}
+        self.problems_N: Ints = np.array([places[name] for name in self.problem_ids], dtype=np.int64)

@@ -1,6 +1,6 @@
 """`pvg evaluate`: computes every part of every finished round once and stores it.
 
-    outcome = await evaluate(experiment, run, request, observer=SilentObserver(), stop=asyncio.Event())
+    outcome = await evaluate(experiment, run, observer=SilentObserver(), stop=asyncio.Event())
 
 First it computes the requested parts, unit by unit, and stores each with a digest of what it depends on. Then it makes
 the report from everything stored, including parts that were not requested this time. After a kill at any instant, the
@@ -150,6 +150,18 @@ class RoundParts:
         """The digests on which a part depends that reads these sets with this round's verifier."""
         return [self.frozen.digest, *(digest_of(self.context, wanted) for wanted in sets)]
 
+    async def _measured(
+        self, name: str, sets: Sequence[SampleSet], measure: Callable[..., Any], inputs: Sequence[Any] | None = None
+    ) -> Any:
+        """The result of a part of this round: `measure` of these sets with the verifier's scores. It depends on
+        `inputs` (by default the sets and the verifier)."""
+
+        async def work() -> Any:
+            scored = [await self._scored(wanted) for wanted in sets]
+            return await self._compute(lambda: measure(*scored))
+
+        return await self._unit(name, self._of(*sets) if inputs is None else inputs, work)
+
     async def _unit(self, name: str, inputs: Sequence[Any], work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of a part of this round, from disk or computed by `work`."""
         return await self.context.unit(f"{name}-{self.source}", digest(name, MEASURED, inputs), work)
@@ -184,20 +196,18 @@ class RoundParts:
         found = await self.context.unit(attack_name(self.round, kind), for_, attacked)
         result = {**found, "reference": target.reference}
         if result["status"] in ATTACKED:
-
-            async def work() -> Any:
-                fresh, own = await self._scored(final_samples(self.context, target, kind)), await self._scored(self.own)
-                return await self._compute(lambda: check(fresh, own, target.threshold, self._draws))
-
-            result["check"] = await self._unit(f"check-{kind}", [for_, *self._of(self.own)], work)
+            result["check"] = await self._measured(
+                f"check-{kind}",
+                [final_samples(self.context, target, kind), self.own],
+                lambda fresh, own: check(fresh, own, target.threshold, self._draws),
+                [for_, *self._of(self.own)],
+            )
         return result
 
     async def target(self) -> AttackTarget:
         """The target of this round's attacks, from samples of the round itself."""
 
-        async def work() -> dict[str, Any]:
-            own, base = await self._scored(self.own), await self._scored(self.base)
-            reference = await self._scored(self._reference)
+        def measure(own: ScoredRollouts, base: ScoredRollouts, reference: ScoredRollouts) -> dict[str, Any]:
             weights_BP = bootstrap(self.context, len(reference.pool))
             scores_N = np.concatenate([own.scores_N, base.scores_N, reference.scores_N])
             return {
@@ -207,26 +217,20 @@ class RoundParts:
             }
 
         facts = await self.frozen.facts()
-        found = await self._unit("reference", self._of(self.own, self.base, self._reference), work)
+        found = await self._measured("reference", [self.own, self.base, self._reference], measure)
         return AttackTarget(self.round, self.frozen.digest, facts["threshold"], **found)
 
     async def best_of_n(self) -> Any:
-        async def work() -> Any:
-            sources = {self.source: await self._scored(self.own), BASE_SOURCE: await self._scored(self.base)}
-            return await self._compute(lambda: measures.best_of_n(sources, self.section, self._draws))
+        def measure(own: ScoredRollouts, base: ScoredRollouts) -> Any:
+            return measures.best_of_n({self.source: own, BASE_SOURCE: base}, self.section, self._draws)
 
-        return await self._unit("best-of-n", self._of(self.own, self.base), work)
+        return await self._measured("best-of-n", [self.own, self.base], measure)
 
     async def detection(self) -> Any:
         """Each source of flaws is a separate unit, so a new attacker does not make other results stale. Attackers that
         were trained after the last request for detection are left out until the next request."""
         context, threshold = self.context, (await self.frozen.facts())["threshold"]
-
-        async def work() -> Any:
-            samples = await self._scored(self.own)
-            return await self._compute(lambda: measures.completeness(samples, threshold))
-
-        found = await self._unit("detection", self._of(self.own), work)
+        found = await self._measured("detection", [self.own], lambda own: measures.completeness(own, threshold))
         sources = [await self._flaws(BASE_SOURCE, self.base, threshold)]
         for earlier in (round_set(context, number) for number in range(self.round + 1)):
             sources.append(await self._flaws(earlier.name, earlier, threshold))
@@ -236,11 +240,10 @@ class RoundParts:
         return {**found, "sources": sources}
 
     async def _flaws(self, name: str, wanted: SampleSet, threshold: float) -> Any:
-        async def work() -> Any:
-            own, flaws = await self._scored(self.own), await self._scored(wanted)
-            return await self._compute(lambda: measures.detection(name, own, flaws, threshold, self._draws))
+        def measure(own: ScoredRollouts, flaws: ScoredRollouts) -> Any:
+            return measures.detection(name, own, flaws, threshold, self._draws)
 
-        return await self._unit(f"detection-{name}", self._of(self.own, wanted), work)
+        return await self._measured(f"detection-{name}", [self.own, wanted], measure)
 
     async def _attackers(self) -> Mapping[str, SampleSet]:
         """The stored samples of this round's attackers, whether or not attacks are requested now."""
@@ -255,19 +258,18 @@ class RoundParts:
         return {kind: wanted for kind, wanted in found.items() if is_complete(self.context, wanted)}
 
     async def separability(self) -> Any:
-        async def work() -> Any:
-            own, tokenizer = await self._scored(self.own), self.context.players.base.tokenizer
+        def measure(own: ScoredRollouts) -> Any:
+            tokenizer = self.context.players.base.tokenizer
             read = solutions_read(own.rollouts, self.context.task, tokenizer.encode, tokenizer.end_ids)
-            return await self._compute(lambda: measures.separability(own, read, self._draws))
+            return measures.separability(own, read, self._draws)
 
-        return await self._unit("separability", [digest_of(self.context, self.own)], work)
+        return await self._measured("separability", [self.own], measure, [digest_of(self.context, self.own)])
 
     async def calibration(self) -> Any:
-        async def work() -> Any:
-            own, verifier = await self._scored(self.own), self.context.experiment.verifier
-            return await self._compute(lambda: measures.calibration(own, verifier, self._draws))
+        def measure(own: ScoredRollouts) -> Any:
+            return measures.calibration(own, self.context.experiment.verifier, self._draws)
 
-        return await self._unit("calibration", self._of(self.own), work)
+        return await self._measured("calibration", [self.own], measure)
 
     async def localisation(self) -> Any:
         async def work() -> Any:
@@ -359,14 +361,6 @@ MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisati
 
 
 @dataclass(frozen=True)
-class EvaluationRequest:
-    """What to evaluate: parts by name, and rounds by number (None: all finished ones)."""
-
-    parts: Sequence[str] = PARTS
-    rounds: Sequence[int] | None = None
-
-
-@dataclass(frozen=True)
 class EvaluationOutcome:
     """The result of a call; `seconds`: its wall time."""
 
@@ -376,20 +370,26 @@ class EvaluationOutcome:
 
 
 async def evaluate(
-    experiment: Experiment, run: RunDirectory, request: EvaluationRequest, *, observer: Observer, stop: asyncio.Event
+    experiment: Experiment,
+    run: RunDirectory,
+    parts: Sequence[str] = PARTS,
+    rounds: Sequence[int] | None = None,
+    *,
+    observer: Observer,
+    stop: asyncio.Event,
 ) -> EvaluationOutcome:
-    """Evaluate the finished rounds of `run` (locked by the caller). Raises UsageError for an unsuitable round,
-    ConfigurationError for settings that cannot be trained. An error of a part propagates, and all finished
-    results are kept."""
+    """Evaluate `parts` of these finished rounds of `run` (None: all). The caller has locked the run. Raises UsageError
+    for a round that is not finished, ConfigurationError for settings that cannot be trained. An error of a part
+    propagates, and all finished results are kept."""
     started = time.perf_counter()
-    check_protocol(experiment, request.parts)
+    check_protocol(experiment, parts)
     reading = OpenedRun.open(run)
     check_same_code(reading.state, experiment)
-    rounds = chosen_rounds(reading, run, request.rounds)
-    reading.check_players(_sampled_rounds(rounds, request))  # not when their turn comes, perhaps after hours
-    if "exploit" in request.parts:
+    chosen = chosen_rounds(reading, run, rounds)
+    reading.check_players(_sampled_rounds(chosen, parts))  # not when their turn comes, perhaps after hours
+    if "exploit" in parts:
         check_attacks(experiment)
-    if "tax" in request.parts:
+    if "tax" in parts:
         baseline_experiment(experiment)
     async with AsyncExitStack() as stack:
         context = await open_evaluation(experiment, reading, observer, stop, stack)
@@ -403,11 +403,11 @@ async def evaluate(
             observer.noticed(f"The run is not finished. pvg evaluates {reading.rounds} of {planned}.")
         status: Literal["complete", "interrupted"] = "complete"
         try:
-            await _compute(context, rounds, request)
+            await _compute(context, chosen, parts)
         except InterruptedByUser:
             status = "interrupted"
             observer.noticed("All results so far are kept.")
-        report = await assemble(context, rounds, request.parts)
+        report = await assemble(context, chosen, parts)
         write_report(context.folder / REPORT_FILE, report)
         return EvaluationOutcome(status, report, time.perf_counter() - started)
 
@@ -458,7 +458,7 @@ async def open_evaluation(
 # --- computing ---------------------------------------------------------------------------------------------------
 
 
-async def _compute(context: EvaluationContext, rounds: Sequence[int], request: EvaluationRequest) -> None:
+async def _compute(context: EvaluationContext, rounds: Sequence[int], parts: Sequence[str]) -> None:
     baseline: CorrectnessBaseline | None = None
 
     async def find_baseline() -> None:
@@ -470,19 +470,19 @@ async def _compute(context: EvaluationContext, rounds: Sequence[int], request: E
 
     async def measure(round_: int) -> None:
         with open_frozen_verifier(context, round_) as frozen:
-            parts = RoundParts(context, frozen)
-            if "exploit" in request.parts:
-                await parts.exploit()
-            await _measure(context, parts, request.parts, baseline)
-        write_report(context.folder / REPORT_FILE, await assemble(context, rounds, request.parts))
+            measured = RoundParts(context, frozen)
+            if "exploit" in parts:
+                await measured.exploit()
+            await _measure(context, measured, parts, baseline)
+        write_report(context.folder / REPORT_FILE, await assemble(context, rounds, parts))
 
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
     works: list[tuple[str, Callable[[], Awaitable[object]]]] = [
         ("samples of the base prover", partial(sampled, context, base_set(context)))
     ]
-    for round_ in _sampled_rounds(rounds, request):
+    for round_ in _sampled_rounds(rounds, parts):
         works.append((f"samples of round {round_}", partial(sampled, context, round_set(context, round_))))
-    if "tax" in request.parts:
+    if "tax" in parts:
         works.append(("correctness baseline", find_baseline))
     works += [(f"attacks and measures of round {round_}", partial(measure, round_)) for round_ in rounds]
     observer = context.observer
@@ -491,9 +491,9 @@ async def _compute(context: EvaluationContext, rounds: Sequence[int], request: E
         await work()
 
 
-def _sampled_rounds(rounds: Sequence[int], request: EvaluationRequest) -> Sequence[int]:
+def _sampled_rounds(rounds: Sequence[int], parts: Sequence[str]) -> Sequence[int]:
     """The rounds whose samples are needed: detection compares with the flaws of all earlier rounds."""
-    return range(max(rounds) + 1) if "detection" in request.parts else rounds
+    return range(max(rounds) + 1) if "detection" in parts else rounds
 
 
 async def _measure(

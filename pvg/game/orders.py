@@ -192,8 +192,8 @@ class Curriculum(ShuffledProblems):
 
 @dataclass
 class ProverOrders:
-    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `environment`, `on_group`:
-    see `Dispatcher.sample`."""
+    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `environment`: see
+    `Dispatcher.sample`."""
 
     session: Session
     groups: int
@@ -202,7 +202,6 @@ class ProverOrders:
     problems: ShuffledProblems = field(default_factory=ShuffledProblems)
     deadline: Deadline | None = None
     environment: Environment | None = None
-    on_group: Callable[[Sequence[Rollout]], None] | None = None
 
     def roles(self, number: int) -> list[Role]:
         """The role of each group of batch `number`: the configured shares in random order."""
@@ -257,7 +256,6 @@ class ProverOrders:
             deadline=self.deadline,
             gate=gate,
             environment=self.environment,
-            on_group=self.on_group,
         )
         return await self.session.players.dispatcher.sample(orders, call)
 

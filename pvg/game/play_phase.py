@@ -357,7 +357,7 @@ class PlayBatches(Batches):
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)
-        batch = await self.logprobs.add(batch, trained)
+        batch = await self.logprobs.add(batch)
         with span("record"):
             sampled = _policy_rollouts(played, seats)
             everything = list((sampled | {rollout.id: rollout for rollout in trained}).values())

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from pvg.errors import StateError
 from pvg.games.diplomacy_board import Board, Position, Unit, standard_board
 from pvg.games.diplomacy_movement import Order, parse_orders, write
 from pvg.games.diplomacy_phases import Legality, accept, deciders, destinations, step
@@ -100,7 +99,7 @@ class Diplomacy:
         return Problem(f"diplomacy-{split}-{number}", question, "", {"state": self.dump(state).hex()})
 
     def start(self, problem: Problem) -> Position:
-        return self.load(bytes.fromhex(problem.metadata["state"]))
+        return Position.load(bytes.fromhex(problem.metadata["state"]))
 
     def seats(self, state: Position) -> Sequence[str]:
         if state.year > self.last_year:
@@ -138,13 +137,6 @@ class Diplomacy:
 
     def dump(self, state: Position) -> bytes:
         return state.dump()
-
-    def load(self, data: bytes) -> Position:
-        """Also raises StateError for a position that this board cannot have."""
-        position = Position.load(data)
-        if not self.board.admits(position):
-            raise StateError(f"This is no position of the map {self.board.name!r}.", "Pass bytes that `dump` returned.")
-        return position
 
     def scripted(self, script: Script, state: Position, seat: str, seed: int) -> str:
         """The script "greedy" moves each unit to a free or foreign centre if it reaches one. All other orders are

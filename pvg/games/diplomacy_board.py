@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 import struct
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from pvg.errors import StateError, UsageError
+from pvg.errors import StateError
 
 # A position of the game as an immutable value of about 150 bytes.
 
@@ -85,13 +87,9 @@ class Position:
     @classmethod
     def load(cls, data: bytes) -> Position:
         """The position of a dump. Raises StateError for other bytes."""
-        if len(data) < _HEAD.size:
-            raise _malformed()
-        mark, year, season, stage, *sizes = _HEAD.unpack_from(data)
-        if mark != _FORMAT or len(data) != _HEAD.size + sum(sizes) or sizes[0] % 2 or sizes[2] % 3:
-            raise _malformed()
-        if season not in (b"S", b"F", b"W") or stage not in (b"M", b"R", b"A"):
-            raise _malformed()
+        mark, year, season, stage, *sizes = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
+        if mark != _FORMAT or len(data) != _HEAD.size + sum(sizes):
+            raise StateError("These bytes are not a position of Diplomacy.", "Pass bytes that Position.dump returned.")
         parts, at = [], _HEAD.size
         for size in sizes:
             parts.append(data[at : at + size])
@@ -116,10 +114,6 @@ def packed(units: list[tuple[int, int]]) -> bytes:
 def unit_of(place: int, code: int) -> Unit:
     """The unit that two bytes of `Position.units` stand for."""
     return Unit(code >> 1, bool(code & 1), place)
-
-
-def _malformed() -> StateError:
-    return StateError("These bytes are not a position of Diplomacy.", "Pass bytes that Position.dump returned.")
 
 
 Kind = Literal["land", "coast", "sea"]
@@ -173,32 +167,6 @@ class Board:
             return None
         return next((p for p in range(len(self.powers)) if position.centres_of(p) >= self.to_win), None)
 
-    def can_stand(self, place: int, fleet: bool) -> bool:
-        """Whether an army or a fleet can be in the place."""
-        if fleet:
-            return bool(self.fleets[place])
-        return place < len(self.provinces) and self.kinds[place] != "sea"
-
-    def admits(self, position: Position) -> bool:
-        """Whether the board can have this position. Positions of other boards, and bytes of strangers, may not fit."""
-        units, gone = position.unit_list(), position.dislodged_list()
-        leaving = [one.unit for one in gone]
-        if not all(self._has(unit) for unit in (*units, *leaving)):
-            return False
-        provinces = {*(one.barred for one in gone), *position.contested} - {-1}
-        owners = {*range(len(self.powers)), NOBODY}
-        return (
-            (position.season == "W") == (position.stage == "A")
-            and (position.stage == "R") == bool(gone)
-            and not (position.contested and not gone)
-            and list(position.units[::2]) == sorted(position.units[::2])
-            and self._apart(units)
-            and self._apart(leaving)
-            and all(province < len(self.provinces) for province in provinces)
-            and len(position.owners) == len(self.centres)
-            and owners >= set(position.owners)
-        )
-
     @cached_property
     def names(self) -> Mapping[str, int]:
         """Every accepted name of a place, in lower case and without spaces."""
@@ -248,13 +216,6 @@ class Board:
     def shores(self) -> int:
         """All provinces with a coast as a set of bits."""
         return _bits(p for p, kind in enumerate(self.kinds) if kind == "coast")
-
-    def _has(self, unit: Unit) -> bool:
-        known = unit.power < len(self.powers) and unit.place < len(self.places)
-        return known and self.can_stand(unit.place, unit.fleet)
-
-    def _apart(self, units: Sequence[Unit]) -> bool:
-        return len({self.province_of[unit.place] for unit in units}) == len(units)
 
     def _on(self, province: int) -> tuple[int, ...]:
         return self.coasts[province] or (province,)
@@ -342,133 +303,38 @@ def place(
     phase: str = "S1901M",
     owners: Mapping[str, Sequence[str]] | None = None,
 ) -> Position:
-    """A position with these units: power -> "A par", "F spa/nc".
+    """A position with these units: power -> "A par", "F spa/nc", of names that the board has.
 
-    `owners`: power -> centres. By default each power owns its home centres, and those on which its units stand. Raises
-    UsageError for an unknown name, a unit that cannot stand in its place, or two units in one province.
+    `owners`: power -> centres. By default each power owns its home centres, and those on which its units stand.
     """
-    found: dict[int, tuple[int, int]] = {}
-    for name, texts in units.items():
-        power = _power(board, name)
-        for text in texts:
-            at, fleet = _unit(board, text)
-            province = board.province_of[at]
-            if province in found:
-                raise UsageError(f"Two units are in {board.provinces[province]}.", "Place at most one unit there.")
-            found[province] = (at, 2 * power + fleet)
+    powers = {board.short(power): power for power in range(len(board.powers))}
+    found = [
+        (board.names[text[2:]], 2 * powers[name[:3]] + (text[0] == "F"))
+        for name, texts in units.items()
+        for text in texts
+    ]
     owned = {centre: power for power, home in enumerate(board.homes) for centre in home}
     if owners is None:
-        owned |= {province: code >> 1 for province, (_, code) in found.items()}
+        owned |= {board.province_of[at]: code >> 1 for at, code in found}
     else:
-        owned = {_place(board, c): _power(board, name) for name, centres in owners.items() for c in centres}
-    if not (phase[:1] in "SFW" and phase[-1:] in "MRA" and phase[1:-1].isdecimal() and len(phase) <= 7):
-        raise UsageError(f"{phase!r} is not a phase.", "Write it like S1901M, F1901R or W1901A.")
-    return Position(
-        int(phase[1:-1]),
-        phase[0],
-        phase[-1],
-        packed(list(found.values())),
-        bytes(owned.get(centre, NOBODY) for centre in board.centres),
-    )
-
-
-def _unit(board: Board, text: str) -> tuple[int, bool]:
-    letter, _, name = text.strip().partition(" ")
-    if letter.upper() not in ("A", "F"):
-        raise UsageError(f"{text!r} is not a unit.", "Write it like 'A par' or 'F spa/nc'.")
-    at, fleet = _place(board, name), letter.upper() == "F"
-    if not board.can_stand(at, fleet):
-        raise UsageError(f"{text!r} cannot stand there.", "Name a province for this kind of unit, and a fleet's coast.")
-    return at, fleet
-
-
-def _place(board: Board, name: str) -> int:
-    if (at := board.find(name)) is None:
-        raise UsageError(f"The map has no place {name!r}.", "Use the short names of the map, such as 'par'.")
-    return at
-
-
-def _power(board: Board, name: str) -> int:
-    if (power := board.power(name)) is None:
-        raise UsageError(f"The map has no power {name!r}.", f"Name one of {', '.join(board.powers)}.")
-    return power
-
-
-# The standard map: 75 provinces, 34 supply centres, 7 powers, Europe in 1901.
-
-_SEAS = """
-adr Adriatic Sea;aeg Aegean Sea;bal Baltic Sea;bar Barents Sea;bla Black Sea;bot Gulf of Bothnia
-eas Eastern Mediterranean;eng English Channel;hel Helgoland Bight;ion Ionian Sea;iri Irish Sea;lyo Gulf of Lyon
-mao Mid-Atlantic Ocean;nao North Atlantic Ocean;nth North Sea;nwg Norwegian Sea;ska Skagerrak;tys Tyrrhenian Sea
-wes Western Mediterranean
-"""
-_INLAND = """
-boh Bohemia;bud Budapest;bur Burgundy;gal Galicia;mos Moscow;mun Munich;par Paris
-ruh Ruhr;ser Serbia;sil Silesia;tyr Tyrolia;ukr Ukraine;vie Vienna;war Warsaw
-"""
-_COASTAL = """
-alb Albania;ank Ankara;apu Apulia;arm Armenia;bel Belgium;ber Berlin;bre Brest
-bul Bulgaria;cly Clyde;con Constantinople;den Denmark;edi Edinburgh;fin Finland;gas Gascony
-gre Greece;hol Holland;kie Kiel;lon London;lvn Livonia;lvp Liverpool;mar Marseilles
-naf North Africa;nap Naples;nwy Norway;pic Picardy;pie Piedmont;por Portugal;pru Prussia
-rom Rome;rum Rumania;sev Sevastopol;smy Smyrna;spa Spain;stp St Petersburg;swe Sweden
-syr Syria;tri Trieste;tun Tunis;tus Tuscany;ven Venice;wal Wales;yor Yorkshire
-"""
-# Borders that an army crosses. Each is listed once, under one of its two provinces.
-_LAND = """
-cly edi lvp;edi lvp yor;lvp wal yor;lon wal yor;wal yor
-por spa;spa gas mar;gas bre bur mar par;bre par pic;par bur pic;pic bel bur;mar bur pie;bur bel mun ruh
-bel hol ruh;hol kie ruh;ruh kie mun;kie ber den mun;ber mun pru sil;mun boh sil tyr;pru lvn sil war
-den swe;swe fin nwy;nwy fin stp;fin stp;stp lvn mos;lvn mos war;mos sev ukr war
-war gal sil ukr;ukr gal rum sev;sev arm rum;sil boh gal;boh gal tyr vie;gal bud rum vie;vie bud tri tyr
-bud rum ser tri;tri alb ser tyr ven;tyr pie ven;ser alb bul gre rum;alb gre;gre bul;bul con rum
-con ank smy;ank arm smy;smy arm syr;arm syr;pie tus ven;ven apu rom tus;tus rom;rom apu nap;apu nap;naf tun
-"""
-# Borders that a fleet crosses: between seas, between a sea and a coast, and along the coasts.
-_WATER = """
-adr ion;aeg eas ion;bal bot;bar nwg;eas ion;eng iri mao nth;hel nth;ion tys;iri mao nao;lyo tys wes;mao nao wes
-nao nwg;nth nwg ska;tys wes
-adr alb apu tri ven;aeg bul/sc con gre smy;bal ber den kie lvn pru swe;bar nwy stp/nc;bla ank arm bul/ec con rum sev
-bot fin lvn stp/sc swe;eas smy syr;eng bel bre lon pic wal;hel den hol kie;ion alb apu gre nap tun;iri lvp wal
-lyo mar pie spa/sc tus;mao bre gas naf por spa/nc spa/sc;nao cly lvp;nth bel den edi hol lon nwy yor;nwg cly edi nwy
-ska den nwy swe;tys nap rom tun tus;wes naf spa/sc tun
-cly edi lvp;edi yor;yor lon;lon wal;wal lvp;bre gas pic;pic bel;bel hol;hol kie;kie ber den;ber pru;pru lvn
-den swe;swe fin nwy;fin stp/sc;lvn stp/sc;nwy stp/nc;gas spa/nc;por spa/nc spa/sc;mar pie spa/sc;pie tus;tus rom
-rom nap;nap apu;apu ven;ven tri;tri alb;alb gre;gre bul/sc;con ank bul/ec bul/sc smy;rum bul/ec sev;sev arm;arm ank
-smy syr;naf tun
-"""
-_HOMES = {
-    "Austria": ("bud", "tri", "vie"),
-    "England": ("edi", "lon", "lvp"),
-    "France": ("bre", "mar", "par"),
-    "Germany": ("ber", "kie", "mun"),
-    "Italy": ("nap", "rom", "ven"),
-    "Russia": ("mos", "sev", "stp", "war"),
-    "Turkey": ("ank", "con", "smy"),
-}
-_START = {
-    "Austria": ("A bud", "F tri", "A vie"),
-    "England": ("F edi", "F lon", "A lvp"),
-    "France": ("F bre", "A mar", "A par"),
-    "Germany": ("A ber", "F kie", "A mun"),
-    "Italy": ("F nap", "A rom", "A ven"),
-    "Russia": ("A mos", "F sev", "F stp/sc", "A war"),
-    "Turkey": ("F ank", "A con", "A smy"),
-}
-_NEUTRAL = ("bel", "bul", "den", "gre", "hol", "nwy", "por", "rum", "ser", "spa", "swe", "tun")
+        owned = {board.names[centre]: powers[name[:3]] for name, centres in owners.items() for centre in centres}
+    held = bytes(owned.get(centre, NOBODY) for centre in board.centres)
+    return Position(int(phase[1:-1]), phase[0], phase[-1], packed(found), held)
 
 
 @cache
 def standard_board() -> Board:
     """The standard map with the position of spring 1901."""
+    found = tomllib.loads(files(__package__).joinpath("standard_map.toml").read_text(encoding="utf-8"))
+    seas, inland, coastal = found["seas"], found["inland"], found["coastal"]
     return build_board(
         "standard",
-        {**_provinces(_SEAS, "sea"), **_provinces(_INLAND, "land"), **_provinces(_COASTAL, "coast")},
-        land=pairs(_LAND),
-        water=pairs(_WATER),
-        powers=_HOMES,
-        start=_START,
-        neutral=_NEUTRAL,
+        {**_provinces(seas, "sea"), **_provinces(inland, "land"), **_provinces(coastal, "coast")},
+        land=pairs(found["land"]),
+        water=pairs(found["water"]),
+        powers=found["homes"],
+        start=found["start"],
+        neutral=found["neutral"],
         to_win=18,
     )
 

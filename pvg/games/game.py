@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import orjson
 
-from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, shortened
+from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.extensions import called
 from pvg.records import Problem, Role, Split
 from pvg.seeds import seed_for
@@ -82,10 +82,8 @@ class GameRules(Protocol[S]):
         """What the state is worth to each seat of the game, in a fixed order. Rewards are differences of values."""
         ...
 
-    def dump(self, state: S) -> bytes: ...
-
-    def load(self, data: bytes) -> S:
-        """The state of `dump`. Raises StateError for other bytes."""
+    def dump(self, state: S) -> bytes:
+        """The state as bytes, for the record of the game."""
         ...
 
 
@@ -116,7 +114,7 @@ R = TypeVar("R")
 # What the methods of a game return; `seats` and `values` have checks of their own.
 RESULTS: dict[str, type] = {
     **{"opening": Problem, "start": object, "phase": str, "prompt": str, "parse": Action},
-    **{"step": object, "dump": bytes, "load": object},
+    **{"step": object, "dump": bytes},
 }
 
 
@@ -245,7 +243,7 @@ class ReplayedGame:
     def start(self, problem: Problem) -> ReplayedState:
         with self._lock:
             seed = int(problem.metadata["seed"])
-            environment, shown = self._played(seed, ())
+            environment, shown = self._started(seed)
             return self._keep(ReplayedState(seed, (), shown), environment)
 
     def seats(self, state: ReplayedState) -> Sequence[str]:
@@ -285,17 +283,6 @@ class ReplayedGame:
         data = {"game": self.name, "seed": state.seed, "moves": state.moves, "shown": state.shown.digest()}
         return orjson.dumps(data)
 
-    def load(self, data: bytes) -> ReplayedState:
-        """Replays the moves. Raises StateError for bytes that are no state of this game, and if the replay shows
-        something else than when the state was dumped."""
-        seed, moves, digest = self._read(data)
-        with self._lock:
-            environment, shown = self._played(seed, moves)
-            if shown.digest() != digest:
-                environment.close()
-                raise not_repeatable(self.name)
-            return self._keep(ReplayedState(seed, moves, shown), environment)
-
     def close(self) -> None:
         """Close all environments. The game can still be used."""
         with self._lock:
@@ -305,38 +292,15 @@ class ReplayedGame:
                 self._opener.close()
                 self._opener = None
 
-    def _read(self, data: bytes) -> tuple[int, Moves, str]:
-        try:
-            found = orjson.loads(data)
-            name, seed, digest = found["game"], found["seed"], found["shown"]
-            moves = tuple((text, step_seed) for text, step_seed in found["moves"])
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-            raise StateError(f"These bytes are no state of {self.name}.") from None
-        if name != self.name:
-            raise StateError(f"This state belongs to the game {shortened(str(name))!r}, not to {self.name!r}.")
-        seeds = (seed, *(step_seed for _, step_seed in moves))
-        if not all(type(number) is int and 0 <= number < 2**63 for number in seeds):
-            raise StateError(f"The state of {self.name} has a seed that is no number from 0 to 2^63.")
-        if len(moves) > MOST_MOVES or not all(isinstance(text, str) and len(text) <= LONGEST_MOVE for text, _ in moves):
-            raise StateError(f"The state of {self.name} has too many or too long moves.")
-        return seed, moves, str(digest)
-
     def _replayed(self, state: ReplayedState) -> SteppedEnvironment:
-        environment, shown = self._played(state.seed, state.moves)
-        if shown != state.shown:
-            environment.close()
-            raise not_repeatable(self.name)
-        return environment
-
-    def _played(self, seed: int, moves: Moves) -> tuple[SteppedEnvironment, Shown]:
-        """A new environment after these moves, and what it shows."""
-        environment, shown = self._started(seed)
+        """A new environment after the moves of the state."""
+        environment, shown = self._started(state.seed)
         with _closed_on_error(environment):
-            for text, step_seed in moves:
-                if not shown.seat:
-                    raise StateError(f"The state of {self.name} has moves after the end of the game.")
+            for text, step_seed in state.moves:
                 shown = environment.step(text, step_seed)
-        return environment, shown
+            if shown != state.shown:
+                raise not_repeatable(self.name)
+        return environment
 
     def _started(self, seed: int) -> tuple[SteppedEnvironment, Shown]:
         """A new environment at its start. If there is no room for it, the least recently used ones are

@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from pvg.errors import StateError
 from pvg.games.game import Action, Script
 from pvg.records import Problem, Role, Split
 
@@ -97,12 +96,6 @@ class Negotiation:
 
     def dump(self, state: Bargain) -> bytes:
         return bytes([state.value, state.cost, state.first, *state.offers])
-
-    def load(self, data: bytes) -> Bargain:
-        prices = {*range(PRICES), NO_PRICE}
-        if not (3 <= len(data) <= 3 + OFFERS and max(data[:2]) < PRICES and data[2] < 2 and prices >= set(data[3:])):
-            raise StateError(f"{data!r} is not a state of the negotiation game.")
-        return Bargain(data[0], data[1], data[2], tuple(data[3:]))
 
     def scripted(self, script: Script, state: Bargain, seat: str, seed: int) -> str:
         """The script "greedy" accepts every offer with a gain. Otherwise it offers a price at which it gains 1."""

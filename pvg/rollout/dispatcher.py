@@ -98,17 +98,10 @@ class Dispatcher:
 
         async def one(gathering: GroupSampling[Rollout], index: int) -> Rollout:
             order = gathering.order
-            rollout = await gathering.admitted(
+            return await gathering.admitted(
                 index, bound, lambda leave, tell: self.rollout(order, index, call, leave=leave, tell=tell)
             )
-            if call.on_group is not None:
-                whole = arrived.setdefault(gathering.order.group, {})
-                whole[index] = rollout
-                if len(whole) == gathering.order.size:
-                    call.on_group([whole[place] for place in range(len(whole))])
-            return rollout
 
-        arrived: dict[int, dict[int, Rollout]] = {}
         gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, call.deadline)
         await run_gatherings(gatherings, ([one(g, index) for index in range(g.order.size)] for g in gatherings))
         groups: list[Group] = []

@@ -193,11 +193,6 @@ class Engine(Protocol):
         start."""
         ...
 
-    @property
-    def remote(self) -> bool:
-        """True if other processes do the sampling, so this process does not compute during it."""
-        return False
-
     async def ready(self) -> None:
         """Check before the first request that the engine can serve. Raises an error that says what the user can fix."""
         return  # a model in this process is always ready

@@ -166,8 +166,6 @@ class SampleCall:
       end up empty.
     - `gate` replaces the call's own bound on the requests in flight.
     - `environment`: rollouts are multi-turn episodes (pvg.rollout.episodes).
-    - `on_group` receives the rollouts of each group as soon as it is complete. It is not called for episodes or for
-      groups that a deadline cut.
     """
 
     round: int
@@ -178,7 +176,6 @@ class SampleCall:
     deadline: Deadline | None = None
     gate: AbstractAsyncContextManager[None] | None = None
     environment: Environment | None = None
-    on_group: Callable[[Sequence[Rollout]], None] | None = None
 
     def rollout_id(self, order: GroupOrder, index: int) -> str:
         return f"{self.prefix}/{order.group:05d}/{index:02d}"

@@ -226,7 +226,7 @@ def open_vllm_engine(
     """Sends no request yet. Servers that pvg starts on a cluster are added later (`engine.served.add`)."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     assert isinstance(rollout.engine, ServerSampling)
-    dtype = str(base.dtype).removeprefix("torch.") if rollout.dtype == "model" else rollout.dtype
+    dtype = experiment.models.sampling_dtype
     connections, session = Connections.open(serving, weights, _connections(experiment)), PublishingSession.begin()
     canary = None
     if weights.canary_prompts:
@@ -295,10 +295,6 @@ class VllmEngine(Engine):
     @property
     def version(self) -> int:
         return self.served.version
-
-    @property
-    def remote(self) -> bool:
-        return True
 
     @property
     def requests_in_flight(self) -> int:

@@ -78,49 +78,53 @@ def as_evaluated(
     return build_experiment(data, where, origins)
 
 
-def refuse_unmeasured(
-    measures: Sequence[StudyMeasure], parts: Sequence[str] | None, arms: Mapping[str, Experiment], path: str
+def check_measures(
+    measures: Sequence[StudyMeasure], evaluate: StudyEvaluation | None, arms: Sequence[Arm], path: str
 ) -> None:
-    """Raises ConfigurationError for unknown parts, for evaluations that `pvg evaluate` would refuse, and for measures
-    that would stay empty. `parts` is None without an evaluation; `arms`: the settings from `as_evaluated`."""
-    if parts is None:
+    """Raises ConfigurationError for unknown parts and rounds, for evaluations that `pvg evaluate` would refuse, and for
+    measures that would stay empty."""
+    if evaluate is None:
         if measure := next((measure for measure in measures if measure.parts), None):
             raise ConfigurationError(
                 f"The measure {measure.name!r} needs an evaluation, but {path} has none.",
                 "Set evaluate = true, or leave the measure out.",
             )
         return
-    if unknown := next((part for part in parts if part not in PARTS), None):
+    if unknown := next((part for part in evaluate.parts if part not in PARTS), None):
         raise ConfigurationError(
             f"There is no part {unknown!r} of an evaluation ({path}).{did_you_mean(unknown, PARTS)}",
             f"Known: {', '.join(PARTS)}.",
         )
-    for name, experiment in arms.items():
-        requested = parts or default_parts(experiment)
+    for arm in arms:
+        assert arm.evaluated is not None, "each arm has the settings of the evaluation"
+        requested, rounds = evaluate.parts or default_parts(arm.evaluated), arm.evaluated.game.rounds
         try:
-            check_protocol(experiment, requested)
+            check_protocol(arm.evaluated, requested)
             if "exploit" in requested:
-                check_attacks(experiment)
+                check_attacks(arm.evaluated)
         except PvgError as error:
-            raise ConfigurationError(f"Arm {name!r} of {path}: {error.message}", error.remedy) from None
+            raise ConfigurationError(f"Arm {arm.name!r} of {path}: {error.message}", error.remedy) from None
+        if unplayed := [number for number in evaluate.numbers(rounds) if number >= rounds]:
+            raise ConfigurationError(
+                f"The evaluation of {path} names round {unplayed[0]}, but the games of arm {arm.name!r} have the "
+                f"rounds 0 to {rounds - 1}.",
+                "Change evaluate.rounds, or game.rounds.",
+            )
         for measure in measures:
-            _refuse_empty(measure, requested, name, experiment, path)
+            if needed := _needed(measure, requested, arm.evaluated):
+                raise ConfigurationError(
+                    f"The measure {measure.name!r} needs {needed}, which arm {arm.name!r} of {path} does not have.",
+                    "Add it if the game has it, or leave the measure out.",
+                )
 
 
-def _refuse_empty(
-    measure: StudyMeasure, requested: Sequence[str], name: str, experiment: Experiment, path: str
-) -> None:
-    """Raises ConfigurationError if the evaluation of the arm `name` would leave the measure empty."""
-    needed = [f"the part {part!r} of an evaluation" for part in measure.parts if part not in requested]
+def _needed(measure: StudyMeasure, requested: Sequence[str], experiment: Experiment) -> str:
+    """What the evaluation of an arm lacks for the measure; otherwise ""."""
+    if part := next((part for part in measure.parts if part not in requested), None):
+        return f"the part {part!r} of an evaluation"
     if measure.attack and measure.attack not in attack_kinds(experiment):
-        needed.append(f"an attack of the kind {measure.attack!r} (evaluate.attacks) whose reward the game can give")
-    if experiment.evaluate.samples < measure.samples:
-        needed.append(f"evaluate.samples = {measure.samples} or more")
-    if needed:
-        raise ConfigurationError(
-            f"The measure {measure.name!r} needs {needed[0]}, which arm {name!r} of {path} does not have.",
-            "Add it if the game has it, or leave the measure out.",
-        )
+        return f"an attack of the kind {measure.attack!r} (evaluate.attacks) whose reward the game can give"
+    return f"evaluate.samples = {measure.samples} or more" if experiment.evaluate.samples < measure.samples else ""
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -223,12 +227,6 @@ class Arm:
     evaluated: Experiment | None = None
     chosen: frozenset[str] = frozenset()
     note: str = ""
-
-    @property
-    def game(self) -> tuple[str, str]:
-        """Equal for two arms that would play the same game. The hash leaves out the workers, but they are worth a
-        comparison: they change the last bits of results."""
-        return self.experiment.hash(), self.experiment.cluster.model_dump_json()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,10 +334,7 @@ def load_study(
             f"Arms: {', '.join(names)}.",
         )
     measures = measures_named(file.measures)
-    asked = None if file.evaluate is None else file.evaluate.parts
-    refuse_unmeasured(measures, asked, {arm.name: arm.evaluated for arm in arms if arm.evaluated}, str(path))
-    if file.evaluate is not None:
-        _refuse_unplayed(file.evaluate, arms, str(path))
+    check_measures(measures, file.evaluate, arms, str(path))
     at_a_time = processes or file.processes
     plan = StudyPlan(
         name=file.name,
@@ -358,17 +353,6 @@ def load_study(
     )
     chosen = threads is not None or file.threads is not None
     return plan if chosen else replace(plan, threads=_threads_so_far(plan))
-
-
-def _refuse_unplayed(evaluate: StudyEvaluation, arms: Sequence[Arm], path: str) -> None:
-    for arm in arms:
-        rounds = arm.experiment.game.rounds
-        if unplayed := [number for number in evaluate.numbers(rounds) if number >= rounds]:
-            raise ConfigurationError(
-                f"The evaluation of {path} names round {unplayed[0]}, but the games of arm {arm.name!r} have the "
-                f"rounds 0 to {rounds - 1}.",
-                "Change evaluate.rounds, or game.rounds.",
-            )
 
 
 def _threads_so_far(plan: StudyPlan) -> int:
@@ -425,21 +409,21 @@ def _resolve(
         note = switch_note(before, data) or note if chooses_task(key) else note
     origins = {key: where for key, _, where in given}
     experiment = build_experiment(data, f"arm {name!r} of {origin}", origins)
-    for key, hub_id in hub.hub_ids(experiment.sources()).items():
-        if not parse(hub_id).is_pinned:
-            raise ConfigurationError(
-                f"{key} = {hub_id!r} has no commit, so two games could use different files (arm {name!r} of {origin}).",
-                f"`pvg train {source} -s {key}={hub_id} --dry-run` prints the id with its commit.",
-            )
-    for player, run_id in run_sources(experiment.sources()).items():
-        if run_id.digest is None:
-            raise ConfigurationError(
-                f"models.{player}.source = {str(run_id)!r} has no digest, so two games could use different weights "
-                f"(arm {name!r} of {origin}).",
-                f"`pvg train {source} -s models.{player}.source={run_id} --dry-run` prints the source with its digest.",
-            )
+    for key, named in _unpinned(experiment.sources()).items():
+        raise ConfigurationError(
+            f"{key} = {named!r} has no commit or digest, so two games could use different files (arm {name!r} of "
+            f"{origin}).",
+            f"`pvg train {source} -s {key}={named} --dry-run` prints it with one.",
+        )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin, overrides)
     return Arm(name, source, settings, experiment, evaluated, frozenset({*origins, *chosen_keys(overrides)}), note)
+
+
+def _unpinned(sources: Mapping[str, str]) -> dict[str, str]:
+    """The sources that may mean other files later: of the hub without a commit, of a run without a digest."""
+    found = {key: named for key, named in hub.hub_ids(sources).items() if not parse(named).is_pinned}
+    players = run_sources(sources).items()
+    return found | {f"models.{player}.source": str(run_id) for player, run_id in players if run_id.digest is None}
 
 
 def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -461,13 +445,15 @@ def _label(key: str, value: Any) -> str:
 
 
 def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:
-    names, games = [arm.name for arm in arms], [arm.game for arm in arms]
-    for place, arm in enumerate(arms):
-        if arm.name in names[:place]:
+    games: dict[tuple[str, str], str] = {}
+    for arm in arms:
+        if arm.name in games.values():
             raise ConfigurationError(f"Two arms of {origin} have the name {arm.name!r}.", "Give each a different name.")
-        if arm.game in games[:place]:
+        # The hash leaves out the workers, but they are worth a comparison: they change the last bits of results.
+        same = games.setdefault((arm.experiment.hash(), arm.experiment.cluster.model_dump_json()), arm.name)
+        if same != arm.name:
             raise ConfigurationError(
-                f"The arms {names[games.index(arm.game)]!r} and {arm.name!r} of {origin} are the same game.",
+                f"The arms {same!r} and {arm.name!r} of {origin} are the same game.",
                 "Leave one out: both set the same, or one sets what the other has by default.",
             )
 

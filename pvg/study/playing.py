@@ -26,24 +26,24 @@ from typing import Any, Literal, Protocol
 
 import orjson
 
-from pvg.config.experiment import Experiment
 from pvg.config.load import differences, leaves
 from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.report import attack_kinds, default_parts, report_of
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
-from pvg.store.run_directory import RunDirectory, exclusive
+from pvg.store.run_directory import exclusive
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 from pvg.telemetry.cpu import bfloat16_settings
 
 # A study on disk: its folder, the progress of each cell, and whether a cell's evaluation matches the study.
 
 
-def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
-    """What the run's evaluation lacks of `parts` (empty: all) in these rounds with the settings of `wanted`, in one
-    line; "" if it is complete."""
+def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
+    """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
+    wanted = cell.evaluated
+    assert wanted is not None, "a study with [evaluate] has its settings for every cell"
     try:
-        found = report_of(run)
+        found = report_of(cell.run)
     except StateError:
         return "its evaluation is damaged"
     if found is None:
@@ -53,7 +53,8 @@ def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str],
     settings = {key: value for key, value in found.settings.items() if value is not None}
     if changed := differences(settings, wanted.evaluate.model_dump(mode="json", exclude_none=True), "evaluate."):
         return f"its evaluation has other settings: {'; '.join(changed)}"
-    return found.missing(parts or default_parts(wanted), rounds, attack_kinds(wanted))
+    parts = evaluate.parts or default_parts(wanted)
+    return found.missing(parts, evaluate.numbers(rounds), attack_kinds(wanted))
 
 
 # --- the study's folder -----------------------------------------------------------------------------------------------
@@ -96,17 +97,9 @@ class StudyFolder:
     def cells(self) -> Path:
         return self.path / "cells"
 
-    def settings(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.toml"
-
-    def log(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.log"
-
-    def document(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.json"
-
-    def failure(self, cell: Cell) -> Path:
-        return self.cells / f"{cell.name}.failed"
+    def of(self, cell: Cell, ending: str) -> Path:
+        """A file of a cell: its settings (toml), its log, its document (json), why it failed last (failed)."""
+        return self.cells / f"{cell.name}.{ending}"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -129,7 +122,8 @@ class StudyFolder:
 
 
 def progress_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> CellProgress:
-    reason = _failure(folder.failure(cell))
+    failure = folder.of(cell, "failed")
+    reason = failure.read_text(encoding="utf-8", errors="replace").strip() if failure.is_file() else ""
     if not cell.run.experiment_file.is_file():
         return CellProgress("new", reason=reason)
     try:
@@ -183,26 +177,8 @@ def refuse_other_settings(cells: Sequence[Cell]) -> None:
         )
 
 
-def write_settings(cell: Cell, folder: StudyFolder) -> None:
-    write_atomic(folder.settings(cell), cell.experiment.to_toml().encode())
-
-
 def note_failure(cell: Cell, folder: StudyFolder, reason: str) -> None:
-    write_atomic(folder.failure(cell), f"{reason}\n".encode())
-
-
-def forget_failure(cell: Cell, folder: StudyFolder) -> None:
-    folder.failure(cell).unlink(missing_ok=True)
-
-
-def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
-    """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
-    assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
-    return missing_results(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
-
-
-def _failure(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    write_atomic(folder.of(cell, "failed"), f"{reason}\n".encode())
 
 
 # A cell's process becomes its command like this. If the cell outlived its killed study, it would hold its run's lock
@@ -270,7 +246,10 @@ def play_cells(
     folder = StudyFolder(plan.folder)
     for cell in todo:
         _wait_for_orphan(cell)
-    waiting = deque((cell, _job_of(cell, folder, plan.evaluate)) for cell in todo)
+    waiting: deque[tuple[Cell, Job]] = deque()
+    for cell in todo:
+        played = progress_of(cell, folder, plan.evaluate).status == "played"
+        waiting.append((cell, "evaluate" if played else "train"))
     running: list[_Playing] = []
     interrupted = killed = False
     try:
@@ -292,7 +271,9 @@ def play_cells(
             for playing in list(running):
                 code = playing.process.poll()
                 if code is None:
-                    _look(playing, plan, folder, observer)
+                    if time.monotonic() - playing.looked >= LOOK_S:
+                        playing.looked = time.monotonic()
+                        observer.progressed(playing.cell, progress_of(playing.cell, folder, plan.evaluate))
                     continue
                 running.remove(playing)
                 if _finish(playing, code, plan, folder, observer, stopped=interrupted) and not interrupted:
@@ -314,7 +295,7 @@ def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
     how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
     # Otherwise `pvg train` would choose float32 on a CPU without bfloat16, and the study has chosen already.
     kept = [word for key in bfloat16_settings(cell.experiment) for word in ("--set", f"{key}=bfloat16")]
-    return ["train", str(folder.settings(cell)), *how, *kept, "--json"]
+    return ["train", str(folder.of(cell, "toml")), *how, *kept, "--json"]
 
 
 def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:
@@ -336,19 +317,15 @@ def _toml(value: object) -> str:
     return orjson.dumps(value).decode()  # JSON and TOML agree on numbers, booleans, texts and lists
 
 
-def _job_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | None) -> Job:
-    return "evaluate" if progress_of(cell, folder, evaluate).status == "played" else "train"
-
-
 def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequence[str]) -> _Playing:
-    forget_failure(cell, folder)
+    folder.of(cell, "failed").unlink(missing_ok=True)
     if job == "train":
-        write_settings(cell, folder)
+        write_atomic(folder.of(cell, "toml"), cell.experiment.to_toml().encode())
         command = train_command(cell, folder)
     else:
         assert plan.evaluate is not None
         command = evaluate_command(cell, plan.evaluate)
-    with open(folder.log(cell), "ab") as log, open(folder.document(cell), "wb") as document:
+    with open(folder.of(cell, "log"), "ab") as log, open(folder.of(cell, "json"), "wb") as document:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", BOUND, str(os.getpid()), *pvg, *command],
             stdin=subprocess.DEVNULL,
@@ -367,13 +344,6 @@ def _environment(plan: StudyPlan) -> dict[str, str]:
     return most | {name: text for name, text in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
 
 
-def _look(playing: _Playing, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver) -> None:
-    now = time.monotonic()
-    if now - playing.looked >= LOOK_S:
-        playing.looked = now
-        observer.progressed(playing.cell, progress_of(playing.cell, folder, plan.evaluate))
-
-
 def _finish(
     playing: _Playing, code: int, plan: StudyPlan, folder: StudyFolder, observer: StudyObserver, *, stopped: bool
 ) -> bool:
@@ -388,7 +358,7 @@ def _finish(
     if how == "failed" and stopped:
         how = "stopped"
     if how == "failed":
-        reason = reason_of(code, folder.document(cell), folder.log(cell))
+        reason = reason_of(code, folder.of(cell, "json"), folder.of(cell, "log"))
         if code == 0 and job == "evaluate" and plan.evaluate is not None:
             reason = unevaluated(cell, plan.evaluate, len(now.rounds))
         note_failure(cell, folder, reason)

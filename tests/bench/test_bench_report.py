@@ -13,13 +13,11 @@ from typing import Any
 import jsonschema
 import orjson
 import pytest
-from pydantic import ValidationError
 from tiny_workload import TinyWorkload, write_profile
 
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import (
     BenchReport,
-    Variant,
     git_state,
     read_report,
     version_of,
@@ -49,23 +47,13 @@ def schema() -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sweep": "workload.numbers=10,20"}, {"ablate": True}, {"sweep": "workload.fault=sample,close,''"}],
+    [{}, {"ablate": True}, {"sweep": "workload.fault=sample,close,''"}],
 )
 def test_real_reports_are_valid_and_come_back_as_they_were(folder: Path, options: dict[str, Any]) -> None:
     written = report(**options)
     write_report(folder / "r.json", written)
     jsonschema.validate(orjson.loads((folder / "r.json").read_bytes()), schema())
     assert read_report(folder / "r.json") == written
-
-
-def test_a_failed_variant_has_a_reason_alone_and_one_that_is_ok_has_samples() -> None:
-    good = report().variants[0].model_dump()
-    empty = {"samples": {}, "derived": {}, "budget": None}
-    failed = {"status": "failed", "reason": "x"}
-    assert Variant(**good | failed | empty).reason == "x"
-    for change in (failed, failed | empty | {"reason": ""}, {"samples": {}}, {"budget": None}, {"speed": 1}):
-        with pytest.raises(ValidationError):
-            Variant(**good | change)
 
 
 @pytest.mark.parametrize(

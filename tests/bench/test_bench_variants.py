@@ -51,19 +51,6 @@ def test_a_sweep_has_one_variant_for_each_value_one_after_the_other() -> None:
     assert report.work == {"numbers": 2000, "seed": 0}
 
 
-@pytest.mark.parametrize(
-    ("sweep", "values"),
-    [
-        ("workload.kind=stable,quicksort", ["stable", "quicksort"]),
-        ("rollout.temperature=0.5,1", [0.5, 1]),
-        ("telemetry.sinks=[],['wandb','trackio']", [[], ["wandb", "trackio"]]),
-    ],
-)
-def test_values_of_a_sweep_are_toml_or_words(sweep: str, values: list[Any]) -> None:
-    key = sweep.partition("=")[0]
-    assert [choice.overrides for choice in planned(sweep=sweep).choices] == [{key: value} for value in values]
-
-
 def test_a_ladder_starts_slow_and_switches_one_after_the_other_in_turn() -> None:
     log: list[str] = []
     report = run(planned("repeats=2", "warmup=0", log=log, ablate=True)).report

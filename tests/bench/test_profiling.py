@@ -26,7 +26,6 @@ from pvg.bench.profiling import (
     stage_settings,
 )
 from pvg.errors import ConfigurationError, UsageError
-from pvg.installation import install_extra
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 needs_py_spy = pytest.mark.skipif(HERE is None, reason="py-spy is not installed")
@@ -35,12 +34,6 @@ needs_py_spy = pytest.mark.skipif(HERE is None, reason="py-spy is not installed"
 @pytest.fixture(autouse=True)
 def short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "LEAST_SAMPLED_S", 0.5)
-
-
-@pytest.fixture
-def without_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
 
 
 def profiled(folder: Path, **options: Any) -> tuple[ProfileResult, ProfiledWork]:
@@ -78,12 +71,6 @@ def test_a_folder_with_everything_in_it(tmp_path: Path) -> None:
     assert made.budget is not None
     assert sum(made.budget.exposed.values()) == pytest.approx(made.budget.wall_s)
     assert made.budget.exposed["spin"] >= 0.2
-
-
-def test_without_py_spy_the_rest_is_made_and_what_is_missing_is_said(tmp_path: Path, without_py_spy: None) -> None:
-    made, _ = profiled(tmp_path / "out")
-    assert made.missing == {"py-spy": f"py-spy is not installed. {install_extra('profile')}"}
-    assert not (made.folder / "py-spy.svg").exists()
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:

@@ -47,18 +47,6 @@ def test_the_measures_agree_with_each_other() -> None:
     use("rollout", [*FEW, "rollout.engine.max_rows=8"], look, samples=2)
 
 
-def test_the_peer_samples_the_same_prompts_to_the_same_lengths() -> None:
-    def look(workload: object, measured: list[dict[str, float]]) -> tuple[dict[str, object], float]:
-        return workload.work(), workload.derived()["completion_length"]  # type: ignore[attr-defined]
-
-    found = [
-        use("rollout", [*FEW, "workload.fixed_length=true", "rollout.max_tokens=6", f"workload.engine={engine}"], look)
-        for engine in ("pvg", "transformers")
-    ]
-    assert found[0] == found[1]
-    assert found[0][1] == 6
-
-
 def test_a_number_of_rollouts_that_is_no_number_of_groups_is_refused_before_anything_opens() -> None:
     for count in (2, 30):
         settings = load_profile("rollout", [f"workload.rollouts={count}", "rollout.group_size=4"])

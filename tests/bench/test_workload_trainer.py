@@ -38,10 +38,11 @@ def test_every_sample_computes_the_same_and_no_weight_moves() -> None:
         assert all(torch.equal(a, b) for a, b in zip(learner.parameters(), base.parameters(), strict=True))
         lengths_N = workload._batch.lengths_N  # all in one micro-batch
         assert lengths_N.min() < lengths_N.max()
+        assert (workload._batch.advantages_N != 0).all()  # no group without a signal
         assert workload.derived()["padding"] == pytest.approx(1 - lengths_N.mean() / lengths_N.max())
         assert workload.derived()["flops"] == forward_passes(workload, 4)  # with the reference
 
-    for samples in (1, 4):
+    for samples in (1, 3):
         use("trainer", [*FEW, "training.shared_prompts=false"], look, samples=samples)
     assert seen[0] == seen[1]
     assert seen[0][0]["grad_norm"] > 0.0
@@ -113,10 +114,6 @@ def test_flops_agree_with_torchs_counter() -> None:
         assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
         head = model.module.get_output_embeddings().weight.numel()
         assert counted - forward_flops(model, np.full(rows, length), predicted=0) == 2.0 * head * rows * length
-
-
-def test_drawn_rewards_leave_no_group_without_a_signal() -> None:
-    assert use("trainer", FEW, lambda workload, _: (workload._batch.advantages_N != 0).all(), samples=0)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

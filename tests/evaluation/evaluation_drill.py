@@ -33,7 +33,7 @@ from kill_drill import start as start_game
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.evaluation.report import REPORT_FILE
-from pvg.evaluation.runner import EvaluationRequest, evaluate
+from pvg.evaluation.runner import evaluate
 from pvg.records import Timing
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
@@ -78,9 +78,7 @@ def start(experiment: Experiment, root: Path) -> tuple[int, int]:
     def work(writer: int) -> bool:
         run = RunDirectory.open(NAME, root)
         with run.lock():
-            outcome = asyncio.run(
-                evaluate(experiment, run, EvaluationRequest(), observer=Reporting(writer), stop=asyncio.Event())
-            )
+            outcome = asyncio.run(evaluate(experiment, run, observer=Reporting(writer), stop=asyncio.Event()))
         return outcome.status == outcome.report.status == "complete"
 
     return forked(work)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pvg.errors import StateError
 from pvg.games.diplomacy import Diplomacy
 from pvg.games.diplomacy_board import Board, Position, mini_board, packed, place, standard_board
 from pvg.games.diplomacy_movement import LONGEST_ORDER, Order, adjudicate, parse, parse_orders, write
 from pvg.games.diplomacy_phases import Legality, deciders, orders_of, step
-from pvg.records import Role
 
 BOARD = standard_board()
 WORDS = ["A", "F", "par", "bur", "stp/nc", "a", "f", "h", "S", "C", "-", "->", "to", "H", "via", "build", "D"]
@@ -289,8 +286,6 @@ def test_the_game_plays_scripted_years_and_keeps_its_promises() -> None:
             actions = {seat: game.parse(state, seat, text) for seat, text in texts.items()}
             assert all(action.legal for action in actions.values())
             state = game.step(state, actions, 0)
-            assert game.load(game.dump(state)) == state
-            assert hash(state) == hash(game.load(game.dump(state)))
         assert sum(game.values(state).values()) <= 34
 
 
@@ -358,50 +353,6 @@ def test_any_completion_is_read_and_played_in_every_phase(seed: int, text: str) 
             listed = [write(BOARD, order) for order in orders[BOARD.power(seat) or 0]]
             texts[seat] = draw.choice([text, f"{text};waive", ";".join([*listed, *listed]), "waive;" * 3])
         actions = {seat: game.parse(state, seat, written) for seat, written in texts.items()}
-        after = game.step(state, actions, 0)
-        assert game.load(game.dump(after)) == after
+        game.step(state, actions, 0)
         for seat, action in actions.items():
             assert game.parse(state, seat, action.text).move == action.move
-
-
-@settings(max_examples=150, deadline=None)
-@given(seeds, st.integers(1, 20))
-def test_bytes_of_strangers_are_refused_or_can_be_played(seed: int, phases: int) -> None:
-    """A server loads the states that its clients send."""
-    game, draw = Diplomacy(), random.Random(seed)
-    data = bytearray(list(random_game(seed, phases))[-1][0].dump())
-    for _ in range(draw.randint(1, 3)):
-        data[draw.randrange(len(data))] = draw.choice([draw.randrange(256), draw.randrange(14), 255])
-    try:
-        state = game.load(bytes(data))
-    except StateError:
-        return
-    assert game.dump(state) == bytes(data)
-    prompts = [game.prompt(state, seat, Role.HELPFUL) for seat in game.seats(state)]
-    texts = {seat: game.scripted("greedy", state, seat, seed) for seat in game.seats(state)}
-    actions = {seat: game.parse(state, seat, text) for seat, text in texts.items()}
-    assert all(prompts)
-    assert all(action.legal for action in actions.values())
-    if texts:
-        game.load(game.dump(game.step(state, actions, 0)))
-
-
-def test_positions_of_another_board_are_refused() -> None:
-    game, start = Diplomacy(), BOARD.start
-    wrong = {
-        "an army at sea": replace(start, units=bytes([BOARD.find("nth") or 0, 0])),
-        "a fleet inland": replace(start, units=bytes([BOARD.find("par") or 0, 1])),
-        "a fleet without a coast": replace(start, units=bytes([BOARD.find("stp") or 0, 1])),
-        "no such place": replace(start, units=bytes([200, 0])),
-        "no such power": replace(start, units=bytes([BOARD.find("par") or 0, 2 * 7])),
-        "two units in Spain": replace(start, units=bytes([BOARD.find("spa") or 0, 0, BOARD.find("spa/nc") or 0, 1])),
-        "an unknown owner": replace(start, owners=bytes([9]) + start.owners[1:]),
-        "too few centres": replace(start, owners=start.owners[1:]),
-        "retreats without a unit": replace(start, stage="R"),
-        "adjustments in spring": replace(start, stage="A"),
-        "the mini map": mini_board().start,
-    }
-    assert game.load(start.dump()) == start
-    for name, position in wrong.items():
-        with pytest.raises(StateError, match="no position of the map 'standard'"):
-            pytest.fail(f"{name}: {game.load(position.dump())}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pvg.errors import ConfigurationError, StateError
+from pvg.errors import ConfigurationError
 from pvg.games import GAMES, open_game
 from pvg.games.game import PlaysByScript
-from pvg.games.negotiation import NO_PRICE, OFFERS, Bargain, Negotiation
+from pvg.games.negotiation import NO_PRICE, Bargain, Negotiation
 from pvg.records import Role
 
 GAME = Negotiation()
@@ -73,7 +73,7 @@ def test_the_greedy_script_takes_every_gain() -> None:
 
 @pytest.mark.parametrize("name", GAMES)
 def test_games_keep_the_promises_of_the_protocol(name: str) -> None:
-    """Random play to the end: openings are distinct, load undoes dump, prompts and phases are text, seats are in
+    """Random play to the end: openings are distinct, no state changes, prompts and phases are text, seats are in
     values, and what a script writes is legal."""
     game = open_game(name)
     assert isinstance(game, PlaysByScript)
@@ -92,15 +92,7 @@ def test_games_keep_the_promises_of_the_protocol(name: str) -> None:
             assert all(action.legal for action in actions.values())
             after_it = game.step(state, actions, steps)
             assert game.dump(state) == before
-            assert game.load(game.dump(after_it)) == after_it
-            assert hash(game.load(game.dump(after_it))) == hash(after_it)
             state, steps = after_it, steps + 1
-
-
-def test_states_of_other_games_are_refused() -> None:
-    for data in (b"", b"\x08", bytes([8, 2, 2]), bytes([8, 2, 0, 77]), bytes([8, 2, 0, *[1] * (OFFERS + 1)])):
-        with pytest.raises(StateError):
-            GAME.load(data)
 
 
 def test_an_unknown_game_is_refused() -> None:

@@ -62,45 +62,6 @@ def test_a_fork_replays_and_shows_the_same(game: ReplayedGame) -> None:
     assert len(state.moves) == 3, "step changed its input"
 
 
-def test_a_dumped_state_is_loaded_by_another_game_of_the_same_name(game: ReplayedGame) -> None:
-    state = wrong(game, 4)
-    other = ReplayedGame("guessing", Guessing)
-    loaded = other.load(game.dump(state))
-    other.close()
-    assert loaded == state
-    assert loaded.shown == state.shown
-    after = move(game, state, "z")
-    assert move(game, game.load(game.dump(state)), "z").shown == after.shown
-
-
-def test_bytes_that_are_no_state_are_refused(game: ReplayedGame) -> None:
-    good = game.dump(wrong(game, 1))
-    for bad in (
-        b"",
-        b"\xff",
-        b"[]",
-        b"null",
-        b'{"game":"guessing"}',
-        good.replace(b'"guessing"', b'"other"'),
-        good.replace(b'["x",5]', b'["x",-5]'),
-        good.replace(b'["x",5]', b'["x",true]'),
-        good.replace(b'["x",5]', b'["x"]'),
-        good.replace(b'["x",5]', b"[[],5]"),
-        good.replace(b'["x",5]', b'["' + b"x" * (LONGEST_MOVE + 1) + b'",5]'),
-        b"[" * 100_000,
-    ):
-        with pytest.raises(StateError):
-            game.load(bad)
-    with pytest.raises(StateError, match="showed something else"):
-        game.load(good.replace(b'["x",5]', b'["x",6]'))
-    for guess in range(10):
-        end = move(game, started(game), str(guess))
-        if not game.seats(end):
-            longer = game.dump(end).replace(b"]]", b'],["x",5]]')
-            with pytest.raises(StateError, match="after the end"):
-                game.load(longer)
-
-
 def test_an_environment_that_ignores_its_seed_is_found_out(game: ReplayedGame) -> None:
     class Whim(Guessing):
         def reset(self, seed: int) -> object:  # type: ignore[override]
@@ -129,7 +90,7 @@ def test_openings_differ_and_texts_are_bounded(game: ReplayedGame) -> None:
     assert len(action.move) == LONGEST_MOVE
     assert not action.legal
     assert game.parse(state, "player", "lone \ud800 surrogate").move == "lone ? surrogate"
-    assert game.load(game.dump(move(game, state, "\ud800\x00é"))).moves[0][0] == "?\x00é"
+    assert b'"moves":[["?\\u0000' in game.dump(move(game, state, "\ud800\x00é"))
 
 
 def test_with_room_for_few_environments_the_oldest_one_is_closed(game: ReplayedGame) -> None:

@@ -113,24 +113,6 @@ def test_requests_are_submitted_in_order_under_the_bound_with_seeds_of_their_own
     assert len({request_seed(s, g, i) for s in range(8) for g in range(8) for i in range(8)}) == 512
 
 
-def test_a_group_is_told_when_it_is_complete_and_the_others_are_not() -> None:
-    told: list[tuple[int, list[str]]] = []
-    engine = ScriptedEngine()
-    groups = asyncio.run(
-        sample(
-            dispatcher_of(engine),
-            orders(),
-            on_group=lambda rollouts: told.append(
-                (len(engine.seen) - engine.now, [rollout.id for rollout in rollouts])
-            ),
-        )
-    )
-    by_id = {ids[0]: ids for _, ids in told}
-    assert len(told) == len(by_id) == 5
-    assert [by_id[group.rollouts[0].id] for group in groups] == [[r.id for r in group.rollouts] for group in groups]
-    assert min(count for count, _ in told) < 20  # long before the last rollout
-
-
 def test_a_failed_request_cancels_the_others_before_it_surfaces() -> None:
     engine = ScriptedEngine(fail_at=3)
 

@@ -2,7 +2,6 @@
 
     pvg bench --profile rollout                    # 256 rollouts of fixed prompts per sample
     pvg bench --profile rollout --server URL       # on vLLM servers: the profile rollout-vllm
-    pvg bench --profile rollout-peer --ablate      # compared with transformers' generate
 
 Each request has a fixed seed, the same in every sample. So the sampled tokens depend neither on the batches nor on
 earlier samples, up to floating-point ties. The report's work therefore describes the orders; the tokens that they
@@ -13,12 +12,6 @@ lengths on servers (`workload.fixed_length`): nothing ends a completion early, a
 `workload.prompt_tokens` replaces the prompts by that many random tokens, if the task's prompts are too short for prefix
 sharing to matter. Each sample first publishes the weights again, which empties the servers' prefix caches, so sharing
 happens only within a sample.
-
-`workload.engine = "transformers"` samples with transformers' `generate` (`GenerateRows`); the profile rollout-peer
-compares the two. Everything else is shared: the dispatcher, the batches of rollout.engine.max_rows, the prompts, the
-grading. `generate` repeats a group's prompt in every row, samples all rows until the last one ends, and returns no
-log-probs here, which would make it slower. So the comparison shows a trainer built on `generate` before it has log-
-probs. `generate` draws other random numbers, so use fixed lengths there too.
 """
 
 from __future__ import annotations
@@ -28,12 +21,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
@@ -44,10 +34,8 @@ from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Int32, Rollout
-from pvg.rollout.decoding import DecodedRow, DecodingJob, RunningRows, TurnResult
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Engine, EngineStats, Sampling
-from pvg.rollout.torch_engine import TorchEngine
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks import open_task
 from pvg.tasks.task import Task, problems_of_half
@@ -131,84 +119,6 @@ def model_facts(model: LanguageModel) -> dict[str, Any]:
     return {"model": model.name, "parameters": model.num_parameters}
 
 
-class GenerateRows(RunningRows):
-    """`RunningRows` by `generate`, one batch at a time. All jobs must have the same sampling settings."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        model.module.generation_config.eos_token_id = None  # `generate` reads its defaults from this configuration
-
-    @property
-    def joins(self) -> bool:
-        return False
-
-    @torch.inference_mode()
-    def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
-        """Rows of cancelled requests are decoded too: `generate` cannot drop them."""
-        del dropped_N
-        sampling = jobs[0].request.sampling
-        if any(job.request.sampling != sampling for job in jobs):
-            raise ConfigurationError(
-                "generate needs equal sampling settings in a batch.", 'Set workload.engine to "pvg".'
-            )
-        with span("decode", device=True):
-            tokens_NC = self._generated(jobs, sampling)
-        results = [_cut(row, sampling) for row in tokens_NC]
-        lengths = [len(result.token_ids) for result in results]
-        finished = [(job.ticket, result) for job, result in zip(jobs, results, strict=True)]
-        return TurnResult(finished, max(lengths), sum(lengths))
-
-    def _generated(self, jobs: Sequence[DecodingJob], sampling: Sampling) -> NDArray[np.int64]:
-        prompts, module = [job.request.prompt_ids for job in jobs], self._model.module
-        longest = max(map(len, prompts))
-        ids_NP = np.zeros((len(jobs), longest), dtype=np.int64)
-        for row, prompt in zip(ids_NP, prompts, strict=True):
-            row[longest - len(prompt) :] = prompt
-        starts_N1 = longest - np.asarray([len(prompt) for prompt in prompts])[:, None]
-        torch.manual_seed(jobs[0].request.seed % 2**63)
-        generated: Tensor = module.generate(
-            input_ids=torch.from_numpy(ids_NP).to(self._model.device),
-            attention_mask=torch.from_numpy(np.arange(longest) >= starts_N1).long().to(self._model.device),
-            do_sample=True,
-            max_new_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            eos_token_id=list(sampling.stop_ids) or None,
-            pad_token_id=0,
-        )
-        tokens_NC: NDArray[np.int64] = generated[:, longest:].cpu().numpy()
-        return tokens_NC
-
-
-class GenerateEngine(TorchEngine):
-    def _open_rows(self) -> RunningRows:
-        return GenerateRows(self._model)
-
-    def _computed_of(self, prompts: Sequence[Int32]) -> int:
-        return sum(map(len, prompts))
-
-
-def open_generate_engine(players: Players) -> GenerateEngine:
-    """In addition to the players' engine, with a separate copy of the weights; the caller closes it."""
-    rollout = players.rollout
-    dtype = None if rollout.dtype == "model" else getattr(torch, rollout.dtype)
-    return GenerateEngine(
-        players.base.copy(dtype),
-        max_rows=rollout.chunk,
-        max_in_flight=rollout.concurrency,
-        executor=players.executor,
-    )
-
-
-def _cut(tokens_C: NDArray[np.int64], sampling: Sampling) -> DecodedRow:
-    """The tokens up to the first stop token. Their log-probs are NaN, because `generate` did not return any."""
-    stops = np.flatnonzero(np.isin(tokens_C, sampling.stop_ids))
-    length = int(stops[0]) + 1 if stops.size else len(tokens_C)
-    logprobs = np.full(length, np.nan, dtype=np.float32)
-    return DecodedRow(tokens_C[:length].astype(np.int32), logprobs, "stop" if stops.size else "length")
-
-
 # --- the workload -----------------------------------------------------------------------------------------------------
 
 FIRST_PLAIN = 3  # lower ids are often special tokens
@@ -234,10 +144,8 @@ ON_SERVERS = {
 
 
 class RolloutWorkloadSettings(Section):
-    """The `[workload]` table. `fixed_length`: every completion has rollout.max_tokens tokens. `engine`: what samples if
-    rollout.engine is "torch"."""
+    """The `[workload]` table. `fixed_length`: every completion has rollout.max_tokens tokens."""
 
-    engine: Literal["pvg", "transformers"] = "pvg"
     rollouts: Count = 256
     prompt_tokens: Count | None = None  # random tokens per prompt; None: the task's prompts
     fixed_length: bool = False
@@ -247,11 +155,6 @@ class RolloutWorkloadSettings(Section):
 def make(settings: BenchSettings) -> Workload:
     workload = workload_settings(RolloutWorkloadSettings, settings)
     check_work(settings.experiment, workload.rollouts)
-    if workload.engine == "transformers" and settings.experiment.rollout.engine.kind != "torch":
-        raise ConfigurationError(
-            'workload.engine = "transformers" replaces the engine of this process, not servers.',
-            'Set rollout.engine to "torch", or workload.engine to "pvg".',
-        )
     return RolloutWorkload(settings, workload)
 
 
@@ -271,10 +174,7 @@ class RolloutWorkload:
             stack.push_async_callback(self._players.close)
             await self._players.ready(scoring=False)
             self._engine: Engine = self._players.engine
-            if self._workload.engine == "transformers":
-                self._engine = open_generate_engine(self._players)
-                stack.push_async_callback(self._engine.close)
-            self._dispatcher = dispatcher(self._players, self._engine, fixed_length=self._workload.fixed_length)
+            self._dispatcher = dispatcher(self._players, fixed_length=self._workload.fixed_length)
             self._orders = self._fixed()
             stack.pop_all()  # opened; from now on `close` frees it
 
@@ -342,16 +242,15 @@ class RolloutWorkload:
         }
 
     async def close(self) -> None:
-        await self._engine.close()  # may be the players' engine; closing twice is harmless
         await self._players.close()
 
 
-def dispatcher(players: Players, engine: Engine, *, fixed_length: bool) -> Dispatcher:
-    """The players' dispatcher with `engine`. `fixed_length`: no completion ends before rollout.max_tokens."""
+def dispatcher(players: Players, *, fixed_length: bool) -> Dispatcher:
+    """The players' dispatcher. `fixed_length`: no completion ends before rollout.max_tokens."""
     rollout, tokenizer = players.rollout, players.base.tokenizer
     stops = () if fixed_length else tokenizer.end_ids
     sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
-    return Dispatcher(engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)
+    return Dispatcher(players.engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)
 
 
 def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: int, seed: int) -> list[GroupOrder]:

@@ -10,7 +10,7 @@ from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Problem
 from pvg.tasks.code_problems import code_of
-from pvg.tasks.code_templates import HIDDEN_TESTS, TEMPLATES, made_problems
+from pvg.tasks.code_templates import HIDDEN_TESTS, made_problems, templates
 
 SECTION = CodeTask()
 
@@ -44,7 +44,7 @@ def test_test_problems_stay_when_others_are_asked_for() -> None:
 
 
 def by_hand(name: str, given: list[object], **values: int) -> object:
-    template = next(template for template in TEMPLATES if template.name == name)
+    template = next(template for template in templates() if template.name == name)
     space: dict[str, object] = {}
     exec(template.filled(template.reference, values), space)
     return space[name](*given)  # type: ignore[operator]
