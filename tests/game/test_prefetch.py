@@ -453,7 +453,7 @@ def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch
     close = TorchEngine.close
 
     async def noting(self: TorchEngine) -> None:
-        left.append(self._in_flight)
+        left.append(self.requests_in_flight)
         left.append(sum("take" in str(task) or "_sample" in str(task) for task in asyncio.all_tasks()))
         await close(self)
 
