@@ -12,12 +12,9 @@ from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, Se
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
 
-    from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import EvaluationOutcome
     from pvg.store.run_directory import RunDirectory
-    from pvg_cli.run_display import RunDisplay
 
 
 def evaluate(
@@ -42,52 +39,32 @@ def evaluate(
 
     Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
-    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
+    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds, settings_to_evaluate
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import open_round
+    from pvg_cli.driving import drive_run
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunDisplay
     from pvg_cli.runs import fetch
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
-    experiment = _experiment(run, overrides or [])
+    experiment = settings_to_evaluate(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     for number in numbers or [0]:
         open_round(run, number)
     fetch(experiment.sources())
     announce_loading()
 
-    outcome = _measure(experiment, run, wanted, numbers, as_json)
-    _print_result(outcome, run, command_line(), as_json)
-
-
-def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
-    """The settings of the run with the overrides. Raises StateError if an override changes results of the run."""
-    from pvg.config.load import load_experiment
-    from pvg.evaluation.report import check_settings_of_run
-    from pvg.store.run_players import pinned_players
-
-    experiment = load_experiment(run.experiment_file, overrides)
-    experiment = experiment.with_sources(pinned_players(experiment.sources()))
-    check_settings_of_run(run.name, run.experiment(), experiment)
-    return experiment
-
-
-def _measure(
-    experiment: Experiment, run: RunDirectory, parts: Sequence[str], rounds: Sequence[int] | None, as_json: bool
-) -> EvaluationOutcome:
-    from pvg_cli.driving import drive_run
-    from pvg_cli.output import stderr
-    from pvg_cli.run_display import RunDisplay
-
     async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
-        return await measure(experiment, run, parts, rounds, observer=observer, stop=stop)
+        return await measure(experiment, run, wanted, numbers, observer=observer, stop=stop)
 
     display = RunDisplay(run.name, experiment.game.rounds, stderr(), phases=())
-    lock = run.lock(waiting=say, work="evaluate")
-    again = "The same command resumes the evaluation."
-    return drive_run(work, run, display, lock, again=again, as_json=as_json)
+    lock, again = run.lock(waiting=say, work="evaluate"), "The same command resumes the evaluation."
+    outcome = drive_run(work, run, display, lock, again=again, as_json=as_json)
+    _print_result(outcome, run, command_line(), as_json)
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

@@ -53,7 +53,7 @@ class TrainingPhase:
     batches: Batches
     minibatches: MinibatchSource  # of `batches`; the trainer's source
     trainer: Trainer[PolicyBatch]
-    stop_rule: TrainingStop
+    stop_rule: TrainingStop | None
     alerts: Alerts
     helpers: Sequence[Helper]
     version: int = field(init=False)
@@ -70,7 +70,8 @@ class TrainingPhase:
         if lost:
             self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
         self.version, self.stopped = progress["version"], progress["stopped"]
-        self.stop_rule.load_state(progress["stop_rule"])
+        if self.stop_rule is not None:
+            self.stop_rule.load_state(progress["stop_rule"])
         self.alerts.load_state(progress["alerts"])
         self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
 
@@ -110,7 +111,7 @@ class TrainingPhase:
             of_step |= await self.batches.published(self.version)
         metrics = self.last_metrics = self.batches.metrics | of_step
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
-        if whole_batch:
+        if whole_batch and self.stop_rule is not None:
             self.stopped = self.stop_rule.observe(metrics)
         # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
         session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
@@ -128,7 +129,7 @@ class TrainingPhase:
             "batches": progress,
             "version": self.version,
             "stopped": self.stopped,
-            "stop_rule": self.stop_rule.state(),
+            "stop_rule": None if self.stop_rule is None else self.stop_rule.state(),
             "alerts": self.alerts.state(),
             "metrics": finite(self.last_metrics),
         }

@@ -336,7 +336,7 @@ def check_players_can_train(experiment: Experiment, session: Session) -> None:
     if experiment.rollout.engine.kind == "torch":
         check_decoding(players.base.module, players.base.device)
     if experiment.training.shared_prompts:
-        check_packing(players.base.module, experiment.training.fused_layers)
+        check_packing(players.base.module)
     if experiment.training.adapters.rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:

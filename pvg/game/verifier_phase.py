@@ -312,7 +312,7 @@ def verifier_trainer(
         optimizer,
         source,
         executor=players.executor,
-        precision=section.precision,
+        precision=players.models.precision,
         waits_for="pairs",
         section="verifier",
         workers=workers,

@@ -77,8 +77,8 @@ def demonstration_batch(prompts: Sequence[Int32], solutions: Sequence[Int32], ro
 class SupervisedObjective:
     """The mean loss per solution token as the trainer's objective. The temperature is 1, as in the model itself."""
 
-    def __init__(self, section: Training, pad_id: int) -> None:
-        self._forward = ForwardSettings.of(section, 1.0, pad_id)
+    def __init__(self, section: Training, pad_id: int, precision: str = "float32") -> None:
+        self._forward = ForwardSettings.of(section, 1.0, pad_id, precision)
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
         """Each token of the batch counts the same."""
@@ -276,7 +276,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
         learner = await players.compute(lambda: open_learner(players, round_=0))
     try:
         learner.require_gradients()
-        objective = SupervisedObjective(training, learner.tokenizer.pad_id)
+        objective = SupervisedObjective(training, learner.tokenizer.pad_id, players.models.precision)
         settings = OptimizerSettings(
             learning_rate=section.learning_rate, warmup=RISING, schedule="linear", total_steps=section.steps
         )
@@ -286,7 +286,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
             settings,
             _DemonstrationSource(train, section.batch, seed_for(session.seed, "warmup"), state.step),
             executor=players.executor,
-            precision=training.precision,
+            precision=players.models.precision,
             gradient_checkpointing=training.gradient_checkpointing,
             waits_for="demonstrations",
         )
