@@ -25,7 +25,7 @@ from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
-from pvg.game.rewards import BatchRewards, GroupCredit
+from pvg.game.rewards import BatchOutcomes, GroupCredit
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, mean_of
 from pvg.game.verifier_phase import FixedVerifier
@@ -157,7 +157,7 @@ class GameBatches(Batches):
     refill: Refill
     scorer: VerifierScorer
     verifier: FixedVerifier
-    pay: Callable[[Sequence[Rollout], Float32], BatchRewards]
+    pay: Callable[[Sequence[Rollout], Float32], tuple[Float32, BatchOutcomes]]
     credit: GroupCredit
     logprobs: BatchLogprobs
     clock: BatchClock
@@ -194,9 +194,9 @@ class GameBatches(Batches):
         with span("score"):  # the cache already holds the scores of groups that were sampled ahead
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):
-            paid = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
+            rewards_N, outcomes = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
         rows_N = np.arange(len(rollouts))
-        return ScoredGroups(groups, scores_N, paid.rewards_N, paid.aligned_N, rows_N, paid.similarity_N)
+        return ScoredGroups(groups, scores_N, rewards_N, outcomes.aligned_N, rows_N, outcomes.similarity_N)
 
     def _credit(self, scored: ScoredGroups, trained: Sequence[Rollout]) -> tuple[Float32, dict[str, float]]:
         """Advantages float32 [M] of the rollouts to train on, and metrics. All rollouts count for the curriculum."""
