@@ -193,8 +193,8 @@ class Rollouts(Section):
     prefetch: PrefetchSection = NoPrefetch()
     max_staleness: Count | None = Field(
         None,
-        description='Versions that a rollout may be behind, with prefetch or with rollout.deadline = "continue". Unset: '
-        "batches + 1, or 4.",
+        description='Versions that a rollout may be behind, with prefetch or with rollout.deadline = "continue". '
+        "Unset: batches + 1, or 4.",
     )
     dtype: Literal["model", "float32", "bfloat16"] = Field(
         "model", description='Data type of the sampling copy of the prover. "model": the type of the prover.'

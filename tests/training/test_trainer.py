@@ -20,9 +20,7 @@ from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer
 
 VOCABULARY = 11
-SETTINGS = OptimizerSettings(
-    learning_rate=1e-2, warmup=2, schedule="linear", total_steps=8, gradient_clip=0.5
-)
+SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup=2, schedule="linear", total_steps=8, gradient_clip=0.5)
 
 
 @pytest.fixture
