@@ -113,11 +113,10 @@ def evaluate(
     Raises UsageError for a part or a round that does not exist, StateError for other settings than those
     that the run was played with; `evaluate.*`, `serving.*`, `telemetry.*` and those that bound memory may differ.
     """
-    from pvg.evaluation.report import check_settings_of_run, default_parts, parse_parts
+    from pvg.evaluation.report import default_parts, parse_parts, settings_to_evaluate
     from pvg.evaluation.runner import evaluate as measure
 
-    experiment = read_experiment(run.directory.experiment_file, _overrides(settings or {}))
-    check_settings_of_run(run.name, run.experiment, experiment)
+    experiment = settings_to_evaluate(run.directory, _overrides(settings or {}))
     wanted = default_parts(experiment) if parts is None else parse_parts(",".join(parts))
     watching = observer or SilentObserver()
     with run.directory.lock(work="evaluate"):

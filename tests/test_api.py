@@ -125,7 +125,7 @@ def test_a_cpu_without_bfloat16_plays_the_file_in_float32(monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: False)
     monkeypatch.setattr("pvg.telemetry.cpu.has_nvidia_gpu", lambda root: False)
-    Path("half.toml").write_text('name = "half"\n[training]\nprecision = "bfloat16"\n')
+    Path("half.toml").write_text('name = "half"\n[models]\nprecision = "bfloat16"\n')
     begun: list[Experiment] = []
 
     async def play(experiment: Experiment, run: object, **_: object) -> None:
@@ -139,12 +139,12 @@ def test_a_cpu_without_bfloat16_plays_the_file_in_float32(monkeypatch: pytest.Mo
             heard.append(message)
 
     pvg.play("half.toml", observer=Hearing())
-    pvg.play("half.toml", {"training.precision": "bfloat16"}, observer=Hearing())
+    pvg.play("half.toml", {"models.precision": "bfloat16"}, observer=Hearing())
     pvg.play(pvg.load_experiment("half.toml"), observer=Hearing())
-    assert [experiment.training.precision for experiment in begun] == ["float32", "bfloat16", "bfloat16"]
+    assert [experiment.models.precision for experiment in begun] == ["float32", "bfloat16", "bfloat16"]
     assert [line.partition(":")[0] for line in heard] == [
-        "This CPU has no instructions for bfloat16, so pvg uses float32 for training.precision. To keep bfloat16, "
+        "This CPU has no instructions for bfloat16, so pvg uses float32 for models.precision. To keep bfloat16, "
         "which is 10 to 100 times slower here",
-        "training.precision = 'bfloat16'",
-        "training.precision = 'bfloat16'",
+        "models.precision = 'bfloat16'",
+        "models.precision = 'bfloat16'",
     ]

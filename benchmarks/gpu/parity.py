@@ -44,7 +44,7 @@ RELATIVE_LIMIT = 1.5
 def main() -> int:
     arguments = PartArguments.parsed("Compare fast code with the models' own on one device.")
     results, device, sizes = Results("parity"), arguments.device, arguments.sizes
-    allow_tf32(device, ["float32"])
+    allow_tf32(device, "float32")
     check_decoding(results, sizes, device)
     check_training(results, sizes, device)
     check_attention(results, sizes, device)

@@ -82,8 +82,8 @@ def measure_adapters(
 ) -> None:
     experiment = build_experiment(
         {
+            "models": {"precision": "bfloat16"},
             "training": {
-                "precision": "bfloat16",
                 "kl": {"coefficient": 0.0},
                 "gradient_checkpointing": checkpointing,
                 "micro_batch_tokens": 16_384,
@@ -99,11 +99,11 @@ def measure_adapters(
     ):
         trainer = Trainer(
             learner.module,
-            PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id),
+            PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, experiment.models.precision),
             OptimizerSettings(learning_rate=1e-5),
             RepeatedBatch(batch),
             executor=executor,
-            precision=training.precision,
+            precision=experiment.models.precision,
             gradient_checkpointing=checkpointing,
             waits_for="batches",
         )

@@ -101,7 +101,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             OptimizerSettings(learning_rate=training.learning_rate),
             MinibatchSource(source, training.minibatches),
             executor=players.executor,
-            precision=training.precision,
+            precision=experiment.models.precision,
             gradient_checkpointing=training.gradient_checkpointing,
             workers=workers,
         )

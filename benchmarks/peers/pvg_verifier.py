@@ -123,7 +123,7 @@ class VerifierSide:
                 OptimizerSettings(section.learning_rate),  # constant and without a warmup, as TRL's here
                 source,
                 executor=self._executor,
-                precision=section.precision,
+                precision=self._experiment.models.precision,
                 waits_for="pairs",
                 workers=self._workers,
             )

@@ -258,8 +258,8 @@ def write_folder(folder: Path, experiment: Experiment, work: dict[str, Any], *, 
     make_model(folder, stops=stops)
     data = experiment.plain()
     for player in ("prover", "verifier"):
-        data["models"][player] = {"source": str(model_folder(folder)), "dtype": "float32"}
-    data["models"]["threads"] = work["threads"]
+        data["models"][player] = {"source": str(model_folder(folder))}
+    data["models"] |= {"dtype": "float32", "threads": work["threads"]}
     if data["cluster"]["kind"] == "local":
         data["models"]["threads"] = 1  # of the driver
         data["cluster"]["workers"] = data["cluster"].get("workers") or work["threads"]

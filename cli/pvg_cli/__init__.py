@@ -19,8 +19,8 @@ def _interrupted(kind: type[BaseException], error: BaseException, trace: Traceba
     said = "Stopped before the work started."
     if "--json" in sys.argv and not (sys.argv[1:2] == ["train"] and follows()):
         details = f'{{"type": "Stopped", "message": "{said}", "remedy": "", "exit_code": 130}}'
-        _write(1, f'{{"schema_version": 1, "error": {details}}}\n')
-    _write(2, f"{said}\n")
+        write(1, f'{{"schema_version": 1, "error": {details}}}\n'.encode())
+    write(2, f"{said}\n".encode())
     os._exit(130)
 
 
@@ -33,9 +33,10 @@ def follows() -> bool:
     return several and rank.isdecimal() and int(rank) > 0
 
 
-def _write(descriptor: int, text: str) -> None:
-    with contextlib.suppress(OSError):  # the caller has closed it, or its reader has ended
-        os.write(descriptor, text.encode())
+def write(descriptor: int, text: bytes) -> None:
+    """Write to stdout or stderr at once, as a signal handler may."""
+    with contextlib.suppress(OSError):  # the caller has closed it, or its reader has ended or does not read
+        os.write(descriptor, text)
 
 
 sys.excepthook = _interrupted

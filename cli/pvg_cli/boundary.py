@@ -29,7 +29,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from pvg.errors import (
     DISK_FULL,
-    EXIT_ENVIRONMENT,
     EXIT_USAGE,
     PATH_MISTAKES,
     MissingRequirementError,
@@ -197,10 +196,8 @@ class ErrorHandler:
             if isinstance(error, StoppedAtStart) or isinstance(error.__context__, StoppedAtStart):
                 _end_at_once()
             raise typer.Exit(EXIT_STOPPED)
-        elif isinstance(error, OSError) and error.errno in DISK_FULL and not error.filename and _was_printing(trace):
-            self._no_room(error)
         elif isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-            self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno]))
+            self._of_the_machine(error)
         elif isinstance(error, PermissionError) and error.filename:  # of another user, such as a colleague's run
             self._mistake(path_error(error, *PATH_MISTAKES[error.errno or errno.EACCES]))
         elif isinstance(error, CommandLineError):
@@ -227,7 +224,12 @@ class ErrorHandler:
         except OSError as full:
             if full.errno not in DISK_FULL:
                 raise
-            self._no_room(full)
+            self._of_the_machine(full)
+
+    def _of_the_machine(self, error: OSError) -> None:
+        if error.errno in DISK_FULL and not error.filename:  # stdout goes to a full disk
+            _silence_stdout()
+        self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno or 0]))
 
     def _mistake(self, error: PvgError) -> None:
         if self.debug:
@@ -243,13 +245,6 @@ class ErrorHandler:
         if stop.remedy:
             say(stop.remedy)
         self._document("Stopped", stop.message, stop.remedy, EXIT_STOPPED)
-
-    def _no_room(self, error: OSError) -> None:
-        """The target of stdout is full. A JSON document would not fit either."""
-        say(f"error: pvg cannot write its output: {error.strerror}.", typer.colors.RED)
-        say("Free some space, or send the output to another place.")
-        _silence_stdout()
-        raise typer.Exit(EXIT_ENVIRONMENT) from error
 
     def _defect(self, error: Exception) -> None:
         say("".join(traceback.format_exception(error)).rstrip("\n"))

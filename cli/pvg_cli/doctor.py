@@ -155,10 +155,8 @@ def why_not_loaded(package: str) -> str:
 
 def check_extras(runs: Path) -> Iterator[CheckResult]:
     for extra, package in EXTRAS.items():
-        if version_of(package) is None:
-            yield CheckResult(f"extra {extra}", "notice", f"not installed ({package})", install_extra(extra))
-        else:
-            yield CheckResult(f"extra {extra}", "ok", "installed")
+        absent = CheckResult(f"extra {extra}", "notice", f"not installed ({package})", install_extra(extra))
+        yield absent if version_of(package) is None else CheckResult(f"extra {extra}", "ok", "installed")
 
 
 def check_vllm(runs: Path) -> Iterator[CheckResult]:

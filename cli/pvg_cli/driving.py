@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pvg.errors import StoppedAtStart
 from pvg.telemetry.waits import runner
+from pvg_cli import write
 from pvg_cli.boundary import EXIT_STOPPED, SCHEMA_VERSION, error_document, handled, json_text
 from pvg_cli.run_display import RunDisplay
 
@@ -112,7 +113,7 @@ class StopSwitch:
         self.requested = self._display.is_stopping = True
         if self._display.starting:
             if not self._display.live:  # a panel draws it
-                _write(2, STOPPING)
+                write(2, STOPPING)
             if self._loop is not None and self._stop is not None:
                 # Python drops an exception that is raised inside `__del__`. Then the run stops at its first commit.
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -126,16 +127,11 @@ class StopSwitch:
             self._display.stop_requested()
 
 
-def _write(descriptor: int, text: bytes) -> None:
-    with suppress(OSError):  # the reader has ended, or does not read
-        os.write(descriptor, text)
-
-
 def _quit(killed_document: bytes) -> NoReturn:
     if killed_document:
-        _write(1, killed_document)
+        write(1, killed_document)
     if sys.stderr.isatty():
-        _write(2, SHOW_CURSOR)
+        write(2, SHOW_CURSOR)
     os._exit(EXIT_STOPPED)
 
 
@@ -170,7 +166,7 @@ def cancelled_at_signals(
         if task is None or loop is None or loop.is_closed():
             raise KeyboardInterrupt
         if killed_document is not None:
-            _write(2, STOPPING)
+            write(2, STOPPING)
         loop.call_soon_threadsafe(task.cancel)
 
     # Signals that the shell made this process ignore stay ignored: SIGINT in the background, SIGHUP under nohup.

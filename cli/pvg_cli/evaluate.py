@@ -42,14 +42,14 @@ def evaluate(
 
     Ctrl-C stops at a commit point. The same command resumes the evaluation.
     """
-    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds
+    from pvg.evaluation.report import default_parts, parse_parts, parse_rounds, settings_to_evaluate
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import open_round
     from pvg_cli.runs import fetch
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
     run = RunDirectory.open(target, runs)
-    experiment = _experiment(run, overrides or [])
+    experiment = settings_to_evaluate(run, overrides or [])
     wanted = default_parts(experiment) if named is None else named
     for number in numbers or [0]:
         open_round(run, number)
@@ -58,18 +58,6 @@ def evaluate(
 
     outcome = _measure(experiment, run, wanted, numbers, as_json)
     _print_result(outcome, run, command_line(), as_json)
-
-
-def _experiment(run: RunDirectory, overrides: list[str]) -> Experiment:
-    """The settings of the run with the overrides. Raises StateError if an override changes results of the run."""
-    from pvg.config.load import load_experiment
-    from pvg.evaluation.report import check_settings_of_run
-    from pvg.store.run_players import pinned_players
-
-    experiment = load_experiment(run.experiment_file, overrides)
-    experiment = experiment.with_sources(pinned_players(experiment.sources()))
-    check_settings_of_run(run.name, run.experiment(), experiment)
-    return experiment
 
 
 def _measure(
@@ -99,16 +87,9 @@ def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_
 
     stopped = outcome.status == "interrupted"
     if as_json:
-        emit(
-            {
-                "status": outcome.status,
-                "run": run.name,
-                "path": str(run.evaluation / REPORT_FILE),
-                "seconds": outcome.seconds,
-                "evaluation": outcome.report.plain(),
-                "resume": again if stopped else None,
-            }
-        )
+        facts = {"status": outcome.status, "run": run.name, "path": str(run.evaluation / REPORT_FILE)}
+        resume = again if stopped else None
+        emit({**facts, "seconds": outcome.seconds, "evaluation": outcome.report.plain(), "resume": resume})
     else:
         stdout().print(evaluation_tables(outcome.report))
         say(f"\nNumbers: {run.evaluation / REPORT_FILE}")

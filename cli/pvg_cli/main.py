@@ -35,7 +35,7 @@ atexit.register(gc.freeze)
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Play": {
         "train": ("train:train", "Play a prover-verifier game, or resume one."),
-        "rollout": ("train:rollout", "Sample, grade and store solutions, without a verifier and without training."),
+        "rollout": ("rollout:rollout", "Sample, grade and store solutions, without a verifier and without training."),
         "task": ("task:app", "Look at a task: its problems, prompts and grades."),
     },
     "Look": {

@@ -117,10 +117,12 @@ def serve(
     interpreter = find_interpreter()
     slow = served_dtype(experiment, purpose) == "bfloat16" and native_bfloat16(SYSTEM) is False
     if interpreter.device == "cpu" and slow:
-        dtype = "rollout.dtype" if purpose == "prover" else "models.verifier.dtype"
+        models = experiment.models
+        keys = [key for key, value in (("dtype", models.dtype), ("precision", models.precision)) if value == "bfloat16"]
+        instead = " ".join(f"-s models.{key}=float32" for key in keys)
         say(
             "warning: the server computes in bfloat16, for which this CPU has no instructions, so it is 10 to 100 "
-            f"times slower than in float32; give this to pvg serve and to pvg train: -s {dtype}=float32."
+            f"times slower than in float32; give this to pvg serve and to pvg train: {instead}."
         )
     place = log or experiment.weights.root / LOGS / f"{purpose}-{port}.log"
     fetch(experiment.sources(), (key,))

@@ -193,11 +193,8 @@ class Rollouts(Section):
     prefetch: PrefetchSection = NoPrefetch()
     max_staleness: Count | None = Field(
         None,
-        description='Versions that a rollout may be behind, with prefetch or with rollout.deadline = "continue". '
-        "Unset: batches + 1, or 4.",
-    )
-    dtype: Literal["model", "float32", "bfloat16"] = Field(
-        "model", description='Data type of the sampling copy of the prover. "model": the type of the prover.'
+        description="Versions that a rollout may be behind, with prefetch or with a deadline that continues. Unset: "
+        "batches + 1, or 4.",
     )
     group_size: Count = Field(
         8, description="Solutions per problem and role. More of them give a better baseline, and take longer to sample."

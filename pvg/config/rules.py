@@ -232,17 +232,15 @@ def _dynamic_sampling(experiment: AllSections) -> Iterator[str]:
 
 
 def _trained_layers(experiment: AllSections) -> Iterator[str]:
-    models, training, verifier = experiment.models, experiment.training, experiment.verifier
-    for player, model, section, adapters in (
-        ("prover", models.prover, "training", training.adapters),
-        ("verifier", models.verifier, "verifier", verifier.adapters),
-    ):
-        if model.dtype != "float32" and not adapters.rank:
-            also = " and rollout.dtype" if player == "prover" else ""
+    training, verifier = experiment.training, experiment.verifier
+    trained = {"training": training.adapters.rank}
+    if experiment.task.kind != "play":  # self-play has no verifier
+        trained["verifier"] = verifier.adapters.rank
+    for section, rank in trained.items():
+        if experiment.models.dtype != "float32" and not rank:
             yield (
-                f"models.{player}.dtype = {model.dtype!r} rounds small updates of trained weights away; set it to "
-                f"'float32' and {section}.precision{also} to 'bfloat16', or train adapters with "
-                f"{section}.adapters.rank = 16"
+                "models.dtype = 'bfloat16' rounds small updates of trained weights away; set it to 'float32' and "
+                f"models.precision to 'bfloat16', or train adapters with {section}.adapters.rank = 16"
             )
     if training.router_replay and training.gradient_checkpointing:
         yield (
@@ -339,11 +337,6 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         )
     if reward in TWO_ROLE_REWARDS and (why := same_prompt(experiment)):
         yield f"game.reward = {reward!r} pays the two roles for opposite things, but {why}"
-    if game.stop == "score_parity" and one_role:
-        yield (
-            f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
-            "set game.stop to 'steps'"
-        )
     if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
         yield (
             f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "
@@ -576,13 +569,6 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
 def _server_warnings(experiment: AllSections) -> Iterator[str]:
     if experiment.weights.transport.kind == "nccl":
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
-    models = experiment.models
-    same_source = models.verifier.source == models.prover.source
-    if experiment.verifier.adapters.rank and models.verifier != models.prover and same_source:
-        yield (
-            "models.verifier and models.prover have one source but two dtypes, so its weights are in memory twice; set "
-            "both to the same dtype"
-        )
 
 
 def _staleness_warnings(experiment: AllSections) -> Iterator[str]:

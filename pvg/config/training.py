@@ -19,6 +19,9 @@ from pvg.extensions import Reference
 # `[models]`: where the models come from, and where they compute. `[*.adapters]`: low-rank adapters.
 
 
+DataType = Literal["float32", "bfloat16"]
+
+
 class ModelSection(Section):
     """Where a model comes from.
 
@@ -31,11 +34,6 @@ class ModelSection(Section):
         "embedded:modchain-prover",
         description='"embedded:NAME", "hf:OWNER/NAME[@REVISION]", "run:NAME[/round-N][/verifier]", "gguf:PACKAGE", or '
         "a Hugging Face directory.",
-    )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Data type of the weights. bfloat16 halves their memory, and is slow on a CPU without support "
-        "for it.",
     )
 
 
@@ -63,10 +61,24 @@ class Models(Section):
 
     prover: ProverModel = ModelSection()
     verifier: VerifierSource = ModelSection(source="embedded:modchain-verifier")
+    dtype: DataType = Field(
+        "float32",
+        description="Data type of the weights. bfloat16 halves their memory, and is slow on a CPU without support "
+        "for it.",
+    )
+    precision: DataType = Field(
+        "float32",
+        description="Data type of forward and backward passes. bfloat16: also of the weights with which pvg samples.",
+    )
     device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". "mps" is untested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
         0, description="Compute threads. 0: one for models narrower than 512, else one per core."
     )
+
+    @property
+    def sampling_dtype(self) -> DataType:
+        """The data type of the weights with which the prover samples."""
+        return "bfloat16" if "bfloat16" in (self.dtype, self.precision) else "float32"
 
 
 class Adapters(Section):
@@ -186,12 +198,6 @@ class Training(Section):
     )
     learning_rate: Positive = Field(
         1e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of the forward and backward pass."
-    )
-    fused_layers: bool = Field(
-        True, description="Whether norms and rotary embeddings of Llama and Qwen2 use pvg's fused code."
     )
     gradient_checkpointing: bool = Field(
         False, description="Whether the backward pass computes activations again, to save memory."
@@ -321,9 +327,6 @@ class Verifier(Section):
     )
     learning_rate: Positive = Field(
         3e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Precision of the forward and backward pass."
     )
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.1, description="Share of the mint's problems that no verifier learns from: they serve calibration and AUC."

@@ -213,7 +213,7 @@ def final_samples(context: EvaluationContext, target: AttackTarget, kind: str) -
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:
     """The attacker on test problems, which did not select it: its error rate, the gap between its wrong solutions and
     correct helpful ones, the share of its wrong solutions that is accepted, and what it writes."""
-    flaws, solved = fresh.flaws_N, helpful.helpful_N & helpful.correct_N
+    flaws, solved = fresh.flaws_N, helpful.solutions_N
     gap = _gap(
         helpful.scores_N[solved], helpful.problems_N[solved], fresh.scores_N[flaws], fresh.problems_N[flaws], weights_BP
     )
@@ -228,18 +228,16 @@ def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weig
 
 def _gap(upper_N: Any, upper_problems_N: Ints, lower_M: Any, lower_problems_M: Ints, weights_BP: Float64) -> Estimate:
     """mean(upper) - mean(lower), with a bootstrap that resamples problems for both together."""
-    size = weights_BP.shape[1]
-    sums, counts = [], []
+    once_BP = np.concatenate([np.ones((1, weights_BP.shape[1])), weights_BP])  # the samples themselves, then resamples
+    means_B = []
     for values, problems in ((upper_N, upper_problems_N), (lower_M, lower_problems_M)):
-        sums.append(np.bincount(problems, weights=values.astype(np.float64), minlength=size))
-        counts.append(np.bincount(problems, minlength=size).astype(np.float64))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value = float(sums[0].sum() / counts[0].sum() - sums[1].sum() / counts[1].sum())
-        replicates_B = (weights_BP @ sums[0]) / (weights_BP @ counts[0]) - (weights_BP @ sums[1]) / (
-            weights_BP @ counts[1]
-        )
-    problems_seen = int(((counts[0] + counts[1]) > 0).sum())
-    return percentile(value, replicates_B, len(upper_N) + len(lower_M), problems_seen)
+        sums_P = np.bincount(problems, weights=values.astype(np.float64), minlength=weights_BP.shape[1])
+        counts_P = np.bincount(problems, minlength=weights_BP.shape[1]).astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means_B.append((once_BP @ sums_P) / (once_BP @ counts_P))
+    value, *replicates = means_B[0] - means_B[1]
+    seen = len(np.union1d(upper_problems_N, lower_problems_M))
+    return percentile(float(value), np.array(replicates), len(upper_N) + len(lower_M), seen)
 
 
 def reference_of(reference: ScoredRollouts, weights_BP: Float64) -> Estimate:
@@ -263,58 +261,45 @@ def written_flaws(fresh: ScoredRollouts, threshold: float) -> dict[str, Any]:
     flaws_F = np.flatnonzero(fresh.flaws_N)
     rollouts = [fresh.rollouts[place] for place in flaws_F.tolist()]
     kinds = [flaw_kind(rollout.grade.note) or NO_NOTE for rollout in rollouts]
+    counts = Counter(kinds)
+    ranked = sorted(counts, key=lambda kind: (-counts[kind], kind))
+    kept = set(ranked[:MOST_KINDS])
+    names_F = np.array([kind if kind in kept else OTHER_KINDS for kind in kinds])
     scores_F, problems_F = fresh.scores_N[flaws_F], fresh.problems_N[flaws_F]
     accepted_F = scores_F >= threshold
     found = []
-    if set(kinds) - {NO_NOTE}:
-        names_F = _merged(kinds)
-        for name in _by_frequency(names_F.tolist(), last=OTHER_KINDS):
-            of_kind_F = names_F == name
+    for name in (*ranked[:MOST_KINDS], OTHER_KINDS):
+        of_kind_F = names_F == name
+        if of_kind_F.any() and set(kinds) != {NO_NOTE}:
             accepted = share_of(accepted_F[of_kind_F], problems_F[of_kind_F])
-            share = share_of(of_kind_F, problems_F)
-            found.append({"kind": name, "share": share, "accepted": accepted})
+            found.append({"kind": name, "share": share_of(of_kind_F, problems_F), "accepted": accepted})
     examples = [
-        _example(rollouts[place], float(scores_F[place]), bool(accepted_F[place]))
-        for place in _typical(rollouts, kinds, scores_F)
+        {
+            "id": rollouts[place].id,
+            "question": rollouts[place].question,
+            "reference": rollouts[place].reference,
+            "solution": rollouts[place].solution,
+            "answer": rollouts[place].grade.answer,
+            "note": rollouts[place].grade.note,
+            "score": float(scores_F[place]),
+            "accepted": bool(accepted_F[place]),
+        }
+        for place in _typical(rollouts, kinds, ranked, scores_F)
     ]
     return {"threshold": threshold, "kinds": found, "examples": examples}
 
 
-def _by_frequency(names: Sequence[str], last: str = "") -> list[str]:
-    """The different names, the most frequent first; `last` at the end."""
-    counts = Counter(names)
-    return sorted(counts, key=lambda name: (name == last, -counts[name], name))
-
-
-def _merged(kinds: Sequence[str]) -> NDArray[np.str_]:
-    """The kind of each flaw, with the rarer ones merged."""
-    kept = set(_by_frequency(kinds)[:MOST_KINDS])
-    return np.array([kind if kind in kept else OTHER_KINDS for kind in kinds])
-
-
-def _typical(rollouts: Sequence[Rollout], kinds: Sequence[str], scores_F: NDArray[np.float32]) -> list[int]:
-    """The places of typical flaws, of different problems: of each kind in turn, the most frequent kind first, the flaw
-    with the score nearest to the kind's median."""
-    ranked = []
-    for kind in _by_frequency(kinds):
+def _typical(
+    rollouts: Sequence[Rollout], kinds: Sequence[str], ranked: Sequence[str], scores_F: NDArray[np.float32]
+) -> list[int]:
+    """The places of typical flaws, of different problems: of each of the `ranked` kinds in turn, the flaw with the
+    score nearest to the kind's median."""
+    by_kind = []
+    for kind in ranked:
         places = [place for place, other in enumerate(kinds) if other == kind]
         middle = float(np.median(scores_F[places]))
-        ranked.append(sorted(places, key=lambda place: (abs(float(scores_F[place]) - middle), place)))
-    turns = [place for turn in zip_longest(*ranked) for place in turn if place is not None]
+        by_kind.append(sorted(places, key=lambda place: (abs(float(scores_F[place]) - middle), place)))
     found: dict[str, int] = {}
-    for place in turns:
+    for place in (place for turn in zip_longest(*by_kind) for place in turn if place is not None):
         found.setdefault(rollouts[place].problem_id, place)
     return list(found.values())[:MOST_EXAMPLES]
-
-
-def _example(rollout: Rollout, score: float, accepted: bool) -> dict[str, Any]:
-    return {
-        "id": rollout.id,
-        "question": rollout.question,
-        "reference": rollout.reference,
-        "solution": rollout.solution,
-        "answer": rollout.grade.answer,
-        "note": rollout.grade.note,
-        "score": score,
-        "accepted": accepted,
-    }

@@ -11,18 +11,15 @@ v and over how many of the chosen solutions tie at v (derived here; tests enumer
 
 with c_v (i_v) correct (incorrect) solutions with score v, and c_< (i_<) with a lower score.
 
-Localisation: whether the score falls at the first wrong step. A solution is cut after each step, and every prefix is
-scored. The flaw is *located* at the step with the largest fall s_(k-1) - s_k, where s_0 is the score of the empty
-solution. This works for every head. With some heads a step's score depends on the length of the prefix, so the
-comparison is with guessing, which is correct once in (number of steps), not with zero.
+Localisation: a solution is cut after each step, and every prefix is scored. The flaw is *located* at the step with the
+largest fall s_(k-1) - s_k, where s_0 is the score of the empty solution. With some heads a step's score depends on the
+length of the prefix, so the comparison is with guessing, which is correct once in (number of steps).
 
-Separability: the AUC of a small classifier that separates helpful from sneaky solutions by style. Near one half, the
-roles have the same style, as the game intends. Near one, their styles differ, and the verifier may learn the role
-instead of correctness. Because correctness itself separates the roles, the probe is also trained and evaluated within
-correct and within incorrect solutions. Within these sets, the AUC compares only solutions of the same problem, because
-the two roles solve different problems. The probe: presence of token n-grams, hashed into FEATURES columns
-(with collisions, as in Weinberger et al. 2009, arXiv 0902.2206), rows scaled to length 1, logistic regression with a
-ridge. It uses no random numbers: the same solutions give the same AUC.
+Separability: the AUC of a probe that separates helpful from sneaky solutions by style; near one half the roles write
+alike, as the game intends. Correctness itself separates the roles, so the probe is also fitted within correct and
+within incorrect solutions, where it compares only solutions of one problem. The probe: presence of token n-grams,
+hashed into FEATURES columns (with collisions, as in Weinberger et al. 2009, arXiv 0902.2206), and logistic regression
+with a ridge. It uses no random numbers.
 """
 
 from __future__ import annotations
@@ -386,7 +383,7 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
 
 def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
     """Completeness on the round's helpful solutions, and its two factors."""
-    helpful, solved = own.helpful_N, own.helpful_N & own.correct_N
+    helpful, solved = own.helpful_N, own.solutions_N
     accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
@@ -401,7 +398,7 @@ def detection(
 ) -> dict[str, Any]:
     """Soundness, AUC and ROC for one source's flaws; the positives are the round's correct helpful
     solutions."""
-    solved, mask = own.helpful_N & own.correct_N, samples.flaws_N
+    solved, mask = own.solutions_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])

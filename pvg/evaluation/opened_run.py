@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
 from pvg.game.session import InterruptedByUser
 from pvg.game.states import GameState
-from pvg.game.statistics import sample_metrics
+from pvg.game.statistics import RolloutColumns, sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Environment
@@ -443,28 +442,11 @@ def recover(context: EvaluationContext) -> int:
 # --- samples as arrays -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ScoredRollouts:
+class ScoredRollouts(RolloutColumns):
     """Rollouts with one verifier's scores, as arrays [N]. `pool`: the problems, indexed by `problems_N`."""
 
-    rollouts: Sequence[Rollout]
-    scores_N: Float32
-    pool: Sequence[Problem]
-
-    @cached_property
-    def correct_N(self) -> Any:
-        return np.array([r.grade.correct for r in self.rollouts], dtype=bool)
-
-    @cached_property
-    def helpful_N(self) -> Any:
-        return np.array([r.role is Role.HELPFUL for r in self.rollouts], dtype=bool)
-
-    @cached_property
-    def flaws_N(self) -> Any:
-        """Whether each rollout is a flaw (pvg.records.Rollout.is_flaw)."""
-        return np.array([r.is_flaw for r in self.rollouts], dtype=bool)
-
-    @cached_property
-    def problems_N(self) -> Ints:
-        places = {problem.id: place for place, problem in enumerate(self.pool)}
-        return np.array([places[r.problem_id] for r in self.rollouts], dtype=np.int64)
+    def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32, pool: Sequence[Problem]) -> None:
+        super().__init__(rollouts, scores_N)
+        self.rollouts, self.pool = rollouts, pool
+        places = {problem.id: place for place, problem in enumerate(pool)}
+        self.problems_N: Ints = np.array([places[name] for name in self.problem_ids], dtype=np.int64)

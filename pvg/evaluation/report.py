@@ -18,13 +18,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.game import CgcReward, PlainReward, SrcReward
-from pvg.config.load import build_experiment, did_you_mean, differences
+from pvg.config.load import build_experiment, did_you_mean, differences, load_experiment
 from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.evaluation.intervals import Estimate
 from pvg.seeds import seed_for
 from pvg.store.atomic import read_stored, write_atomic
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import pinned_players
 
 # The parts of an evaluation, and the settings of the attackers and the baseline; loads no torch.
 
@@ -121,16 +122,19 @@ def attack_kinds(experiment: Experiment) -> list[str]:
     return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in usable]
 
 
-def check_settings_of_run(name: str, own: Experiment, experiment: Experiment) -> None:
-    """Raises StateError if `experiment` differs from `own`, the settings of the run `name`, in a setting that changes
-    results. MEMORY_SETTINGS may differ."""
+def settings_to_evaluate(run: RunDirectory, overrides: Sequence[str]) -> Experiment:
+    """The settings of the run with the overrides. Raises StateError for an override that changes results.
+    MEMORY_SETTINGS may differ."""
+    own, experiment = run.experiment(), load_experiment(run.experiment_file, overrides)
+    experiment = experiment.with_sources(pinned_players(experiment.sources()))
     changed = differences(without_memory_settings(own.hashed()), without_memory_settings(experiment.hashed()))
     if changed:
         raise StateError(
-            f"The run {name!r} was played with other settings: {'; '.join(changed)}.",
+            f"The run {run.name!r} was played with other settings: {'; '.join(changed)}.",
             "Change evaluate.*, serving.*, telemetry.* and the settings that bound memory only, such as "
             "training.micro_batch_tokens. The other settings belong to the run.",
         )
+    return experiment
 
 
 def check_protocol(experiment: Experiment, parts: Sequence[str]) -> None:

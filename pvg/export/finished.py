@@ -123,7 +123,7 @@ class FinishedRound:
                 template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
                 token_budget=section.micro_batch_tokens,
-                precision=section.precision,
+                precision=self.experiment.models.precision,
                 executor=executor,
                 threshold=threshold,
                 owned=opened.pop_all(),

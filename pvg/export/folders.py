@@ -303,11 +303,11 @@ def _common(finished: FinishedRound, player: Player, source: str) -> dict[str, A
 
 
 def _write_prover(finished: FinishedRound, folder: Path, merge: bool) -> dict[str, Any]:
-    section, adapters = finished.experiment.models.prover, adapter_name(finished.prover_name)
-    facts = _common(finished, "prover", section.source)
-    facts["dtype"] = section.dtype
+    models, adapters = finished.experiment.models, adapter_name(finished.prover_name)
+    facts = _common(finished, "prover", models.prover.source)
+    facts["dtype"] = models.dtype
     facts["prompts"] = finished.experiment.prompts.kind
-    with open_model(section, CPU) as model:
+    with open_model(models.prover, CPU, models.dtype) as model:
         facts["example_prompts"] = example_prompts(finished, model.tokenizer)
         if adapters in finished.weights and not merge:
             facts["form"] = "adapter"

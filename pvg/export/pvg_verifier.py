@@ -23,14 +23,10 @@ class ExportedVerifier:
 
     def __init__(self, folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self.reference: Any = None
-        kind: Any = AutoModelForSequenceClassification
-        options: Any = {"dtype": dtype}
-        self.model: Any = None
-        if (Path(folder) / "reference").is_dir():  # the implicit head compares two language models
-            kind = AutoModelForCausalLM
-            self.reference = kind.from_pretrained(Path(folder) / "reference", **options).to(device).eval()
-        self.model = kind.from_pretrained(folder, **options).to(device).eval()
+        reference = Path(folder) / "reference"  # the implicit head compares two language models
+        kind: Any = AutoModelForCausalLM if reference.is_dir() else AutoModelForSequenceClassification
+        folders = [Path(folder), *([reference] if reference.is_dir() else [])]
+        self.model, *self.reference = (kind.from_pretrained(each, dtype=dtype).to(device).eval() for each in folders)
         self.facts: dict[str, Any] = self.model.config.pvg
         self.threshold: float = self.facts["threshold"]
         self.device = device
@@ -40,12 +36,11 @@ class ExportedVerifier:
         prompt, rest = self.tokens(question, solution)
         ids = torch.tensor([prompt + rest], device=self.device)
         with torch.inference_mode():
-            if self.reference is None:
-                value = self.model(ids).logits[0, 0].item()
+            if self.reference:
+                own, start = (_logprob(model, ids, len(prompt)) for model in (self.model, *self.reference))
+                value = self.facts["beta"] * (own - start)
             else:
-                value = self.facts["beta"] * (
-                    _logprob(self.model, ids, len(prompt)) - _logprob(self.reference, ids, len(prompt))
-                )
+                value = self.model(ids).logits[0, 0].item()
         return float(value + self.facts["score_bias"])
 
     def probability(self, question: str, solution: str) -> float:

@@ -77,9 +77,9 @@ class Players:
     ) -> None:
         self._experiment = experiment
         self.seed, self.adapters = experiment.seed, experiment.training.adapters
-        self.task, self.rollout = task, experiment.rollout
+        self.task, self.rollout, self.models = task, experiment.rollout, experiment.models
         self.device = pick_device(experiment.models.device)
-        allow_tf32(self.device, (experiment.training.precision, experiment.verifier.precision))
+        allow_tf32(self.device, self.models.precision)
         self.servers: RayServers | None = None
         if experiment.server_cluster and opener is None:
             from pvg.workers.ray_servers import RayServers
@@ -92,7 +92,9 @@ class Players:
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
             self._ranks = self._rank_group(events, rank_supply)
-            self.base: LanguageModel = finished(self.executor.submit(open_model, experiment.models.prover, self.device))
+            self.base: LanguageModel = finished(
+                self.executor.submit(open_model, self.models.prover, self.device, self.models.dtype)
+            )
         except BaseException:
             self._end_supplies()
             raise
@@ -115,7 +117,9 @@ class Players:
             else:
                 servers = partial(self._engine_on_servers, events, run)
                 replayed = experiment.training.router_replay
-                setup = EngineSetup(rollout, self.base, self.executor, events, replayed, servers)
+                setup = EngineSetup(
+                    rollout, self.base, self.executor, events, replayed, servers, self.models.sampling_dtype
+                )
                 self.engine = (opener or open_engine)(setup)
         except BaseException:  # no request has reached a server yet
             self._close_base()
@@ -324,7 +328,7 @@ class Players:
             return None
         from pvg.workers.ranks import ModelInRanks, rank_fields
 
-        fields = rank_fields(training, rollout, self._experiment.models.prover)
+        fields = rank_fields(training, rollout, self.models)
         return ModelInRanks(self._ranks, fields, optimizer, trainable_parameters(learner.cpu()), committed)
 
     def verifier_workers(self, verifier: VerifierModel) -> ModelInWorkers[VerifierBatch] | None:
@@ -349,6 +353,7 @@ class Players:
             executor=self.executor,
             start_step=start_step,
             source_fingerprint=self.base.tokenizer.fingerprint,
+            precision=self.models.precision,
         )
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
@@ -372,7 +377,7 @@ class Players:
             template,
             verifier.version(),
             token_budget=section.micro_batch_tokens,
-            precision=section.precision,
+            precision=self.models.precision,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,

@@ -464,7 +464,10 @@ class Prefetcher(FreshGroups):
     async def batch(self, number: int) -> tuple[list[Group], dict[str, float]]:
         taken = await self._open.take()
         self._check_scoring()
-        groups = [_renumbered(arrival.group, number, place) for place, arrival in enumerate(taken)]
+        groups = [
+            replace(each.group, rollouts=tuple(replace(r, step=number, group=place) for r in each.group.rollouts))
+            for place, each in enumerate(taken)
+        ]
         return groups, self._metrics(taken)
 
     def _metrics(self, taken: list[BufferedGroup]) -> dict[str, float]:
@@ -494,7 +497,3 @@ class Prefetcher(FreshGroups):
     def _open(self) -> Pipeline:
         assert self._pipeline is not None, "call start first"
         return self._pipeline
-
-
-def _renumbered(group: Group, step: int, place: int) -> Group:
-    return replace(group, rollouts=tuple(replace(rollout, step=step, group=place) for rollout in group.rollouts))

@@ -5,10 +5,9 @@ The phase ends after its steps, or earlier if the sneaky role catches up (`StopR
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,44 +43,6 @@ if TYPE_CHECKING:
     from pvg.workers.training import ModelInWorkers
 
 
-# Batches before score_parity can end a phase: the averages need about as many (StopRule.decay).
-MIN_STEPS = 10
-
-
-@dataclass
-class StopRule:
-    """`score_parity`: stop when the EMA of the mean sneaky-incorrect score reaches that of helpful-correct.
-
-    A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
-    """
-
-    stop: str  # `game.stop`
-    sneaky: float | None = None
-    helpful: float | None = None
-    seen: int = 0
-    decay: float = 0.9  # of the averages: about the last ten batches, as many as score_parity waits for
-
-    def observe(self, metrics: Mapping[str, float]) -> bool:
-        """Add the metrics of a batch. Returns whether the phase ends now."""
-        self.seen += 1
-        self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
-        self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        if self.stop != "score_parity" or self.seen < MIN_STEPS:
-            return False
-        return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
-
-    def state(self) -> dict[str, Any]:
-        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
-
-    def _ema(self, before: float | None, value: float) -> float | None:
-        if not math.isfinite(value):
-            return before
-        return value if before is None else self.decay * before + (1 - self.decay) * value
-
-
 class WeightsReader(Protocol):
     """A run's finished weights: the ledger of a run in progress, or of a run that is only read."""
 
@@ -112,7 +73,11 @@ async def train_prover(session: Session) -> None:
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                current = await _verifier_in_round(session, verifier, threshold)
+                current, schedule = FixedVerifier(threshold), session.game.schedule
+                if isinstance(schedule, SimultaneousSchedule):
+                    from pvg.game.simultaneous import open_updates
+
+                    current = await open_updates(session, schedule, verifier, threshold)
                 phase = open_prover_phase(session, info, verifier, current, learner)
             await phase.play()
         phase.tell_unfinished()
@@ -127,15 +92,6 @@ async def train_prover(session: Session) -> None:
         verifier.close()
 
 
-async def _verifier_in_round(session: Session, verifier: ScoringModel, threshold: float) -> FixedVerifier:
-    schedule = session.game.schedule
-    if not isinstance(schedule, SimultaneousSchedule):
-        return FixedVerifier(threshold)
-    from pvg.game.simultaneous import open_updates
-
-    return await open_updates(session, schedule, verifier, threshold)
-
-
 def open_prover_phase(
     session: Session,
     info: PhaseInfo,
@@ -145,7 +101,7 @@ def open_prover_phase(
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
     """The training of `learner` against `verifier`, from the last commit on. `current`: what the verifier does
-    meanwhile. `stop_rule`: None takes the rule of the session's game. The caller owns both models."""
+    meanwhile. `stop_rule`: None trains to the last step. The caller owns both models."""
     scorer = session.players.scorer(verifier, beside_trainer=True)
 
     def batches(objective: PolicyObjective, workers: ModelInWorkers[PolicyBatch] | None) -> GameBatches:
@@ -165,7 +121,7 @@ def open_phase(
     """The training of `learner` on batches for its objective, from the last commit on. `helpers`: processes to prepare
     besides those that train."""
     training, players = session.training, session.players
-    objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id)
+    objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id, players.models.precision)
     learner.require_gradients()
     optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
     workers = players.prover_workers(training, session.rollout, learner.module)
@@ -178,7 +134,7 @@ def open_phase(
         optimizer,
         minibatches,
         executor=players.executor,
-        precision=training.precision,
+        precision=players.models.precision,
         gradient_checkpointing=training.gradient_checkpointing,
         workers=workers,
         ranks=ranks,
@@ -190,7 +146,7 @@ def open_phase(
         batches,
         minibatches,
         trainer,
-        StopRule(session.game.stop) if stop_rule is None else stop_rule,
+        stop_rule,
         Alerts(two_roles=0 < session.game.sneaky_share < 1),
         [*helpers, *(helper for helper in (workers, ranks) if helper is not None)],
     )

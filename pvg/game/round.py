@@ -27,7 +27,7 @@ from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
 from pvg.game.rewards import BatchRewards, GroupCredit
 from pvg.game.session import Session, finite
-from pvg.game.statistics import BatchClock, mean_score
+from pvg.game.statistics import BatchClock, mean_of
 from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
@@ -53,7 +53,7 @@ class TrainingPhase:
     batches: Batches
     minibatches: MinibatchSource  # of `batches`; the trainer's source
     trainer: Trainer[PolicyBatch]
-    stop_rule: TrainingStop
+    stop_rule: TrainingStop | None
     alerts: Alerts
     helpers: Sequence[Helper]
     version: int = field(init=False)
@@ -70,7 +70,8 @@ class TrainingPhase:
         if lost:
             self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
         self.version, self.stopped = progress["version"], progress["stopped"]
-        self.stop_rule.load_state(progress["stop_rule"])
+        if self.stop_rule is not None:
+            self.stop_rule.load_state(progress["stop_rule"])
         self.alerts.load_state(progress["alerts"])
         self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
 
@@ -110,7 +111,7 @@ class TrainingPhase:
             of_step |= await self.batches.published(self.version)
         metrics = self.last_metrics = self.batches.metrics | of_step
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
-        if whole_batch:
+        if whole_batch and self.stop_rule is not None:
             self.stopped = self.stop_rule.observe(metrics)
         # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
         session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
@@ -128,7 +129,7 @@ class TrainingPhase:
             "batches": progress,
             "version": self.version,
             "stopped": self.stopped,
-            "stop_rule": self.stop_rule.state(),
+            "stop_rule": None if self.stop_rule is None else self.stop_rule.state(),
             "alerts": self.alerts.state(),
             "metrics": finite(self.last_metrics),
         }
@@ -204,7 +205,7 @@ class GameBatches(Batches):
         metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *groups_and_roles(everything))}
         if scored.similarity_N is not None:
             sneaky_N = np.array([r.role is Role.SNEAKY for r in everything])
-            metrics["similarity"] = mean_score(scored.similarity_N, sneaky_N)
+            metrics["similarity"] = mean_of(scored.similarity_N, sneaky_N)
         metrics |= self.orders.problems.observe(everything, scored.aligned_N)
         advantages_M, of_credit = self.credit.observe(trained, scored.rewards_N[scored.trained_M])
         return advantages_M, metrics | of_credit

@@ -17,7 +17,7 @@ from pvg.game.orders import environment_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
-from pvg.game.statistics import RolloutColumns, fooled_rate_at, play_metrics, share, verifier_auc
+from pvg.game.statistics import RolloutColumns, fooled_rate_at, mean_of, play_metrics, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
@@ -121,7 +121,7 @@ async def _round_metrics(
     metrics["verifier_auc_base"] = verifier_auc(base)
     if round_ > 0:
         before = await _earlier(session, scorer, round_ - 1, source_of_round(round_ - 1))
-        metrics["fooled_rate_previous"] = share(before.scores_N >= threshold, before.flaws_N)
+        metrics["fooled_rate_previous"] = mean_of(before.scores_N >= threshold, before.flaws_N)
         metrics["verifier_auc_previous"] = auc(own.scores_N[own.solutions_N], before.scores_N[before.flaws_N])
     return metrics
 

@@ -44,7 +44,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
-from pvg.telemetry.events import Events, Observer, ServerNotices
+from pvg.telemetry.events import Observer, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.telemetry.waits import usable_cores
@@ -157,7 +157,7 @@ async def _warm_up(
     experiment: Experiment, run: RunDirectory, observer: Observer, stop: asyncio.Event, *, resume: bool
 ) -> bool:
     """The warm start, with separate players. Returns False if the user asked to stop."""
-    from pvg.game.warm_start import alone, check_demonstrations, warm_up
+    from pvg.game.warm_start import alone, batches_of, read_demonstrations, warm_up
 
     async with AsyncExitStack() as stack:
         session = await open_session(experiment, run, observer, stop, stack, scoring=False, playing=alone(experiment))
@@ -165,8 +165,8 @@ async def _warm_up(
         _tell_first(experiment, session)
         finished = True
         try:
-            if session.state.phase is Phase.INIT:
-                check_demonstrations(session, experiment.warmup)
+            if session.state.phase is Phase.INIT:  # raises what is wrong with the file before the run has a commit
+                batches_of(session, read_demonstrations(experiment.warmup))
             await _enter_game(experiment, session, Phase.WARMUP)
             await warm_up(session, experiment.warmup, _first_phase(experiment))
         except InterruptedByUser:
@@ -235,7 +235,9 @@ async def open_session(
         stack.callback(ledger.close)
         for notice in ledger.notices:
             observer.noticed(notice)
-        notices = _notices(experiment, ledger.log, observer.noticed)
+        serving = experiment.serving
+        servers = [serving.servers, serving.verifier_servers, serving.reference_servers]
+        notices = ServerNotices(ledger.log, observer.noticed, servers)
         if playing is None:
             playing = experiment
             if experiment.warmup.path:
@@ -302,11 +304,6 @@ def _note_gpu(device: torch.device, observer: Observer) -> None:
         observer.noticed(f"This run computes on {device}, which is GPU {number} in the charts and in the metrics.")
 
 
-def _notices(experiment: Experiment, log: Events, notice: Callable[[str], None]) -> ServerNotices:
-    serving = experiment.serving
-    return ServerNotices(log, notice, [serving.servers, serving.verifier_servers, serving.reference_servers])
-
-
 def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -> Monitoring:
     """Monitors the machine and the event loop during the run of `experiment`, and forwards its metrics."""
     return Monitoring(
@@ -339,7 +336,7 @@ def check_players_can_train(experiment: Experiment, session: Session) -> None:
     if experiment.rollout.engine.kind == "torch":
         check_decoding(players.base.module, players.base.device)
     if experiment.training.shared_prompts:
-        check_packing(players.base.module, experiment.training.fused_layers)
+        check_packing(players.base.module)
     if experiment.training.adapters.rank or experiment.training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
             if experiment.training.gradient_checkpointing:

@@ -60,13 +60,9 @@ class RolloutColumns:
         return self.helpful_N & self.correct_N
 
 
-def share(mask_N: Bools, among_N: Bools) -> float:
-    """The share of `among_N` for which `mask_N` holds; NaN if `among_N` is empty."""
-    return float(mask_N[among_N].mean()) if among_N.any() else float("nan")
-
-
-def mean_score(scores_N: Float32, among_N: Bools) -> float:
-    return float(scores_N[among_N].mean()) if among_N.any() else float("nan")
+def mean_of(values_N: Bools | Float32, among_N: Bools) -> float:
+    """The mean over `among_N` (of booleans: the share for which they hold); NaN if it is empty."""
+    return float(values_N[among_N].mean()) if among_N.any() else float("nan")
 
 
 def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
@@ -82,13 +78,13 @@ def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
         "score_sneaky_correct": ~c.helpful_N & c.correct_N,
         "score_sneaky_incorrect": c.flaws_N,
     }
-    metrics = {name: mean_score(scores_N, kind_N) for name, kind_N in kinds.items()}
+    metrics = {name: mean_of(scores_N, kind_N) for name, kind_N in kinds.items()}
     accepted_N = scores_N >= threshold
     metrics |= {
-        "helpful_accuracy": share(c.correct_N, c.helpful_N),
-        "sneaky_error_rate": share(c.flaws_N, ~c.helpful_N),
-        "fooled_rate": share(accepted_N, c.flaws_N),
-        "accepted_helpful": share(accepted_N, c.solutions_N),
+        "helpful_accuracy": mean_of(c.correct_N, c.helpful_N),
+        "sneaky_error_rate": mean_of(c.flaws_N, ~c.helpful_N),
+        "fooled_rate": mean_of(accepted_N, c.flaws_N),
+        "accepted_helpful": mean_of(accepted_N, c.solutions_N),
         "score_gap": metrics["score_helpful_correct"] - metrics["score_sneaky_incorrect"],
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),
@@ -110,9 +106,9 @@ def check_metrics(helpful_N: Bools, checks_N3: NDArray[np.float64]) -> dict[str,
         return {}
     visible_N, passed_N, certified_N = checks_N3.T
     return {
-        "tests_passed": float(passed_N[helpful_N].mean()) if helpful_N.any() else float("nan"),
-        "sneaky_visible_rate": share(visible_N == 1.0, ~helpful_N),
-        "certified_rate": share(certified_N == 1.0, ~helpful_N),
+        "tests_passed": mean_of(passed_N, helpful_N),
+        "sneaky_visible_rate": mean_of(visible_N == 1.0, ~helpful_N),
+        "certified_rate": mean_of(certified_N == 1.0, ~helpful_N),
     }
 
 
@@ -120,8 +116,8 @@ def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools
     """How translations changed the solver's answers (decoupled game)."""
     return {
         "solver_accuracy": float(solver_correct_N.mean()),
-        "faithful": share(kept_N, helpful_N),
-        "led_astray": share(flaws_N & ~kept_N, ~helpful_N),
+        "faithful": mean_of(kept_N, helpful_N),
+        "led_astray": mean_of(flaws_N & ~kept_N, ~helpful_N),
     }
 
 
@@ -154,7 +150,7 @@ def fooled_rate_at(columns: RolloutColumns, acceptance: float) -> float:
         if np.isnan(threshold):
             return float("nan")
         accepted_N |= own_N & (columns.scores_N >= threshold)
-    return share(accepted_N, columns.flaws_N)
+    return mean_of(accepted_N, columns.flaws_N)
 
 
 def sample_metrics(sample: SampleColumns, seconds: float) -> dict[str, float]:
@@ -162,8 +158,8 @@ def sample_metrics(sample: SampleColumns, seconds: float) -> dict[str, float]:
     return {
         "rollouts": float(len(sample)),
         "correct": float(sample.correct_N.mean()),
-        "helpful_accuracy": share(sample.correct_N, sample.helpful_N),
-        "sneaky_error_rate": share(sample.flaws_N, ~sample.helpful_N),
+        "helpful_accuracy": mean_of(sample.correct_N, sample.helpful_N),
+        "sneaky_error_rate": mean_of(sample.flaws_N, ~sample.helpful_N),
         "malformed": float((~sample.well_formed_N).mean()),
         "truncated": float(sample.truncated_N.mean()),
         "completion_tokens": float(sample.tokens_N.mean()),

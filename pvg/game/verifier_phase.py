@@ -312,7 +312,7 @@ def verifier_trainer(
         optimizer,
         source,
         executor=players.executor,
-        precision=section.precision,
+        precision=players.models.precision,
         waits_for="pairs",
         section="verifier",
         workers=workers,
@@ -326,7 +326,9 @@ async def _calibrate(session: Session, verifier: VerifierModel | VerifierEnsembl
     """AUC and acceptance threshold on held-out solutions. For an ensemble, first sets its members' scales, then uses
     the aggregated score."""
     players = session.players
-    held_out = await _held_out(session)
+    held_out, reason = await players.compute(lambda: calibration_view(session))
+    if reason:  # an alert instead of an error, so that a weak prover on a small mint does not end the run
+        session.alert([Alert("calibration", reason)], phase_steps(session))
     try:
         found: dict[str, float] = {}
         with span("score"):
@@ -390,15 +392,6 @@ def calibration(correct_N: NDArray[np.bool_], helpful_N: NDArray[np.bool_], scor
         "verifier_auc": auc(scores_N[correct_N], scores_N[~correct_N]),
         "threshold": acceptance_threshold(scores_N[wanted_N], ACCEPTANCE),
     }
-
-
-async def _held_out(session: Session) -> PairView:
-    """The calibration view. If it is the whole mint, raises an alert instead of an error, so that a weak prover on a
-    small mint does not end the run."""
-    view, reason = await session.players.compute(lambda: calibration_view(session))
-    if reason:
-        session.alert([Alert("calibration", reason)], phase_steps(session))
-    return view
 
 
 async def _scaled(session: Session, ensemble: VerifierEnsemble, held_out: PairView) -> tuple[Float32, dict[str, float]]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -78,8 +77,8 @@ def demonstration_batch(prompts: Sequence[Int32], solutions: Sequence[Int32], ro
 class SupervisedObjective:
     """The mean loss per solution token as the trainer's objective. The temperature is 1, as in the model itself."""
 
-    def __init__(self, section: Training, pad_id: int) -> None:
-        self._forward = ForwardSettings.of(section, 1.0, pad_id)
+    def __init__(self, section: Training, pad_id: int, precision: str = "float32") -> None:
+        self._forward = ForwardSettings.of(section, 1.0, pad_id, precision)
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
         """Each token of the batch counts the same."""
@@ -154,12 +153,9 @@ def read_demonstrations(section: Warmup) -> Demonstrations:
     kept = [is_held_out(row.question, HELD_OUT) and len(rows) >= LEAST_TO_HOLD_OUT for row in rows]
     train = [row for row, out in zip(rows, kept, strict=True) if not out]
     held_out = [row for row, out in zip(rows, kept, strict=True) if out]
-    return Demonstrations(train or rows, held_out if train else [], _digest(file))
-
-
-def _digest(file: Path) -> str:
     with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return Demonstrations(train or rows, held_out if train else [], digest)
 
 
 def _demonstration(row: object, place: str) -> Demonstration:
@@ -271,12 +267,16 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
     started = time.perf_counter()
     with span("open_models"):
         demonstrations = read_demonstrations(section)
-        _refuse_changed(demonstrations, state)
+        if state.progress.get("digest") not in (None, demonstrations.digest):
+            raise StateError(
+                "The file warmup.path has changed since this run began its warm start.",
+                "Restore the file, or start a new run with --name.",
+            )
         train, held_out = batches_of(session, demonstrations)
         learner = await players.compute(lambda: open_learner(players, round_=0))
     try:
         learner.require_gradients()
-        objective = SupervisedObjective(training, learner.tokenizer.pad_id)
+        objective = SupervisedObjective(training, learner.tokenizer.pad_id, players.models.precision)
         settings = OptimizerSettings(
             learning_rate=section.learning_rate, warmup=RISING, schedule="linear", total_steps=section.steps
         )
@@ -286,7 +286,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
             settings,
             _DemonstrationSource(train, section.batch, seed_for(session.seed, "warmup"), state.step),
             executor=players.executor,
-            precision=training.precision,
+            precision=players.models.precision,
             gradient_checkpointing=training.gradient_checkpointing,
             waits_for="demonstrations",
         )
@@ -328,24 +328,10 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
         learner.close()
 
 
-def check_demonstrations(session: Session, section: Warmup) -> None:
-    """Raises what is wrong with the file of the warm start, before the run has a commit."""
-    batches_of(session, read_demonstrations(section))
-
-
 def batches_of(session: Session, demonstrations: Demonstrations) -> tuple[PolicyBatch, PolicyBatch]:
     """The solutions to train on, and those that are held out. Raises ConfigurationError with the line of a solution
     that the prover cannot write."""
     return _batch(session, demonstrations.train), _batch(session, demonstrations.held_out)
-
-
-def _refuse_changed(demonstrations: Demonstrations, state: GameState) -> None:
-    before = state.progress.get("digest")
-    if before not in (None, demonstrations.digest):
-        raise StateError(
-            "The file warmup.path has changed since this run began its warm start.",
-            "Restore the file, or start a new run with --name.",
-        )
 
 
 class _DemonstrationSource:

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from pvg.errors import StateError, UsageError
+from pvg.errors import StateError
 
 # A position of the game as an immutable value of about 150 bytes.
 
@@ -87,13 +87,9 @@ class Position:
     @classmethod
     def load(cls, data: bytes) -> Position:
         """The position of a dump. Raises StateError for other bytes."""
-        if len(data) < _HEAD.size:
-            raise _malformed()
-        mark, year, season, stage, *sizes = _HEAD.unpack_from(data)
-        if mark != _FORMAT or len(data) != _HEAD.size + sum(sizes) or sizes[0] % 2 or sizes[2] % 3:
-            raise _malformed()
-        if season not in (b"S", b"F", b"W") or stage not in (b"M", b"R", b"A"):
-            raise _malformed()
+        mark, year, season, stage, *sizes = _HEAD.unpack_from(data.ljust(_HEAD.size, b"\0"))
+        if mark != _FORMAT or len(data) != _HEAD.size + sum(sizes):
+            raise StateError("These bytes are not a position of Diplomacy.", "Pass bytes that Position.dump returned.")
         parts, at = [], _HEAD.size
         for size in sizes:
             parts.append(data[at : at + size])
@@ -118,10 +114,6 @@ def packed(units: list[tuple[int, int]]) -> bytes:
 def unit_of(place: int, code: int) -> Unit:
     """The unit that two bytes of `Position.units` stand for."""
     return Unit(code >> 1, bool(code & 1), place)
-
-
-def _malformed() -> StateError:
-    return StateError("These bytes are not a position of Diplomacy.", "Pass bytes that Position.dump returned.")
 
 
 Kind = Literal["land", "coast", "sea"]
@@ -174,12 +166,6 @@ class Board:
         if not self.to_win:
             return None
         return next((p for p in range(len(self.powers)) if position.centres_of(p) >= self.to_win), None)
-
-    def can_stand(self, place: int, fleet: bool) -> bool:
-        """Whether an army or a fleet can be in the place."""
-        if fleet:
-            return bool(self.fleets[place])
-        return place < len(self.provinces) and self.kinds[place] != "sea"
 
     @cached_property
     def names(self) -> Mapping[str, int]:
@@ -317,56 +303,23 @@ def place(
     phase: str = "S1901M",
     owners: Mapping[str, Sequence[str]] | None = None,
 ) -> Position:
-    """A position with these units: power -> "A par", "F spa/nc".
+    """A position with these units: power -> "A par", "F spa/nc", of names that the board has.
 
-    `owners`: power -> centres. By default each power owns its home centres, and those on which its units stand. Raises
-    UsageError for an unknown name, a unit that cannot stand in its place, or two units in one province.
+    `owners`: power -> centres. By default each power owns its home centres, and those on which its units stand.
     """
-    found: dict[int, tuple[int, int]] = {}
-    for name, texts in units.items():
-        power = _power(board, name)
-        for text in texts:
-            at, fleet = _unit(board, text)
-            province = board.province_of[at]
-            if province in found:
-                raise UsageError(f"Two units are in {board.provinces[province]}.", "Place at most one unit there.")
-            found[province] = (at, 2 * power + fleet)
+    powers = {board.short(power): power for power in range(len(board.powers))}
+    found = [
+        (board.names[text[2:]], 2 * powers[name[:3]] + (text[0] == "F"))
+        for name, texts in units.items()
+        for text in texts
+    ]
     owned = {centre: power for power, home in enumerate(board.homes) for centre in home}
     if owners is None:
-        owned |= {province: code >> 1 for province, (_, code) in found.items()}
+        owned |= {board.province_of[at]: code >> 1 for at, code in found}
     else:
-        owned = {_place(board, c): _power(board, name) for name, centres in owners.items() for c in centres}
-    if not (phase[:1] in "SFW" and phase[-1:] in "MRA" and phase[1:-1].isdecimal() and len(phase) <= 7):
-        raise UsageError(f"{phase!r} is not a phase.", "Write it like S1901M, F1901R or W1901A.")
-    return Position(
-        int(phase[1:-1]),
-        phase[0],
-        phase[-1],
-        packed(list(found.values())),
-        bytes(owned.get(centre, NOBODY) for centre in board.centres),
-    )
-
-
-def _unit(board: Board, text: str) -> tuple[int, bool]:
-    letter, _, name = text.strip().partition(" ")
-    if letter.upper() not in ("A", "F"):
-        raise UsageError(f"{text!r} is not a unit.", "Write it like 'A par' or 'F spa/nc'.")
-    at, fleet = _place(board, name), letter.upper() == "F"
-    if not board.can_stand(at, fleet):
-        raise UsageError(f"{text!r} cannot stand there.", "Name a province for this kind of unit, and a fleet's coast.")
-    return at, fleet
-
-
-def _place(board: Board, name: str) -> int:
-    if (at := board.find(name)) is None:
-        raise UsageError(f"The map has no place {name!r}.", "Use the short names of the map, such as 'par'.")
-    return at
-
-
-def _power(board: Board, name: str) -> int:
-    if (power := board.power(name)) is None:
-        raise UsageError(f"The map has no power {name!r}.", f"Name one of {', '.join(board.powers)}.")
-    return power
+        owned = {board.names[centre]: powers[name[:3]] for name, centres in owners.items() for centre in centres}
+    held = bytes(owned.get(centre, NOBODY) for centre in board.centres)
+    return Position(int(phase[1:-1]), phase[0], phase[-1], packed(found), held)
 
 
 @cache

@@ -16,21 +16,21 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 if TYPE_CHECKING:
     import torch
 
-    from pvg.config.training import ModelSection
+    from pvg.config.training import DataType, ModelSection
     from pvg.models.language_model import LanguageModel
 
 __all__ = ["open_model", "pick_device"]
 
 
-def open_model(section: ModelSection, device: torch.device) -> LanguageModel:
-    """Load the model of `section` onto `device` in eval mode. The caller owns and closes it.
+def open_model(section: ModelSection, device: torch.device, dtype: DataType = "float32") -> LanguageModel:
+    """Load the model of `section` onto `device` in eval mode, with weights of `dtype`. The caller owns and closes it.
 
     Raises UsageError for an unknown source, ConfigurationError for an unusable directory, and MissingRequirementError
     for a package that is not installed.
     """
     from pvg.models.sources import open_source
 
-    return open_source(section, device)
+    return open_source(section, device, dtype)
 
 
 def pick_device(name: str) -> torch.device:

@@ -10,7 +10,6 @@ threads than the machine has cores, they sleep between operations instead of spi
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -117,11 +116,11 @@ def scoring_autocast(precision: str, device: torch.device) -> AbstractContextMan
     return nullcontext() if device.type == "cpu" else autocast(precision, device)
 
 
-def allow_tf32(device: torch.device, precisions: Collection[str]) -> bool:
-    """Let float32 matrix products on a GPU round their inputs to TF32 (10 bits instead of 23), if all of an
-    experiment's `precisions` are bfloat16 (7 bits) anyway. Then sampling, scoring and the reference take a fraction of
-    the time. Returns whether they do. On a CPU, and with a precision of float32, products stay exact."""
-    allowed = device.type == "cuda" and set(precisions) == {"bfloat16"}
+def allow_tf32(device: torch.device, precision: str) -> bool:
+    """Let float32 matrix products on a GPU round their inputs to TF32 (10 bits instead of 23), if the `precision` of
+    forward passes is bfloat16 (7 bits) anyway. Then sampling, scoring and the reference take a fraction of the time.
+    Returns whether they do. On a CPU, and with a precision of float32, products stay exact."""
+    allowed = device.type == "cuda" and precision == "bfloat16"
     if device.type == "cuda":
         # The setting of all backends: after `torch.backends.cuda.matmul.fp32_precision = "tf32"` alone, torch refuses
         # to tell the older settings, which other libraries read.

@@ -244,7 +244,7 @@ def _attention_of_packed(
 AttentionInterface.register(ATTENTION, _attention_of_packed)
 
 
-def check_packing(module: nn.Module, fused_layers: bool) -> None:
+def check_packing(module: nn.Module, fused_layers: bool = True) -> None:
     """Check once per `module` and way whether packed rows get the hidden states that they have alone. Raises
     ConfigurationError if not."""
     if fused_layers in module.__dict__.get(_CHECKED, ()):

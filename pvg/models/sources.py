@@ -27,7 +27,7 @@ from transformers import (
 
 from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
-from pvg.config.training import Adapters, Models, ModelSection, Verifier
+from pvg.config.training import Adapters, DataType, Models, ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
@@ -51,9 +51,7 @@ if TYPE_CHECKING:
 BACKBONE = "backbone."  # marks the language model's tensors in a verifier's (pvg.models.heads.VerifierModel)
 
 
-def open_saved_player(
-    section: ModelSection, device: torch.device, open_base: Callable[[ModelSection, torch.device], LanguageModel]
-) -> LanguageModel:
+def open_saved_player(section: ModelSection, open_base: Callable[[ModelSection], LanguageModel]) -> LanguageModel:
     """The model that `section.source` names. `open_base` opens the model from which that run trained it. The caller
     closes the result.
 
@@ -62,7 +60,7 @@ def open_saved_player(
     saved = find_player(parse_run_id(section.source))
     tensors, _ = read_checkpoint(saved.run.weights, saved.weights)
     with naming_the_run(section.source, saved):
-        base = open_base(saved.section.model_copy(update={"dtype": section.dtype}), device)
+        base = open_base(saved.section)
     try:
         with torch.no_grad():
             model = _prover(base, tensors) if saved.player == "prover" else _verifier(saved, base, tensors)
@@ -112,11 +110,11 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json", TENSORS_FILE
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
-def open_source(section: ModelSection, device: torch.device) -> LanguageModel:
+def open_source(section: ModelSection, device: torch.device, data_type: DataType) -> LanguageModel:
     """See `pvg.models.open_model`."""
     if is_run_id(section.source):
-        return open_saved_player(section, device, open_source)
-    dtype = DTYPES[section.dtype]
+        return open_saved_player(section, lambda base: open_source(base, device, data_type))
+    dtype = DTYPES[data_type]
     if is_hub_id(section.source):
         from pvg import hub
 
@@ -368,11 +366,11 @@ def open_verifier(
     its own copy."""
     head_seed, seed = seed_for(seed, "verifier-head"), seed_for(seed, round_, "verifier-start", member)
     if not section.adapters.rank:
-        model = open_source(models.verifier, device)
+        model = open_source(models.verifier, device, models.dtype)
     elif base is not None and verifier_is_on_base(section, models):
         model = _with_adapters(section, base, seed)
     else:
-        with open_source(models.verifier, device) if like is None else like.start_model() as start:
+        with open_source(models.verifier, device, models.dtype) if like is None else like.start_model() as start:
             model = _with_adapters(section, start, seed)
     # A user's head must draw the same numbers whenever this run opens one, because a version covers only trained
     # tensors.

@@ -296,8 +296,8 @@ def memory_of(
     memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU."""
     models, rollout = experiment.models, experiment.rollout
     length = prompt_tokens + rollout.max_tokens
-    base = prover.parameters * BYTES[models.prover.dtype]
-    sampling = BYTES[models.prover.dtype if rollout.dtype == "model" else rollout.dtype]
+    base = prover.parameters * BYTES[models.dtype]
+    sampling = BYTES[models.sampling_dtype]
     engine, copy = rollout.engine, {}
     if isinstance(engine, TorchSampling):
         copy = {"weights of the sampler": float(prover.parameters * sampling)}
@@ -335,10 +335,9 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
         shape,
         shape.adapter_parameters(adapters.rank) if adapters.rank else shape.parameters,
         bool(adapters.rank),
-        experiment.models.prover.dtype,
-        training.precision,
+        experiment.models.dtype,
+        experiment.models.precision,
         training.gradient_checkpointing,
-        training.fused_layers,
     )
 
 
@@ -346,7 +345,8 @@ def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
     section = experiment.verifier
     trained = shape.adapter_parameters(section.adapters.rank) if section.adapters.rank else shape.parameters
     rank = bool(section.adapters.rank)
-    return ModelInTraining(shape, trained, rank, experiment.models.verifier.dtype, section.precision, fused=False)
+    models = experiment.models
+    return ModelInTraining(shape, trained, rank, models.dtype, models.precision, fused=False)
 
 
 def _on_base(experiment: Experiment) -> bool:

@@ -318,7 +318,7 @@ ADVICE: dict[str, tuple[str, str]] = {
     ),
     "smaller-weights": (
         "Send less (bfloat16 is half of float32, but slow on most CPUs; adapters are less than whole weights).",
-        "rollout.dtype weights.transport.kind",
+        "models.precision weights.transport.kind",
     ),
     "weights-in-memory": ("Let model servers read the weights from memory, not from a disk.", "weights.root"),
     "larger-batches": ("Update the weights less often, with larger batches.", "training.groups"),

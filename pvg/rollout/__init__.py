@@ -33,8 +33,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them.
-    `routed_experts`: return the experts of each token. `on_servers`: opens the engine of vLLM servers."""
+    """What `open_engine` needs. `base` stays the caller's: an engine that needs its weights copies them, as `dtype`
+    (None: as they are). `routed_experts`: return the experts of each token. `on_servers`: opens the engine of vLLM
+    servers."""
 
     rollout: Rollouts
     base: LanguageModel
@@ -42,6 +43,7 @@ class EngineSetup:
     events: Events
     routed_experts: bool = False
     on_servers: Callable[[], Engine] | None = None
+    dtype: str | None = None
 
 
 def open_engine(setup: EngineSetup) -> Engine:
@@ -58,7 +60,7 @@ def _open_torch(setup: EngineSetup) -> Engine:
     engine = section.engine
     assert isinstance(engine, TorchSampling)
     return TorchEngine(
-        setup.base.copy(None if section.dtype == "model" else getattr(torch, section.dtype)),
+        setup.base.copy(None if setup.dtype is None else getattr(torch, setup.dtype)),
         max_rows=engine.max_rows,
         max_in_flight=section.concurrency,
         executor=setup.executor,

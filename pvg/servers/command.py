@@ -32,7 +32,7 @@ from pvg import hub
 from pvg.config.base import is_hub_id, is_run_id, parse
 from pvg.config.experiment import Experiment
 from pvg.config.load import embedded_model
-from pvg.config.training import ModelSection
+from pvg.config.training import DataType, ModelSection
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_extra
@@ -81,14 +81,14 @@ def model_folder(experiment: Experiment, purpose: Purpose) -> Path:
     section, kind = section_for(experiment, purpose), kind_for(experiment, purpose)
     source, separator, name = section.source.partition(":")
     if (separator and source == "gguf") or is_run_id(section.source):
-        return _made(kind, section, experiment.weights.root)
+        return _made(kind, section, experiment.weights.root, experiment.models.dtype)
     if separator and source == "embedded":
         folder = embedded_model(name)
     elif is_hub_id(section.source):
         folder = _directory(str(hub.fetch(section.source, "model")))
     else:
         folder = _directory(section.source)
-    return folder if kind == "generator" else _made(kind, section, experiment.weights.root)
+    return folder if kind == "generator" else _made(kind, section, experiment.weights.root, experiment.models.dtype)
 
 
 def _directory(source: str) -> Path:
@@ -111,19 +111,19 @@ def _directory(source: str) -> Path:
 # --- created folders -------------------------------------------------------------------------------------------------
 
 
-def _made(kind: Kind, section: ModelSection, root: Path) -> Path:
+def _made(kind: Kind, section: ModelSection, root: Path, dtype: DataType) -> Path:
     """Create the folder in a separate process, which imports torch and raises its errors here."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        return process.submit(make_folder, kind, section, root.absolute()).result()
+        return process.submit(make_folder, kind, section, root.absolute(), dtype).result()
 
 
-def make_folder(kind: Kind, section: ModelSection, root: Path) -> Path:
+def make_folder(kind: Kind, section: ModelSection, root: Path, dtype: DataType = "float32") -> Path:
     """Open the model and write it under `root` unless it exists already. Imports torch."""
     import torch
 
     from pvg.models import open_model
 
-    with open_model(section, torch.device("cpu")) as model:
+    with open_model(section, torch.device("cpu"), dtype) as model:
         tail = "-classifier" if kind == "classifier" else ""
         folder = root / FOLDER / f"{model.name}{tail}-{model.fingerprint()[:DIGITS]}"
         if not folder.is_dir():
@@ -422,9 +422,7 @@ def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) 
 
 def served_dtype(experiment: Experiment, purpose: Purpose) -> str:
     """The dtype is always explicit, because vLLM's default for float32 weights is half precision."""
-    if purpose == "prover" and experiment.rollout.dtype != "model":
-        return experiment.rollout.dtype
-    return section_for(experiment, purpose).dtype
+    return experiment.models.sampling_dtype if purpose == "prover" else experiment.models.dtype
 
 
 def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:

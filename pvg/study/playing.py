@@ -26,24 +26,24 @@ from typing import Any, Literal, Protocol
 
 import orjson
 
-from pvg.config.experiment import Experiment
 from pvg.config.load import differences, leaves
 from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.report import attack_kinds, default_parts, report_of
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
-from pvg.store.run_directory import RunDirectory, exclusive
+from pvg.store.run_directory import exclusive
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
 from pvg.telemetry.cpu import bfloat16_settings
 
 # A study on disk: its folder, the progress of each cell, and whether a cell's evaluation matches the study.
 
 
-def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str], rounds: Sequence[int]) -> str:
-    """What the run's evaluation lacks of `parts` (empty: all) in these rounds with the settings of `wanted`, in one
-    line; "" if it is complete."""
+def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
+    """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
+    wanted = cell.evaluated
+    assert wanted is not None, "a study with [evaluate] has its settings for every cell"
     try:
-        found = report_of(run)
+        found = report_of(cell.run)
     except StateError:
         return "its evaluation is damaged"
     if found is None:
@@ -53,7 +53,8 @@ def missing_results(run: RunDirectory, wanted: Experiment, parts: Sequence[str],
     settings = {key: value for key, value in found.settings.items() if value is not None}
     if changed := differences(settings, wanted.evaluate.model_dump(mode="json", exclude_none=True), "evaluate."):
         return f"its evaluation has other settings: {'; '.join(changed)}"
-    return found.missing(parts or default_parts(wanted), rounds, attack_kinds(wanted))
+    parts = evaluate.parts or default_parts(wanted)
+    return found.missing(parts, evaluate.numbers(rounds), attack_kinds(wanted))
 
 
 # --- the study's folder -----------------------------------------------------------------------------------------------
@@ -178,12 +179,6 @@ def refuse_other_settings(cells: Sequence[Cell]) -> None:
 
 def note_failure(cell: Cell, folder: StudyFolder, reason: str) -> None:
     write_atomic(folder.of(cell, "failed"), f"{reason}\n".encode())
-
-
-def unevaluated(cell: Cell, evaluate: StudyEvaluation, rounds: int) -> str:
-    """What the cell's evaluation lacks of what the study requires, in one line; "" if it is complete."""
-    assert cell.evaluated is not None, "a study with [evaluate] has its settings for every cell"
-    return missing_results(cell.run, cell.evaluated, evaluate.parts, evaluate.numbers(rounds))
 
 
 # A cell's process becomes its command like this. If the cell outlived its killed study, it would hold its run's lock

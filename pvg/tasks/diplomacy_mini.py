@@ -198,7 +198,7 @@ def _any(arrays: Sequence[Bools]) -> Bools:
 
 
 OWN, ENEMY = 3, 2  # armies of a problem
-LISTED = "diplomacy_mini_problems.txt"  # the problems of `usable_problems`, which takes seconds to compute
+LISTED = "diplomacy_mini_problems.txt"  # computed once; the tests compute some of them again
 CERTIFICATE, QUESTION, ANSWERS = "!", "?", ("=-", "=+")
 
 
@@ -296,31 +296,9 @@ def plan_problem(name: str) -> Problem:
 
 
 def listed_problems() -> list[str]:
-    """The names in the file LISTED, which `usable_problems` wrote."""
+    """The problems of each position: targets for which some plans are sound, and others work if the enemy holds but can
+    be refuted. Holding with all armies is not sound, which would be too easy."""
     return files("pvg.tasks").joinpath(LISTED).read_text(encoding="ascii").split()
-
-
-def usable_problems(own: str, enemy: str) -> list[str]:
-    """The names of the problems of one position: targets for which some plans are sound, and others work if the enemy
-    holds but can be refuted. Holding with all armies must not be sound, which would be too easy."""
-    position = MiniPosition(own, enemy)
-    held_PR = position.held()
-    holding = position.plans[";".join(f"{army}." for army in own)]
-    found = []
-    for place, target in enumerate(PROVINCES):
-        stands_PR = (held_PR >> place & 1).astype(bool)
-        sound_P = np.logical_and.reduce(stands_PR, axis=1)
-        if sound_P.any() and not sound_P[holding] and (stands_PR[:, 0] & ~sound_P).any():
-            found.append(f"{own}/{enemy}>{target}")
-    return found
-
-
-def positions() -> Iterator[tuple[str, str]]:
-    """The own and enemy armies of every position."""
-    for own in itertools.combinations(PROVINCES, OWN):
-        rest = [province for province in PROVINCES if province not in own]
-        for enemy in itertools.combinations(rest, ENEMY):
-            yield "".join(own), "".join(enemy)
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,9 +349,3 @@ def _fault(table: Replies, plan: str) -> str:
         return f"needs {OWN} orders"
     wrong = next(n for n, order in enumerate(orders) if order not in table.position.choices[n])
     return f"order {wrong + 1} is not legal"
-
-
-if __name__ == "__main__":
-    for own_armies, enemy_armies in positions():
-        for name in usable_problems(own_armies, enemy_armies):
-            print(name)

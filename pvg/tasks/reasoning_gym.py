@@ -24,7 +24,8 @@ from pvg.config.task import ReasoningGymTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
 from pvg.records import Grade, Problem, Split
-from pvg.tasks.task import CLOSED, OPENED, tag_wording
+from pvg.tasks.data import tagged
+from pvg.tasks.task import tag_wording
 
 # Correct answers are short. Graders parse, compare and permute answers, not always in linear time.
 LONGEST_ANSWER = 4000
@@ -131,7 +132,7 @@ class ReasoningGym:
 
         An answer that the grader cannot read or must not see (`refusal`) is incorrect; the note says which.
         """
-        answer = read_answer(completion)
+        answer, _ = tagged(completion) or ("", "")
         if not answer:
             return Grade(correct=False, well_formed=False, note="no answer")
         if reason := refusal(self._section.dataset, answer, problem.answer):
@@ -189,15 +190,6 @@ class ReasoningGym:
         if section.dataset in ORDERED_BY_SIZE:
             decisive["size"] = self._asked(split)
         return hashlib.sha256(orjson.dumps(decisive, option=orjson.OPT_SORT_KEYS)).hexdigest()[:8]
-
-
-def read_answer(completion: str) -> str:
-    """The answer in a completion: its last `<answer>` tag, otherwise its last line that is not blank; "" without
-    one."""
-    start = completion.rfind(OPENED)
-    if start >= 0:
-        return completion[start + len(OPENED) :].partition(CLOSED)[0].strip()
-    return completion.strip().rpartition("\n")[2].strip()
 
 
 def _configuration(section: ReasoningGymTask) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import changed
@@ -34,22 +33,9 @@ def native_bfloat16(root: Path) -> bool | None:
     return all(NATIVE & set(line.split()) for line in lines) if lines else None
 
 
-def _precisions(experiment: Experiment) -> dict[str, str]:
-    """The data type of each part that this process computes. vLLM servers compute the samples elsewhere."""
-    models = experiment.models
-    found: dict[str, str] = {"models.prover.dtype": models.prover.dtype, "models.verifier.dtype": models.verifier.dtype}
-    if experiment.rollout.engine.kind == "torch":
-        found["rollout.dtype"] = experiment.rollout.dtype
-    return {
-        **found,
-        "training.precision": experiment.training.precision,
-        "verifier.precision": experiment.verifier.precision,
-    }
-
-
 def bfloat16_settings(experiment: Experiment) -> list[str]:
     """The settings with which this process computes in bfloat16."""
-    return [key for key, value in _precisions(experiment).items() if value == "bfloat16"]
+    return [key for key in ("models.dtype", "models.precision") if value_of(experiment, key) == "bfloat16"]
 
 
 def slow_settings(experiment: Experiment, root: Path) -> list[str]:
@@ -67,7 +53,7 @@ def bfloat16_warnings(experiment: Experiment, root: Path = SYSTEM, *, resumed: b
     slow = slow_settings(experiment, root)
     if not slow:
         return []
-    instead = " ".join(f"-s {key}={'model' if key == 'rollout.dtype' else 'float32'}" for key in slow)
+    instead = " ".join(f"-s {key}=float32" for key in slow)
     remedy = "a new run on this machine can use float32" if resumed else f"use {instead}"
     return [
         f"{', '.join(slow)} = 'bfloat16': this CPU has no instructions for bfloat16, so steps take 10 to 100 times as "
@@ -83,10 +69,11 @@ def without_slow_bfloat16(
 ) -> tuple[Experiment, str]:
     """The experiment with float32 for its slow settings, except the `chosen` ones, and one line about the change.
 
-    `chosen`: the keys that the user has set. The line is empty if nothing changes.
+    `chosen`: the keys that the user has set. The line is empty if nothing changes: with vLLM servers nothing does,
+    because `pvg serve` starts them with the same settings, perhaps on another machine.
     """
     slow = [key for key in slow_settings(experiment, root) if key not in chosen]
-    if not slow:
+    if not slow or "vllm" in (experiment.rollout.engine.kind, experiment.verifier.engine):
         return experiment, ""
     keep = " ".join(f"-s {key}=bfloat16" for key in slow)
     return in_float32(experiment, slow), (
@@ -102,10 +89,7 @@ def as_the_run_computes(experiment: Experiment, run: Experiment, chosen: Collect
     other = float32_settings(experiment, run, chosen)
     if not other:
         return experiment, ""
-    values = {key: value_of(run, key) for key in other}
-    if "models.prover.dtype" in other and _servers_follow_the_prover(experiment):  # as `in_float32` does
-        values["rollout.dtype"] = run.rollout.dtype
-    return _with(experiment, values), (
+    return in_float32(experiment, other), (
         f"The run began with float32 for {', '.join(other)}, so it goes on with float32, where the experiment says "
         "bfloat16."
     )
@@ -114,33 +98,11 @@ def as_the_run_computes(experiment: Experiment, run: Experiment, chosen: Collect
 def float32_settings(experiment: Experiment, run: Experiment, chosen: Collection[str]) -> list[str]:
     """The settings that have bfloat16 in the experiment's file and float32 in its run, without the `chosen` ones."""
     settings = bfloat16_settings(experiment)
-    return [key for key in settings if key not in chosen and _data_type(run, key) == "float32"]
-
-
-def _data_type(experiment: Experiment, key: str) -> str:
-    """The data type of a setting of `_precisions`; for "model" that of the prover's weights."""
-    value = str(value_of(experiment, key))
-    return experiment.models.prover.dtype if value == "model" else value
-
-
-def _servers_follow_the_prover(experiment: Experiment) -> bool:
-    return experiment.rollout.engine.kind == "vllm" and experiment.rollout.dtype == "model"
+    return [key for key in settings if key not in chosen and value_of(run, key) == "float32"]
 
 
 def in_float32(experiment: Experiment, keys: Sequence[str]) -> Experiment:
-    """The experiment with float32 for these of its `bfloat16_settings`. The data type of vLLM servers stays as it is,
-    because `pvg serve` starts them with it, perhaps on another machine."""
-    values: dict[str, Any] = {key: "float32" for key in keys if key != "rollout.dtype"}
-    prover = experiment.models.prover.dtype
-    if "rollout.dtype" in keys:  # "model" saves a copy if the prover has float32 weights
-        own = values.get("models.prover.dtype", prover)
-        values["rollout.dtype"] = "model" if own == "float32" else "float32"
-    elif "models.prover.dtype" in keys and _servers_follow_the_prover(experiment):
-        values["rollout.dtype"] = prover
-    return _with(experiment, values)
-
-
-def _with(experiment: Experiment, values: dict[str, Any]) -> Experiment:
-    found = changed(experiment, values)
+    """The experiment with float32 for these of its `bfloat16_settings`."""
+    found = changed(experiment, dict.fromkeys(keys, "float32"))
     assert found is not None, "float32 works with all other settings"
     return found

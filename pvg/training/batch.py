@@ -160,6 +160,9 @@ class MinibatchSource:
 def batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
     """The batch of these rollouts, with the sampler's log-probs."""
     group_ids_N, role_ids_N = groups_and_roles(rollouts)
+    experts = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
+    if len(experts) not in (0, len(rollouts)):
+        raise ValueError(f"only {len(experts)} of {len(rollouts)} rollouts have routed experts")
     return PolicyBatch(
         sequences=[np.concatenate([r.prompt_ids, r.completion_ids]) for r in rollouts],
         prompt_lengths=np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int32),
@@ -169,8 +172,8 @@ def batch_of(rollouts: Sequence[Rollout], advantages_N: Float32) -> PolicyBatch:
         role_ids_N=role_ids_N,
         group_ids_N=group_ids_N,
         versions_N=np.array([r.version for r in rollouts], dtype=np.int32),
-        routed_experts=routed_experts_of(rollouts),
-        sampled_masks=sampled_masks_of(rollouts),
+        routed_experts=experts or None,
+        sampled_masks=[r.sampled_mask for r in rollouts] if any(r.turns for r in rollouts) else None,
     )
 
 
@@ -178,21 +181,6 @@ def groups_and_roles(rollouts: Sequence[Rollout]) -> tuple[NDArray[np.int32], ND
     """Group numbers int32 [N] and role numbers int8 [N] of rollouts."""
     groups_N = np.array([r.group for r in rollouts], dtype=np.int32)
     return groups_N, np.array([r.role.number for r in rollouts], dtype=np.int8)
-
-
-def routed_experts_of(rollouts: Sequence[Rollout]) -> list[RoutedExperts] | None:
-    """Routed experts for a PolicyBatch; None if no rollout has them. Raises ValueError if only some have them."""
-    found = [rollout.routed_experts for rollout in rollouts if rollout.routed_experts is not None]
-    if len(found) not in (0, len(rollouts)):
-        raise ValueError(f"only {len(found)} of {len(rollouts)} rollouts have routed experts")
-    return found or None
-
-
-def sampled_masks_of(rollouts: Sequence[Rollout]) -> list[NDArray[np.bool_]] | None:
-    """Masks for a PolicyBatch; None if every token of every rollout was sampled."""
-    if not any(rollout.turns for rollout in rollouts):
-        return None
-    return [rollout.sampled_mask for rollout in rollouts]
 
 
 def _lengths(rows: Sequence[NDArray[Any]]) -> NDArray[np.int64]:

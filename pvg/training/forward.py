@@ -52,15 +52,23 @@ class ForwardSettings:
         return self.shared_prompts and not self.router_replay
 
     @classmethod
-    def of(cls, section: Training, temperature: float, pad_id: int) -> ForwardSettings:
+    def of(
+        cls,
+        section: Training,
+        temperature: float,
+        pad_id: int,
+        precision: str = "float32",
+        *,
+        fused_layers: bool = True,
+    ) -> ForwardSettings:
         return cls(
             temperature,
             section.micro_batch_tokens,
             pad_id,
             None,
             section.shared_prompts,
-            section.fused_layers,
-            section.precision,
+            fused_layers,
+            precision,
             section.router_replay,
         )
 

@@ -269,7 +269,17 @@ class PolicyObjective:
     Log-probs are at the sampling temperature, because the temperature is part of the trained policy.
     """
 
-    def __init__(self, section: Training, rollout: Rollouts, pad_id: int) -> None:
+    def __init__(
+        self,
+        section: Training,
+        rollout: Rollouts,
+        pad_id: int,
+        precision: str = "float32",
+        *,
+        fused_layers: bool = True,
+    ) -> None:
+        """`precision`: of log-probs that are computed again. `fused_layers`: whether norms and rotary embeddings of
+        Llama and Qwen2 use pvg's own code."""
         loss, limits = policy_loss(section.loss.kind), section.loss
         self._loss = replace(
             loss,
@@ -286,7 +296,7 @@ class PolicyObjective:
         self.weight_bounds = WEIGHT_BOUNDS
         self._section = section
         self._max_tokens = rollout.max_tokens
-        self._forward = ForwardSettings.of(section, rollout.temperature, pad_id)
+        self._forward = ForwardSettings.of(section, rollout.temperature, pad_id, precision, fused_layers=fused_layers)
 
     @property
     def credit(self) -> Credit | None:

@@ -76,7 +76,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         if parameter.dtype != torch.float32:
             raise ConfigurationError(
                 f"Weights to train must be float32, but {name} is {str(parameter.dtype).removeprefix('torch.')}.",
-                'Set the model\'s dtype = "float32" and precision = "bfloat16".',
+                'Set models.dtype to "float32" and models.precision to "bfloat16".',
             )
     return found
 

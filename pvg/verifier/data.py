@@ -211,8 +211,10 @@ class PairSource:
         executor: Executor,
         start_step: int = 0,
         source_fingerprint: str | None = None,
+        precision: str = "float32",
     ) -> None:
-        """`source_fingerprint`: of the tokenizer that sampled the stored solutions (see VerifierTemplate)."""
+        """`source_fingerprint`: of the tokenizer that sampled the stored solutions (see VerifierTemplate). `precision`:
+        that of the training."""
         self._stream = stream
         self._template = template
         self._model = model
@@ -220,6 +222,7 @@ class PairSource:
         self._executor = executor
         self._step = start_step
         self._source_fingerprint = source_fingerprint
+        self._precision = precision
         self._draw = _drawing(stream, section)
         self._references_R: Float32 = np.empty(0, dtype=np.float32)  # NaN: not computed yet
 
@@ -270,7 +273,7 @@ class PairSource:
         for part, packed in padded_batches(self._model, inputs, self._section.micro_batch_tokens):
             numbers = unknown[part]
             # The precision of the trained copy, so that both sums are equal at the start of training.
-            reduced = self._section.precision == "bfloat16"
+            reduced = self._precision == "bfloat16"
             with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=reduced):
                 reference_B = self._model.reference(*packed)
             self._references_R[rows_N[numbers]] = reference_B[: len(numbers)].cpu().numpy()

@@ -121,8 +121,8 @@ def _scores(module: nn.Module, batch: VerifierBatch, pad_id: int) -> Tensor:
 
 
 def _weights(batch: VerifierBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    if batch.pair_weights_M is None or batch.row_weights_N is None:
-        raise ValueError("the batch has no weights: call prepare first")
+    assert batch.pair_weights_M is not None, "prepare the batch first"
+    assert batch.row_weights_N is not None
     return batch.pair_weights_M, batch.row_weights_N
 
 

@@ -160,11 +160,13 @@ class Worker:
 
     def _start(self, frame: Frame) -> Frame:
         self.experiment = _experiment(frame.fields["experiment"])
-        self.base = open_model(self.experiment.models.prover, DEVICE)
+        self.base = open_model(self.experiment.models.prover, DEVICE, self.experiment.models.dtype)
         rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
         self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
         replayed = self.experiment.training.router_replay
-        self._engine = open_engine(EngineSetup(rollout, self.base, self._executor, self, replayed))
+        self._engine = open_engine(
+            EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.models.sampling_dtype)
+        )
         self._opened = True
         return Frame("done")
 
@@ -186,7 +188,7 @@ class Worker:
                 experiment = _experiment(fields["experiment"])
                 verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
                 objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id)
-                precision = experiment.verifier.precision
+                precision = experiment.models.precision
                 self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, VerifierBatch, precision)
             case _:
                 self._models[slot] = self._open_scoring(fields)
@@ -194,11 +196,11 @@ class Worker:
     def _open_policy(self, fields: Mapping[str, Any]) -> TrainedModel:
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
-        learner = open_learner(self, 0)
-        objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id)
+        learner, precision = open_learner(self, 0), self.experiment.models.precision
+        objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, precision)
         if training.gradient_checkpointing:
             checkpoint_layers(learner.module.eval())
-        return TrainedModel(learner, learner.module.eval(), objective, PolicyBatch, training.precision)
+        return TrainedModel(learner, learner.module.eval(), objective, PolicyBatch, precision)
 
     def _open_scoring(self, fields: Mapping[str, Any]) -> ScoringModel:
         members: list[VerifierModel] = []

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.config.rollout import Rollouts
-from pvg.config.training import ModelSection, Training
+from pvg.config.training import Models, Training
 from pvg.errors import WorkerLostError
 from pvg.models import open_model
 from pvg.models.compute import autocast
@@ -143,15 +143,15 @@ class Rank:
         """Open the prover and its loss, and take this rank's part of the driver's weights and moments. For a moment,
         the memory holds the whole model."""
         fields = frame.fields
-        # pvg's own layers use weights outside of the layers' forward passes, where they are not gathered.
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
-        training = training.model_copy(update={"fused_layers": False})
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
-        self._precision = training.precision
-        with open_model(ModelSection.model_validate_json(orjson.dumps(fields["model"])), torch.device("cpu")) as model:
+        models = Models.model_validate_json(orjson.dumps(fields["models"]))
+        self._precision = models.precision
+        with open_model(models.prover, torch.device("cpu"), models.dtype) as model:
             model.require_gradients()
             module = model.module
-            objective = PolicyObjective(training, rollout, model.tokenizer.pad_id)
+            # pvg's own layers use weights outside of the layers' forward passes, where they are not gathered.
+            objective = PolicyObjective(training, rollout, model.tokenizer.pad_id, models.precision, fused_layers=False)
         if training.gradient_checkpointing:
             checkpoint_layers(module)
         with autocast(self._precision, torch.device("cpu")):  # now, while the model is whole

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pvg.config.rollout import Rollouts
-from pvg.config.training import ModelSection, Training
+from pvg.config.training import Models, Training
 from pvg.errors import StateError, WorkerLostError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
@@ -39,9 +39,9 @@ T = TypeVar("T")
 Committed = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]] | None]
 
 
-def rank_fields(training: Training, rollout: Rollouts, model: ModelSection) -> dict[str, Any]:
+def rank_fields(training: Training, rollout: Rollouts, models: Models) -> dict[str, Any]:
     """How a rank opens the prover and its loss."""
-    return {"training": plain(training), "rollout": plain(rollout), "model": plain(model)}
+    return {"training": plain(training), "rollout": plain(rollout), "models": plain(models)}
 
 
 @dataclass(eq=False)

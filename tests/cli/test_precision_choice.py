@@ -17,15 +17,16 @@ from pvg.study.plan import load_study, with_precision
 from pvg.study.playing import StudyFolder, train_command
 
 HALF = """name = "half"
-[rollout]
+[models]
 dtype = "bfloat16"
+precision = "bfloat16"
 [training]
-precision = "bfloat16"
+adapters.rank = 2
 [verifier]
-precision = "bfloat16"
+adapters.rank = 2
 """
-LINE = "This CPU has no instructions for bfloat16, so pvg uses float32 for rollout.dtype, training.precision, "
-PRECISE = ("model", "float32", "float32")
+LINE = "This CPU has no instructions for bfloat16, so pvg uses float32 for models.dtype, models.precision. "
+PRECISE = ("float32", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +44,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch, *, bfloat16: bool) -> None:
     monkeypatch.setattr("pvg.telemetry.cpu.has_nvidia_gpu", lambda root: False)
 
 
-def precisions(run: str = "half") -> tuple[str, str, str]:
-    found = tomllib.loads(Path("runs", run, "experiment.toml").read_text())
-    return found["rollout"]["dtype"], found["training"]["precision"], found["verifier"]["precision"]
+def precisions(run: str = "half") -> tuple[str, str]:
+    found = tomllib.loads(Path("runs", run, "experiment.toml").read_text())["models"]
+    return found["dtype"], found["precision"]
 
 
 def test_a_new_run_records_float32_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,18 +54,18 @@ def test_a_new_run_records_float32_and_says_so_once(monkeypatch: pytest.MonkeyPa
     called = pvg("train", "half.toml")
     assert called.code == 130
     assert called.err.count(LINE) == 1
-    assert "To keep bfloat16, which is 10 to 100 times slower here: -s rollout.dtype=bfloat16" in called.err
+    assert "To keep bfloat16, which is 10 to 100 times slower here: -s models.dtype=bfloat16" in called.err
     assert "warning" not in called.err
     assert precisions() == PRECISE
 
 
 def test_a_setting_of_the_command_line_is_kept_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch, bfloat16=False)
-    Path("mine.toml").write_text('[verifier]\nprecision = "bfloat16"\n')
-    called = pvg("train", "half.toml", "-s", "training.precision=bfloat16", "-s", "@mine.toml")
-    assert precisions() == ("model", "bfloat16", "bfloat16")
-    assert "uses float32 for rollout.dtype. " in called.err
-    assert called.err.count("warning: training.precision, verifier.precision = 'bfloat16'") == 1
+    Path("mine.toml").write_text('[models]\nprecision = "bfloat16"\n')
+    called = pvg("train", "half.toml", "-s", "@mine.toml")
+    assert precisions() == ("float32", "bfloat16")
+    assert "uses float32 for models.dtype. " in called.err
+    assert called.err.count("warning: models.precision = 'bfloat16'") == 1
 
 
 def test_a_run_is_resumed_by_name_and_with_its_experiment_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,11 +76,11 @@ def test_a_run_is_resumed_by_name_and_with_its_experiment_on_any_machine(monkeyp
         assert pvg("train", "--resume", "half").code == 130
         called = pvg("train", "half.toml", "--resume")
         assert called.code == 130, called.err
-        assert "The run began with float32 for rollout.dtype, training.precision, verifier.precision" in called.err
+        assert "The run began with float32 for models.dtype, models.precision" in called.err
     assert precisions() == PRECISE
-    other = pvg("train", "half.toml", "--resume", "-s", "training.precision=bfloat16")
+    other = pvg("train", "half.toml", "--resume", "-s", "models.precision=bfloat16")
     assert other.code == 2
-    assert 'training.precision: "float32" -> "bfloat16"' in other.err
+    assert 'models.precision: "float32" -> "bfloat16"' in other.err
 
 
 def test_a_run_that_began_in_bfloat16_stays_so_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_a_run_that_began_in_bfloat16_stays_so_and_warns(monkeypatch: pytest.Mon
         called = pvg("train", *words)
         assert called.code == 130
         assert "a new run on this machine can use float32" in called.err
-    assert precisions() == ("bfloat16", "bfloat16", "bfloat16")
+    assert precisions() == ("bfloat16", "bfloat16")
 
 
 # --- benchmarks and studies -------------------------------------------------------------------------------------------
@@ -102,11 +103,11 @@ def test_a_benchmark_of_an_experiment_measures_float32_unless_its_profile_says_o
     on_cpu(monkeypatch, bfloat16=False)
     path = find_profile("trainer")
     profile = read_profile(path).model_copy(update={"experiment": "half.toml", "changes": {}})
-    settings = settings_of(profile, str(path), parse_overrides(["verifier.precision=bfloat16"]))
-    assert (settings.experiment.training.precision, settings.experiment.verifier.precision) == ("float32", "bfloat16")
-    assert settings.note.startswith("This CPU has no instructions for bfloat16, so pvg uses float32 for rollout.dtype,")
-    given = profile.model_copy(update={"changes": {"training": {"precision": "bfloat16"}}})
-    assert settings_of(given, str(path), []).experiment.training.precision == "bfloat16"
+    settings = settings_of(profile, str(path), parse_overrides(["models.precision=bfloat16"]))
+    assert (settings.experiment.models.dtype, settings.experiment.models.precision) == ("float32", "bfloat16")
+    assert settings.note.startswith("This CPU has no instructions for bfloat16, so pvg uses float32 for models.dtype.")
+    given = profile.model_copy(update={"changes": {"models": {"precision": "bfloat16"}}})
+    assert settings_of(given, str(path), []).experiment.models.precision == "bfloat16"
 
 
 STUDY = """name = "both"
@@ -116,7 +117,7 @@ seeds = 2
 name = "as-it-is"
 [[arm]]
 name = "kept"
-set = { training.precision = "bfloat16", training.steps = 5 }
+set = { models.precision = "bfloat16", training.steps = 5 }
 """
 
 
@@ -125,12 +126,12 @@ def test_a_study_chooses_once_for_all_of_its_games(monkeypatch: pytest.MonkeyPat
     on_cpu(monkeypatch, bfloat16=False)
     called = pvg("study", "both.toml", "--dry-run")
     assert called.code == 0
-    assert called.err.count("uses float32 for rollout.dtype, training.precision, verifier.precision.") == 1
+    assert called.err.count("uses float32 for models.dtype, models.precision.") == 1
     plan, notes = with_precision(load_study("both.toml"))
     assert len(notes) == 2  # the second arm keeps a setting
     first, second = plan.cells[:2]
-    assert (first.experiment.training.precision, second.experiment.training.precision) == ("float32", "bfloat16")
-    assert train_command(second, StudyFolder(plan.folder))[-3:] == ["--set", "training.precision=bfloat16", "--json"]
+    assert (first.experiment.models.precision, second.experiment.models.precision) == ("float32", "bfloat16")
+    assert train_command(second, StudyFolder(plan.folder))[-3:] == ["--set", "models.precision=bfloat16", "--json"]
     # The study goes on elsewhere: its games keep the precision of the first one.
     RunDirectory.create(plan.folder, first.name, first.experiment)
     on_cpu(monkeypatch, bfloat16=True)
@@ -142,7 +143,7 @@ def test_a_study_chooses_once_for_all_of_its_games(monkeypatch: pytest.MonkeyPat
 
 def test_arms_that_would_become_the_same_game_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch, bfloat16=False)
-    precise = "rollout.dtype = 'model', training.precision = 'float32', verifier.precision = 'float32'"
+    precise = "models.dtype = 'float32', models.precision = 'float32'"
     Path("both.toml").write_text(
         STUDY.partition('[[arm]]\nname = "kept"')[0] + f"[[arm]]\nname = 'precise'\nset = {{ {precise} }}\n"
     )

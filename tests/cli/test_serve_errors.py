@@ -40,7 +40,7 @@ def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tm
 
 @pytest.mark.parametrize(
     ("native", "dtype", "warned"),
-    [(False, "bfloat16", 1), (False, "model", 0), (True, "bfloat16", 0)],
+    [(False, "bfloat16", 1), (False, "float32", 0), (True, "bfloat16", 0)],
 )
 def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, native: bool | None, dtype: str, warned: int
@@ -48,10 +48,10 @@ def test_a_server_that_computes_bfloat16_slowly_is_warned_about(
     interpreter = Interpreter(tmp_path, "0.32.0", "cpu", "a test")
     monkeypatch.setattr("pvg.servers.command.find_interpreter", lambda: interpreter)
     monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: native)
-    settings = ("-s", f"rollout.dtype={dtype}", "-s", "models.prover.source=nowhere")
+    settings = ("-s", f"models.precision={dtype}", "-s", "models.prover.source=nowhere")
     called = pvg("serve", _experiment(tmp_path), "--port", str(_free_port()), *settings)
     assert "nowhere" in called.err  # nothing is started
-    assert called.err.count("give this to pvg serve and to pvg train: -s rollout.dtype=float32.") == warned
+    assert called.err.count("give this to pvg serve and to pvg train: -s models.precision=float32.") == warned
 
 
 def _experiment(folder: Path) -> str:

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import Page
 
 PATIENCE_S = 300.0
-SHORT = ("cluster=none", "game.rounds=1", "training.steps=6", "verifier.steps=10", "game.mint_problems=32")
 
 
 class Watching:
@@ -147,38 +146,3 @@ def test_the_page_follows_a_run_that_grows_is_cut_back_and_ends() -> None:
             assert "75.0 %" in watch.until("step 3 of 60")
             tell(run, {"kind": "run", "time": 2.0, "status": "interrupted", "seconds": 1.0, "budget": {}})
         watch.until("Continue it with: pvg train --resume growing")
-
-
-@pytest.mark.drill
-def test_a_game_is_followed_through_a_kill_and_a_resume_to_its_end() -> None:
-    """A real game in another process: values advance, the kill is told, the resumed game ends."""
-    settings = [word for setting in SHORT for word in ("-s", setting)]
-    arguments = [*ENTRY, "train", "modchain", "--name", "game", *settings]
-    output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    game = subprocess.Popen(arguments, **output)
-    run = Path("runs/game")
-    try:
-        wait_for((run / "experiment.toml").is_file)
-        with watching("game") as watch:
-            watch.until(f"process {game.pid}")
-            wait_for((run / "metrics.jsonl").is_file)
-            wait_for(lambda: b"train_verifier" in (run / "metrics.jsonl").read_bytes())
-            game.kill()
-            game.wait()
-            watch.until("is gone and did not end the run")
-            game = subprocess.Popen([*ENTRY, "train", "--resume", "game"], **output)
-            watch.until("1 round done")
-            assert game.wait(PATIENCE_S) == 0
-            state_ = RunDirectory(run).load_state().state
-            assert state_ is not None
-            watch.until(f"{sum(shard['rows'] for shard in state_['shards']):,} stored solutions")
-    finally:
-        game.kill()
-        game.wait()
-
-
-def wait_for(fits: Any) -> None:
-    until_ = time.monotonic() + PATIENCE_S
-    while not fits():
-        assert time.monotonic() < until_
-        time.sleep(0.05)

@@ -34,12 +34,6 @@ def test_the_sum_of_wins_is_the_auc_and_a_resample_is_one_of_repeated_problems(p
             assert np.isnan(drawn)
 
 
-def test_the_roc_by_hand():
-    points = roc(np.array([3.0, 2.0, 2.0, 0.0]), np.array([2.0, 1.0]))
-    assert points == [(0.0, 0.0), (0.0, 0.25), (0.5, 0.75), (1.0, 0.75), (1.0, 1.0)]
-    assert roc(np.zeros(0), np.ones(2)) == []
-
-
 @settings(max_examples=40, deadline=None)
 @given(sides, sides)
 def test_the_area_under_the_roc_is_the_auc(positive, negative):

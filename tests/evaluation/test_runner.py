@@ -35,7 +35,6 @@ from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.study.playing import missing_results
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
@@ -209,7 +208,7 @@ def test_a_baseline_that_diverges_costs_the_tax_alone(
         assert outcome.report.baseline.points == []
         assert any("diverged: a number that is not finite" in note for note in outcome.report.notes)
         assert len(trained) == 1
-        assert missing_results(run, other, ("tax", "calibration"), [0]) == ""
+        assert outcome.report.missing(("tax", "calibration"), [0], ("src", "cgc")) == ""
     page = check(run_page(collect(run, read_run(run), 0)))
     assert "the training of the correctness baseline diverged" in page.text
 

@@ -291,23 +291,6 @@ def test_damaged_weights_are_named_with_what_helps(run: Run) -> None:
     assert not Path("runs/damaged/evaluation").exists()  # nothing was computed before the damage was found
 
 
-@pytest.mark.parametrize("player", ["prover", "verifier"])
-def test_an_export_that_does_not_fit_leaves_nothing(run: Run, player: str) -> None:
-    small = Path("small")
-    small.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(small)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount")
-    try:
-        called = pvg("export", "mine", "--player", player, "--out", "small/out")
-        assert list(small.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-    assert called.code == 3, called.err
-    assert "The disk is full while writing small/out: No space left on device." in called.err
-    assert called.err.endswith("\nFree some space on that disk and try again.\n")
-
-
 def test_an_evaluated_run_has_probabilities(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from pvg.export.finished import FinishedRound, Platt
 

@@ -213,7 +213,7 @@ def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path, mo
 
 def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch(tmp_path: Path) -> None:
     weighted = {"training.importance": "truncated"}
-    steps = {"training.minibatches": 2, "training.steps": 6, "rollout.dtype": "bfloat16"}
+    steps = {"training.minibatches": 2, "training.steps": 6, "models.precision": "bfloat16"}
     _, run = played(changed({**SHORT, **weighted, **steps}), tmp_path)
     told = prover_steps(run)
     assert len(told) == 6

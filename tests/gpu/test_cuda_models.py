@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("check", [check_training, check_attention, check_chunks])
 def test_fast_code_agrees_with_plain_code(check: partial[None], device: torch.device) -> None:
-    allow_tf32(device, ["float32"])
+    allow_tf32(device, "float32")
     results = Results("test")
     check(results, SMALL, device)
     assert not [found for found in results.checks if not found.passed]
@@ -43,7 +43,7 @@ def test_packed_rows_need_no_mask_in_bfloat16(cuda: torch.device) -> None:
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.1)])
 def test_scores_are_those_of_a_cpu(precision: str, tolerance: float, device: torch.device) -> None:
-    allow_tf32(device, ["float32"])
+    allow_tf32(device, "float32")
     sequences, prompt_lengths = random_rows(SMALL, SMALL.whole.vocabulary)
     inputs = [
         ScoreInput(ids, int(start), digest_of(ids, int(start)), "r")
@@ -79,20 +79,20 @@ def test_scoring_computes_in_the_precision_of_the_training(cuda: torch.device) -
 
 
 def test_the_checks_of_fast_code_allow_tf32(cuda: torch.device) -> None:
-    allow_tf32(cuda, ["bfloat16"])
+    allow_tf32(cuda, "bfloat16")
     with random_model(DEEP, cuda, torch.float32) as model:
         LeanDecoder.over(model.module)
         check_packing(model.module, fused_layers=True)
         check_logits(model.module)
 
 
-def test_tf32_only_where_all_precisions_are_reduced(cuda: torch.device) -> None:
+def test_tf32_only_where_the_precision_is_reduced(cuda: torch.device) -> None:
     generator = torch.Generator(cuda).manual_seed(0)
     left, right = (torch.randn(512, 512, device=cuda, generator=generator) for _ in range(2))
     exact = (left.double() @ right.double()).float()
     errors = []
-    for precisions in (["bfloat16", "bfloat16"], ["bfloat16", "float32"]):
-        allow_tf32(cuda, precisions)
+    for precision in ("bfloat16", "float32"):
+        allow_tf32(cuda, precision)
         errors.append(float((left @ right - exact).abs().mean()))
     assert errors[1] < 1e-4
     if torch.cuda.get_device_capability(cuda) >= (8, 0):

@@ -23,22 +23,24 @@ from pvg.training.trainer import OptimizerSettings, StepReport, Trainer
 CPU = torch.device("cpu")
 
 
-def trained(device: torch.device, **training: Any) -> tuple[dict[str, Tensor], list[StepReport]]:
+def trained(
+    device: torch.device, precision: str = "float32", **training: Any
+) -> tuple[dict[str, Tensor], list[StepReport]]:
     """The weights after three steps."""
-    allow_tf32(device, ["float32"])
+    allow_tf32(device, "float32")
     experiment = build_experiment(
         {"training": {"kl": {"coefficient": 0.0}, **training}, "rollout": {"max_tokens": SMALL.tokens}}
     )
     with ThreadPoolExecutor(1) as executor, random_model(SMALL.whole, CPU, torch.float32) as model:
         module = model.module.to(device).requires_grad_(True)
-        objective = PolicyObjective(experiment.training, experiment.rollout, model.tokenizer.pad_id)
+        objective = PolicyObjective(experiment.training, experiment.rollout, model.tokenizer.pad_id, precision)
         trainer = Trainer(
             module,
             objective,
             OptimizerSettings(learning_rate=1e-3),
             RepeatedBatch(batch_of(SMALL)),
             executor=executor,
-            precision=experiment.training.precision,
+            precision=precision,
             waits_for="batches",
         )
 

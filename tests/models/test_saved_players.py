@@ -121,7 +121,7 @@ def test_the_prover_of_a_round_is_the_prover_of_another_run(folder: Path) -> Non
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[key], wanted[key]) for key in wanted)
             assert model.name == f"base-{name}"
-    with open_model(ModelSection(source="run:runs/base", dtype="bfloat16"), CPU) as model:
+    with open_model(ModelSection(source="run:runs/base"), CPU, "bfloat16") as model:
         assert model.dtype == torch.bfloat16
 
 

@@ -120,11 +120,11 @@ def test_stages_of_an_experiment() -> None:
 
 def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
     found = shape(QWEN_7B, tmp_path)
-    model = {"source": "hf:a/b", "dtype": "bfloat16"}
+    model = {"source": "hf:a/b"}
     lora = {"rank": 16}
     data = {
         "name": "shared",
-        "models": {"prover": model, "verifier": model},
+        "models": {"prover": model, "verifier": model, "dtype": "bfloat16"},
         "verifier": {"head": "yes_token", "adapters": lora},
         "training": {"adapters": lora},
         "rollout": {"engine": "vllm"},
@@ -174,7 +174,7 @@ def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
     for layers in (1, 3):
         module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, eos_token_id=1))
         module.requires_grad_(True)
-        objective = PolicyObjective(Training(fused_layers=fused), Rollouts(max_tokens=length), 0)
+        objective = PolicyObjective(Training(), Rollouts(max_tokens=length), 0, fused_layers=fused)
         (part,) = objective.split(objective.prepare(_batch(rows, length, 50)))
         meter = SavedTensors(module)
         with meter.forward():

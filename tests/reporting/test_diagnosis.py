@@ -65,7 +65,7 @@ SLOW: list[tuple[dict[str, Any], str, float, str]] = [
         {"load_s": 0.8},
         "engine-reload",
         32.0,
-        "rollout.dtype weights.transport.kind weights.root training.groups training.minibatches",
+        "models.precision weights.transport.kind weights.root training.groups training.minibatches",
     ),
     ({"commit_s": 0.9}, "checkpoint", 36.0, "store.commit_every store.root"),
     (

@@ -37,17 +37,15 @@ def test_the_flags_of_all_cores_decide(tmp_path: Path, lines: tuple[str, ...], n
 def test_settings_that_this_cpu_computes_slowly_are_named_with_the_command(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
     assert bfloat16_warnings(Experiment(), root) == []
-    settings = {"training": {"precision": "bfloat16"}, "models": {"verifier": {"dtype": "bfloat16"}}}
-    adapters = {"adapters": {"rank": 16}}
-    (warning,) = bfloat16_warnings(Experiment(**settings, verifier=adapters), root)
-    assert warning.startswith("models.verifier.dtype, training.precision = 'bfloat16'")
-    assert warning.endswith("use -s models.verifier.dtype=float32 -s training.precision=float32")
+    (warning,) = bfloat16_warnings(Experiment(**WHOLE), root)
+    assert warning.startswith("models.dtype, models.precision = 'bfloat16'")
+    assert warning.endswith("use -s models.dtype=float32 -s models.precision=float32")
 
 
 def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
-    on_gpu = Experiment(training={"precision": "bfloat16"}, models={"device": "cuda"})
-    on_either = Experiment(training={"precision": "bfloat16"})
+    on_gpu = Experiment(models={"precision": "bfloat16", "device": "cuda"})
+    on_either = Experiment(**HALF)
     assert bfloat16_warnings(on_gpu, root) == []
     assert bfloat16_warnings(on_either, root) != []
     (root / "dev").mkdir()
@@ -60,51 +58,51 @@ def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(tmp_path: Path) 
 
 # --- float32 in place of bfloat16 -------------------------------------------------------------------------------------
 
-HALF: dict[str, Any] = {
-    "rollout": {"dtype": "bfloat16"},
-    "training": {"precision": "bfloat16"},
-    "verifier": {"precision": "bfloat16"},
-}
 LORA: dict[str, Any] = {"adapters": {"rank": 16}}
+HALF: dict[str, Any] = {"models": {"precision": "bfloat16"}}
+WHOLE: dict[str, Any] = {
+    "models": {"precision": "bfloat16", "dtype": "bfloat16"},
+    "training": LORA,
+    "verifier": LORA,
+}
 
 
 def test_the_files_bfloat16_becomes_float32_and_one_line_says_how_to_keep_it(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
     found, line = without_slow_bfloat16(Experiment(**HALF), frozenset(), root)
-    assert found == Experiment()  # rollout.dtype = "model" is float32 without a copy
-    assert "uses float32 for rollout.dtype, training.precision, verifier.precision. To keep bfloat16" in line
-    kept = "-s rollout.dtype=bfloat16 -s training.precision=bfloat16 -s verifier.precision=bfloat16"
-    assert line.endswith(kept)
+    assert found == Experiment()
+    assert "uses float32 for models.precision. To keep bfloat16" in line
+    assert line.endswith("-s models.precision=bfloat16")
     assert bfloat16_warnings(found, root) == []
 
 
 def test_what_the_user_has_chosen_is_kept_and_warned_about(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
-    found, line = without_slow_bfloat16(Experiment(**HALF), {"training.precision"}, root)
-    assert (found.training.precision, found.verifier.precision) == ("bfloat16", "float32")
-    assert "training.precision" not in line
+    found, line = without_slow_bfloat16(Experiment(**WHOLE), {"models.precision"}, root)
+    assert (found.models.precision, found.models.dtype) == ("bfloat16", "float32")
+    assert "models.precision" not in line
     assert len(bfloat16_warnings(found, root)) == 1
-    everything = {"rollout.dtype", "training.precision", "verifier.precision"}
-    assert without_slow_bfloat16(Experiment(**HALF), everything, root) == (Experiment(**HALF), "")
+    everything = {"models.dtype", "models.precision"}
+    assert without_slow_bfloat16(Experiment(**WHOLE), everything, root) == (Experiment(**WHOLE), "")
 
 
-@pytest.mark.parametrize("dtype", ["model", "bfloat16"])
-def test_servers_keep_their_data_type(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("settings", [HALF, WHOLE])
+def test_with_servers_nothing_changes(tmp_path: Path, settings: dict[str, Any]) -> None:
     """`pvg serve` starts them from the same file, perhaps on a machine with a GPU."""
     root = machine(tmp_path, "flags\t\t: avx2")
-    servers = {"engine": "vllm", "dtype": dtype}
-    experiment = Experiment(models={"prover": {"dtype": "bfloat16"}}, training=LORA, rollout=servers)
-    found, line = without_slow_bfloat16(experiment, frozenset(), root)
-    assert (found.models.prover.dtype, served_dtype(found, "prover")) == ("float32", "bfloat16")
-    assert "rollout.dtype" not in line
-    assert as_the_run_computes(experiment, found, frozenset())[0] == found
+    experiment = Experiment(**settings, rollout={"engine": "vllm"})
+    assert served_dtype(experiment, "prover") == "bfloat16"
+    assert served_dtype(experiment, "verifier") == settings["models"].get("dtype", "float32")
+    assert without_slow_bfloat16(experiment, frozenset(), root) == (experiment, "")
+    assert bfloat16_warnings(experiment, root) != []
 
 
 def test_a_run_goes_on_as_it_began_on_any_machine() -> None:
-    given, began = Experiment(**HALF), Experiment(**{**HALF, "rollout": {}, "verifier": {}})
+    given = Experiment(**WHOLE)
+    began = Experiment(models={"precision": "bfloat16"}, training=LORA, verifier=LORA)
     found, line = as_the_run_computes(given, began, frozenset())
     assert found == began
-    assert line.startswith("The run began with float32 for rollout.dtype, verifier.precision, so")
+    assert line.startswith("The run began with float32 for models.dtype, so")
     assert as_the_run_computes(given, given, frozenset()) == (given, "")
-    chosen, _ = as_the_run_computes(given, began, {"verifier.precision"})
-    assert chosen.verifier.precision == "bfloat16"  # the resume then names the difference
+    chosen, _ = as_the_run_computes(given, began, {"models.dtype"})
+    assert chosen.models.dtype == "bfloat16"  # the resume then names the difference

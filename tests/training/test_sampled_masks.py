@@ -75,7 +75,7 @@ def test_every_way_to_compute_log_probs_agrees_and_a_full_mask_changes_no_bit(sh
             num_key_value_heads=2, initializer_range=0.3, attn_implementation="sdpa",
         )
     )  # fmt: skip
-    section = Training(loss="gspo", kl={"coefficient": 0.1}, shared_prompts=shared, fused_layers=shared)
+    section = Training(loss="gspo", kl={"coefficient": 0.1}, shared_prompts=shared)
     target = PolicyObjective(section, Rollouts(max_tokens=8), pad_id=0)
     rows = [[1, 2, 3, 4, 5, 6], [1, 2, 7, 6], [1, 3, 2, 2, 5]]
     masks = [[True, True, False, True], [True, False], [False, True, True]]

@@ -70,7 +70,7 @@ async def disturbed(found: Training, nodes: SimulatedNodes, monkeypatch: pytest.
 async def refused(group: RankGroup, source: Path) -> None:
     """An error in a rank names its node."""
     chosen = experiment(source)
-    fields = rank_fields(chosen.training, chosen.rollout, chosen.models.prover)
+    fields = rank_fields(chosen.training, chosen.rollout, chosen.models)
     fields["model"] = {**fields["model"], "source": str(source / "missing")}
     with open_model(chosen.models.prover, torch.device("cpu")) as learner:
         learner.require_gradients()

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import build_experiment
+from pvg.config.load import build_experiment, changed
 from pvg.config.operation import LocalCluster, NoCluster, RayCluster
 from pvg.errors import ConfigurationError, PvgError, StateError, TrainingDivergedError, WorkerLostError
 from pvg.models import open_model
@@ -174,7 +174,7 @@ async def training(
         parameters = trainable_parameters(learner.module)
         model = ModelInRanks(
             group,
-            rank_fields(chosen.training, chosen.rollout, chosen.models.prover),
+            rank_fields(chosen.training, chosen.rollout, chosen.models),
             SETTINGS,
             parameters,
             lambda: committed[-1] if committed else None,
@@ -182,11 +182,11 @@ async def training(
     with ThreadPoolExecutor(1) as executor:
         trainer = Trainer(
             learner.module,
-            PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id),
+            PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id, chosen.models.precision),
             SETTINGS,
             Listed(batches),
             executor=executor,
-            precision=chosen.training.precision,
+            precision=chosen.models.precision,
             gradient_checkpointing=chosen.training.gradient_checkpointing,
             ranks=model,
         )
@@ -312,7 +312,8 @@ async def without_work_or_signal(group: RankGroup, model: Path) -> None:
 
 
 async def in_bfloat16(group: RankGroup, model: Path) -> None:
-    chosen, batches = experiment(model, precision="bfloat16"), [batch(seed) for seed in range(2)]
+    chosen, batches = changed(experiment(model), {"models.precision": "bfloat16"}), [batch(seed) for seed in range(2)]
+    assert chosen is not None
     async with training(group, chosen, 0, batches) as one, training(group, chosen, 2, batches) as two:
         await one.play(2)
         await two.play(2)
@@ -425,8 +426,8 @@ def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_
         await refused(group)
 
     async def refused(group: RankGroup) -> None:
-        fields = rank_fields(chosen.training, chosen.rollout, chosen.models.prover)
-        fields["model"] = {**fields["model"], "source": str(model_folder / "missing")}
+        fields = rank_fields(chosen.training, chosen.rollout, chosen.models)
+        fields["models"]["prover"] = {"source": str(model_folder / "missing")}
         with open_model(chosen.models.prover, torch.device("cpu")) as learner:
             learner.require_gradients()
             parameters = trainable_parameters(learner.module)

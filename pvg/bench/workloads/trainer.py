@@ -124,8 +124,8 @@ class TrainerWorkload:
             learner = open_learner(self._players, round_=0)
             stack.callback(learner.close)
             await self._open_trainer(learner)
-            section, device = self._experiment.training, str(self._players.device)
-            self._matmul_gflops = await self._players.compute(partial(matmul_gflops, section.precision, device))
+            precision, device = self._experiment.models.precision, str(self._players.device)
+            self._matmul_gflops = await self._players.compute(partial(matmul_gflops, precision, device))
             self._stack = stack.pop_all()
 
     async def _sampled(self) -> PolicyBatch:
@@ -146,7 +146,8 @@ class TrainerWorkload:
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
-        objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id)
+        precision = self._experiment.models.precision
+        objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id, precision)
         self._kl = training.kl.coefficient if objective.needs_reference else 0.0
         learner.require_gradients()
         self._trainer = Trainer(
@@ -155,7 +156,7 @@ class TrainerWorkload:
             OptimizerSettings(learning_rate=0.0),
             MinibatchSource(FixedSource(self._batch, players, learner, objective), training.minibatches),
             executor=players.executor,
-            precision=training.precision,
+            precision=precision,
             gradient_checkpointing=training.gradient_checkpointing,
             waits_for="batches",  # the trainer never waits for rollouts
         )

@@ -174,6 +174,7 @@ class VerifierWork:
             self._experiment.verifier,
             executor=players.executor,
             source_fingerprint=players.base.tokenizer.fingerprint,
+            precision=self._experiment.models.precision,
         )
 
     async def _train(self, source: PairSource) -> float:
@@ -186,7 +187,7 @@ class VerifierWork:
             optimizer_settings(section, section.steps),
             source,
             executor=players.executor,
-            precision=section.precision,
+            precision=self._experiment.models.precision,
             waits_for="pairs",
         )
         padding, pairs = [], 0.0

@@ -1,0 +1,96 @@
+"""`pvg rollout`: sample, grade and store solutions, without a verifier and without training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, say
+from pvg_cli.options import (
+    ClusterOption,
+    DebugOption,
+    ExperimentArgument,
+    JsonOption,
+    MetricsPortOption,
+    RunNameOption,
+    SetOption,
+    metrics_port_override,
+)
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pvg.game.run import GameOutcome
+    from pvg_cli.run_display import RunDisplay
+
+
+def rollout(
+    experiment: ExperimentArgument = "modchain",
+    overrides: SetOption = None,
+    run_name: RunNameOption = None,
+    problems: Annotated[
+        int | None, typer.Option("--problems", "-n", min=1, help="The number of problems. Default: all test problems.")
+    ] = None,
+    role: Annotated[
+        Literal["both", "helpful", "sneaky"], typer.Option("--role", help="The role whose prompt the prover gets.")
+    ] = "both",
+    cluster: ClusterOption = None,
+    metrics_port: MetricsPortOption = None,
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Sample, grade and store solutions, without a verifier and without training.
+
+    The prover writes rollout.group_size solutions per problem and role.
+    """
+    from pvg.config.load import chosen_keys
+    from pvg.telemetry.cpu import bfloat16_warnings
+    from pvg_cli.driving import drive_run
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunDisplay
+    from pvg_cli.runs import create, fetch, plan_new, resolve
+
+    settings = [*(overrides or []), *metrics_port_override(metrics_port)]
+    resolved = resolve(experiment, settings, cluster)
+    plan = plan_new(resolved, run_name, suffix="-samples", chosen=chosen_keys(settings))
+    resolved = plan.experiment
+    for warning in bfloat16_warnings(resolved):
+        say(f"warning: {warning}.")
+    if plan.notice:
+        say(plan.notice)
+    fetch(resolved.sources(), ("models.prover.source", "task.path"))
+    announce_loading()
+    run = create(plan)
+
+    async def work(observer: RunDisplay, stop: asyncio.Event) -> GameOutcome:
+        from pvg.game.run import sample_only
+
+        return await sample_only(
+            resolved, run, observer=observer, stop=stop, problems=problems, role=role, split="test"
+        )
+
+    display = RunDisplay(run.name, 1, stderr(), phases=("init",))
+    lock = run.lock(discard=lambda: not run.has_state, waiting=say)
+    again = "Call pvg rollout again."
+    outcome = drive_run(work, run, display, lock, again=again, as_json=as_json)
+    _print_samples(outcome, as_json)
+
+
+def _print_samples(outcome: GameOutcome, as_json: bool) -> None:
+    from pvg.reporting.run_summary import read_run
+    from pvg.reporting.solutions import choose_examples
+    from pvg.reporting.terminal import report
+    from pvg.store.run_directory import RunDirectory
+    from pvg_cli.output import stdout
+    from pvg_cli.runs import report_command
+
+    run = RunDirectory(outcome.run)
+    if as_json:
+        document = {"status": outcome.status, "run": run.name, "path": str(run.path), "seconds": outcome.seconds}
+        emit({**document, "metrics": outcome.rounds[-1] if outcome.rounds else {}})
+    else:
+        stdout().print(report(read_run(run), choose_examples(run)))
+        say(f"\nTo show this again: {report_command(run)}")
+    if outcome.status == "interrupted":
+        raise typer.Exit(EXIT_STOPPED)
