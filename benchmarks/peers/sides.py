@@ -259,7 +259,7 @@ def write_folder(folder: Path, experiment: Experiment, work: dict[str, Any], *, 
     data = experiment.plain()
     for player in ("prover", "verifier"):
         data["models"][player] = {"source": str(model_folder(folder))}
-    data["models"] |= {"dtype": "float32", "threads": work["threads"]}
+    data["models"]["threads"] = work["threads"]
     if data["cluster"]["kind"] == "local":
         data["models"]["threads"] = 1  # of the driver
         data["cluster"]["workers"] = data["cluster"].get("workers") or work["threads"]
