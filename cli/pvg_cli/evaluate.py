@@ -12,12 +12,9 @@ from pvg_cli.options import DebugOption, JsonOption, RunArgument, RunsOption, Se
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
 
-    from pvg.config.experiment import Experiment
     from pvg.evaluation.runner import EvaluationOutcome
     from pvg.store.run_directory import RunDirectory
-    from pvg_cli.run_display import RunDisplay
 
 
 def evaluate(
@@ -45,6 +42,9 @@ def evaluate(
     from pvg.evaluation.report import default_parts, parse_parts, parse_rounds, settings_to_evaluate
     from pvg.store.run_directory import RunDirectory
     from pvg.store.run_players import open_round
+    from pvg_cli.driving import drive_run
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunDisplay
     from pvg_cli.runs import fetch
 
     named, numbers = None if parts is None else parse_parts(parts), parse_rounds(rounds)
@@ -56,26 +56,15 @@ def evaluate(
     fetch(experiment.sources())
     announce_loading()
 
-    outcome = _measure(experiment, run, wanted, numbers, as_json)
-    _print_result(outcome, run, command_line(), as_json)
-
-
-def _measure(
-    experiment: Experiment, run: RunDirectory, parts: Sequence[str], rounds: Sequence[int] | None, as_json: bool
-) -> EvaluationOutcome:
-    from pvg_cli.driving import drive_run
-    from pvg_cli.output import stderr
-    from pvg_cli.run_display import RunDisplay
-
     async def work(observer: RunDisplay, stop: asyncio.Event) -> EvaluationOutcome:
         from pvg.evaluation.runner import evaluate as measure
 
-        return await measure(experiment, run, parts, rounds, observer=observer, stop=stop)
+        return await measure(experiment, run, wanted, numbers, observer=observer, stop=stop)
 
     display = RunDisplay(run.name, experiment.game.rounds, stderr(), phases=())
-    lock = run.lock(waiting=say, work="evaluate")
-    again = "The same command resumes the evaluation."
-    return drive_run(work, run, display, lock, again=again, as_json=as_json)
+    lock, again = run.lock(waiting=say, work="evaluate"), "The same command resumes the evaluation."
+    outcome = drive_run(work, run, display, lock, again=again, as_json=as_json)
+    _print_result(outcome, run, command_line(), as_json)
 
 
 def _print_result(outcome: EvaluationOutcome, run: RunDirectory, again: str, as_json: bool) -> None:

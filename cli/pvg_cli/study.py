@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import pvg as package
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, counted
 from pvg_cli import completion
 from pvg_cli.boundary import EXIT_STOPPED, emit, handled, say
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from pvg.study.plan import Cell, StudyPlan
     from pvg.study.playing import CellProgress, StudyFolder
     from pvg.study.results import StudyResults
+
+PVG = [sys.executable, "-P", "-m", "pvg"]  # the command that starts this pvg, for any PATH and current folder
 
 
 def study(  # noqa: PLR0917  (each is an option)
@@ -156,16 +157,6 @@ class StopRequests:
         self.requests += 1
 
 
-def pvg_command() -> list[str]:
-    """The command that starts this pvg, for any PATH and current folder."""
-    roots = list(dict.fromkeys(str(Path(file).parent.parent) for file in (package.__file__, __file__)))
-    code = (
-        f"import sys; sys.path[:0] = [root for root in {roots!r} if root not in sys.path]; "
-        "from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"
-    )
-    return [sys.executable, "-P", "-c", code]
-
-
 def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bool:
     """Play the remaining games under the display. False if the user stopped the study."""
     from pvg.study.playing import play_cells
@@ -183,7 +174,7 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     say(f"{_work(plan, todo, now)}, {plan.processes} at a time.")
     stop = StopRequests()
     with StudyDisplay(plan, now, stderr()) as display, handled(stop.count, (signal.SIGINT, signal.SIGTERM)):
-        return play_cells(plan, todo, pvg=pvg_command(), observer=display, stop=stop)
+        return play_cells(plan, todo, pvg=PVG, observer=display, stop=stop)
 
 
 def _work(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> str:

@@ -75,7 +75,7 @@ def policy_experiment(
     Validated like an experiment, except for one rule: a game requires both roles for `src` and `cgc`, but an attacker
     has one. Raises ConfigurationError."""
     plain = experiment.plain()
-    plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "stop": "steps", "reward": "goodhart"}
+    plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "reward": "goodhart"}
     plain["training"] |= {name: value for name, value in training.items() if value is not None}
     # An attack is judged by its batches, so they must not be selected by the uncertainty of their outcome.
     plain["training"] |= {"curriculum": "none", "dynamic_sampling": 0}

@@ -114,21 +114,27 @@ def open_source(section: ModelSection, device: torch.device, data_type: DataType
     """See `pvg.models.open_model`."""
     if is_run_id(section.source):
         return open_saved_player(section, lambda base: open_source(base, device, data_type))
-    dtype = DTYPES[data_type]
-    if is_hub_id(section.source):
+    place, name = located(section.source)
+    with without_progress_bars():
+        read = _read_gguf if place.is_file() else _read_directory
+        module, tokenizer = read(place, DTYPES[data_type], name)
+    return LanguageModel(module.to(device), tokenizer, name)
+
+
+def located(source: str) -> tuple[Path, str]:
+    """The folder or the GGUF file of a source other than a run, and the model's name. Downloads a hub's model."""
+    kind, separator, rest = source.partition(":")
+    if is_hub_id(source):
         from pvg import hub
 
-        folder = hub.fetch(section.source, "model")  # outside of the block, because a download shows its progress
-        with without_progress_bars():
-            module, tokenizer, name = _from_directory(str(folder), dtype, parse(section.source).name)
-        return LanguageModel(module.to(device), tokenizer, name)
-    kind, separator, rest = section.source.partition(":")
-    with without_progress_bars():
-        if separator and kind in SOURCES:
-            module, tokenizer, name = SOURCES[kind](rest, dtype)
-        else:
-            module, tokenizer, name = _from_directory(section.source, dtype)
-    return LanguageModel(module.to(device), tokenizer, name)
+        return _model_directory(str(hub.fetch(source, "model"))), parse(source).name
+    if separator and kind == "embedded":
+        return embedded_model(rest), rest
+    if separator and kind == "gguf":
+        file = gguf_file(rest.replace("-", "_"))
+        return file, file.stem
+    directory = _model_directory(source)
+    return directory, directory.resolve().name
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +153,10 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
         saved = find_player(parse_run_id(section.source))
         with naming_the_run(section.source, saved):
             return replace(open_without_weights(saved.section), name=saved.name)
-    kind, separator, rest = section.source.partition(":")
-    arguments: dict[str, str] = {}
-    if is_hub_id(section.source):
-        from pvg import hub
-
-        place, name = hub.fetch(section.source, "model"), parse(section.source).name
-    elif separator and kind == "embedded":
-        place, name = embedded_model(rest), rest
-    elif separator and kind == "gguf":
-        file = gguf_file(rest.replace("-", "_"))
-        place, name, arguments = file.parent, file.stem, {"gguf_file": file.name}
-    else:
-        place = _model_directory(section.source)
-        name = place.resolve().name
+    place, name = located(section.source)
+    arguments = {"gguf_file": place.name} if place.is_file() else {}
     with without_progress_bars():
-        return _read_without_weights(place, name, arguments)
+        return _read_without_weights(place.parent if place.is_file() else place, name, arguments)
 
 
 def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> WeightlessModel:
@@ -194,16 +188,6 @@ def _explained(place: Path) -> Iterator[None]:
         ) from error
 
 
-def _from_embedded(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
-    return _read_directory(embedded_model(name), dtype, name)
-
-
-def _from_directory(source: str, dtype: torch.dtype, name: str | None = None) -> tuple[PreTrainedModel, Tokenizer, str]:
-    """`name`: the model's name; None: the name of its folder."""
-    directory = _model_directory(source)
-    return _read_directory(directory, dtype, name or directory.resolve().name)
-
-
 def _model_directory(source: str) -> Path:
     """The folder of a model with safetensors. Raises MissingRequirementError or ConfigurationError for another one."""
     directory = expanded(source, "models")
@@ -231,7 +215,7 @@ def _model_directory(source: str) -> Path:
     return directory
 
 
-def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer, str]:
+def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer]:
     with _explained(directory):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         module, loading = AutoModelForCausalLM.from_pretrained(
@@ -247,7 +231,7 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
         )
         _refuse_misfits(directory, module, loading)
         fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return module, Tokenizer(fast, name, module.generation_config), name
+    return module, Tokenizer(fast, name, module.generation_config)
 
 
 def _refuse_misfits(directory: Path, module: PreTrainedModel, loading: dict[str, Any]) -> None:
@@ -271,8 +255,7 @@ def _refuse_misfits(directory: Path, module: PreTrainedModel, loading: dict[str,
         )
 
 
-def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Tokenizer, str]:
-    file = gguf_file(package.replace("-", "_"))
+def _read_gguf(file: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer]:
     arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpacking = {}
     if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights
@@ -287,8 +270,7 @@ def _from_gguf(package: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Token
     module.generation_config = packed.generation_config
     fast = AutoTokenizer.from_pretrained(file.parent, **arguments)
     end_as_configured(fast, packed.config)
-    name = file.stem
-    return module, Tokenizer(fast, name, module.generation_config), name
+    return module, Tokenizer(fast, name, module.generation_config)
 
 
 def end_as_configured(fast: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
@@ -324,10 +306,6 @@ def gguf_file(package: str) -> Path:
     if len(files) != 1:
         raise ConfigurationError(f"The package {package!r} contains {len(files)} GGUF files; pvg needs exactly one.")
     return files[0]
-
-
-Opened = tuple[PreTrainedModel, Tokenizer, str]
-SOURCES: dict[str, Callable[[str, torch.dtype], Opened]] = {"embedded": _from_embedded, "gguf": _from_gguf}
 
 
 # Opens the models that a run trains, as they are at the start of training: the prover of a round, and its verifier.

@@ -155,15 +155,8 @@ class TurnResult:
 class RunningRows(Protocol):
     """The rows that an engine is decoding. Only one thread at a time may use it. Discard it after an exception."""
 
-    @property
-    def joins(self) -> bool:
-        """True if `turn` accepts jobs while rows run. If False, it accepts them only when all rows have finished."""
-        ...
-
-    @property
-    def refusal(self) -> str:
-        """Why torch does not record steps on the GPU; "" if it does, or without a GPU."""
-        return ""
+    joins: bool = False  # `turn` accepts jobs while rows run, not only when all rows have finished
+    refusal: str = ""  # why torch does not record steps on the GPU
 
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         """Admit `jobs` and decode until at least one row finishes or a bounded number of steps is done.
@@ -182,10 +175,6 @@ class ModuleRows(RunningRows):
         self._module = module
         self._device = device
         self._routed_experts = routed_experts
-
-    @property
-    def joins(self) -> bool:
-        return False
 
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
         assert [job.ticket for job in jobs] == list(range(len(jobs)))  # ticket = row number

@@ -170,7 +170,7 @@ class DeviceRows(RunningRows):
         self.graphs = StepGraphs(decoder.device)
         self._decoder = decoder
         self._max_rows = max_rows
-        self._continuous = continuous
+        self.joins = continuous
         self._slots: dict[int, _Slot] = {}  # the running rows by their place in the state
         self._columns = 0  # of the completions
         self._stops = 1
@@ -178,14 +178,6 @@ class DeviceRows(RunningRows):
         self._cache: LeanCache | None = None
         self._deepest = 0  # no running row's position is above
         self._how = (False, 0, False)  # tempered, largest top-k, nucleus: of the running rows
-
-    @property
-    def joins(self) -> bool:
-        return self._continuous
-
-    @property
-    def refusal(self) -> str:
-        return self.graphs.refusal
 
     @torch.inference_mode()
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
@@ -199,7 +191,9 @@ class DeviceRows(RunningRows):
                 with span("prefill", device=True):
                     self._admit(jobs)
             with span("decode", device=True):
-                return self._decode(dropped_N)
+                found = self._decode(dropped_N)
+            self.refusal = self.graphs.refusal
+            return found
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +289,7 @@ class DeviceRows(RunningRows):
             sampled, ended = self._read(dropped_N)
             steps, live_rows = steps + number, live_rows + sampled
             done += ended
-            if self._continuous:
+            if self.joins:
                 break
         return TurnResult(done, steps, live_rows)
 

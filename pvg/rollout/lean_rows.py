@@ -175,7 +175,7 @@ class LeanRows(RunningRows):
     def __init__(self, decoder: LeanDecoder, max_rows: int, *, continuous: bool) -> None:
         self._decoder = decoder
         self._max_rows = max_rows
-        self._continuous = continuous
+        self.joins = continuous
         self._extent = 0
         self._slots = _Slots.empty(0, 0, 1)
         self._cache: LeanCache | None = None
@@ -183,10 +183,6 @@ class LeanRows(RunningRows):
         self._prefix: CommonPrefix | None = None  # of these cache rows
         self._prompts: dict[bytes, int] = {}  # numbers of the running rows' prompts
         self._settings: RowSettings | None = None  # of the live rows; None: compute them again
-
-    @property
-    def joins(self) -> bool:
-        return self._continuous
 
     @torch.inference_mode()
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
@@ -267,8 +263,8 @@ class LeanRows(RunningRows):
         done: list[tuple[int, DecodedRow]] = []
         steps = live_rows = 0
         live = self._live
-        enough = max(1, int(TURN_SHARE * live)) if self._continuous else live
-        while live and len(done) < enough and not (self._continuous and steps == TURN_STEPS):
+        enough = max(1, int(TURN_SHARE * live)) if self.joins else live
+        while live and len(done) < enough and not (self.joins and steps == TURN_STEPS):
             steps += 1
             live_rows += live
             ended = self._ended(self._step(), dropped_N)

@@ -77,6 +77,11 @@ class TorchEngine(Engine):
     `routed_experts`: completions carry the experts of their tokens; decoding then uses the module.
     """
 
+    version: int = 0
+    stats: EngineStats = EngineStats()
+    requests_in_flight: int = 0
+    max_in_flight: int = 0
+
     def __init__(
         self,
         model: LanguageModel,
@@ -95,7 +100,7 @@ class TorchEngine(Engine):
         self._model = model
         self._vocabulary = int(model.module.get_input_embeddings().weight.shape[0])
         self._max_rows = max_rows
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._executor = executor
         self._lean = lean
         self._continuous = continuous
@@ -107,34 +112,15 @@ class TorchEngine(Engine):
         self._batch: _Batch = {}
         self._dropped_N: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)  # by ticket
         self._loads_waiting = 0
-        self._in_flight = 0
         self._arrivals = 0
-        self._version = 0
-        self._stats = EngineStats()
         self._closed = False
         self._pump_task: asyncio.Task[None] | None = None
         self._model_lock = asyncio.Lock()  # fair: new weights wait only for the running rows
 
     @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def requests_in_flight(self) -> int:
-        return self._in_flight
-
-    @property
-    def max_in_flight(self) -> int:
-        return self._max_in_flight
-
-    @property
     def decoding(self) -> str:
         """How rows are decoded, "lean" or "module"; "" before the first batch."""
         return "" if self._rows is None else "module" if isinstance(self._rows, ModuleRows) else "lean"
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._stats
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one completion. Cancelling the caller drops the request, and its row if it is being decoded.
@@ -144,22 +130,22 @@ class TorchEngine(Engine):
         """
         self._assert_open()
         self._check(request)
-        if self._in_flight >= self._max_in_flight:
+        if self.requests_in_flight >= self.max_in_flight:
             raise ConfigurationError(
-                f"The engine takes at most {self._max_in_flight} requests at once.",
+                f"The engine takes at most {self.max_in_flight} requests at once.",
                 "Bound the callers (rollout.concurrency), or open the engine with a larger max_in_flight.",
             )
         pending = _Pending(request, asyncio.get_running_loop().create_future(), time.perf_counter())
         self._queue.append(pending)
         self._arrivals += 1
-        self._in_flight += 1
+        self.requests_in_flight += 1
         if self._pump_task is None or self._pump_task.done():
             self._pump_task = asyncio.create_task(self._pump())
             self._pump_task.add_done_callback(self._pump_ended)
         try:
             return await pending.future
         finally:
-            self._in_flight -= 1
+            self.requests_in_flight -= 1
 
     def cut(self, request_ids: Collection[str]) -> None:
         """End these requests: waiting ones now, running ones at their next token."""
@@ -227,7 +213,7 @@ class TorchEngine(Engine):
             self._batch = {}
             if batch:
                 self._rows = None
-        self._stats = replace(self._stats, batches=self._stats.batches + 1)
+        self.stats = replace(self.stats, batches=self.stats.batches + 1)
 
     async def _joining(self, batch: _Batch) -> list[_Pending]:
         """Requests that join the running rows. None while weights wait; otherwise the weights might wait forever."""
@@ -272,7 +258,7 @@ class TorchEngine(Engine):
                 reason = str(error)
             else:
                 self._events.event("gen", event="decoder", decoding="lean", batching=_name(self._continuous))
-                most = min(self._max_rows, self._max_in_flight)  # DeviceRows takes memory for all of them at once
+                most = min(self._max_rows, self.max_in_flight)  # DeviceRows takes memory for all of them at once
                 if lean.device.type != "cuda":
                     return LeanRows(lean, most, continuous=self._continuous)
                 from pvg.rollout.device_rows import DeviceRows
@@ -305,9 +291,9 @@ class TorchEngine(Engine):
             if not pending.future.done():
                 delivered += len(result.token_ids) - pending.request.tokens_resumed
                 self._hand_over(pending, result, now)
-        stats = self._stats
+        stats = self.stats
         prompts = [job.request.known_ids for job in jobs]
-        self._stats = replace(
+        self.stats = replace(
             stats,
             rows=stats.rows + len(jobs),
             tokens=stats.tokens + delivered,
@@ -330,7 +316,7 @@ class TorchEngine(Engine):
 
     def _hand_over(self, pending: _Pending, result: DecodedRow, now: float) -> None:
         request, length = pending.request, len(result.token_ids)
-        spans, experts = request.spans(length, self._version), request.experts(result.routed_experts)
+        spans, experts = request.spans(length, self.version), request.experts(result.routed_experts)
         timing = request.timing(pending.admitted - pending.arrived, now - pending.admitted)
         if pending.cut and not np.isfinite(result.logprobs).all():
             _fail(pending, diverged(request))
@@ -352,15 +338,15 @@ class TorchEngine(Engine):
             self._loads_waiting -= 1
         try:
             self._assert_open()
-            if update.version <= self._version:
+            if update.version <= self.version:
                 raise StateError(
-                    f"The engine has version {self._version} of the weights and was sent version {update.version}.",
+                    f"The engine has version {self.version} of the weights and was sent version {update.version}.",
                     "Versions only go up.",
                 )
             self._events.event("weights", event="rpc.start", **place)
             started = time.perf_counter()
             await run_in(self._executor, self._model.load_weights, update.tensors)
-            self._version = update.version
+            self.version = update.version
         finally:
             self._model_lock.release()
         ended = time.perf_counter()

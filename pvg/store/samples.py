@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pvg.records import Checks, Int32, Role, Rollout, SolverSolution, Turn
+from pvg.records import Checks, Int32, Role, Rollout
+
+CHECK_COLUMNS = ("visible_passed", "tests_passed", "certified")  # null for solutions that were not executed
 
 Bools = NDArray[np.bool_]
 Int64 = NDArray[np.int64]
@@ -100,42 +102,6 @@ def _is(batch: pa.RecordBatch, name: str, word: str) -> Bools:
     return found_N
 
 
-# --- columns that only some rollouts need -----------------------------------------------------------------------------
-
-# The results of executed solutions. All three are null for a rollout without them.
-CHECK_FIELDS = [
-    pa.field("visible_passed", pa.float64()),
-    pa.field("tests_passed", pa.float64()),
-    pa.field("certified", pa.bool_()),
-]
-# The solver's solution that a rollout translates, and the turns of a dialogue.
-PROTOCOL_FIELDS = [
-    pa.field("solver_id", pa.string()),
-    pa.field("solver_text", pa.string()),
-    pa.field("solver_answer", pa.string()),
-    pa.field("solver_correct", pa.bool_()),
-    pa.field("solver_well_formed", pa.bool_()),
-    pa.field("kept_answer", pa.bool_()),
-    pa.field("turn_starts", pa.list_(pa.int64())),
-    pa.field("turn_sampled", pa.list_(pa.bool_())),
-    pa.field("turn_texts", pa.list_(pa.string())),
-]
-
-
-def check_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
-    rows = [rollout.grade.checks for rollout in rollouts]
-    values = [(None, None, None) if row is None else (row.visible, row.passed, row.certified) for row in rows]
-    return {
-        field.name: pa.array([value[place] for value in values], field.type) for place, field in enumerate(CHECK_FIELDS)
-    }
-
-
-def checks_of(batch: pa.RecordBatch) -> list[Checks | None]:
-    """The checks of each row's grade, or None."""
-    rows = zip(*(batch.column(field.name).to_pylist() for field in CHECK_FIELDS), strict=True)
-    return [None if certified is None else Checks(visible, passed, certified) for visible, passed, certified in rows]
-
-
 def _check_array(checks: Sequence[Checks | None]) -> NDArray[np.float64]:
     """checks_N3: visible, passed, certified (1 or 0); NaN for None."""
     rows = [(np.nan,) * 3 if row is None else (row.visible, row.passed, float(row.certified)) for row in checks]
@@ -144,31 +110,8 @@ def _check_array(checks: Sequence[Checks | None]) -> NDArray[np.float64]:
 
 def _stored_checks(batch: pa.RecordBatch) -> NDArray[np.float64]:
     """The same, read from the columns of a shard."""
-    columns = [batch.column(field.name).cast(pa.float64()).to_numpy(zero_copy_only=False) for field in CHECK_FIELDS]
+    columns = [batch.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False) for name in CHECK_COLUMNS]
     return np.stack(columns, axis=1)
-
-
-def protocol_columns(rollouts: Sequence[Rollout]) -> dict[str, pa.Array]:
-    solvers = [rollout.solver for rollout in rollouts]
-    turns = [rollout.turns for rollout in rollouts]
-    values: dict[str, list[Any]] = {
-        "solver_id": [None if s is None else s.id for s in solvers],
-        "solver_text": [None if s is None else s.text for s in solvers],
-        "solver_answer": [None if s is None else s.answer for s in solvers],
-        "solver_correct": [None if s is None else s.correct for s in solvers],
-        "solver_well_formed": [None if s is None else s.well_formed for s in solvers],
-        "kept_answer": [rollout.kept_answer for rollout in rollouts],
-        "turn_starts": [[turn.start for turn in row] if row else None for row in turns],
-        "turn_sampled": [[turn.sampled for turn in row] if row else None for row in turns],
-        "turn_texts": [[turn.text for turn in row] if row else None for row in turns],
-    }
-    return {field.name: pa.array(values[field.name], field.type) for field in PROTOCOL_FIELDS}
-
-
-def protocol_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The fields of each row's Rollout that these columns hold."""
-    columns = {field.name: batch.column(field.name).to_pylist() for field in PROTOCOL_FIELDS}
-    return [_protocol_fields({name: values[i] for name, values in columns.items()}) for i in range(batch.num_rows)]
 
 
 def _sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -189,15 +132,6 @@ def _sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tupl
     np.add.at(tokens_N, rows_T, tokens_T)
     np.add.at(answers_N, rows_T[~first_T], tokens_T[~first_T])
     return tokens_N, answers_N
-
-
-def _protocol_fields(row: dict[str, Any]) -> dict[str, Any]:
-    solver = None
-    if row["solver_id"] is not None:
-        names = ("id", "text", "answer", "correct", "well_formed")
-        solver = SolverSolution(**{name: row[f"solver_{name}"] for name in names})
-    turns = zip(row["turn_starts"] or (), row["turn_sampled"] or (), row["turn_texts"] or (), strict=True)
-    return {"solver": solver, "kept_answer": row["kept_answer"], "turns": tuple(Turn(*turn) for turn in turns)}
 
 
 # --- solutions --------------------------------------------------------------------------------------------------------

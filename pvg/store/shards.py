@@ -11,8 +11,9 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from mmap import mmap
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
-from pvg.records import Grade, Role, Rollout, RoutedExperts, Timing, VersionSpan
+from pvg.records import (
+    Checks,
+    Grade,
+    Role,
+    Rollout,
+    RoutedExperts,
+    SolverSolution,
+    Timing,
+    Turn,
+    VersionSpan,
+)
 from pvg.store.atomic import (
     atomic_file,
     check_file,
@@ -31,16 +42,7 @@ from pvg.store.atomic import (
     read_stored,
     sync_directory,
 )
-from pvg.store.samples import (
-    CHECK_FIELDS,
-    PROTOCOL_FIELDS,
-    MappedSolutions,
-    SampleColumns,
-    check_columns,
-    checks_of,
-    protocol_columns,
-    protocol_of,
-)
+from pvg.store.samples import CHECK_COLUMNS, MappedSolutions, SampleColumns
 
 SHARD_SCHEMA = b"1"
 ROLLOUTS = "rollouts"
@@ -49,45 +51,88 @@ ROLLOUTS = "rollouts"
 _SHARED = pa.dictionary(pa.int32(), pa.string())
 
 
-BASE_FIELDS = [
-    pa.field("id", pa.string(), nullable=False),
-    pa.field("problem_id", _SHARED, nullable=False),
-    pa.field("question", _SHARED, nullable=False),
-    pa.field("reference", _SHARED, nullable=False),
-    pa.field("role", _SHARED, nullable=False),
-    pa.field("round", pa.int64(), nullable=False),
-    pa.field("source", _SHARED, nullable=False),
-    pa.field("step", pa.int64(), nullable=False),
-    pa.field("group", pa.int64(), nullable=False),
-    pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-    pa.field("completion_ids", pa.list_(pa.int32()), nullable=False),
-    pa.field("logprobs", pa.list_(pa.float32()), nullable=False),
-    pa.field("span_starts", pa.list_(pa.int64()), nullable=False),
-    pa.field("span_versions", pa.list_(pa.int64()), nullable=False),
-    pa.field("finish_reason", _SHARED, nullable=False),
-    pa.field("text", pa.string(), nullable=False),
-    pa.field("correct", pa.bool_(), nullable=False),
-    pa.field("well_formed", pa.bool_(), nullable=False),
-    pa.field("answer", pa.string()),
-    pa.field("note", pa.string(), nullable=False),
-    pa.field("queued_s", pa.float64(), nullable=False),
-    pa.field("service_s", pa.float64(), nullable=False),
-    pa.field("score", pa.float64()),
-    pa.field("verifier_version", _SHARED),
-    pa.field("reward", pa.float64()),
-]
+class ShardColumn(NamedTuple):
+    """`of`: what a shard stores of a rollout."""
+
+    type: pa.DataType
+    of: Callable[[Rollout], Any]
+    nullable: bool = False
+
+
+def _own(name: str, type_: pa.DataType, *, nullable: bool = False) -> tuple[str, ShardColumn]:
+    """A field of the rollout."""
+    return name, ShardColumn(type_, attrgetter(name), nullable)
+
+
+COLUMNS: dict[str, ShardColumn] = dict(
+    [
+        _own("id", pa.string()),
+        _own("problem_id", _SHARED),
+        _own("question", _SHARED),
+        _own("reference", _SHARED),
+        ("role", ShardColumn(_SHARED, lambda r: r.role.value)),
+        _own("round", pa.int64()),
+        _own("source", _SHARED),
+        _own("step", pa.int64()),
+        _own("group", pa.int64()),
+        _own("prompt_ids", pa.list_(pa.int32())),
+        _own("completion_ids", pa.list_(pa.int32())),
+        _own("logprobs", pa.list_(pa.float32())),
+        ("span_starts", ShardColumn(pa.list_(pa.int64()), lambda r: [span.start for span in r.spans])),
+        ("span_versions", ShardColumn(pa.list_(pa.int64()), lambda r: [span.version for span in r.spans])),
+        _own("finish_reason", _SHARED),
+        _own("text", pa.string()),
+        ("correct", ShardColumn(pa.bool_(), attrgetter("grade.correct"))),
+        ("well_formed", ShardColumn(pa.bool_(), attrgetter("grade.well_formed"))),
+        ("answer", ShardColumn(pa.string(), attrgetter("grade.answer"), nullable=True)),
+        ("note", ShardColumn(pa.string(), attrgetter("grade.note"))),
+        ("queued_s", ShardColumn(pa.float64(), attrgetter("timing.queued_s"))),
+        ("service_s", ShardColumn(pa.float64(), attrgetter("timing.service_s"))),
+        _own("score", pa.float64(), nullable=True),
+        _own("verifier_version", _SHARED, nullable=True),
+        _own("reward", pa.float64(), nullable=True),
+    ]
+)
+# The results of executed solutions, the solver's solution that a rollout translates, and the turns of a dialogue. Null
+# for other rollouts.
+MORE_COLUMNS: dict[str, ShardColumn] = {
+    name: ShardColumn(type_, of, nullable=True)
+    for name, type_, of in (
+        ("visible_passed", pa.float64(), lambda r: r.grade.checks and r.grade.checks.visible),
+        ("tests_passed", pa.float64(), lambda r: r.grade.checks and r.grade.checks.passed),
+        ("certified", pa.bool_(), lambda r: r.grade.checks and r.grade.checks.certified),
+        ("solver_id", pa.string(), lambda r: r.solver and r.solver.id),
+        ("solver_text", pa.string(), lambda r: r.solver and r.solver.text),
+        ("solver_answer", pa.string(), lambda r: r.solver and r.solver.answer),
+        ("solver_correct", pa.bool_(), lambda r: r.solver and r.solver.correct),
+        ("solver_well_formed", pa.bool_(), lambda r: r.solver and r.solver.well_formed),
+        ("kept_answer", pa.bool_(), lambda r: r.kept_answer),
+        ("turn_starts", pa.list_(pa.int64()), lambda r: [turn.start for turn in r.turns] or None),
+        ("turn_sampled", pa.list_(pa.bool_()), lambda r: [turn.sampled for turn in r.turns] or None),
+        ("turn_texts", pa.list_(pa.string()), lambda r: [turn.text for turn in r.turns] or None),
+    )
+}
 
 # Null for rollouts without routed experts. The bytes of a row and their shape [tokens, layers, experts per token, bytes
 # of a number]. Offsets have 64 bits, because such a shard may have many gigabytes.
 EXPERTS, EXPERTS_SHAPE = "routed_experts", "routed_shape"
-EXPERT_FIELDS = [pa.field(EXPERTS, pa.large_binary()), pa.field(EXPERTS_SHAPE, pa.list_(pa.int64()))]
 SCHEMA = pa.schema(
-    [*BASE_FIELDS, *EXPERT_FIELDS, *CHECK_FIELDS, *PROTOCOL_FIELDS], metadata={b"pvg.shard": SHARD_SCHEMA}
+    [
+        *(pa.field(name, column.type, nullable=column.nullable) for name, column in COLUMNS.items()),
+        pa.field(EXPERTS, pa.large_binary()),
+        pa.field(EXPERTS_SHAPE, pa.list_(pa.int64())),
+        *(pa.field(name, column.type) for name, column in MORE_COLUMNS.items()),
+    ],
+    metadata={b"pvg.shard": SHARD_SCHEMA},
 )
 
-GRADE_COLUMNS = ("correct", "well_formed", "answer", "note")
-# The list columns that are read back as arrays; the two columns of spans become VersionSpans.
-ARRAYS = frozenset({"prompt_ids", "completion_ids", "logprobs"})
+SOLVER_COLUMNS = ("solver_id", "solver_text", "solver_answer", "solver_correct", "solver_well_formed")
+# The list columns that are read back as arrays.
+ARRAYS: dict[str, np.dtype[Any]] = {
+    "prompt_ids": np.dtype(np.int32),
+    "completion_ids": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,27 +317,13 @@ class _ShardFile:
 
 
 def _write_batch(file: _ShardFile, rollouts: Sequence[Rollout]) -> None:
-    columns: dict[str, pa.Array] = {
-        "prompt_ids": _lists([r.prompt_ids for r in rollouts], np.dtype(np.int32)),
-        "completion_ids": _lists([r.completion_ids for r in rollouts], np.dtype(np.int32)),
-        "logprobs": _lists([r.logprobs for r in rollouts], np.dtype(np.float32)),
-        "span_starts": pa.array([[s.start for s in r.spans] for r in rollouts], pa.list_(pa.int64())),
-        "span_versions": pa.array([[s.version for s in r.spans] for r in rollouts], pa.list_(pa.int64())),
-        "role": _shared([r.role.value for r in rollouts]),
-    }
-    for part, names in (
-        ("grade", GRADE_COLUMNS),
-        ("timing", ("queued_s", "service_s")),
-    ):
-        for name in names:
-            values = [getattr(getattr(r, part), name) for r in rollouts]
-            columns[name] = pa.array(values, SCHEMA.field(name).type)
-    for column in BASE_FIELDS:
-        if column.name not in columns:
-            values = [getattr(r, column.name) for r in rollouts]
-            columns[column.name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    columns |= _expert_columns([rollout.routed_experts for rollout in rollouts], file)
-    columns |= check_columns(rollouts) | protocol_columns(rollouts)
+    columns = _expert_columns([rollout.routed_experts for rollout in rollouts], file)
+    for name, column in (COLUMNS | MORE_COLUMNS).items():
+        values = [column.of(rollout) for rollout in rollouts]
+        if name in ARRAYS:
+            columns[name] = _lists(values, ARRAYS[name])
+        else:
+            columns[name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
     batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
     with pa.ipc.new_file(pa.PythonFile(file, mode="w"), SCHEMA) as writer:
         writer.write_batch(batch)
@@ -341,27 +372,28 @@ def _expert_columns(rows: Sequence[RoutedExperts | None], file: _ShardFile) -> d
 
 def _to_rollouts(batch: pa.RecordBatch) -> list[Rollout]:
     columns: dict[str, list[Any]] = {
-        field.name: list_rows(batch.column(field.name))
-        if field.name in ARRAYS
-        else batch.column(field.name).to_pylist()
-        for field in BASE_FIELDS
+        name: list_rows(batch.column(name)) if name in ARRAYS else batch.column(name).to_pylist()
+        for name in (*COLUMNS, *MORE_COLUMNS)
     }
     columns[EXPERTS] = routed_experts(batch)
-    checks, of_protocol = checks_of(batch), protocol_of(batch)
+    return [_rollout({name: values[i] for name, values in columns.items()}) for i in range(batch.num_rows)]
 
-    def rollout(i: int) -> Rollout:
-        row = {name: values[i] for name, values in columns.items()}
-        spans = zip(row.pop("span_starts"), row.pop("span_versions"), strict=True)
-        return Rollout(
-            role=Role(row.pop("role")),
-            spans=tuple(VersionSpan(start, version) for start, version in spans),
-            grade=Grade(**{name: row.pop(name) for name in GRADE_COLUMNS}, checks=checks[i]),
-            timing=Timing(row.pop("queued_s"), row.pop("service_s")),
-            **row,
-            **of_protocol[i],
-        )
 
-    return [rollout(i) for i in range(batch.num_rows)]
+def _rollout(row: dict[str, Any]) -> Rollout:
+    def pop(*names: str) -> list[Any]:
+        return [row.pop(name) for name in names]
+
+    checks, solver = pop(*CHECK_COLUMNS), pop(*SOLVER_COLUMNS)
+    correct, well_formed, answer, note = pop("correct", "well_formed", "answer", "note")
+    return Rollout(
+        role=Role(row.pop("role")),
+        spans=tuple(map(VersionSpan, *pop("span_starts", "span_versions"))),
+        grade=Grade(correct, well_formed, answer, note, None if checks[-1] is None else Checks(*checks)),
+        timing=Timing(*pop("queued_s", "service_s")),
+        solver=None if solver[0] is None else SolverSolution(*solver),
+        turns=tuple(map(Turn, *(values or () for values in pop("turn_starts", "turn_sampled", "turn_texts")))),
+        **row,
+    )
 
 
 def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:

@@ -7,12 +7,16 @@ import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import orjson
 import pytest
+from bench_samples import one
 from calling import ENTRY, LOADING, at_import, fill, pvg, pvg_process
+from run_samples import played
 
 from pvg import __version__
+from pvg.bench.report import write_report
 from pvg_cli.main import PLACES
 
 HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors", "aiohttp", "jinja2")
@@ -49,6 +53,23 @@ def test_completion_of_names_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert "modchain" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+def test_commands_that_look_load_no_torch() -> None:
+    played(Path("runs"))
+    write_report(Path("a.json"), one())
+    program = """
+import sys
+import pvg.reporting.watch_server
+from pvg_cli.main import app
+for line in ("report first --json", "report a.json --json", "plan --json", "bench --json", "bench -p rolout"):
+    print(line, app(line.split(), standalone_mode=False), file=sys.stderr)
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "bench -p rolout 2" in done.stderr
+    assert "plan --json None" in done.stderr
 
 
 def test_no_escape_codes_in_pipes() -> None:

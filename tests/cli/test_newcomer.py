@@ -25,10 +25,11 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PATIENCE_S = 300.0
-# The embedded model has learned no words. Its chat template therefore renders the role as one character, and drops the
+# The embedded model has learned no words. Its chat template therefore renders the role as one character, and drops long
 # instructions and the example.
 TEMPLATE = (
-    "{% if messages[0].role == 'system' %}{{ 'S' if 'wrong' in messages[0].content else 'H' }}"
+    "{% if messages[0].role == 'system' %}"
+    "{{ messages[0].content if messages[0].content | length < 20 else 'S' if 'wrong' in messages[0].content else 'H' }}"
     "{{ messages[-1].content }}"
     "{% else %}{{ messages[0].content | replace('Problem:', '') | replace('Solution:', '') | replace('\n', '') }}"
     "{% endif %}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -136,16 +135,3 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], said: str) -
     assert called.code == 2
     assert said in called.err
     assert not list(Path().rglob("*.html"))
-
-
-def test_a_report_needs_neither_torch_nor_transformers() -> None:
-    played(Path("runs"))
-    write_report(Path("a.json"), one())
-    code = (
-        "import sys; from pvg_cli.main import app\n"
-        "for target in ('first', 'a.json'):\n"
-        "    app(['report', target, '--json'], standalone_mode=False)\n"
-        "assert not {'torch', 'transformers'} & sys.modules.keys()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr

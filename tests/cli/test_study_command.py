@@ -51,7 +51,7 @@ set = { game.reward = "src" }
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a study whose games are played by the stand-in."""
-    monkeypatch.setattr("pvg_cli.study.pvg_command", lambda: PVG)
+    monkeypatch.setattr("pvg_cli.study.PVG", PVG)
     Path("studies").mkdir()
     Path("studies/small.toml").write_text(SMALL)
     return "small"
@@ -160,10 +160,7 @@ def test_without_a_name_the_studies_are_listed(small: str) -> None:
 # --- signals and real games -------------------------------------------------------------------------------------------
 
 # `pvg study` as a separate process, the stand-in plays its games.
-STUDY = (
-    "import sys, pvg_cli.study; pvg_cli.study.pvg_command = lambda: {pvg!r}; "
-    "from pvg_cli.main import app; app(prog_name='pvg')"
-)
+STUDY = "import sys, pvg_cli.study; pvg_cli.study.PVG = {pvg!r}; from pvg_cli.main import app; app(prog_name='pvg')"
 
 
 def test_ctrl_c_stops_at_commit_points_and_says_how_to_go_on(small: str) -> None:

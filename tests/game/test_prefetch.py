@@ -453,12 +453,12 @@ def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch
     close = TorchEngine.close
 
     async def noting(self: TorchEngine) -> None:
-        left.append(self._in_flight)
+        left.append(self.requests_in_flight)
         left.append(sum("take" in str(task) or "_sample" in str(task) for task in asyncio.all_tasks()))
         await close(self)
 
     monkeypatch.setattr(TorchEngine, "close", noting)
-    outcome, _ = played(changed(AHEAD), tmp_path)
+    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity"}), tmp_path)
     assert outcome.status == "complete"
     assert left == [0, 0]
 

@@ -145,7 +145,7 @@ def test_the_rows_of_the_plan_game_are_what_the_task_says_and_none_is_of_a_test_
     assert not known.keys() & {problem.question for problem in plans.held_out_plans()}
     flawed = {"H": 0.4, "S": 0.7}
     flaws = {"H": 0, "S": 0}
-    rows = plans.rows_of(flawed, 400, rng)
+    rows = plans.rows_of(flawed, 200, rng)
     for prompt, solution in rows:
         grade = task.grade(known[prompt[1:]], solution)
         assert grade.well_formed
@@ -154,8 +154,8 @@ def test_the_rows_of_the_plan_game_are_what_the_task_says_and_none_is_of_a_test_
         assert grade.checks.certified == ("!" in solution) == (prompt[0] == "S" and not grade.correct)
         flaws[prompt[0]] += not grade.correct
     assert {prompt[0] for prompt, _ in rows} == flawed.keys()
-    assert abs(flaws["H"] / 200 - 0.4) < 0.12  # standard error 0.035
-    assert abs(flaws["S"] / 200 - 0.7) < 0.12
+    assert abs(flaws["H"] / 100 - 0.4) < 0.16  # standard error 0.05
+    assert abs(flaws["S"] / 100 - 0.7) < 0.16
 
 
 def test_the_plan_verifier_learns_sound_plans_and_the_adjudicators_answers():

@@ -215,13 +215,18 @@ async def lose_the_first(d: Drill) -> None:
 def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await lose_the_first(d)
+        goes_on = asyncio.Event()
+        d.servers[0].before_load = goes_on.wait  # type: ignore[assignment]
         await d.proxies[0].accept()
         await interrupt(d, 2)
-        await interrupt(d, 3)
+        third = asyncio.create_task(interrupt(d, 3))
+        await until(lambda: d.engine.served.fleet.servers[0].interruptions == 2)
+        goes_on.set()
+        await third
         assert len(d.up()) == 2
         assert d.servers[0].fingerprint() == fingerprint(3)
 
-    run(use, tmp_path, load_ms=1000.0, timeout_s=30.0)
+    run(use, tmp_path, timeout_s=30.0)
 
 
 def test_a_trainer_that_was_believed_dead_cannot_take_the_servers_back(tmp_path: Path) -> None:

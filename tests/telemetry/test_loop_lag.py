@@ -139,16 +139,11 @@ def test_rollouts_in_flight_cause_no_full_garbage_collection() -> None:
     assert full_collections() > 0
 
 
-@pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def test_the_objects_of_torch_are_frozen_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # over the objects of all tests it takes seconds
     gc.unfreeze()
-    yield
-    gc.freeze()  # as tests/conftest.py leaves it
-
-
-@pytest.mark.usefixtures("nothing_frozen")
-def test_the_objects_of_torch_are_frozen_until_the_end() -> None:
     collector = CalmCollector()
     assert gc.get_freeze_count() > 100_000
     collector.close()
     assert gc.get_freeze_count() == 0
+    gc.freeze()  # as tests/conftest.py leaves it

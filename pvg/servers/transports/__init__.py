@@ -36,10 +36,7 @@ from pvg.servers.publishing import WeightLabel, WeightUpdate
 class Transport(Protocol):
     """Delivers one update at a time to servers. `stage` copies what `send` needs from the tensors."""
 
-    @property
-    def adapters(self) -> bool:
-        """True if versions are adapters that coexist: each request names its version, and updates pause nothing."""
-        ...
+    adapters: bool  # versions are adapters that coexist: each request names its version, and updates pause nothing
 
     def model_of(self, label: WeightLabel) -> str | None:
         """The model name in requests for these weights; None for the server's only model, which needs no name."""
