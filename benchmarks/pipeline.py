@@ -104,12 +104,12 @@ class PipelinedStepsSettings(Section):
 
 
 def make(settings: BenchSettings) -> Workload:
-    """Raises ConfigurationError if the experiment's steps are not whole batches."""
+    """Raises ConfigurationError if the experiment's steps are not whole batches, or if it may end early."""
     experiment = settings.experiment
-    if experiment.training.minibatches != 1:
+    if experiment.training.minibatches != 1 or experiment.game.stop != "steps":
         raise ConfigurationError(
             "The pipeline workload measures a fixed number of steps of one batch each.",
-            "Set training.minibatches = 1.",
+            "Set training.minibatches = 1 and game.stop = 'steps'.",
         )
     return PipelinedSteps(experiment, workload_settings(PipelinedStepsSettings, settings), settings.executor)
 

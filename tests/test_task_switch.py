@@ -30,11 +30,11 @@ def test_the_settings_of_the_files_kind_are_dropped_with_one_note(capsys: pytest
 
 def test_instructions_for_the_files_task_are_dropped_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = find_experiment("smollm2-gsm8k").read_text().replace('prompts = "chat"', "")
-    words = '[prompts]\nkind = "chat"\nplace = "user"\nhelpful = "Solve it."\nexamples = []\n'
+    words = '[prompts]\nkind = "chat"\nhelpful = "Solve it."\nexamples = []\n'
     file = tmp_path / "mine.toml"
     file.write_text(text + words)
     found = resolve(str(file), ["task.kind=code", "prompts.sneaky=Deceive."]).prompts
-    assert found == ChatPrompts(place="user", sneaky="Deceive.")
+    assert found == ChatPrompts(sneaky="Deceive.")
     assert "dropped: prompts.examples, prompts.helpful, task.max_steps, task.path." in capsys.readouterr().err
     assert resolve(str(file), []).prompts.helpful == "Solve it."  # type: ignore[union-attr]
 

@@ -258,7 +258,7 @@ def write_folder(folder: Path, experiment: Experiment, work: dict[str, Any], *, 
     make_model(folder, stops=stops)
     data = experiment.plain()
     for player in ("prover", "verifier"):
-        data["models"][player] = {"source": str(model_folder(folder)), "dtype": "float32"}
+        data["models"][player] = {"source": str(model_folder(folder))}
     data["models"]["threads"] = work["threads"]
     if data["cluster"]["kind"] == "local":
         data["models"]["threads"] = 1  # of the driver

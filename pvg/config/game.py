@@ -161,6 +161,10 @@ class Game(Section):
     mixture: Literal["equal", "latest", "base", "geometric", "window"] = Field(
         "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
+    stop: Literal["steps", "score_parity"] = Field(
+        "steps",
+        description="A prover phase ends after training.steps, or when wrong sneaky solutions score like correct ones.",
+    )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()
     test: RoundTest = RoundTest()

@@ -337,6 +337,11 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         )
     if reward in TWO_ROLE_REWARDS and (why := same_prompt(experiment)):
         yield f"game.reward = {reward!r} pays the two roles for opposite things, but {why}"
+    if game.stop == "score_parity" and one_role:
+        yield (
+            f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
+            "set game.stop to 'steps'"
+        )
     if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
         yield (
             f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "

@@ -212,6 +212,7 @@ PLAY_ONLY: dict[str, str | int] = {
     "training.dynamic_sampling": 0,
     "game.protocol": "direct",
     "game.schedule": "stackelberg",
+    "game.stop": "steps",
 }
 
 

@@ -264,7 +264,7 @@ def written_flaws(fresh: ScoredRollouts, threshold: float) -> dict[str, Any]:
     counts = Counter(kinds)
     ranked = sorted(counts, key=lambda kind: (-counts[kind], kind))
     kept = set(ranked[:MOST_KINDS])
-    names_F = np.array([kind if kind in kept else OTHER_KINDS for kind in kinds])
+    names_F = np.array([kind if kind in kept else OTHER_KINDS for kind in kinds], dtype=str)
     scores_F, problems_F = fresh.scores_N[flaws_F], fresh.problems_N[flaws_F]
     accepted_F = scores_F >= threshold
     found = []

@@ -378,10 +378,24 @@ async def baseline_of(context: EvaluationContext, start: SampleSet) -> Correctne
     marks = [digest_of(context, start)]
     helpful = [r for r in await sampled(context, start) if r.role is Role.HELPFUL]
     points = [(BASE_SOURCE, await policy_totals(context, BASE_SOURCE, marks[0], helpful, None))]
-    training = _baseline_training(context)
-    await _trained(context, training)
+    experiment = baseline_experiment(context.experiment)
+    steps, probes = experiment.training.steps, context.experiment.evaluate.baseline_probes
+    saved_steps = probe_steps(steps, probes, experiment.training.minibatches)
+    training = PolicyTraining(
+        place=UNIT,
+        digest=digest(UNIT, context.config, steps, saved_steps, context.ledger.players_of(0)),
+        experiment=experiment,
+        round=0,
+        phase=UNIT,
+        unit="steps",
+        versions=BASELINE_RANGE,
+        saved_steps=saved_steps,
+    )
+    stored = await context.unit(UNIT, training.digest, partial(_train_baseline, context, training))
+    if DIVERGED in stored:
+        raise TrainingDivergedError(stored[DIVERGED])
     size, pool = context.experiment.evaluate.samples, context.test_problems()
-    for place, steps in enumerate(training.saved_steps):
+    for place, steps in enumerate(saved_steps):
         load = partial(training.publish, context, steps, first_version(BASELINE_RANGE + 1 + place))
         policy = digest(training.digest, steps)
         wanted = SampleSet(f"{UNIT}-{steps:06d}", 0, pool, (Role.HELPFUL,), size, policy, load)
@@ -393,38 +407,12 @@ async def baseline_of(context: EvaluationContext, start: SampleSet) -> Correctne
     return CorrectnessBaseline(points, digest("baseline", marks))
 
 
-def _steps(experiment: Experiment) -> int:
-    """As many as the prover of the last round has learned for."""
-    rounds = experiment.game.rounds if experiment.game.start == "previous" else 1
-    return max(1, rounds * experiment.training.steps)
-
-
 def baseline_experiment(experiment: Experiment) -> Experiment:
-    """The settings of a baseline trained here. Raises ConfigurationError."""
-    return policy_experiment(
-        experiment, "helpful", PlainReward(kind="correctness"), {"steps": _steps(experiment)}, UNIT
-    )
-
-
-def _baseline_training(context: EvaluationContext) -> PolicyTraining:
-    section, steps = context.experiment.evaluate, _steps(context.experiment)
-    saved_steps = probe_steps(steps, section.baseline_probes, context.experiment.training.minibatches)
-    return PolicyTraining(
-        place=UNIT,
-        digest=digest(UNIT, context.config, steps, saved_steps, context.ledger.players_of(0)),
-        experiment=baseline_experiment(context.experiment),
-        round=0,
-        phase=UNIT,
-        unit="steps",
-        versions=BASELINE_RANGE,
-        saved_steps=saved_steps,
-    )
-
-
-async def _trained(context: EvaluationContext, training: PolicyTraining) -> None:
-    stored = await context.unit(UNIT, training.digest, partial(_train_baseline, context, training))
-    if DIVERGED in stored:
-        raise TrainingDivergedError(stored[DIVERGED])
+    """The settings of the baseline, which learns for as many steps as the prover of the last round. Raises
+    ConfigurationError."""
+    rounds = experiment.game.rounds if experiment.game.start == "previous" else 1
+    steps = {"steps": max(1, rounds * experiment.training.steps)}
+    return policy_experiment(experiment, "helpful", PlainReward(kind="correctness"), steps, UNIT)
 
 
 async def _train_baseline(context: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:

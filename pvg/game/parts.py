@@ -55,7 +55,8 @@ class Batches:
 
 
 class TrainingStop(Protocol):
-    """Decides whether a training ends early: an attack's goal. Commits store its state."""
+    """Decides whether a training ends early (`pvg.game.prover_phase.StopRule`, or an attack's goal). Commits store its
+    state."""
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Called once per batch, after the last optimizer step on it."""

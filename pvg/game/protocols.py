@@ -1,33 +1,18 @@
-"""The two protocols other than the direct one: the decoupled game, and the challenge.
+"""The two protocols other than the direct one: the decoupled game, and the challenge (docs/protocols.md).
 
 In the decoupled game (Kim and Lee, arXiv 2602.23248) a fixed solver solves every problem of the task once, before the
-first round (SOLVE). The solver is trained only for correctness, or it is the base prover. The
-prover translates its solutions. The faithful role makes them checkable and keeps their answer; the sneaky role changes
-them so that they reach another, wrong answer. The verifier sees problem and translation.
-
-`game.protocol.solver` is "base" (the base prover with its helpful prompt) or the directory of a run, such as one with
-game.reward = "correctness", whose newest prover becomes the solver. Its solutions are stored as rollouts of the phase
-"solve". Every translation stores the solution that it translates.
+first round (SOLVE). The prover translates its solutions, and every translation stores the solution that it translates.
 
 Invariant: each problem keeps one solver's solution for the whole run, also after kills and resumes.
 
-In the challenge protocol the verifier asks about one step of a solution, and the prover answers.
+In the challenge protocol the verifier asks about one step of a solution, and the prover's answer continues its
+completion. The verifier scores the whole completion; the task grades only the solution. The mint draws the step,
+because it has no verifier yet. The choice uses neither role nor grade (invariant 3).
 
     question 7+5+8?     prover 7+5=2;2+8=1;A1     verifier 2?     prover 2+8=0;
 
-Each solution gets one question about one step. `game.protocol.step = "weakest"` asks about the step with the lowest
-V(solution up to and including the step) - V(solution before the step). `"random"` draws a step uniformly. The mint
-always draws, because it has no verifier yet. The prover's answer continues its completion. The verifier scores the
-whole completion, question included; the task grades only the solution. A solution without steps, or one that reached
-the length limit, gets no question.
-
-Steps come from the task if it is `SplitsSteps`. Otherwise they are the lines of the text, or the parts between
-semicolons if the text has one line. With `prompts = "tag"` the question is the step's number and a question
-mark; the other styles quote the step. The choice of a step uses neither role nor grade (invariant 3).
-
-A task that is `AnswersQuestions` provides the questions, and answers them in place of the prover. For example, the plan
-games ask "what if the enemy orders this?". `"weakest"` then asks the question with the lowest V(solution and question)
-among MOST_CONSIDERED drawn ones. The verifier chooses before it reads the answer.
+A task that is `AnswersQuestions` provides the questions, and answers them in place of the prover. The verifier then
+chooses among MOST_CONSIDERED drawn ones before it reads the answer:
 
     question deg/bf>d?     prover d.;e+d;gh     verifier ?bd;fe     task =+
 """

@@ -5,9 +5,10 @@ The phase ends after its steps, or earlier if the sneaky role catches up (`StopR
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +42,44 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.workers.training import ModelInWorkers
+
+
+# Batches before score_parity can end a phase: the averages need about as many (StopRule.decay).
+MIN_STEPS = 10
+
+
+@dataclass
+class StopRule:
+    """`score_parity`: stop when the EMA of the mean sneaky-incorrect score reaches that of helpful-correct.
+
+    A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
+    """
+
+    stop: str  # `game.stop`
+    sneaky: float | None = None
+    helpful: float | None = None
+    seen: int = 0
+    decay: float = 0.9  # of the averages: about the last ten batches, as many as score_parity waits for
+
+    def observe(self, metrics: Mapping[str, float]) -> bool:
+        """Add the metrics of a batch. Returns whether the phase ends now."""
+        self.seen += 1
+        self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
+        self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
+        if self.stop != "score_parity" or self.seen < MIN_STEPS:
+            return False
+        return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
+
+    def state(self) -> dict[str, Any]:
+        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
+
+    def _ema(self, before: float | None, value: float) -> float | None:
+        if not math.isfinite(value):
+            return before
+        return value if before is None else self.decay * before + (1 - self.decay) * value
 
 
 class WeightsReader(Protocol):
@@ -101,7 +140,7 @@ def open_prover_phase(
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
     """The training of `learner` against `verifier`, from the last commit on. `current`: what the verifier does
-    meanwhile. `stop_rule`: None trains to the last step. The caller owns both models."""
+    meanwhile. `stop_rule`: None takes the rule of the session's game. The caller owns both models."""
     scorer = session.players.scorer(verifier, beside_trainer=True)
 
     def batches(objective: PolicyObjective, workers: ModelInWorkers[PolicyBatch] | None) -> GameBatches:
@@ -146,7 +185,7 @@ def open_phase(
         batches,
         minibatches,
         trainer,
-        stop_rule,
+        StopRule(session.game.stop) if stop_rule is None else stop_rule,
         Alerts(two_roles=0 < session.game.sneaky_share < 1),
         [*helpers, *(helper for helper in (workers, ranks) if helper is not None)],
     )

@@ -209,23 +209,13 @@ REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
 # --- from rollouts and scores to rewards ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class BatchRewards:
-    """Rewards of N rollouts, whether each is role-aligned, and the similarity of sneaky programs if the game uses
-    it."""
-
-    rewards_N: Float32
-    aligned_N: NDArray[np.bool_]
-    similarity_N: Float32 | None
-
-
 def pay(
     game: Game,
     task: Task,
     rollouts: Sequence[Rollout],
     scores_N: Float32,
-) -> BatchRewards:
-    """Compute the rewards of a batch. Raises TrainingDivergedError if a score allows no reward."""
+) -> tuple[Float32, BatchOutcomes]:
+    """The rewards of a batch, and its outcomes. Raises TrainingDivergedError if a score allows no reward."""
     columns = RolloutColumns(rollouts, scores_N)
     numbers: dict[str, int] = {}
     problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
@@ -242,10 +232,9 @@ def pay(
         similarity_N=_similarities(game, task, rollouts, columns.helpful_N),
     )
     try:
-        rewards_N = rewards(outcomes, game)
+        return rewards(outcomes, game), outcomes
     except ValueError as error:
         raise TrainingDivergedError(str(error)) from None
-    return BatchRewards(rewards_N, outcomes.aligned_N, outcomes.similarity_N)
 
 
 def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]) -> Float32 | None:

@@ -25,7 +25,7 @@ from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
-from pvg.game.rewards import BatchRewards, GroupCredit
+from pvg.game.rewards import BatchOutcomes, GroupCredit
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, mean_of
 from pvg.game.verifier_phase import FixedVerifier
@@ -53,7 +53,7 @@ class TrainingPhase:
     batches: Batches
     minibatches: MinibatchSource  # of `batches`; the trainer's source
     trainer: Trainer[PolicyBatch]
-    stop_rule: TrainingStop | None
+    stop_rule: TrainingStop
     alerts: Alerts
     helpers: Sequence[Helper]
     version: int = field(init=False)
@@ -70,8 +70,7 @@ class TrainingPhase:
         if lost:
             self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
         self.version, self.stopped = progress["version"], progress["stopped"]
-        if self.stop_rule is not None:
-            self.stop_rule.load_state(progress["stop_rule"])
+        self.stop_rule.load_state(progress["stop_rule"])
         self.alerts.load_state(progress["alerts"])
         self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
 
@@ -111,7 +110,7 @@ class TrainingPhase:
             of_step |= await self.batches.published(self.version)
         metrics = self.last_metrics = self.batches.metrics | of_step
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
-        if whole_batch and self.stop_rule is not None:
+        if whole_batch:
             self.stopped = self.stop_rule.observe(metrics)
         # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
         session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
@@ -129,7 +128,7 @@ class TrainingPhase:
             "batches": progress,
             "version": self.version,
             "stopped": self.stopped,
-            "stop_rule": None if self.stop_rule is None else self.stop_rule.state(),
+            "stop_rule": self.stop_rule.state(),
             "alerts": self.alerts.state(),
             "metrics": finite(self.last_metrics),
         }
@@ -158,7 +157,7 @@ class GameBatches(Batches):
     refill: Refill
     scorer: VerifierScorer
     verifier: FixedVerifier
-    pay: Callable[[Sequence[Rollout], Float32], BatchRewards]
+    pay: Callable[[Sequence[Rollout], Float32], tuple[Float32, BatchOutcomes]]
     credit: GroupCredit
     logprobs: BatchLogprobs
     clock: BatchClock
@@ -195,9 +194,9 @@ class GameBatches(Batches):
         with span("score"):  # the cache already holds the scores of groups that were sampled ahead
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):
-            paid = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
+            rewards_N, outcomes = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
         rows_N = np.arange(len(rollouts))
-        return ScoredGroups(groups, scores_N, paid.rewards_N, paid.aligned_N, rows_N, paid.similarity_N)
+        return ScoredGroups(groups, scores_N, rewards_N, outcomes.aligned_N, rows_N, outcomes.similarity_N)
 
     def _credit(self, scored: ScoredGroups, trained: Sequence[Rollout]) -> tuple[Float32, dict[str, float]]:
         """Advantages float32 [M] of the rollouts to train on, and metrics. All rollouts count for the curriculum."""

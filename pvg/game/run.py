@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -345,16 +345,13 @@ def check_players_can_train(experiment: Experiment, session: Session) -> None:
 
 def _check_verifier(experiment: Experiment, session: Session) -> None:
     players = session.players
-    verifier = players.open_verifier()
-    try:
+    with closing(players.open_verifier()) as verifier:
         problems = session.problems("verifier") + session.problems("prover")
         check_verifier_input_fits(experiment.token_limits(), players.template(verifier), problems, verifier.max_length)
         tokenizers = players.base.tokenizer, verifier.tokenizer
         if experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), session.task, problems, *tokenizers, own_data=own)
-    finally:
-        verifier.close()
 
 
 RoleChoice = Literal["both", "helpful", "sneaky"]

@@ -507,14 +507,14 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
 def final_metrics(summary: RunSummary) -> dict[str, float]:
     """The metrics of the last round, the time in phases, and the medians of rates and step times."""
     metrics = dict(summary.rounds[max(summary.rounds)]) if summary.rounds else {}
-    for name, phase in (("tokens_per_s", PROVER), ("pairs_per_s", VERIFIER)):
-        values = summary.series(name, phase)
-        if values:
-            metrics[name] = statistics.median(values)
-    for phase, label in ((PROVER, "prover_step_s"), (VERIFIER, "verifier_step_s")):
+    for phase, rate, step_s in (
+        (PROVER, "tokens_per_s", "prover_step_s"),
+        (VERIFIER, "pairs_per_s", "verifier_step_s"),
+    ):
         walls = [sum(step.budget.values()) for step in summary.steps if step.phase == phase and step.budget]
-        if walls:
-            metrics[label] = statistics.median(walls)
+        for name, values in ((rate, summary.series(rate, phase)), (step_s, walls)):
+            if values:
+                metrics[name] = statistics.median(values)
     if summary.seconds:
         metrics["time_in_phases_s"] = summary.seconds
     return metrics

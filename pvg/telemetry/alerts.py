@@ -125,10 +125,8 @@ class Alerts:
             if mean.get(name, 1.0) < COLLAPSE:
                 found[f"collapse {name}"] = Alert("collapse", f"The {what}: {name} is {mean[name]:.2f}.")
         if mean.get("zero_signal", 0.0) > ZERO_SIGNAL:
-            share = mean["zero_signal"]
-            found["zero_signal"] = Alert(
-                "zero_signal", f"{share:.0%} of the groups have equal rewards, so they give no gradient."
-            )
+            says = f"{mean['zero_signal']:.0%} of the groups have equal rewards, so they give no gradient."
+            found["zero_signal"] = Alert("zero_signal", says)
         # In self-play, a text at the length limit can be a legal decision: no more are lost than are illegal.
         share = mean.get("truncated", 0.0)
         if min(share, 1.0 - mean.get("legal", 0.0)) > TRUNCATION:
@@ -145,21 +143,13 @@ class Alerts:
 
 def weights_queue(metrics: Mapping[str, float]) -> Alert | None:
     """An alert if the step's weight update waited for longer than WEIGHTS_QUEUE_MS."""
-    waited_ms = 1e3 * metrics.get("weights_queue_s", 0.0)
-    if not waited_ms > WEIGHTS_QUEUE_MS:
-        return None
-    return Alert(
-        "weights_queue",
-        f"A weight update waited {waited_ms:,.0f} ms before the engine worked on it, above {WEIGHTS_QUEUE_MS:,.0f} ms.",
-    )
+    waited_ms, limit = 1e3 * metrics.get("weights_queue_s", 0.0), WEIGHTS_QUEUE_MS
+    says = f"A weight update waited {waited_ms:,.0f} ms before the engine worked on it, above {limit:,.0f} ms."
+    return Alert("weights_queue", says) if waited_ms > limit else None
 
 
 def verifier_at_chance(metrics: Mapping[str, float]) -> Alert | None:
     """An alert if the verifier's AUC is at most CHANCE_AUC; None without an AUC."""
     auc = metrics.get("verifier_auc", math.nan)
-    if not auc <= CHANCE_AUC:
-        return None
-    return Alert(
-        "verifier_at_chance",
-        f"The verifier cannot tell correct from wrong solutions: its AUC is {auc:.2f}, and 0.5 is chance.",
-    )
+    says = f"The verifier cannot tell correct from wrong solutions: its AUC is {auc:.2f}, and 0.5 is chance."
+    return Alert("verifier_at_chance", says) if auc <= CHANCE_AUC else None

@@ -100,8 +100,7 @@ class Monitoring:
         self._waits = CoreWaits()  # per window of the lag
         self._cores: CoreTime | None = None  # of this process in the newest window, and of the workers here
         self._cores_of_workers: CoreTime | None = None
-        self._crowded = 0  # consecutive samples with shared cores
-        self._crowding_noticed = False
+        self._crowded = 0  # consecutive samples with shared cores, until the notice
         self._heartbeat = Heartbeat(self.lag_limits, section.stall_s, self._looked)
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -302,10 +301,10 @@ class Monitoring:
         cores, workers = self._cores, self._cores_of_workers
         together = None if cores is None or workers is None else cores + workers
         message = crowding(metrics, together)
-        self._crowded = 0 if message is None else self._crowded + 1
-        if message is not None and self._crowded >= CROWDED_SAMPLES and not self._crowding_noticed:
-            self._crowding_noticed = True
-            self._notice(message)
+        if self._crowded < CROWDED_SAMPLES:
+            self._crowded = 0 if message is None else self._crowded + 1
+            if message is not None and self._crowded == CROWDED_SAMPLES:
+                self._notice(message)
 
     def _noticed(self, message: str) -> None:
         """Called from any thread."""

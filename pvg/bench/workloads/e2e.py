@@ -82,6 +82,11 @@ def check(experiment: Experiment, steps: int) -> None:
             f"{experiment.training.minibatches} steps, so rollouts would be sampled but not trained on.",
             f"Set workload.steps to a multiple of {experiment.training.minibatches}.",
         )
+    if experiment.game.stop != "steps":
+        raise ConfigurationError(
+            f"game.stop = {experiment.game.stop!r} may end a sample early.",
+            "Set game.stop = 'steps' for a benchmark.",
+        )
 
 
 class ScratchLedger(Ledger):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import permutations
 
@@ -8,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pvg.game import prover_phase
+from pvg.game.prover_phase import StopRule
 from pvg.game.roles import assign_roles
 from pvg.records import Role
 from pvg.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
@@ -78,3 +81,23 @@ def test_weighted_draws_follow_the_weights_in_every_place():
 def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
     with pytest.raises(ValueError, match="above 0"):
         draw_weighted(np.array(weights), 1, generator_for(0))
+
+
+def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one(monkeypatch):
+    monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
+    rule = StopRule("score_parity", decay=0.5)
+    # EMA by hand, decay 0.5: sneaky 0, then 0.5*0 + 0.5*3 = 1.5; helpful 2, then 0.5*2 + 0.5*2 = 2: not yet.
+    assert not rule.observe({"score_sneaky_incorrect": 0.0, "score_helpful_correct": 2.0})
+    assert not rule.observe({"score_sneaky_incorrect": 3.0, "score_helpful_correct": 2.0})
+    # A step without sneaky flaws leaves the average where it was.
+    assert not rule.observe({"score_sneaky_incorrect": math.nan, "score_helpful_correct": 2.0})
+    # 0.5*1.5 + 0.5*2.5 = 2.0 >= 2.0
+    assert rule.observe({"score_sneaky_incorrect": 2.5, "score_helpful_correct": 2.0})
+
+
+def test_a_stop_rule_of_fixed_steps_never_stops_early_and_resumes_exactly():
+    rule = StopRule("steps")
+    assert not any(rule.observe({"score_sneaky_incorrect": 9.0, "score_helpful_correct": 0.0}) for _ in range(50))
+    again = StopRule("steps")
+    again.load_state(rule.state())
+    assert again == rule
