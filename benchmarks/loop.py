@@ -35,7 +35,8 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,7 +46,6 @@ from benchmarks.loop_engine import (
     CallingThreadExecutor,
     RecordedScores,
     RecordedScoringModel,
-    RolloutStretch,
     recorded,
     some_experts,
 )
@@ -122,16 +122,6 @@ def make(settings: BenchSettings) -> Workload:
     return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
 
 
-@dataclass(frozen=True, slots=True)
-class Stalls:
-    """The lags of one sample, in total and in its three parts; None if no tick was due."""
-
-    whole: LagWindow | None
-    rollout: LagWindow | None
-    batch: LagWindow | None
-    commit: LagWindow | None
-
-
 def has_peak() -> bool:
     return PEAK_RESET.exists()
 
@@ -171,7 +161,7 @@ class LoopWorkload:
         self._executor = executor
         self._settings = settings
         self._samples = samples
-        self._stalls: list[Stalls] = []
+        self._stalls: list[dict[str, float]] = []  # of each sample: the longest of each part, in ms
         self._before = 0  # resident bytes when opened
         self.measures: Mapping[str, BenchMetric] = MEASURES
         if has_peak():
@@ -214,10 +204,10 @@ class LoopWorkload:
         self._orders: list[GroupOrder] = orders.batch(0)
         groups = await orders.sample(self._orders, 0)
         await players.engine.close()
-        how = RolloutStretch(settings.tokens, settings.seconds, settings.expert_layers, settings.experts_per_token)
         rollouts = [one for group in groups for one in group.rollouts]
-        experts = some_experts(how)
-        answers = {one.id: recorded(one, i, how, tokenizer, experts) for i, one in enumerate(rollouts)}
+        experts = some_experts(settings.expert_layers, settings.experts_per_token)
+        stretch = partial(recorded, tokens=settings.tokens, seconds=settings.seconds, experts=experts)
+        answers = {one.id: stretch(one, number, tokenizer) for number, one in enumerate(rollouts)}
         self._tokens = sum(len(answer.token_ids) for answer in answers.values())
         players.engine = StandInEngine(rollout.concurrency, lambda asked: answers[asked.id], settings.chunk)
         sampling = Sampling(settings.tokens, (tokenizer.eos_id,))
@@ -262,12 +252,13 @@ class LoopWorkload:
                     await self._ledger.commit(replace(self._ledger.state, step=index + 1))
             write_s = time.perf_counter() - wrote
         wall_s = time.perf_counter() - started
-        stalls = Stalls(whole.take(), watched.during.take(), watched.after.take(), committing.take())
-        self._stalls.append(stalls)
+        parts = {"rollout": watched.during, "batch": watched.after, "commit": committing}
+        self._stalls.append({part: _longest_ms(monitor.take()) for part, monitor in parts.items()})
+        lag = whole.take()
         return {
-            "lag_p50_ms": stalls.whole.p50_s * 1e3 if stalls.whole else 0.0,
-            "lag_p99_ms": stalls.whole.p99_s * 1e3 if stalls.whole else 0.0,
-            "lag_max_ms": _longest_ms(stalls.whole),
+            "lag_p50_ms": lag.p50_s * 1e3 if lag else 0.0,
+            "lag_p99_ms": lag.p99_s * 1e3 if lag else 0.0,
+            "lag_max_ms": _longest_ms(lag),
             "rollouts_per_s": len(batch) / wall_s,
             "batch_s": batch_s,
             "write_s": write_s,
@@ -303,14 +294,9 @@ class LoopWorkload:
     def derived(self) -> dict[str, float]:
         """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive
         together in one turn.) The mean tokens of a rollout."""
-        parts = ("rollout", "batch", "commit")
-        return {
-            **{
-                f"{part}_stall_ms": statistics.median(_longest_ms(getattr(stalls, part)) for stalls in self._stalls)
-                for part in parts
-            },
-            "mean_tokens": self._tokens / self._settings.rollouts,
-        }
+        medians = {part: statistics.median(stalls[part] for stalls in self._stalls) for part in self._stalls[0]}
+        stalls = {f"{part}_stall_ms": value for part, value in medians.items()}
+        return stalls | {"mean_tokens": self._tokens / self._settings.rollouts}
 
     async def close(self) -> None:
         await self._stack.aclose()

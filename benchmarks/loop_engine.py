@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -55,35 +54,25 @@ class RecordedScores:
         return done
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutStretch:
-    """How to stretch recorded rollouts: to about `tokens` tokens that arrive within half to all of `seconds`, with
-    `layers` x `k` experts per token."""
-
-    tokens: int
-    seconds: float
-    layers: int = 0
-    k: int = 0
-
-
-def some_experts(how: RolloutStretch) -> RoutedExperts:
-    return np.random.default_rng(0).integers(0, 256, (EXPERT_ROWS, how.layers, how.k), dtype=np.uint8)
+def some_experts(layers: int, k: int) -> RoutedExperts:
+    return np.random.default_rng(0).integers(0, 256, (EXPERT_ROWS, layers, k), dtype=np.uint8)
 
 
 def recorded(
-    rollout: Rollout, number: int, how: RolloutStretch, tokenizer: Tokenizer, experts: RoutedExperts
+    rollout: Rollout, number: int, tokenizer: Tokenizer, tokens: int, seconds: float, experts: RoutedExperts
 ) -> Answer:
-    """A rollout stretched to almost `tokens` tokens in whole steps. `number` selects its duration and its experts. They
-    repeat `experts` [E, layers, k] from that row on: so what is served is not in memory before."""
+    """A rollout stretched to almost `tokens` tokens in whole steps, which arrive within half to all of `seconds`.
+    `number` selects its duration and its experts. They repeat `experts` [E, layers, k] from that row on: so what is
+    served is not in memory before."""
     ids, logprobs = rollout.completion_ids, rollout.logprobs
     step = first_step(ids, tokenizer)
-    repeats = max(0, how.tokens - len(ids)) // max(1, step)
+    repeats = max(0, tokens - len(ids)) // max(1, step)
     rows = len(rollout.prompt_ids) + repeats * step + len(ids) - 1
     return Answer(
         token_ids=np.concatenate([np.tile(ids[:step], repeats), ids]),
         logprobs=np.concatenate([np.tile(logprobs[:step], repeats), logprobs]),
         finish_reason=rollout.finish_reason,
-        seconds=how.seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
+        seconds=seconds * (0.5 + 0.5 * (number * GOLDEN % 1)),
         experts=lambda: experts[(np.arange(rows) + number) % len(experts)],
     )
 

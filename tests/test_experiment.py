@@ -51,10 +51,6 @@ def test_shipped_experiments_are_valid_and_named_after_their_file(path: Path) ->
     assert load_experiment(path).name == path.stem
 
 
-def test_there_is_the_default_experiment() -> None:
-    assert "modchain" in [path.stem for path in SHIPPED]
-
-
 # --- reading and overriding ------------------------------------------------------------------------------------------
 
 
@@ -206,32 +202,16 @@ def test_an_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
         ("lr", "training.learning_rate"),
         ("learning_rate", "training.learning_rate"),
         ("verifier.lr", "verifier.learning_rate"),
-        ("training.batch_size", "training.groups"),
-        ("training.num_generations", "rollout.group_size"),
-        ("training.beta", "training.kl.coefficient"),
-    ],
-)
-def test_an_unknown_key_gets_the_nearest_valid_one_and_its_origin(tmp_path: Path, key: str, hint: str) -> None:
-    error = complaint(tmp_path, f"{key}=3", text="[task]\nkind = 'modchain'")
-    assert f"nearest valid key is '{hint}'." in error.message
-    assert f"(--set {key}=3)" in error.message
-
-
-@pytest.mark.parametrize(
-    ("typed", "hint"),
-    [
-        ("lr", "training.learning_rate"),
-        ("optimizer.lr", "training.learning_rate"),
-        ("verifier.lr", "verifier.learning_rate"),
-        ("training.batch_size", "training.groups"),
         ("rollout.batch_size", "training.groups"),
         ("num_generations", "rollout.group_size"),
         ("beta", "training.kl.coefficient"),
         ("verifier.beta", "verifier.head.beta"),
     ],
 )
-def test_the_names_of_other_libraries_lead_to_pvgs(typed: str, hint: str) -> None:
-    assert nearest_key(typed) == hint
+def test_an_unknown_key_gets_the_nearest_valid_one_and_its_origin(tmp_path: Path, key: str, hint: str) -> None:
+    error = complaint(tmp_path, f"{key}=3", text="[task]\nkind = 'modchain'")
+    assert f"nearest valid key is '{hint}'." in error.message
+    assert f"(--set {key}=3)" in error.message
 
 
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
@@ -265,20 +245,13 @@ def test_a_key_like_nothing_gets_no_hint(tmp_path: Path) -> None:
         "training.steps=true",
         "training.steps=2.5",
         "training.learning_rate=fast",
-        "training.learning_rate=inf",
         "training.learning_rate=nan",
-        "training.learning_rate=0",
-        "training.gradient_checkpointing=1",
         "training.loss=ppo",
-        "game.rounds=0",
-        "game.mint_samples=1",
         "game.sneaky_share=1.5",
         "rollout.top_p=0",
         "seed=-1",
         "name=../elsewhere",
         "store.root=3",
-        "models.prover=3",
-        "training.micro_batch_tokens=0",
         "verifier.held_out=1.0",
     ],
 )
@@ -357,9 +330,12 @@ def test_valid_keys_are_all_settable() -> None:
 # --- what cannot work ------------------------------------------------------------------------------------------------
 
 IMPOSSIBLE = [
-    (["rollout.group_size=1"], "rollout.group_size = 1"),
+    (["rollout.group_size=1"], "too small for training.loss = 'grpo'"),
+    (["rollout.group_size=1", "training.loss=rloo"], "too small for training.loss = 'rloo'"),
+    (["weights.transport=lora"], "training.adapters.rank = 0 trains none"),
+    (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
+    (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "also serves the verifier"),
     (["training.minibatches=3"], "training.minibatches = 3 does not divide"),
-    (["training.minibatches=512"], "training.minibatches = 512 does not divide"),
     (["training.micro_batch_tokens=48"], "training.micro_batch_tokens = 48 is too small"),
     (["verifier.micro_batch_tokens=97"], "verifier.micro_batch_tokens = 97 is too small"),
     (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
@@ -407,16 +383,13 @@ IMPOSSIBLE = [
 # The nearest setting that does work, for each of them: the rule must not refuse more than it says.
 POSSIBLE = [
     ["rollout.group_size=2"],
-    ["training.minibatches=256", "training.groups=32"],
     ["training.micro_batch_tokens=49"],
     ["verifier.micro_batch_tokens=98"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
     ["game.sneaky_share=0.0", "game.reward=correctness"],
     ["game.sneaky_share=1.0", "game.reward=goodhart"],
-    ["game.mint_samples=2"],
     ["training.loss=spo", "rollout.group_size=1", "game.reward=cgc"],
-    ["training.loss=rae", "rollout.group_size=1", "game.reward=cgc"],
     ["rollout.deadline=cut", "training.minibatches=64"],
     ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc"],
     ["rollout.deadline=continue", "training.loss=spo"],
@@ -438,24 +411,9 @@ def test_what_just_works_is_taken(tmp_path: Path, overrides: list[str]) -> None:
     load_experiment(write(tmp_path, ""), overrides)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp"])
-def test_no_group_normalised_loss_takes_groups_of_one(tmp_path: Path, loss: str) -> None:
-    error = complaint(tmp_path, f"training.loss={loss}", "rollout.group_size=1")
-    assert f"too small for training.loss = {loss!r}" in error.message
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        (["weights.transport=lora"], "training.adapters.rank = 0 trains none"),
-        (["rollout.engine=vllm", "serving.servers=[]"], "needs serving.servers"),
-        (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "also serves the verifier"),
-        (["serving.servers=127.0.0.1:8000"], "is not a server address"),
-        (["serving.servers=http://127.0.0.1:8000/v1"], "is not a server address"),
-    ],
-)
-def test_servers_that_cannot_work_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
-    assert says in complaint(tmp_path, *overrides).message
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "http://127.0.0.1:8000/v1"])
+def test_an_address_is_that_of_a_server(tmp_path: Path, address: str) -> None:
+    assert "is not a server address" in complaint(tmp_path, f"serving.servers={address}").message
 
 
 def test_a_server_counts_once_however_its_address_is_written(tmp_path: Path) -> None:
@@ -548,13 +506,6 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):
     assert any(key in warning for warning in build_experiment(overrides).warnings())
     assert build_experiment({"game": {"reward": "cgc"}}).warnings() == []
-
-
-def test_partial_rollouts_grow_stale_and_may_be_decoupled() -> None:
-    partial = {"deadline": "continue"}
-    for training in ({"importance": "decoupled"}, {"loss": "rloo", "importance": "decoupled"}):
-        experiment = build_experiment({"game": {"reward": "cgc"}, "training": training, "rollout": partial})
-        assert experiment.warnings() == []
 
 
 def test_a_setting_of_another_kind_of_task_is_named_as_such():

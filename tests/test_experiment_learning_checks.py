@@ -18,7 +18,6 @@ def built(training: dict[str, Any], **rollout: Any) -> Experiment:
 
 
 IMPOSSIBLE = [
-    ({"dynamic_sampling": 4, "loss": "rae"}, {}, "training.loss = 'rae' uses none"),
     ({"dynamic_sampling": 4, "loss": "spo"}, {}, "training.loss = 'spo' uses none"),
     ({"dynamic_sampling": 4}, {"prefetch": "fresh", "engine": "vllm"}, "rollout.prefetch samples before"),
     ({"dynamic_sampling": 4}, {"deadline": "continue"}, "leaves groups to later batches"),
@@ -27,10 +26,12 @@ IMPOSSIBLE = [
         {"logprobs": "recomputed"},
         "training.importance = 'masked' needs the sampler's log-probs",
     ),
-    ({"importance": "decoupled"}, {"logprobs": "recomputed"}, "'decoupled' needs the sampler's log-probs"),
     ({"loss": "rae"}, {"prefetch": "fresh", "engine": "vllm", "deadline": "cut"}, "so a batch has no deadline"),
+    ({"dynamic_sampling": 4}, {"group_size": 1}, "rollout.group_size = 1"),
 ]
 POSSIBLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"importance": "decoupled"}, {"deadline": "continue"}),
+    ({"loss": "rloo", "importance": "decoupled"}, {"deadline": "continue"}),
     ({"dynamic_sampling": 4}, {"deadline": "cut"}),
     ({"dynamic_sampling": 4, "loss": "dapo", "curriculum": "prioritised"}, {}),
     ({"importance": "none"}, {"logprobs": "recomputed"}),
@@ -51,8 +52,3 @@ def test_what_cannot_work_is_refused(training: dict[str, Any], rollout: dict[str
 @pytest.mark.parametrize(("training", "rollout"), POSSIBLE, ids=lambda value: str(value)[:40])
 def test_what_just_works_is_taken(training: dict[str, Any], rollout: dict[str, Any]) -> None:
     assert built(training, **rollout).warnings() == []
-
-
-def test_a_group_of_one_has_no_signal_to_look_for() -> None:
-    with pytest.raises(ConfigurationError, match=r"rollout\.group_size = 1"):
-        built({"dynamic_sampling": 4}, group_size=1)

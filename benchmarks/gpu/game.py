@@ -1,4 +1,4 @@
-"""One round of the embedded game on one device, played by the command line, and the trainer's benchmark.
+"""One round of the embedded game on one device, played by the command line.
 
     python -m benchmarks.gpu.game --out game.json
     python -m benchmarks.gpu.game --device cpu --small --out game.json           # tests this script
@@ -10,7 +10,6 @@ training, weight updates, commits. The round must end, and its losses must be fi
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,17 +36,6 @@ def main() -> int:
         results.figure("one round of the embedded game", time.perf_counter() - began, "s")
         for name, value in sorted(_numbers(played).items()):
             results.figure(name, value, "")
-        out = Path(folder) / "trainer.json"
-        repeats = ["-s", "repeats=2", "-s", "warmup=1"] if few else []
-        bench = [f"models.device={device}", *(["workload.rollouts=32"] if few else [])]
-        _pvg(folder, "bench", "--profile", "trainer", "--out", str(out), "--json", *repeats, *_set(bench))
-        report = json.loads(out.read_text(encoding="utf-8"))
-        variant = report["variants"][0]
-        for name in ("step_s", "tokens_per_s"):
-            measure = variant["samples"][name]
-            median = statistics.median(measure["values"])
-            results.figure(f"trainer of the embedded game: {name}", median, measure["unit"])
-        results.figure("trainer of the embedded game: MFU", variant["derived"]["mfu"], "of the measured rate")
     return results.write(arguments.out, device)
 
 

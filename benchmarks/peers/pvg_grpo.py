@@ -92,7 +92,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         if workers is not None:
             stack.push_async_callback(workers.close)
             await workers.prepare()
-        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id)
+        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, experiment.models.precision)
         scorer: Any = Unscored()
         source = TimedSource(open_batches(session, scorer, FixedVerifier(0.0), objective, learner, workers))
         trainer = Trainer(

@@ -64,7 +64,9 @@ class VerifierSide:
         self._experiment, self._executor = experiment, executor
         self._workers: ModelInWorkers[VerifierBatch] | None = None
         self.threads: int = executor.submit(torch.get_num_threads).result()
-        language_model = open_model(experiment.models.verifier, pick_device(experiment.models.device))
+        language_model = open_model(
+            experiment.models.verifier, pick_device(experiment.models.device), experiment.models.dtype
+        )
         self.verifier: VerifierModel = build_verifier(experiment.verifier, language_model)
         self._start = {name: tensor.clone() for name, tensor in self.verifier.trainable_state().items()}
         self.parameters = sum(tensor.numel() for tensor in self._start.values())
@@ -115,6 +117,7 @@ class VerifierSide:
                     section,
                     executor=self._executor,
                     source_fingerprint=self.verifier.tokenizer.fingerprint,
+                    precision=self._experiment.models.precision,
                 )
             )
             trainer = Trainer(
@@ -123,7 +126,7 @@ class VerifierSide:
                 OptimizerSettings(section.learning_rate),  # constant and without a warmup, as TRL's here
                 source,
                 executor=self._executor,
-                precision=section.precision,
+                precision=self._experiment.models.precision,
                 waits_for="pairs",
                 workers=self._workers,
             )

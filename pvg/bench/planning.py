@@ -63,8 +63,6 @@ FIXED_AT_START = frozenset(
         "training.adapters.rank",
     }
 )
-# Those of them that a server reports, under the same name.
-COMPARED = ("serving.max_num_seqs",)
 # Fields of `ServerInfo` that a report contains.
 REPORTED = ("model", "dtype", "max_model_len", "max_num_seqs", "prefix_caching", "logprobs_mode", "max_lora_rank")
 
@@ -81,12 +79,9 @@ def refuse_swept(keys: Iterable[str]) -> None:
         )
 
 
-async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[ServerInfo]:
-    """The descriptions of the experiment's servers. `given`: keys that the user has set; they must match the servers.
-
-    Raises ServerUnavailableError for a server that does not answer, MissingRequirementError for one without pvg's
-    routes, ConfigurationError for a wrong key or a value that does not match.
-    """
+async def look(experiment: Experiment) -> list[ServerInfo]:
+    """The descriptions of the experiment's servers. Raises ServerUnavailableError for a server that does not answer,
+    MissingRequirementError for one without pvg's routes, ConfigurationError for a wrong key."""
     serving, weights = experiment.serving, experiment.weights
     pool = HttpPool(len(serving.servers), key=control_key(weights.root), fresh=True)
     controls = [
@@ -94,27 +89,13 @@ async def look(experiment: Experiment, given: Iterable[str] = ()) -> list[Server
         for url in serving.servers
     ]
     try:
-        infos = list(await asyncio.gather(*(control.info() for control in controls)))
+        return list(await asyncio.gather(*(control.info() for control in controls)))
     except ServerFault as fault:
         raise ServerUnavailableError(
             f"No server answers: {fault}.", "Start one with `pvg serve EXPERIMENT`, or use --serve."
         ) from None
     finally:
         await pool.close()
-    for info in infos:
-        _check_given(info, experiment, given)
-    return infos
-
-
-def _check_given(info: ServerInfo, experiment: Experiment, given: Iterable[str]) -> None:
-    for key in sorted(set(given) & set(COMPARED)):
-        name = key.removeprefix("serving.")
-        wanted, found = getattr(experiment.serving, name), getattr(info, name)
-        if wanted is not None and wanted != found:
-            raise ConfigurationError(
-                f"{info.url} was started with {name} = {found}, but {key} is {wanted}.",
-                "Drop the setting, restart the server with it, or use --serve.",
-            )
 
 
 def described(infos: Sequence[ServerInfo]) -> dict[str, Any]:
@@ -261,6 +242,11 @@ def _on_servers(urls: Sequence[str], serve: bool, given: Sequence[SettingChange]
     for change in given:
         if change.key in ("rollout.engine", "serving.servers"):
             raise UsageError(f"{origin.split(maxsplit=1)[0]} already sets {change.key}.", f"Drop {change.origin}.")
+        if urls and change.key in FIXED_AT_START and change.key.startswith("serving."):
+            raise UsageError(
+                f"{change.key} is fixed when a server starts.",
+                f"Drop {change.origin}, or use --serve instead of --server.",
+            )
     return changes
 
 

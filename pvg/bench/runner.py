@@ -369,12 +369,11 @@ def _run_on_own_servers(
 
 def _look_at_servers(plan: BenchPlan) -> list[ServerInfo]:
     """The descriptions of the running servers, each server once."""
-    given = [key for key, origin in plan.base.origins.items() if origin.startswith("--set")]
     found: dict[str, ServerInfo] = {}
     for choice in filter(is_served, plan.choices):
         experiment = choice.settings.experiment
         if not set(experiment.serving.servers) <= found.keys():
-            infos = on_loop(look(experiment, given))
+            infos = on_loop(look(experiment))
             found |= dict(zip(experiment.serving.servers, infos, strict=True))
     return list(found.values())
 

@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Literal, NamedTuple
 
-from pvg.errors import StateError
+from pvg.errors import StateError, UsageError
 
 # A position of the game as an immutable value of about 150 bytes.
 
@@ -303,13 +303,14 @@ def place(
     phase: str = "S1901M",
     owners: Mapping[str, Sequence[str]] | None = None,
 ) -> Position:
-    """A position with these units: power -> "A par", "F spa/nc", of names that the board has.
+    """A position with these units: power -> "A par", "F spa/nc".
 
-    `owners`: power -> centres. By default each power owns its home centres, and those on which its units stand.
+    `owners`: power -> centres. By default each power owns its home centres, and those on which its units stand. Raises
+    UsageError for an unknown place.
     """
     powers = {board.short(power): power for power in range(len(board.powers))}
     found = [
-        (board.names[text[2:]], 2 * powers[name[:3]] + (text[0] == "F"))
+        (_place(board, text[2:]), 2 * powers[name[:3]] + (text[0] == "F"))
         for name, texts in units.items()
         for text in texts
     ]
@@ -317,9 +318,15 @@ def place(
     if owners is None:
         owned |= {board.province_of[at]: code >> 1 for at, code in found}
     else:
-        owned = {board.names[centre]: powers[name[:3]] for name, centres in owners.items() for centre in centres}
+        owned = {_place(board, centre): powers[name[:3]] for name, centres in owners.items() for centre in centres}
     held = bytes(owned.get(centre, NOBODY) for centre in board.centres)
     return Position(int(phase[1:-1]), phase[0], phase[-1], packed(found), held)
+
+
+def _place(board: Board, name: str) -> int:
+    if (at := board.find(name)) is None:
+        raise UsageError(f"The map has no place {name!r}.", "Use the short names of the map, such as 'par'.")
+    return at
 
 
 @cache

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 from pvg.games.diplomacy_board import NOBODY, Board, Position, numbers
@@ -53,16 +54,7 @@ _BULLET = re.compile(r"\s*(?:[-*\u2022]|[0-9]{1,2}[.)])\s+")
 _FENCE = re.compile(r"(?:`{3,}|~{3,})\w*")  # around a block of code
 # Other dashes, a minus sign and arrows.
 _DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212\u2192\u27a1\u21d2", "-"))
-_ARROWS = frozenset({"-", "->", "to"})
-_UNITS = {"a": "A", "army": "A", "f": "F", "fleet": "F"}
-_ACTS: dict[str, Act] = {
-    **dict.fromkeys(("h", "hold", "holds"), "hold"),
-    **dict.fromkeys(("s", "support", "supports"), "support"),
-    **dict.fromkeys(("c", "convoy", "convoys"), "convoy"),
-    **dict.fromkeys(("-", "->", "to", "r", "retreat", "retreats", "m", "move", "moves"), "move"),
-    **dict.fromkeys(("d", "disband", "disbands", "remove"), "disband"),
-    **dict.fromkeys(("b", "build", "builds"), "build"),
-}
+_UNIT, _ARROW, _VIA = "a|army|f|fleet", "->?|to", "via(?: convoy)?|by convoy"
 _LETTERS = {"hold": "H", "disband": "D", "build": "B"}
 
 
@@ -75,7 +67,32 @@ def parse(board: Board, text: str) -> Order | None:
     tokens = _joined(_TOKENS.findall(text.rstrip().removesuffix(".").lower().translate(_DASHES)))
     if tokens == ["waive"]:
         return Order("waive")
-    return _Reader(board, tokens).order(letter=True) or _Reader(board, tokens).order(letter=False)
+    found = _order_pattern(board).fullmatch(" ".join(tokens))
+    if found is None or (found["convoy"] and not found["goal"]):
+        return None
+    names, at = board.names, board.names[found["place"]]
+    unit = found["unit"][0].upper() if found["unit"] else ""
+    if found["target"]:
+        return Order("move", at, names[found["target"]], via=found["via"] is not None, unit=unit)
+    if found["origin"]:
+        goal = names[found["goal"]] if found["goal"] else -1
+        return Order("convoy" if found["convoy"] else "support", at, goal, names[found["origin"]], unit=unit)
+    act: Act = "hold" if found["hold"] else "disband" if found["disband"] else "build"
+    return Order(act, at, unit=unit)
+
+
+@cache
+def _order_pattern(board: Board) -> re.Pattern[str]:
+    """Reads the tokens of an order, with a space between two. A letter of a unit may also be a province, as on the mini
+    map: it is a letter if that makes an order."""
+    place = "|".join(re.escape(name) for name in board.names)
+    return re.compile(
+        rf"(?:(?P<unit>{_UNIT}) )?(?P<place>{place}) "
+        r"(?:(?P<hold>h|holds?)|(?P<disband>d|disbands?|remove)|(?P<build>b|builds?)|"
+        rf"(?:{_ARROW}|r|retreats?|m|moves?)(?: (?:{_ARROW}))? (?P<target>{place})(?: (?P<via>{_VIA}))?|"
+        rf"(?:s|supports?|(?P<convoy>c|convoys?)) (?:(?:{_UNIT}) )?(?P<origin>{place})"
+        rf"(?: (?:{_ARROW}) (?P<goal>{place})(?: (?:{_VIA}))?| (?:h|holds?))?)"
+    )
 
 
 def parse_orders(board: Board, text: str) -> ParsedOrders:
@@ -119,75 +136,6 @@ def _joined(tokens: list[str]) -> list[str]:
             joined.append(token)
             at += 1
     return joined
-
-
-class _Reader:
-    """Reads the tokens of one order from left to right."""
-
-    def __init__(self, board: Board, tokens: list[str]) -> None:
-        self.names, self.tokens, self.at = board.names, tokens, 0
-
-    def order(self, letter: bool) -> Order | None:
-        """The order. With `letter` it begins with a unit's letter; on the mini map `a` and `f` are also provinces."""
-        unit = _UNITS.get(self.next(), "") if letter else ""
-        if letter and not unit:
-            return None
-        place = self.place()
-        act = _ACTS.get(self.next())
-        if place is None or act is None:
-            return None
-        order = self.rest(act, place, unit)
-        return order if self.at >= len(self.tokens) else None
-
-    def rest(self, act: Act, place: int, unit: str) -> Order | None:
-        if act == "move":
-            if self.peek() in _ARROWS:  # "moves to"
-                self.at += 1
-            target = self.place()
-            return None if target is None else Order("move", place, target, via=self.via(), unit=unit)
-        if act in ("support", "convoy"):
-            return self.help(act, place, unit)
-        return Order(act, place, unit=unit)
-
-    def help(self, act: Act, place: int, unit: str) -> Order | None:
-        self.skip_letter()
-        origin = self.place()
-        if origin is None:
-            return None
-        if self.peek() in _ARROWS:
-            self.at += 1
-            target = self.place()
-            if target is None:
-                return None
-            self.via()
-            return Order(act, place, target, origin, unit=unit)
-        if act == "convoy":
-            return None
-        if _ACTS.get(self.peek()) == "hold":
-            self.at += 1
-        return Order(act, place, -1, origin, unit=unit)
-
-    def skip_letter(self) -> None:
-        """Skip the letter of a helped unit. If it is also a province, it is a letter only before a province."""
-        ahead = self.peek() in self.names and self.peek(1) not in self.names
-        if self.peek() in _UNITS and not ahead:
-            self.at += 1
-
-    def place(self) -> int | None:
-        return self.names.get(self.next())
-
-    def via(self) -> bool:
-        found = self.peek() == "via" or (self.peek() == "by" and self.peek(1) == "convoy")
-        if found:
-            self.at += 2 if self.peek(1) == "convoy" else 1
-        return found
-
-    def peek(self, ahead: int = 0) -> str:
-        return self.tokens[self.at + ahead] if self.at + ahead < len(self.tokens) else ""
-
-    def next(self) -> str:
-        self.at += 1
-        return self.tokens[self.at - 1] if self.at <= len(self.tokens) else ""
 
 
 _OPEN, _GUESSED, _DECIDED = 0, 1, 2

@@ -186,9 +186,14 @@ class NoRoomError(ServerUnavailableError):
     """An environment cannot be opened, because too many are open already."""
 
 
+class LostSessionError(ServerUnavailableError):
+    """The connection to an environment ended, and with it the environment."""
+
+
 class SteppedEnvironment(Protocol):
     """`reset` once, then one `step` per move. The seeds determine all chance. Only a broken connection or a wrong
-    setting raises; a text never does. `reset` raises NoRoomError if fewer environments must be open first."""
+    setting raises; a text never does. `reset` raises NoRoomError if fewer environments must be open first. After a
+    LostSessionError the moves are played again in a new environment."""
 
     def reset(self, seed: int) -> Shown: ...
 
@@ -271,8 +276,13 @@ class ReplayedGame:
         move = actions[state.shown.seat].move
         with self._lock:
             environment = self._live.pop(state, None) or self._replayed(state)
-            with _closed_on_error(environment):
-                shown = environment.step(move, seed)
+            try:
+                with _closed_on_error(environment):
+                    shown = environment.step(move, seed)
+            except LostSessionError:
+                environment = self._replayed(state)
+                with _closed_on_error(environment):
+                    shown = environment.step(move, seed)
             return self._keep(ReplayedState(state.seed, (*state.moves, (move, seed)), shown), environment)
 
     def values(self, state: ReplayedState) -> Mapping[str, float]:
@@ -299,7 +309,11 @@ class ReplayedGame:
             for text, step_seed in state.moves:
                 shown = environment.step(text, step_seed)
             if shown != state.shown:
-                raise not_repeatable(self.name)
+                raise StateError(
+                    f"{self.name} showed something else when pvg repeated the same moves with the same seeds.",
+                    "Its chance does not depend on the seed, or its version changed. pvg cannot fork or resume such a "
+                    "game.",
+                )
         return environment
 
     def _started(self, seed: int) -> tuple[SteppedEnvironment, Shown]:
@@ -333,10 +347,3 @@ class ReplayedGame:
             before.close()
         self._live[state] = environment
         return state
-
-
-def not_repeatable(name: str) -> StateError:
-    return StateError(
-        f"{name} showed something else when pvg repeated the same moves with the same seeds.",
-        "Its chance does not depend on the seed, or its version changed. pvg cannot fork or resume such a game.",
-    )

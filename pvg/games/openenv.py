@@ -21,7 +21,7 @@ from urllib.parse import parse_qs
 import orjson
 
 from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, one_line
-from pvg.games.game import NoRoomError, ReplayedGame, Shown, not_repeatable
+from pvg.games.game import LostSessionError, NoRoomError, ReplayedGame, Shown
 
 if TYPE_CHECKING:
     import aiohttp
@@ -45,10 +45,6 @@ class OpenEnvRefusal(PvgError):
     def __init__(self, url: str, code: str, message: str) -> None:
         super().__init__(f"The environment at {url} answered {code}: {message}")
         self.code = code
-
-
-class LostSessionError(ServerUnavailableError):
-    """The connection ended, and with it the session on the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,58 +211,34 @@ def open_openenv(name: str) -> ReplayedGame:
 
 class OpenEnvEnvironment:
     """A `SteppedEnvironment`: one session of a server. The seed of the start determines all its chance, because a step
-    of OpenEnv's protocol has no seed. If the connection ends, it begins again and repeats the moves."""
+    of OpenEnv's protocol has no seed."""
 
     def __init__(self, url: str, prompt_field: str, action_field: str) -> None:
         self._client = OpenEnvClient(url)
         self._prompt, self._action = prompt_field, action_field
-        self._seed, self._texts, self._digests = 0, list[str](), list[str]()
         self._sum = 0.0  # of the rewards
 
     def reset(self, seed: int) -> Shown:
-        self._seed, self._texts, self._sum = seed, [], 0.0
+        self._sum = 0.0
         try:
             reply = self._client.reset(seed=seed)
         except OpenEnvRefusal as error:
             if error.code != CAPACITY_REACHED:
                 raise
             raise NoRoomError(str(error), "End other sessions, or let the server have more.") from None
-        shown = self._shown(reply)
-        self._digests = [shown.digest()]
-        return shown
+        return self._shown(reply)
 
     def step(self, text: str, seed: int) -> Shown:
-        """One move. The environment's own error on a text ends the game, and the note says why. Raises StateError if
-        a lost session shows something else when it is repeated."""
+        """One move. The environment's own error on a text ends the game, and the note says why."""
         try:
-            return self._moved(text)
-        except LostSessionError:
-            self._repeat()
-            return self._moved(text)
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _repeat(self) -> None:
-        texts, digests = self._texts, self._digests
-        self.reset(self._seed)
-        for text in texts:
-            if self._digests != digests[: len(self._digests)]:
-                break
-            self._moved(text)
-        if self._digests != digests:
-            raise not_repeatable(f"The environment at {self._client.url}")
-
-    def _moved(self, text: str) -> Shown:
-        try:
-            shown = self._shown(self._client.step({self._action: text}))
+            return self._shown(self._client.step({self._action: text}))
         except OpenEnvRefusal as error:
             if error.code != EXECUTION_ERROR:
                 raise
-            shown = Shown("", "", ((PLAYER, self._sum),), error.message)
-        self._texts.append(text)
-        self._digests.append(shown.digest())
-        return shown
+            return Shown("", "", ((PLAYER, self._sum),), error.message)
+
+    def close(self) -> None:
+        self._client.close()
 
     def _shown(self, reply: OpenEnvReply) -> Shown:
         self._sum += reply.reward or 0.0

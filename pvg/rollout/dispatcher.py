@@ -308,9 +308,10 @@ class PartialSampling:
         """The next orders, in addition to `there` carried rollouts."""
         first = self._ordered
         self._ordered += max(0, -(-(self._groups * self._size - there) // self._size))
-        batches = {number: plan(number) for number in _batches(first, self._ordered, self._groups)}
+        numbers = range(first, self._ordered)
+        batches = {batch: plan(batch) for batch in sorted({number // self._groups for number in numbers})}
         units = []
-        for number in range(first, self._ordered):
+        for number in numbers:
             orders, call = batches[number // self._groups]
             order, call = orders[number % self._groups], replace(call, step=step)
             indices = tuple(range(order.size))
@@ -390,8 +391,3 @@ def partial_sampling(
         size=rollout.group_size,
         whole=compares_within_groups(training, reward),
     )
-
-
-def _batches(first: int, end: int, groups: int) -> range:
-    """The batches that orders `first` to `end` (exclusive) belong to."""
-    return range(first // groups, -(-end // groups)) if end > first else range(0)

@@ -112,7 +112,8 @@ BRACES = re.compile(r"(?P<box>\\f?boxed ?\{)|[{}]")
 BARE_BOX = re.compile(r"\\f?boxed(?! ?\{)([^$\n]{0,60})")
 PHRASE = re.compile(
     r"\banswers?[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?[ \t]{0,3}"
-    r"(?:\b(?:is|are|was|equals|(?:should|must|would|will) be)(?:\b ?:?|(?=n't))|[:=])[*_`]{0,3}",
+    r"(?:\b(?:is|are|was|equals|(?:should|must|would|will) be)(?:\b ?:?|(?=n't))|\b(?=(?:ca|could|wo|would)n't|cannot)|"
+    r"[:=])[*_`]{0,3}",
     re.IGNORECASE,
 )
 BULLET = re.compile(r"\s*\n\s*[-*•] ")
@@ -129,12 +130,16 @@ DENIED = (
     r"\b(?:no|not|none|never|nothing|neither|nor|cannot|undefined|impossible|unknown|unclear|unsure|indeterminate|"
     r"infinit\w+|wrong|incorrect|idk)\b|n't\b"
 )
-UNREAD = re.compile(rf"{DENIED}|\b(?:pi|{'|'.join(SPOKEN)})\b|\?", re.IGNORECASE)
+UNREAD = re.compile(
+    rf"{DENIED}|^\W*(?:an? )?(?:one|half|third|quarter|dozen|hundred|thousand|million)\b(?! of)|"
+    rf"\b(?:pi|dne|nan|null|nil|empty|void|error|inconclusive|insufficient|{'|'.join(SPOKEN)})\b|\?",
+    re.IGNORECASE,
+)
 MORE = re.compile(r"\s*\S")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 RETRACTED = re.compile(
     r"\W{0,20}(?:no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
-    r"(?:(?:that|this|it|which) ?)?(?:is|was|'s) (?:wrong|incorrect|not (?:right|correct|the answer)))",
+    r"(?:(?:that|this|it|which) ?)?(?:is|was|'s) (?:wrong|incorrect|not the answer)|(?:\w+ )?not (?:right|correct)\b)",
     re.IGNORECASE,
 )
 
@@ -220,7 +225,7 @@ def _number(sign: str, currency: str, joint: str = "") -> str:
 
 
 # Some texts use an em dash as a minus sign. In running text it counts as one only directly before the digits.
-NUMBER = re.compile(_number(r"[-+] ?|—", r"\\?[$€£¥₹] ?"))
+NUMBER = re.compile(_number(r"[-+](?! )|(?:(?<=[=:(] )|(?<=\bis ))[-+] |—", r"\\?[$€£¥₹] ?"))
 # After a marker, a sign may be a word or stand before a bracket, and `1, 000` is one number, not a list.
 MARKED = _number(
     r"(?:[-+—]|(?i:minus|negative)\b)[\s(\[~]*",
@@ -323,7 +328,7 @@ def _alone(match: re.Match[str], text: str) -> tuple[str, Fraction] | None:
 
 def _last_number(text: str) -> FinalAnswer | str:
     """The last number of a text without markers, or the reason why it is none."""
-    text = UNIT.sub("", FRACTION.sub(_ratio, text))
+    text = UNIT.sub("", FRACTION.sub(_ratio, re.sub(TAG, " ", text)))
     numbers = deque(NUMBER.finditer(text), maxlen=1)
     if not numbers:
         return NO_ANSWER
@@ -417,12 +422,13 @@ SPELLED = {
     "\u2044": "/",  # the fraction slash
     "\u2019": "'",
 }
+TAG = r"</?[A-Za-z|][^<>\n]{0,30}>"
 # What LaTeX, Markdown and HTML put around a number and its units.
 MARKUP = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|boldsymbol|bm|mbox|left|right|displaystyle|large|Large|huge|"
-    r"[Bb]ig|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
+    r"\\(?:text|textbf|textit|textrm|textstyle|mathrm|mathbf|mathit|boldsymbol|bm|bf|rm|mbox|emph|underline|left|right|"
+    r"displaystyle|operatorname|large|Large|huge|[Bb]ig|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
     r"approx|simeq|sim|therefore)(?![A-Za-z])|\^ ?\{? ?\\circ ?\}?|\\[()\[\]\\]|"
-    r"</?[A-Za-z|][^<>\n]{0,30}>|[{}`]|(?<![^\s(\[+:$=~≈\"'-])[*_]+(?=\S)|(?<=\S)[*_]+(?=[\s.,;:!?)\]]|$)"
+    rf"{TAG}|[{{}}`]|(?<![^\s(\[+:$=~≈\"'-])[*_]+(?=\S)|(?<=\S)[*_]+(?=[\s.,;:!?)\]]|$)"
 )
 
 

@@ -52,10 +52,10 @@ class CodeEntry:
 
     id: str
     question: str
-    signature: str
     code: CodeProblem
-    inputs: tuple[str, ...]
-    place: str
+    signature: str = ""
+    inputs: tuple[str, ...] = ()
+    place: str = ""
 
 
 def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | UnusableError]:
@@ -71,7 +71,7 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | Unusabl
         place = f"{file}, line {number}"
         try:
             row, form = _read(line, place)
-            entry = form(row, visible_tests, place)
+            entry = _checked(form(row, visible_tests), place)
         except (UnusableError, RecursionError) as error:
             why = error if isinstance(error, UnusableError) else "its data is nested too deeply"
             yield UnusableError(f"{place}: {why}")
@@ -121,24 +121,18 @@ def _form(row: Any) -> Any:
 # --- the forms ------------------------------------------------------------------------------------------------------
 
 
-def _own(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
+def _own(row: dict[str, Any], visible_tests: int) -> CodeEntry:
     entry = _text(row, "entry", "") or None
-    return _entry(
-        row,
-        place,
-        id_=_text(row, "id", ""),
-        question=_text(row, "question"),
-        signature=_text(row, "signature", ""),
-        inputs=tuple(_case(entry, given) for given in _list(row, "inputs", [])),
-        code=CodeProblem(
-            entry=entry,
-            reference=_text(row, "reference"),
-            visible=_tests(entry, _list(row, "visible")),
-            hidden=_tests(entry, _list(row, "hidden", [])),
-            prelude=_text(row, "prelude", ""),
-            check=_text(row, "check", ""),
-        ),
+    code = CodeProblem(
+        entry=entry,
+        reference=_text(row, "reference"),
+        visible=_tests(entry, _list(row, "visible")),
+        hidden=_tests(entry, _list(row, "hidden", [])),
+        prelude=_text(row, "prelude", ""),
+        check=_text(row, "check", ""),
     )
+    inputs = tuple(_case(entry, given) for given in _list(row, "inputs", []))
+    return CodeEntry(_text(row, "id", ""), _text(row, "question"), code, _text(row, "signature", ""), inputs)
 
 
 def _tests(entry: str | None, rows: list[Any]) -> tuple[CodeTest, ...]:
@@ -150,7 +144,7 @@ def _tests(entry: str | None, rows: list[Any]) -> tuple[CodeTest, ...]:
     return tuple(found)
 
 
-def _apps(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
+def _apps(row: dict[str, Any], visible_tests: int) -> CodeEntry:
     solutions, given = _unpacked(row, "solutions"), _unpacked(row, "input_output")
     if not isinstance(solutions, list) or not solutions or not isinstance(solutions[0], str):
         raise UnusableError("it has no solution to be the reference")
@@ -165,38 +159,27 @@ def _apps(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
     tests = tuple(CodeTest(_case(entry, i), _output(entry, o)) for i, o in zip(inputs, outputs, strict=True))
     number = row.get("problem_id", row.get("id"))
     question, starter = _text(row, "question"), _text(row, "starter_code", "")
-    return _entry(
-        row,
-        place,
-        id_="" if number is None else f"apps-{number}",
-        question=f"{question}\n\n{starter}" if starter.strip() else question,
-        signature="",
-        inputs=(),
-        code=CodeProblem(entry, solutions[0], tests[:visible_tests], tests[visible_tests:]),
+    return CodeEntry(
+        "" if number is None else f"apps-{number}",
+        f"{question}\n\n{starter}" if starter.strip() else question,
+        CodeProblem(entry, solutions[0], tests[:visible_tests], tests[visible_tests:]),
     )
 
 
-def _human_eval(row: dict[str, Any], visible_tests: int, place: str) -> CodeEntry:
+def _human_eval(row: dict[str, Any], visible_tests: int) -> CodeEntry:
     entry, prompt = _text(row, "entry_point"), _text(row, "prompt")
     tests = _assertions(_text(row, "test"))
     prelude, found, _ = prompt.partition(f"def {entry}(")
     if not found:
         raise UnusableError(f"its prompt defines no function {entry!r}")
-    return _entry(
-        row,
-        place,
-        id_=_text(row, "task_id", ""),
-        question=prompt,
-        signature="",
-        inputs=(),
-        code=CodeProblem(
-            entry=entry,
-            reference=prompt[len(prelude) :] + _text(row, "canonical_solution"),
-            visible=tests[:visible_tests],
-            hidden=tests[visible_tests:],
-            prelude=prelude.strip("\n"),
-        ),
+    code = CodeProblem(
+        entry=entry,
+        reference=prompt[len(prelude) :] + _text(row, "canonical_solution"),
+        visible=tests[:visible_tests],
+        hidden=tests[visible_tests:],
+        prelude=prelude.strip("\n"),
     )
+    return CodeEntry(_text(row, "task_id", ""), prompt, code)
 
 
 def _assertions(source: str) -> tuple[CodeTest, ...]:
@@ -230,24 +213,17 @@ def _assertions(source: str) -> tuple[CodeTest, ...]:
 # --- fields ---------------------------------------------------------------------------------------------------------
 
 
-def _entry(
-    row: dict[str, Any],
-    place: str,
-    *,
-    id_: str,
-    question: str,
-    signature: str,
-    inputs: tuple[str, ...],
-    code: CodeProblem,
-) -> CodeEntry:
-    if WORD in f"{question}{signature}{code.prelude}{code.reference}{code.entry}".lower():
+def _checked(read: CodeEntry, place: str) -> CodeEntry:
+    """The problem with its place, and with an id if it has none. Raises UnusableError."""
+    code, question = read.code, read.question
+    if WORD in f"{question}{read.signature}{code.prelude}{code.reference}{code.entry}".lower():
         raise UnusableError(f"it contains the word {WORD}, which ends what a verifier reads of a solution")
     if not code.visible:
         raise UnusableError("it has no visible test")
-    if not code.hidden and not inputs:
+    if not code.hidden and not read.inputs:
         raise UnusableError("it has no hidden test")
-    name = id_ or f"code-{hashlib.sha256(question.encode(errors='surrogatepass')).hexdigest()[:16]}"
-    return CodeEntry(name, question, signature, code, inputs, place)
+    name = read.id or f"code-{hashlib.sha256(question.encode(errors='surrogatepass')).hexdigest()[:16]}"
+    return replace(read, id=name, place=place)
 
 
 def _text(row: dict[str, Any], field: str, default: str | None = None) -> str:

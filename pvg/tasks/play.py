@@ -12,15 +12,8 @@ from typing import get_args
 from pvg.config.task import OpenEnvTask, PlayTask
 from pvg.errors import ConfigurationError, one_line
 from pvg.games import open_game
-from pvg.games.game import PlaysByScript, Script
-from pvg.games.openenv import (
-    EXECUTION_ERROR,
-    LostSessionError,
-    OpenEnvClient,
-    OpenEnvRefusal,
-    OpenEnvReply,
-    prompt_of,
-)
+from pvg.games.game import LostSessionError, PlaysByScript, Script
+from pvg.games.openenv import EXECUTION_ERROR, OpenEnvClient, OpenEnvRefusal, OpenEnvReply, prompt_of
 from pvg.records import Grade, Problem, Split
 
 

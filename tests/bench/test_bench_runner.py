@@ -43,19 +43,12 @@ def test_a_variant_has_every_sample_but_the_warm_up_and_closes() -> None:
         (1, 6, True), (2, 6, True), (3, 6, False), (4, 6, False), (5, 6, False), (6, 6, False),
     ]  # fmt: skip
     assert variant.samples["wall_s"].values == tuple(sample.wall_s for sample in taken[2:])
-
-
-def test_the_budget_is_that_of_the_kept_samples_and_closes() -> None:
-    variant, _ = asyncio.run(run_variant(lambda: tiny([]), warmup=2, repeats=4))
-    budget = variant.budget
+    budget = variant.budget  # that of the kept samples
     assert budget is not None
     assert budget.steps == 4
     assert budget.wall_s == pytest.approx(sum(variant.samples["wall_s"].values))
     assert sum(budget.exposed.values()) == pytest.approx(budget.wall_s)
     assert {"sort", "inner", "unaccounted"} <= budget.exposed.keys()
-    # The workload's own clock runs inside of the spans around the sort.
-    measured = sum(variant.samples["sort_s"].values)
-    assert measured <= budget.wall_s
     assert list(budget.exposed.values()) == sorted(budget.exposed.values(), reverse=True)
 
 

@@ -144,6 +144,7 @@ def test_on_servers_another_profile_takes_its_place() -> None:
 @pytest.mark.parametrize(
     ("profile", "overrides", "how", "words"),
     [
+        ("rollout", ("serving.max_num_seqs=64",), {}, "fixed when a server starts.*Drop --set"),
         ("rollout", (), {"sweep": "serving.max_num_seqs=16,64"}, "fixed when a server starts.*--serve"),
         ("rollout", (), {"serve": True}, "--server and --serve cannot be used together"),
         ("rollout", ("rollout.engine=torch",), {}, r"--server already sets rollout\.engine.*Drop --set"),
@@ -224,12 +225,6 @@ def test_a_server_that_is_not_there_is_known_before_anything_runs() -> None:
     assert isinstance(error, ServerUnavailableError)
     assert error.exit_code == 3
     assert URL in error.message
-
-
-def test_a_setting_that_the_server_does_not_have_is_refused(process: Process) -> None:
-    error = raised(process.url, f"weights.root={process.root}", "serving.max_num_seqs=64")
-    assert isinstance(error, ConfigurationError)
-    assert "started with max_num_seqs = 32" in error.message
 
 
 # --- servers that pvg starts ------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from pvg.bench.planning import BenchPlan, plan_bench
 from pvg.bench.report import Samples
 from pvg.bench.runner import run_plan
 from pvg.bench.workloads import BenchSettings, Workload
-from pvg.config.load import shipped_directories
 from pvg.errors import ConfigurationError, PvgError, UsageError
 
 
@@ -170,15 +169,6 @@ def test_samples_that_were_taken_in_turn_are_compared_round_by_round(in_turn: bo
     assert (first.step.low > 1) is in_turn
     assert second.step is not None
     assert second.step.low <= 1 <= second.step.high
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in shipped_directories("profiles")[0].glob("*.toml")))
-def test_every_shipped_profile_and_its_ladder_can_be_planned(name: str) -> None:
-    plan = plan_bench(name)
-    variants = len(plan.base.profile.sweep) or 1
-    assert plan.samples == variants * (plan.base.profile.warmup + plan.base.profile.repeats)
-    if plan.base.profile.ladder:
-        assert len(plan_bench(name, ablate=True).choices) == len(plan.base.profile.ladder) + 1
 
 
 @pytest.mark.parametrize("interleave", [True, False])

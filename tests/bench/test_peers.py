@@ -14,7 +14,6 @@ import pytest
 from bench_runs import load_profile
 from hypothesis import given
 from hypothesis import strategies as st
-from made_reports import higher, lower, made_report, variant
 
 from pvg.bench.planning import plan_bench
 from pvg.bench.runner import VariantTrial, run_trials
@@ -31,7 +30,6 @@ import pvg_grpo  # noqa: E402
 import pvg_verifier  # noqa: E402
 import work  # noqa: E402
 
-from benchmarks.make_page import reports_text  # noqa: E402
 from benchmarks.peers import sides  # noqa: E402
 from benchmarks.peers.sides import Side, SideFailedError  # noqa: E402
 
@@ -190,37 +188,3 @@ def test_a_worker_that_dies_fails_its_side_with_its_last_words(tmp_path: Path) -
     assert isinstance(trial.error, SideFailedError)
     assert "The worker of theirs ended with code 1" in str(trial.error)
     assert "out of luck" in str(trial.error)
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
-
-PEER = {"name": "TRL", "versions": {"trl": "1.16.0"}, "settings": {"bf16": False}}
-
-
-def config(row: str, headline: str) -> dict[str, Any]:
-    profile = {"profile": "peers", "name": "peers", "about": "pvg beside TRL", "headline": headline, "ladder": []}
-    experiment = {"verifier": {"pairing": "random"}}
-    return {"profile": profile, "experiment": experiment, "interleave": True, "row": row, "peer": PEER}
-
-
-def test_the_page_has_a_row_for_each_report_with_its_ratio() -> None:
-    grpo = made_report(
-        *[variant({"rollout_s": lower([s / 2] * 5), "step_s": lower([s] * 5)}, f"trainer={name}",
-                  {"completion_tokens": 48.0}) for name, s in (("TRL", 1.2), ("pvg", 0.6))],
-        profile="peers", name="peers", config=config("grpo", "step_s"),
-        command="python benchmarks/peers/compare.py grpo",
-        work={"parameters": 860_032, "groups": 32, "group_size": 8, "max_tokens": 48, "kl": 0.04, "stops": False},
-    )  # fmt: skip
-    verifier = made_report(
-        *[variant({"pairs_per_s": higher([rate] * 5, "pairs/s")}, f"trainer={name}",
-                  {"solution_tokens": 45.0, "solutions_forwarded": 4096.0 / rate * 100})
-          for name, rate in (("TRL", 100.0), ("pvg", 400.0))],
-        profile="peers", name="peers", config=config("verifier", "pairs_per_s"),
-        command="pvg bench --profile benchmarks/peers/verifier.toml",
-        work={"parameters": 860_032, "pairs_formed": 2048, "solutions": 1024, "pairs": 128},
-    )  # fmt: skip
-    lines = reports_text({"g.json": grpo, "v.json": verifier}).splitlines()
-    step, pairs = [line for line in lines if line.startswith("| ") and "_s` |" in line]
-    assert step.startswith("| [`grpo`](benchmarks/g.json) | `step_s` | 1.2 s | 0.6 s | 2.00x")
-    assert "| 100 pairs/s | 400 pairs/s | 4.00x" in pairs
-    assert "TRL's side: trl 1.16.0." in lines

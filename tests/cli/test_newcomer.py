@@ -136,7 +136,7 @@ def test_a_newcomer_trains_and_opens_a_verifier(tmp_path: Path) -> None:
     for command in ("task", "train"):  # the prompts of both roles, and what known answers are graded
         assert re.search(r"Prompt of the helpful role .*\n  \| H\d\+", printed[command])
         assert re.search(r"Prompt of the sneaky role .*\n  \| S\d\+", printed[command])
-        assert re.search(r"the reference answer +'#### \d' +correct", printed[command])
+        assert re.search(r"the reference( answer)? +'#### \d' +correct", printed[command])
     assert "FAILED" not in printed["task"]
     assert "Input of the verifier" in printed["train"]
     assert "correct" in printed["rollout"]

@@ -15,7 +15,8 @@ from environment_servers import Counting, EnvironmentServer, served
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.games import open_game
-from pvg.games.openenv import LostSessionError, OpenEnvClient, OpenEnvRefusal
+from pvg.games.game import LostSessionError
+from pvg.games.openenv import OpenEnvClient, OpenEnvRefusal
 from pvg.records import Role
 
 

@@ -52,21 +52,13 @@ def test_the_workers_of_a_cluster_are_its_processes_at_most() -> None:
         assert workers_of(experiment)[0] == workers
 
 
-def test_the_work_of_an_experiment() -> None:
-    data = {
-        "name": "served",
-        "rollout": {"engine": "vllm", "prefetch": {"kind": "old", "batches": 2}, "concurrency": 64},
-        "serving": {"servers": ["http://127.0.0.1:1", "http://127.0.0.1:2"], "max_num_seqs": 16},
-    }
-    work = work_of(build_experiment(data), assumed(data))
-    assert (work.workers, work.slots, work.concurrency, work.ahead, work.rows) == (2, 16, 64, 2, 32)
-    assert work_of(build_experiment(data), assumed(data), workers=8).rows == 64
-
-
 def test_the_torch_engine_overlaps_nothing_and_a_note_says_so() -> None:
     data: dict[str, object] = {"name": "here", "rollout": {"prefetch": "fresh"}}
     experiment = build_experiment(data)
     assert work_of(experiment, assumed(data)).ahead == 0
+    served = {**SERVED, "rollout": {"engine": "vllm", "prefetch": {"kind": "old", "batches": 2}, "concurrency": 64}}
+    work = work_of(build_experiment(served), assumed(served), workers=8)
+    assert (work.workers, work.concurrency, work.ahead, work.rows) == (8, 64, 2, 64)
     assert any("overlaps nothing" in note for note in not_modelled(experiment))
 
 

@@ -14,13 +14,52 @@ from hypothesis import strategies as st
 from test_deadlines import TOKENIZER, AnyTask
 from virtual_time import run_in_virtual_time
 
-from benchmarks.stragglers import HeavyTailedEngine
 from pvg.errors import StateError
 from pvg.records import Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, PartialSampling, SampleCall
-from pvg.rollout.engine import Engine, Sampling
+from pvg.rollout.engine import Completion, CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
 from pvg.rollout.episodes import Deadline
-from pvg.servers.publishing import WeightUpdate
+from pvg.servers.publishing import SyncTiming, WeightUpdate
+
+
+class TimedEngine(Engine):
+    """One token a second, regardless of the load. `lengths`: of the rollouts, in the order of their groups, `size` per
+    group, repeated at the end."""
+
+    version: int = 0
+    max_in_flight: int = 1000
+
+    def __init__(self, lengths: Sequence[int], size: int) -> None:
+        self._lengths, self._size = lengths, size
+        self._running: dict[str, asyncio.Future[bool]] = {}  # result: whether it ended by itself
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        loop, (_, group, index) = asyncio.get_running_loop(), request.id.rsplit("/", 2)
+        length = self._lengths[(int(group) * self._size + int(index)) % len(self._lengths)]
+        started = loop.time()
+        end = self._running[request.id] = loop.create_future()
+        timer = loop.call_later(length - request.tokens_resumed, lambda: end.done() or end.set_result(True))
+        try:
+            whole = await end
+        finally:
+            timer.cancel()
+            del self._running[request.id]
+        seconds = loop.time() - started
+        tokens = length if whole else min(length - 1, request.tokens_resumed + int(seconds))
+        ids, logprobs = np.full(tokens, int(request.prompt_ids[-1]), np.int32), np.full(tokens, -1.0, np.float32)
+        spans, timing = request.spans(tokens, self.version), request.timing(0.0, seconds)
+        if not whole:
+            raise CutShort(PartialCompletion(ids, logprobs, spans, timing) if tokens else None)
+        return Completion(request.id, ids, logprobs, spans, "length", timing)
+
+    def cut(self, request_ids: Collection[str]) -> None:
+        for end in (self._running[name] for name in request_ids if name in self._running):
+            if not end.done():
+                end.set_result(False)
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        self.version = update.version
+        return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
 
 
 class Game:
@@ -38,7 +77,7 @@ class Game:
         whole: bool = True,
         concurrency: int = 1000,
     ) -> None:
-        self.engine = HeavyTailedEngine(np.array(lengths), 1.0, size, 1000)
+        self.engine = TimedEngine(lengths, size)
         self.groups, self.size = groups, size
         self.dispatcher = Dispatcher(self.engine, AnyTask(), TOKENIZER, Sampling(999, (1,)), concurrency)  # type: ignore[arg-type]
         deadline = Deadline(seconds, least, "batch")
@@ -133,11 +172,11 @@ def test_a_group_that_grows_too_old_is_used_with_what_is_finished_or_given_up() 
 
 
 def test_an_engine_that_cannot_cut_is_refused_before_anything_is_asked_of_it() -> None:
-    class Uncut(HeavyTailedEngine):
+    class Uncut(TimedEngine):
         cut = Engine.cut
 
     game = Game([1], groups=1, size=2, seconds=1)
-    game.dispatcher.engine = Uncut(np.array([1]), 1.0, 2, 1000)
+    game.dispatcher.engine = Uncut([1], 2)
     with pytest.raises(StateError, match="Uncut cannot return unfinished completions") as caught:
         PartialSampling(game.dispatcher, Deadline(1, 1, "batch"), versions=1, groups=1, size=2, whole=True)
     assert caught.value.remedy == "Set rollout.deadline to 'none' or 'cut'."

@@ -20,7 +20,7 @@ import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,9 @@ from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import Render, assign_roles, prompt_renderer
 from pvg.models.language_model import LanguageModel
-from pvg.records import Float32, Group, Int32, Rollout
+from pvg.records import Float32, Int32, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
-from pvg.rollout.engine import Engine, EngineStats, Sampling
+from pvg.rollout.engine import Engine, Sampling
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks import open_task
 from pvg.tasks.task import Task, problems_of_half
@@ -165,7 +165,7 @@ class RolloutWorkload:
         self._experiment, self._workload, self._executor = settings.experiment, workload, settings.executor
         self._on_servers = settings.experiment.rollout.engine.kind == "vllm"
         self.measures: Mapping[str, BenchMetric] = MEASURES | (ON_SERVERS if self._on_servers else {})
-        self._counted = SampleCounts()
+        self._derived: dict[str, float] = {}  # of the last sample
 
     async def open(self) -> None:
         task = open_task(self._experiment.task)
@@ -215,31 +215,32 @@ class RolloutWorkload:
             )
         wall_s = time.perf_counter() - started
         stats = self._engine.stats.since(before)
-        counted = self._counted = SampleCounts.of(groups, stats)
-        latencies_N = [r.timing.queued_s + r.timing.service_s for group in groups for r in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+        self._derived = {
+            "prefix_share": stats.prefix_share,
+            "completion_length": tokens / len(rollouts),
+            "completion_tokens": float(tokens),
+            "truncated": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+        }
+        latencies_N = [r.timing.queued_s + r.timing.service_s for r in rollouts]
         p50, p90, p99 = np.percentile(latencies_N, (50, 90, 99)).tolist()
         return {
-            "tokens_per_s": counted.completion_tokens / wall_s,
-            "prompt_tokens_per_s": counted.prompt_tokens / wall_s,
-            "rollouts_per_s": counted.rollouts / wall_s,
+            "tokens_per_s": tokens / wall_s,
+            "prompt_tokens_per_s": sum(len(r.prompt_ids) for r in rollouts) / wall_s,
+            "rollouts_per_s": len(rollouts) / wall_s,
             "latency_p50_s": p50,
             "latency_p90_s": p90,
             "latency_p99_s": p99,
             "group_straggle_s": float(np.mean([group.spread_s for group in groups])),
             "engine_batch": stats.mean_batch,
-            **({"prefix_share": counted.prefix_share} if self._on_servers else {}),
+            **({"prefix_share": stats.prefix_share} if self._on_servers else {}),
         }
 
     def derived(self) -> dict[str, float]:
         """Of the last sample (equal in all samples): the share of prompt tokens whose computation was shared, the mean
         completion length, all completion tokens, and the share of rollouts cut off at max_tokens."""
-        counted = self._counted
-        return {
-            "prefix_share": counted.prefix_share,
-            "completion_length": counted.completion_tokens / counted.rollouts,
-            "completion_tokens": float(counted.completion_tokens),
-            "truncated": counted.truncated / counted.rollouts,
-        }
+        return self._derived
 
     async def close(self) -> None:
         await self._players.close()
@@ -259,23 +260,3 @@ def with_random_prompts(orders: Sequence[GroupOrder], length: int, vocabulary: i
     return [
         replace(order, prompt_ids=random.integers(FIRST_PLAIN, vocabulary, length, dtype=np.int32)) for order in orders
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleCounts:
-    rollouts: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    truncated: int = 0
-    prefix_share: float = 0.0
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], stats: EngineStats) -> SampleCounts:
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return cls(
-            rollouts=len(rollouts),
-            prompt_tokens=sum(len(r.prompt_ids) for r in rollouts),
-            completion_tokens=sum(len(r.completion_ids) for r in rollouts),
-            truncated=sum(r.finish_reason == "length" for r in rollouts),
-            prefix_share=stats.prefix_share,
-        )

@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -73,15 +72,6 @@ def make(settings: BenchSettings) -> Workload:
     return VerifierWork(experiment, workload, settings.executor)
 
 
-@dataclass
-class SampleAverages:
-    hit_rate: float = 0.0  # of the last sample's warm passes
-    distinct: float = 0.0
-    padding: float = 0.0  # of the last sample's training
-    pairs_per_solution: float = 0.0  # of the last sample's first batch
-    warm_over_cold: list[float] = field(default_factory=list)
-
-
 class VerifierWork:
     measures: Mapping[str, BenchMetric] = {
         "cold_scores_per_s": BenchMetric("scores/s", "higher", "solutions scored per second with an empty cache"),
@@ -95,7 +85,8 @@ class VerifierWork:
     ) -> None:
         self._experiment, self._workload, self._executor = experiment, workload, executor
         self._stack = AsyncExitStack()
-        self._averages = SampleAverages()
+        self._shown: dict[str, float] = {}  # figures of the last sample
+        self._warm_over_cold: list[float] = []
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
@@ -148,9 +139,9 @@ class VerifierWork:
             assert batch is not None, "a pair stream has no end"
             first_batch_s = time.perf_counter() - began
             pairs_per_s = await self._train(source)
-        self._averages.pairs_per_solution = len(batch) / len(batch.sequences)
+        self._shown["pairs_per_solution"] = len(batch) / len(batch.sequences)
         asked, workload = len(self._rollouts), self._workload
-        self._averages.warm_over_cold.append(workload.warm_passes * cold_s / warm_s)
+        self._warm_over_cold.append(workload.warm_passes * cold_s / warm_s)
         return {
             "cold_scores_per_s": asked / cold_s,
             "warm_scores_per_s": workload.warm_passes * asked / warm_s,
@@ -170,8 +161,8 @@ class VerifierWork:
             with span("score"):
                 await scorer.score(self._rollouts)
         warm_s = time.perf_counter() - began
-        self._averages.distinct = cold.misses / len(self._rollouts)
-        self._averages.hit_rate = _hit_rate(cold, scorer.stats)
+        self._shown["distinct"] = cold.misses / len(self._rollouts)
+        self._shown["cache_hit_rate"] = _hit_rate(cold, scorer.stats)
         return cold_s, warm_s
 
     def _source(self, view: PairView) -> PairSource:
@@ -207,20 +198,16 @@ class VerifierWork:
             padding.append(report.metrics["padding"])
             pairs += report.metrics["pairs"]
         trained_s = time.perf_counter() - began
-        self._averages.padding = float(np.mean(padding))
+        self._shown["padding"] = float(np.mean(padding))
         return pairs / trained_s
 
     def derived(self) -> dict[str, float]:
         """cache_hit_rate of the warm passes, distinct (share of the solutions), padding of the training's
         micro-batches, pairs_per_solution (of a batch), and warm_over_cold (ratio of the rates; the median over all
         samples, warm-up included)."""
-        averages = self._averages
         return {
-            "cache_hit_rate": averages.hit_rate,
-            "distinct": averages.distinct,
-            "padding": averages.padding,
-            "pairs_per_solution": averages.pairs_per_solution,
-            "warm_over_cold": median(averages.warm_over_cold),
+            **self._shown,
+            "warm_over_cold": median(self._warm_over_cold),
             "solution_tokens": float(np.mean([len(r.completion_ids) for r in self._rollouts])),
         }
 

@@ -464,27 +464,21 @@ def open_transport(
     Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
     `nccl` needs.
     """
-    if isinstance(section.transport, DeviceTransport):
-        return _open_transfer(section, executor, dtype, device)
     import torch
 
     kind = getattr(torch, dtype)
+    if isinstance(section.transport, DeviceTransport):
+        lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
+        if lacking:
+            install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
+            raise MissingRequirementError(
+                f'weights.transport = "nccl" needs {lacking} on the trainer\'s machine.',
+                f'Set weights.transport = "filesystem"{install}',
+            )
+        if device is None or device.type != "cuda":
+            device = torch.device("cuda", 0)
+        return TransferTransport(executor, device, kind, section.timeout_s)
     folders = VersionFolders(section.root, run, session)
     if isinstance(section.transport, LoraTransport):
         return AdapterTransport(folders, executor, kind)
     return FilesystemTransport(folders, executor, kind)
-
-
-def _open_transfer(section: Weights, executor: Executor | None, dtype: str, device: torch.device | None) -> Transport:
-    import torch
-
-    lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
-    install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
-    if lacking:
-        raise MissingRequirementError(
-            f'weights.transport = "nccl" needs {lacking} on the trainer\'s machine.',
-            f'Set weights.transport = "filesystem"{install}',
-        )
-    if device is None or device.type != "cuda":
-        device = torch.device("cuda", 0)
-    return TransferTransport(executor, device, getattr(torch, dtype), section.timeout_s)
