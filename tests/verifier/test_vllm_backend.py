@@ -87,7 +87,7 @@ def test_references_come_from_their_servers_once(tmp_path, executor):
     async def play():
         async with (
             servers(tmp_path, "implicit") as (reference,),
-            scored(tmp_path, "implicit", executor, references=[reference.url]) as (fake, bench),
+            scored(tmp_path, "implicit", executor, references=[reference.url]) as (_, bench),
         ):
             scorer, rollouts = bench.scorer(), some(20)
             await bench.assert_right(scorer, rollouts)
@@ -109,7 +109,7 @@ def test_a_reference_server_with_other_weights_is_refused(tmp_path, executor):
     async def play():
         async with (
             servers(tmp_path, "implicit") as (reference,),
-            scored(tmp_path, "implicit", executor, references=[reference.url]) as (fake, bench),
+            scored(tmp_path, "implicit", executor, references=[reference.url]) as (_, bench),
         ):
             reference.told._module.load_state_dict(
                 {name.removeprefix("backbone."): t for name, t in bench.model.trainable_state().items()}, strict=False
