@@ -21,7 +21,7 @@ from pydantic import BaseModel, model_validator
 
 from pvg.config.base import ByKind, without_folder
 from pvg.config.game import ChallengeProtocol, SimultaneousSchedule
-from pvg.config.rules import TWO_ROLE_REWARDS, conflicts, warnings_about
+from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 from pvg.extensions import EXTENSIBLE, is_reference
 
@@ -103,7 +103,7 @@ class Experiment(AllSections):
 
     def token_limits(self) -> TokenLimits:
         # Self-play has one role, and its reward is a change in value.
-        opposite = self.task.kind != "play" and self.game.reward.kind in TWO_ROLE_REWARDS
+        opposite = self.task.kind != "play" and self.game.reward.opposite_roles
         budgets = {
             "training.micro_batch_tokens": (self.training.micro_batch_tokens, 1),
             "verifier.micro_batch_tokens": (self.verifier.micro_batch_tokens, 2),

@@ -12,32 +12,54 @@ from pvg.config.base import ByKind, Count, Fraction, Section, Weight
 from pvg.extensions import Reference
 
 
-class SrcReward(Section):
+class RewardSection(Section):
+    """What the rules (pvg.config.rules) ask about each reward. pvg.game.rewards has the functions."""
+
+    compares: ClassVar[bool] = False  # its score with the other scores of its problem and role, so one is too few
+    opposite_roles: ClassVar[bool] = False  # pays the two roles for opposite things
+    for_translators: ClassVar[bool] = False  # a translator of the decoupled game can earn it
+
+
+class SrcReward(RewardSection):
     """Soft role-conditional reward of arXiv 2407.13692. It pays an aligned solution below its group's mean no more than
     a misaligned one, by design; `cgc` never does."""
 
     kind: Literal["src"] = "src"
+    compares: ClassVar[bool] = True
+    opposite_roles: ClassVar[bool] = True
 
 
-class CgcReward(Section):
+class CgcReward(RewardSection):
     """Correctness-gated convincingness: the verifier's score if the solution is role-aligned."""
 
     kind: Literal["cgc"] = "cgc"
+    opposite_roles: ClassVar[bool] = True
+    for_translators: ClassVar[bool] = True
     floor: float = Field(
         -15.0, description="Reward of a misaligned solution. It must lie below every score of the verifier."
     )
 
 
-class PlainReward(Section):
-    """`goodhart`: the verifier's score. `correctness`: 1 if the solution is correct, else 0."""
+class GoodhartReward(RewardSection):
+    """The verifier's score."""
 
-    kind: Literal["goodhart", "correctness"] = "goodhart"
+    kind: Literal["goodhart"] = "goodhart"
+    for_translators: ClassVar[bool] = True
 
 
-class DecoupledReward(Section):
+class CorrectnessReward(RewardSection):
+    """1 if the solution is correct, else 0."""
+
+    kind: Literal["correctness"] = "correctness"
+
+
+class DecoupledReward(RewardSection):
     """Reward of the game of arXiv 2602.23248, in standard deviations of the group."""
 
     kind: Literal["decoupled"] = "decoupled"
+    compares: ClassVar[bool] = True
+    opposite_roles: ClassVar[bool] = True
+    for_translators: ClassVar[bool] = True
     floor: float = Field(
         -2.0,
         description="Reward of a misaligned solution, and of one whose score is not above its group's mean, in "
@@ -50,10 +72,11 @@ SIMILARITY_WEIGHT = (
 )
 
 
-class GatedReward(Section):
+class GatedReward(RewardSection):
     """For programs: the verifier's probability if all tests of the role pass, else `floor`."""
 
     kind: Literal["gated"] = "gated"
+    opposite_roles: ClassVar[bool] = True
     floor: float = Field(
         -2.0,
         description="Reward of a solution that fails a test or has no valid certificate. Lower values punish it more.",
@@ -61,21 +84,31 @@ class GatedReward(Section):
     similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
 
 
-class CompositeReward(Section):
+class CompositeReward(RewardSection):
     """For programs: the verifier's probability, plus the weighted share of tests passed."""
 
     kind: Literal["composite"] = "composite"
+    opposite_roles: ClassVar[bool] = True
     similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
 
 
-class OwnReward(Section):
+class OwnReward(RewardSection):
     """A reward function in a file of your own."""
 
     kind: Reference
+    for_translators: ClassVar[bool] = True  # it may know translations
 
 
 Reward = Annotated[
-    SrcReward | CgcReward | PlainReward | DecoupledReward | GatedReward | CompositeReward | OwnReward, ByKind("src")
+    SrcReward
+    | CgcReward
+    | GoodhartReward
+    | CorrectnessReward
+    | DecoupledReward
+    | GatedReward
+    | CompositeReward
+    | OwnReward,
+    ByKind("src"),
 ]
 
 

@@ -18,7 +18,6 @@ from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
 from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, Warmup
-from pvg.extensions import is_reference
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
 WITHOUT_TAGS = ("hf:", "gguf:")
@@ -59,14 +58,6 @@ def prompt_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             "prompts = 'plain' gives both roles the same prompt; set it to 'chat' or 'text', or game.sneaky_share to 0"
         )
-
-
-# Rewards that compare a score with the other scores of its problem and role.
-RELATIVE_REWARDS = ("src", "decoupled")
-# Rewards that pay the two roles for opposite things.
-TWO_ROLE_REWARDS = ("src", "cgc", "decoupled", "gated", "composite")
-# Rewards that a translator of the decoupled game can earn.
-TRANSLATORS_REWARDS = ("decoupled", "cgc", "goodhart")
 
 
 def conflicts(experiment: AllSections) -> Iterator[str]:
@@ -149,10 +140,10 @@ def _old_logprobs(experiment: AllSections) -> Iterator[str]:
 def _deadline(experiment: AllSections) -> Iterator[str]:
     """Also groups of one, which have the same problem as what a deadline may leave."""
     training, rollout, deadline = experiment.training, experiment.rollout, experiment.rollout.deadline
-    reward = experiment.game.reward.kind
-    alone = f"game.reward = {reward!r} compares a score with others of its problem and role, but"
+    reward = experiment.game.reward
+    alone = f"game.reward = {reward.kind!r} compares a score with others of its problem and role, but"
     other = "set game.reward to 'cgc', 'goodhart' or 'correctness', or"
-    if rollout.group_size == 1 and training.groupless and reward in RELATIVE_REWARDS:
+    if rollout.group_size == 1 and training.groupless and reward.compares:
         yield f"{alone} rollout.group_size = 1 leaves no others; {other} raise rollout.group_size"
     if deadline.kind == "none":
         return
@@ -161,7 +152,7 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
     whole = rollouts_of_deadline(experiment)
     # A deadline of the batch may leave a single rollout of a group, unless it cuts fewer rollouts than that needs.
     may_leave_one = 1 < rollout.group_size <= 1 + whole - least
-    if cuts_batches and reward in RELATIVE_REWARDS and may_leave_one:
+    if cuts_batches and reward.compares and may_leave_one:
         yield (
             f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
@@ -328,15 +319,15 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
 def _roles(experiment: AllSections) -> Iterator[str]:
     if experiment.task.kind == "play":  # one role, whose reward is a change in value
         return
-    game, reward = experiment.game, experiment.game.reward.kind
+    game, reward = experiment.game, experiment.game.reward
     one_role = game.sneaky_share in (0.0, 1.0)
-    if reward in TWO_ROLE_REWARDS and one_role:
+    if reward.opposite_roles and one_role:
         yield (
-            f"game.reward = {reward!r} needs two roles, but game.sneaky_share = {game.sneaky_share} leaves one; set "
-            "game.sneaky_share between 0 and 1, or game.reward to 'goodhart' or 'correctness'"
+            f"game.reward = {reward.kind!r} needs two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
+            "set game.sneaky_share between 0 and 1, or game.reward to 'goodhart' or 'correctness'"
         )
-    if reward in TWO_ROLE_REWARDS and (why := same_prompt(experiment)):
-        yield f"game.reward = {reward!r} pays the two roles for opposite things, but {why}"
+    if reward.opposite_roles and (why := same_prompt(experiment)):
+        yield f"game.reward = {reward.kind!r} pays the two roles for opposite things, but {why}"
     if game.stop == "score_parity" and one_role:
         yield (
             f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
@@ -417,13 +408,13 @@ def _play(experiment: AllSections) -> Iterator[str]:
 
 
 def _translators(experiment: AllSections) -> Iterator[str]:
-    game, reward = experiment.game, experiment.game.reward.kind
+    game, reward = experiment.game, experiment.game.reward
     if not isinstance(game.protocol, DecoupledProtocol):
         return
-    if reward not in TRANSLATORS_REWARDS and not is_reference(reward):  # your own reward may know translations
+    if not reward.for_translators:
         yield (
-            f"game.reward = {reward!r} pays for correctness, but game.protocol = 'decoupled' asks for the solver's "
-            "answer or another one; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
+            f"game.reward = {reward.kind!r} pays for correctness, but game.protocol = 'decoupled' asks for the "
+            "solver's answer or another one; set game.reward to 'decoupled', 'cgc' or 'goodhart'"
         )
     if experiment.prompts.kind == "plain":
         yield (

@@ -17,9 +17,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pvg.config.experiment import Experiment, without_memory_settings
-from pvg.config.game import CgcReward, PlainReward, SrcReward
+from pvg.config.game import CgcReward, GoodhartReward, RewardSection, SrcReward
 from pvg.config.load import build_experiment, did_you_mean, differences, load_experiment
-from pvg.config.rules import TRANSLATORS_REWARDS, reward_conflicts
+from pvg.config.rules import reward_conflicts
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.evaluation.intervals import Estimate
 from pvg.seeds import seed_for
@@ -66,7 +66,7 @@ ATTACKED = ("found", "censored")  # statuses of attacks that have left an attack
 def policy_experiment(
     experiment: Experiment,
     role: Literal["helpful", "sneaky"],
-    reward: SrcReward | CgcReward | PlainReward,
+    reward: RewardSection,
     training: Mapping[str, Any],
     place: str,
 ) -> Experiment:
@@ -98,7 +98,7 @@ def attacker_experiment(experiment: Experiment, kind: str, place: str, cgc_floor
     return policy_experiment(experiment, "sneaky", reward, training, place)
 
 
-def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> SrcReward | CgcReward | PlainReward:
+def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> RewardSection:
     """An attacker's reward; with the run's own settings where the run has a reward of that kind."""
     own = experiment.game.reward
     if kind == "cgc":
@@ -107,7 +107,7 @@ def _reward(experiment: Experiment, kind: str, cgc_floor: float | None) -> SrcRe
         )
     if kind == "src":
         return own if isinstance(own, SrcReward) else SrcReward()
-    return PlainReward(kind="goodhart")
+    return GoodhartReward()
 
 
 def default_parts(experiment: Experiment) -> Sequence[str]:
@@ -118,8 +118,9 @@ def default_parts(experiment: Experiment) -> Sequence[str]:
 def attack_kinds(experiment: Experiment) -> list[str]:
     """The kinds of `evaluate.attacks` in standard order. In a decoupled game without those whose reward a translator
     cannot earn (the report's notes name them)."""
-    usable = TRANSLATORS_REWARDS if experiment.game.protocol.kind == "decoupled" else KINDS
-    return [kind for kind in KINDS if kind in experiment.evaluate.attacks and kind in usable]
+    translating = experiment.game.protocol.kind == "decoupled"
+    kinds = [kind for kind in KINDS if kind in experiment.evaluate.attacks]
+    return [kind for kind in kinds if not translating or _reward(experiment, kind, None).for_translators]
 
 
 def settings_to_evaluate(run: RunDirectory, overrides: Sequence[str]) -> Experiment:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import PlainReward
+from pvg.config.game import CorrectnessReward
 from pvg.errors import TrainingDivergedError
 from pvg.evaluation.intervals import Estimate, Float64, percentile, ratio
 from pvg.evaluation.opened_run import (
@@ -412,7 +412,7 @@ def baseline_experiment(experiment: Experiment) -> Experiment:
     ConfigurationError."""
     rounds = experiment.game.rounds if experiment.game.start == "previous" else 1
     steps = {"steps": max(1, rounds * experiment.training.steps)}
-    return policy_experiment(experiment, "helpful", PlainReward(kind="correctness"), steps, UNIT)
+    return policy_experiment(experiment, "helpful", CorrectnessReward(), steps, UNIT)
 
 
 async def _train_baseline(context: EvaluationContext, training: PolicyTraining) -> list[int] | dict[str, str]:

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from pvg.config.game import (
     CgcReward,
     CompositeReward,
+    CorrectnessReward,
     DecoupledReward,
     Game,
     GatedReward,
+    GoodhartReward,
     OwnReward,
-    PlainReward,
     SrcReward,
 )
 from pvg.errors import ConfigurationError, TrainingDivergedError
@@ -47,7 +48,8 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class BatchOutcomes:
-    """The outcomes of a batch of N rollouts; all arrays have shape [N].
+    """The outcomes of a batch of N rollouts; all arrays have shape [N]. A group here is a problem and a role.
+    What is not `aligned_N` is misaligned, malformed solutions too.
 
     `scores_N`: float32 logits. `correct_N`, `helpful_N`, `well_formed_N`: bool. `problem_ids_N`: integer numbers of the
     problems. `solver_correct_N`: bool, whether the solver's answer is correct (decoupled game; otherwise the prover is
@@ -147,12 +149,12 @@ def cgc(outcomes: BatchOutcomes, reward: CgcReward) -> Float32:
     return np.where(aligned_N, outcomes.scores_N, reward.floor)
 
 
-def goodhart(outcomes: BatchOutcomes, reward: PlainReward) -> Float32:
+def goodhart(outcomes: BatchOutcomes, reward: GoodhartReward) -> Float32:
     """V, without roles and correctness: shows what happens without the game. A malformed solution gets the lowest V."""
     return np.where(outcomes.well_formed_N, outcomes.scores_N, outcomes.scores_N.min())
 
 
-def correctness(outcomes: BatchOutcomes, reward: PlainReward) -> Float32:
+def correctness(outcomes: BatchOutcomes, reward: CorrectnessReward) -> Float32:
     """c: the baseline for measuring the legibility tax."""
     return (outcomes.correct_N & outcomes.well_formed_N).astype(np.float32)
 
@@ -195,6 +197,8 @@ def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
     return np.where(outcomes.well_formed_N, rewards_N, -reward.similarity_weight).astype(np.float32)
 
 
+# A new reward also needs its section in pvg.config.game, which says what the rules ask about it, and a row in the
+# glossary of docs/concepts.md.
 REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
     "src": src,
     "cgc": cgc,

@@ -2,14 +2,11 @@
 
     python tests/game/kill_drill.py --kills 12            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
-    python tests/game/kill_drill.py --kills 6 --partial   # unfinished rollouts continue: no two runs are alike
-    python tests/game/kill_drill.py --kills 6 --learning  # with all that the prover's trainer tracks and adapts
     python tests/game/kill_drill.py --kills 4 --play      # self-play with a cache of states
     python tests/game/kill_drill.py --kills 4 --warm      # with a warm start
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
-field but their timing), the metrics of the finished rounds. With --partial: when a committed rollout is lost, or two
-have one id.
+field but their timing), the metrics of the finished rounds.
 
 Children are forked from this process after everything is imported and before any torch work, so that a start costs
 milliseconds; they are real processes and die of a real SIGKILL.
@@ -77,32 +74,6 @@ def read_manifests(run: RunDirectory) -> list[SimpleNamespace]:
     """All manifests of a run, by round and then by time of finishing."""
     found = [SimpleNamespace(**orjson.loads(path.read_bytes())) for path in run.manifest.glob("round-*.json")]
     return sorted(found, key=lambda manifest: (manifest.round, manifest.finished))
-
-
-def partial_experiment() -> Experiment:
-    """One round; in every step of the prover some groups are complete and the others are carried."""
-    plain = small_experiment().plain()
-    plain["rollout"]["deadline"] = {"kind": "continue", "seconds": 1e-6}
-    plain["rollout"]["engine"] |= {"max_rows": 8}
-    plain["game"]["rounds"] = 1
-    plain["training"]["steps"] = 12
-    return build_experiment(plain)
-
-
-def learning_experiment() -> Experiment:
-    """Batches that are filled up, problems that are drawn by what was seen, and coefficients that follow the steps."""
-    plain = small_experiment().plain()
-    plain["training"] |= {
-        "loss": "dr_grpo",
-        "dynamic_sampling": 4,
-        "curriculum": "prioritised",
-        "kl": {"target": 0.001},
-        "entropy_bonus": 0.001,
-        "minibatches": 2,
-        "steps": 14,
-    }
-    plain["game"] |= {"reward": "correctness", "rounds": 1}
-    return build_experiment(plain)
 
 
 def play_experiment() -> Experiment:
@@ -311,39 +282,10 @@ def drill(
     return compared_with_a_whole_run(experiment, kills, play_one)
 
 
-def partial_drill(kills: int, seed: int, log: Callable[[str], None]) -> dict[str, Any]:
-    """Kill one run in its prover's training, again and again; what was committed at a kill is there at the end."""
-    experiment, dice = partial_experiment(), random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        root, died, committed, carried = Path(folder), 0, set(), 0
-        for _ in range(kills):
-            phase = kill_somewhere(*start(experiment, root, resume=(root / "drill").exists()), "train_prover", dice)
-            if phase is None:
-                break
-            died += 1
-            log(f"kill {died}/{kills} in {phase or 'start'}")
-            found = FileStateStore(RunDirectory.open("drill", root).state).load().state or {}
-            carried += found.get("progress", {}).get("partial", {}).get("carried", 0)
-            committed |= set(fingerprint(root)["ids"]) if found.get("shards") else set()
-        finish(*start(experiment, root, resume=True))
-        ids = fingerprint(root)["ids"]
-        problems = [f"lost: {name}" for name in sorted(committed - set(ids))]
-        problems += ["duplicated rollouts"] * (len(set(ids)) != len(ids))
-        return {
-            "kills": died,
-            "committed": len(committed),
-            "carried": carried,
-            "rollouts": len(ids),
-            "problems": problems,
-        }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--partial", action="store_true")
-    parser.add_argument("--learning", action="store_true")
     parser.add_argument("--play", action="store_true")
     parser.add_argument("--warm", action="store_true")
     options = parser.parse_args()
@@ -351,16 +293,13 @@ def main() -> None:
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if options.partial:
-        result = partial_drill(options.kills, options.seed, log)
-    elif options.warm:
+    if options.warm:
         with tempfile.TemporaryDirectory() as folder:
             result = drill(warm_experiment(Path(folder)), options.kills, options.seed, log, ("warmup", "train_prover"))
     elif options.play:
         result = drill(play_experiment(), options.kills, options.seed, log, ("train_prover", "checkpoint"))
     else:
-        experiment = learning_experiment() if options.learning else small_experiment()
-        result = drill(experiment, options.kills, options.seed, log)
+        result = drill(small_experiment(), options.kills, options.seed, log)
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
     raise SystemExit(1 if result["problems"] else 0)
 

@@ -60,9 +60,9 @@ def test_cgc_refuses_a_live_score_at_or_below_its_floor():
 
 
 def test_goodhart_and_correctness_by_hand():
-    sample = outcomes([0.5, -1.5], [0, 1], [1, 1])
-    np.testing.assert_allclose(rewards(sample, Game(reward="goodhart")), [0.5, -1.5])
-    np.testing.assert_allclose(rewards(sample, Game(reward="correctness")), [0, 1])
+    sample = outcomes([0.5, -1.5, 3.0], [0, 1, 0], [1, 1, 1], well_formed=[1, 1, 0])
+    np.testing.assert_allclose(rewards(sample, Game(reward="goodhart")), [0.5, -1.5, -1.5])
+    np.testing.assert_allclose(rewards(sample, Game(reward="correctness")), [0, 1, 0])
 
 
 def test_decoupled_by_hand():

@@ -17,7 +17,7 @@ from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import files
 from pvg.servers.transports.files import AdapterTransport
-from pvg.servers.transports.transfer import open_transport
+from pvg.servers.transports.opening import open_transport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 LOAD, UNLOAD = "/pvg/adapters", "/pvg/adapters/unload"

@@ -20,7 +20,7 @@ from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, Ser
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports import UNKNOWN_PART, Transport
 from pvg.servers.transports.files import write_tensors
-from pvg.servers.transports.transfer import open_transport
+from pvg.servers.transports.opening import open_transport
 
 SESSION = PublishingSession(1000, "aaaaaaaa")
 LABEL = WeightLabel(SESSION, 1)

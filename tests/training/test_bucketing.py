@@ -51,12 +51,3 @@ def test_loss_and_gradient_are_those_of_the_whole_batch_and_the_padding_is_not(l
     assert found_loss == pytest.approx(whole_loss, rel=1e-5)
     assert float((found - whole).norm() / whole.norm()) < 1e-5
     assert padded > 1.4 * positions
-
-
-def test_recomputed_logprobs_are_those_of_each_row_alone():
-    module, batch = small_llama(12), mixed_batch()
-    found = objective().recompute(module, batch)
-    assert [len(row) for row in found] == batch.completion_lengths_N.tolist()
-    for number, values in enumerate(found):
-        (alone,) = objective().recompute(module, batch.select(np.array([number])))
-        np.testing.assert_allclose(values, alone, atol=2e-6)

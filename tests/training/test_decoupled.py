@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from table_policy import TablePolicy, policy_batch
+from table_policy import TablePolicy
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective
 
 
@@ -57,26 +57,6 @@ def test_on_fresh_data_it_is_the_plain_loss_bit_by_bit(loss):
         total, gradient, _ = evaluate(objective(loss, importance="decoupled"), policy, other)
         assert total == plain
         assert (gradient == plain_gradient).all()
-
-
-@pytest.mark.parametrize("loss", NAMES)
-def test_micro_batches_add_up(loss):
-    generator = np.random.default_rng(3)
-    rows = [[0, *generator.integers(0, 4, size)] for size in (1, 2, 3, 4, 2, 3)]
-
-    def drawn():
-        return [generator.normal(-1.5, 0.4, len(row) - 1) for row in rows]
-
-    batch = policy_batch(rows, [1] * 6, generator.normal(size=6), groups=[0, 0, 0, 1, 1, 1], sampled=drawn())
-    batch = replace(batch, proximal_logprobs=columns(drawn()))
-    policy = TablePolicy(generator.dirichlet(np.ones(4), 4))
-    loss_ = objective(loss, importance="decoupled", bounds=(0.5, 1.3))
-    whole, gradient, metrics = evaluate(loss_, policy, batch)
-    total, parts_gradient, parts_metrics = evaluate(loss_, policy, batch, [[4, 1], [0, 5, 3], [2]])
-    assert total == pytest.approx(whole, rel=1e-5, abs=1e-6)
-    assert np.allclose(gradient, parts_gradient, rtol=1e-4, atol=1e-6)
-    assert parts_metrics["start_ratio_mean"] == pytest.approx(metrics["start_ratio_mean"], rel=1e-5)
-    assert 0.0 < metrics["start_outside"] < 1.0
 
 
 @pytest.mark.parametrize("loss", NAMES)

@@ -1,21 +1,15 @@
-"""The exact entropy in the policy's objective: its value and gradient by hand, in splits, and adapted in a trainer."""
+"""The exact entropy in the policy's objective: its value and gradient by hand, and adapted in a trainer."""
 
 import asyncio
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from table_policy import TablePolicy, policy_batch
-from test_policy_losses import PROBABILITIES, evaluate, hand_batch, llama, objective, random_batch, random_policy
+from test_policy_losses import PROBABILITIES, evaluate, hand_batch, objective
 
-from pvg.models.logprobs import completion_outputs, shared_prompt_outputs
 from pvg.training.trainer import OptimizerSettings, Trainer
-
-__all__ = ["llama"]  # a fixture
 
 FIRST = -sum(p * math.log(p) for p in PROBABILITIES[0])
 SECOND = math.log(4)
@@ -40,43 +34,6 @@ def test_the_bonus_by_hand():
     expected = [0.5 * 2 / 3 * p * (math.log(p) + FIRST) for p in PROBABILITIES[0]]
     assert gradient[:4].tolist() == pytest.approx(expected, rel=1e-4)
     assert gradient[4:8].tolist() == pytest.approx([0.0] * 4, abs=1e-7)  # a uniform distribution is at the most
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), data=st.data())
-def test_any_split_adds_up_to_the_unsplit_batch(seed, data):
-    policy = random_policy(seed)
-    batch = random_batch(policy, seed, 8, 5, 9)
-    parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
-    parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
-    loss = data.draw(st.sampled_from(["grpo", "dapo", "dr_grpo", "rae"]))
-    bonus = objective(loss, kl=0.1, max_tokens=9, entropy_bonus=0.3)
-    whole, whole_gradient, whole_metrics = evaluate(bonus, policy, batch)
-    split, split_gradient, split_metrics = evaluate(bonus, policy, batch, parts)
-    assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
-    assert (split_gradient - whole_gradient).norm() <= 2e-6 * max(0.1, whole_gradient.norm())
-    assert split_metrics["entropy_exact"] == pytest.approx(whole_metrics["entropy_exact"], rel=1e-5)
-
-
-def test_both_forward_passes_of_a_transformer_agree_with_its_own_logits(llama):
-    rows = [np.array(row, dtype=np.int32) for row in ([1, 2, 3, 4, 0], [1, 2, 3, 2], [4, 4, 1, 0, 2])]
-    prompts = np.array([2, 2, 3])
-    ids_BL, lengths_B = torch.zeros((3, 5), dtype=torch.int64), torch.tensor([5, 4, 5])
-    for number, row in enumerate(rows):
-        ids_BL[number, : len(row)] = torch.from_numpy(row.astype(np.int64))
-    starts_B = torch.from_numpy(prompts)
-    how = {"temperature": 0.7, "entropies": True, "logits_chunk": 10}
-    packed = shared_prompt_outputs(llama, rows, prompts, **how)
-    padded = completion_outputs(llama, ids_BL, lengths_B, starts_B, **how)
-    logprobs_BLV = (llama(input_ids=ids_BL).logits.float() / 0.7).log_softmax(-1)
-    wanted_BL = torch.zeros(3, 5)
-    for row in range(3):
-        for t in range(int(prompts[row]), int(lengths_B[row])):
-            all_V = logprobs_BLV[row, t - 1]
-            wanted_BL[row, t] = -(all_V.exp() * all_V).sum()
-    torch.testing.assert_close(packed.entropies_BL, wanted_BL, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(padded.entropies_BL, wanted_BL, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(packed.logprobs_BL, padded.logprobs_BL, rtol=1e-4, atol=1e-5)
 
 
 class Endless:

@@ -6,8 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from table_policy import TablePolicy
 from test_policy_losses import A1, A2, B1, NAMES, PROBABILITIES, evaluate, hand_batch, objective, random_batch
 from test_policy_losses import random_policy as drawn_policy
@@ -78,24 +76,6 @@ def test_where_sampler_and_trainer_agree_it_is_the_plain_loss(loss):
         assert total == pytest.approx(plain, rel=1e-4, abs=1e-6)
         assert torch.allclose(found, gradient, rtol=1e-4, atol=1e-6)
         assert metrics["start_outside"] == 0.0
-
-
-@pytest.mark.parametrize("kind", ["truncated", "masked"])
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), data=st.data())
-def test_any_split_adds_up_to_the_unsplit_batch(kind, seed, data):
-    policy = drawn_policy(seed)
-    batch = random_batch(policy, seed, 8, 5, 9)
-    loss = data.draw(st.sampled_from(["grpo", "gspo"]))
-    parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
-    parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
-    weighing = objective(loss, kl=0.1, max_tokens=9, importance=kind, bounds=(0.8, 1.1))
-    whole, whole_gradient, whole_metrics = evaluate(weighing, policy, batch)
-    split, split_gradient, split_metrics = evaluate(weighing, policy, batch, parts)
-    assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
-    assert (split_gradient - whole_gradient).norm() <= 2e-6 * max(0.1, whole_gradient.norm())
-    del split_metrics["padding"], whole_metrics["padding"]
-    assert split_metrics == pytest.approx(whole_metrics, rel=1e-5, abs=1e-6)
 
 
 def test_over_several_steps_it_needs_the_log_probs_at_batch_start():

@@ -98,18 +98,6 @@ def test_a_tracker_that_went_through_json_goes_on_bit_by_bit(batches: list, cut:
 # --- advantages ------------------------------------------------------------------------------------------------------
 
 
-def test_advantages_by_hand() -> None:
-    # R - v = 1, -1, 0 with 1, 1, 2 tokens: mean 0, variance (1 + 1 + 0)/4 = 1/2.
-    found = tracked_advantages(np.array([1.0, 0.0, 0.5]), np.array([0.0, 1.0, 0.5]), np.array([1, 1, 2]), np.ones(3))
-    root = math.sqrt(0.5) + EPSILON
-    np.testing.assert_allclose(found, [1 / root, -1 / root, 0.0], rtol=1e-6)
-    assert found.dtype == np.float32
-    # R - v = 1, -1 with 3 tokens and 1: mean 1/2, deviations 1/2 and -3/2, variance (3/4 + 9/4)/4 = 3/4.
-    found = tracked_advantages(np.array([1.0, 0.0]), np.array([0.0, 1.0]), np.array([3, 1]), np.ones(2))
-    root = math.sqrt(0.75) + EPSILON
-    np.testing.assert_allclose(found, [0.5 / root, -1.5 / root], rtol=1e-6)
-
-
 @settings(deadline=None)
 @given(
     rows=st.lists(

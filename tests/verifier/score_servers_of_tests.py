@@ -197,5 +197,16 @@ class Bench:
         return found
 
 
+@asynccontextmanager
+async def scored(tmp_path, head, executor, count=1, *, token_ms=None, **options):
+    """`count` servers, and a bench that uses them."""
+    of_servers = {} if token_ms is None else {"token_ms": token_ms}
+    async with (
+        servers(tmp_path, head, count, **of_servers) as found,
+        Bench(tmp_path, head, executor, [server.url for server in found], **options) as bench,
+    ):
+        yield (*found, bench)
+
+
 def some(count, seed=1):
     return [rollout(text) for text in random_texts(count, seed)]

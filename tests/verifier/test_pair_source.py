@@ -1,5 +1,4 @@
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,12 +18,6 @@ from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import VerifierScorer
 
 SECTION = Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
-
-
-@pytest.fixture
-def executor():
-    with ThreadPoolExecutor(1) as found:
-        yield found
 
 
 def easily_told_apart(correct: bool, seed: int, count: int, *, problem: int):

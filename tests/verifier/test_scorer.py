@@ -1,5 +1,4 @@
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,12 +22,6 @@ from pvg.verifier.scorer import ScoreCache, TorchBackend, VerifierScorer
 
 HEADS = ["scalar", "implicit", "yes_token"]
 AT_ONCE = CallingThreadExecutor()  # so that what a call starts, it has started after some turns of the loop
-
-
-@pytest.fixture
-def executor():
-    with ThreadPoolExecutor(1) as found:
-        yield found
 
 
 def make_scorer(

@@ -6,7 +6,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from score_servers_of_tests import Bench, servers, some
+from score_servers_of_tests import Bench, scored, servers, some
 
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 
@@ -17,10 +17,7 @@ pytestmark = pytest.mark.usefixtures("control_key")
 @pytest.mark.parametrize("head", HEADS)
 def test_scores_are_torchs_and_servers_share_the_work(head, tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, head, 2) as fakes,
-            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
-        ):
+        async with scored(tmp_path, head, executor, 2) as (*fakes, bench):
             scorer, rollouts = bench.scorer(), some(64)
             scores = await bench.assert_right(scorer, rollouts)
             assert scores.std() > 1e-2
@@ -44,10 +41,7 @@ def test_scores_are_torchs_and_servers_share_the_work(head, tmp_path, executor):
 @pytest.mark.parametrize("head", HEADS)
 def test_a_new_version_is_published_and_the_same_weights_are_not(head, tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, head) as (fake,),
-            Bench(tmp_path, head, executor, [fake.url]) as bench,
-        ):
+        async with scored(tmp_path, head, executor) as (fake, bench):
             scorer, rollouts = bench.scorer(), some(12)
             first = await bench.assert_right(scorer, rollouts)
             bench.train(2)
@@ -70,10 +64,7 @@ def test_a_score_under_way_when_the_version_changes_is_the_new_ones(head, tmp_pa
     """Invariant 2, also for a version that comes back."""
 
     async def play():
-        async with (
-            servers(tmp_path, head, token_ms=100) as (fake,),
-            Bench(tmp_path, head, executor, [fake.url]) as bench,
-        ):
+        async with scored(tmp_path, head, executor, token_ms=100) as (fake, bench):
             scorer, rollouts = bench.scorer(version="a"), some(6)
             await scorer.score(rollouts[:1])  # published
             begun = sum(fake.asked.values())
@@ -95,9 +86,8 @@ def test_a_score_under_way_when_the_version_changes_is_the_new_ones(head, tmp_pa
 def test_references_come_from_their_servers_once(tmp_path, executor):
     async def play():
         async with (
-            servers(tmp_path, "implicit") as (fake,),
             servers(tmp_path, "implicit") as (reference,),
-            Bench(tmp_path, "implicit", executor, [fake.url], references=[reference.url]) as bench,
+            scored(tmp_path, "implicit", executor, references=[reference.url]) as (_, bench),
         ):
             scorer, rollouts = bench.scorer(), some(20)
             await bench.assert_right(scorer, rollouts)
@@ -118,9 +108,8 @@ def test_references_come_from_their_servers_once(tmp_path, executor):
 def test_a_reference_server_with_other_weights_is_refused(tmp_path, executor):
     async def play():
         async with (
-            servers(tmp_path, "implicit") as (fake,),
             servers(tmp_path, "implicit") as (reference,),
-            Bench(tmp_path, "implicit", executor, [fake.url], references=[reference.url]) as bench,
+            scored(tmp_path, "implicit", executor, references=[reference.url]) as (_, bench),
         ):
             reference.told._module.load_state_dict(
                 {name.removeprefix("backbone."): t for name, t in bench.model.trainable_state().items()}, strict=False
@@ -137,10 +126,7 @@ def test_a_reference_server_with_other_weights_is_refused(tmp_path, executor):
 
 def test_a_verifier_that_diverged_is_not_published(tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, "scalar") as (fake,),
-            Bench(tmp_path, "scalar", executor, [fake.url]) as bench,
-        ):
+        async with scored(tmp_path, "scalar", executor) as (fake, bench):
             with torch.no_grad():
                 bench.model.weight_D[0] = float("nan")
             with pytest.raises(TrainingDivergedError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from score_servers_of_tests import Bench, servers, some
+from score_servers_of_tests import Bench, scored, servers, some
 
 from pvg.errors import ServerUnavailableError, WeightsNotArrivedError
 from pvg.verifier.vllm_backend import VllmBackend
@@ -22,10 +22,7 @@ pytestmark = pytest.mark.usefixtures("control_key")
 @pytest.mark.parametrize("head", HEADS)
 def test_a_server_that_was_started_again_gets_the_weights_again(head, tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, head) as (fake,),
-            Bench(tmp_path, head, executor, [fake.url]) as bench,
-        ):
+        async with scored(tmp_path, head, executor) as (fake, bench):
             scorer, rollouts = bench.scorer(), some(20)
             await bench.assert_right(scorer, rollouts[:10])
             await fake.restart()
@@ -42,10 +39,7 @@ def test_what_a_server_said_with_other_weights_is_asked_again(head, tmp_path, ex
     """It loses its weights in mid-batch, and no connection breaks: only its boot and its label tell."""
 
     async def play():
-        async with (
-            servers(tmp_path, head) as (fake,),
-            Bench(tmp_path, head, executor, [fake.url], probe_every_s=60.0) as bench,
-        ):
+        async with scored(tmp_path, head, executor, probe_every_s=60.0) as (fake, bench):
             scorer, rollouts = bench.scorer(), some(64)
             await bench.assert_right(scorer, rollouts[:4])
             begun = sum(fake.asked.values())
@@ -59,10 +53,7 @@ def test_what_a_server_said_with_other_weights_is_asked_again(head, tmp_path, ex
 @pytest.mark.parametrize("head", HEADS)
 def test_one_of_two_servers_dies_and_the_other_goes_on(head, tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, head, 2, token_ms=20) as fakes,
-            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
-        ):
+        async with scored(tmp_path, head, executor, 2, token_ms=20) as (*fakes, bench):
             doomed, killing = fakes[0], []
 
             def kill(number):
@@ -96,10 +87,7 @@ def test_broken_replies_are_asked_for_again(kind, tmp_path, executor):
 
 def test_a_server_that_is_away_when_a_version_is_published_is_waited_for(tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, "implicit") as (fake,),
-            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
-        ):
+        async with scored(tmp_path, "implicit", executor) as (fake, bench):
             scorer, rollouts = bench.scorer(), some(6)
             await bench.assert_right(scorer, rollouts)
             await fake.kill()
@@ -134,10 +122,7 @@ def test_without_any_server_the_error_names_them(tmp_path, executor):
 @pytest.mark.parametrize("head", HEADS)
 def test_weights_that_did_not_arrive_stop_the_run(head, tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, head, 2) as fakes,
-            Bench(tmp_path, head, executor, [fake.url for fake in fakes]) as bench,
-        ):
+        async with scored(tmp_path, head, executor, 2) as (*fakes, bench):
             fakes[1].lies = True
             with pytest.raises(WeightsNotArrivedError) as caught:
                 await bench.scorer().score(some(4))
@@ -149,10 +134,7 @@ def test_weights_that_did_not_arrive_stop_the_run(head, tmp_path, executor):
 
 def test_a_cancelled_call_leaves_the_servers_to_others(tmp_path, executor):
     async def play():
-        async with (
-            servers(tmp_path, "implicit", token_ms=20) as (fake,),
-            Bench(tmp_path, "implicit", executor, [fake.url]) as bench,
-        ):
+        async with scored(tmp_path, "implicit", executor, token_ms=20) as (fake, bench):
             scorer = bench.scorer()
             call = asyncio.create_task(scorer.score(some(4)))
             while fake.running == 0:  # noqa: ASYNC110
@@ -177,10 +159,7 @@ def test_leaving_waits_for_no_server_but_for_what_is_computed_here(tmp_path, exe
         return found
 
     async def play():
-        async with (
-            servers(tmp_path, "implicit") as (fake,),
-            Bench(tmp_path, "implicit", executor, [fake.url], probe_timeout_s=600.0) as bench,
-        ):
+        async with scored(tmp_path, "implicit", executor, probe_timeout_s=600.0) as (fake, bench):
             scorer = bench.scorer()
             await bench.assert_right(scorer, some(4))
             monkeypatch.setattr(VllmBackend, "_references_here", gated)
