@@ -65,7 +65,7 @@ from pvg.servers.served_model import (
     ServerRequirements,
     was_sent,
 )
-from pvg.servers.transports.transfer import open_transport
+from pvg.servers.transports.opening import open_transport
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import run_in
 

@@ -30,7 +30,7 @@ from pvg.models import open_model
 from pvg.servers.control import DeliveryTiming
 from pvg.servers.publishing import PublishingSession, WeightLabel, WeightUpdate
 from pvg.servers.transports.files import AdapterTransport
-from pvg.servers.transports.transfer import open_transport
+from pvg.servers.transports.opening import open_transport
 
 TOLERANCE = 2e-3  # nats, in float32; a wrong version is off by more than 1
 

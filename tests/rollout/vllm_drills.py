@@ -41,7 +41,7 @@ from pvg.servers.publishing import (  # noqa: E402
     WeightUpdate,
 )
 from pvg.servers.served_model import ServedModel, ServerRequirements  # noqa: E402
-from pvg.servers.transports.transfer import open_transport  # noqa: E402
+from pvg.servers.transports.opening import open_transport  # noqa: E402
 from pvg.telemetry.events import Events, SilentEvents  # noqa: E402
 
 __all__ = [

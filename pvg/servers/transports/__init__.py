@@ -34,7 +34,12 @@ from pvg.servers.publishing import WeightLabel, WeightUpdate
 
 
 class Transport(Protocol):
-    """Delivers one update at a time to servers. `stage` copies what `send` needs from the tensors."""
+    """Delivers one update at a time to servers. `stage` copies what `send` needs from the tensors.
+
+    `publish` calls `stage`, `send` to the servers that are up, and `retire`. A server that comes back later gets the
+    newest weights by `send` alone, at any time before the next `stage`. A transport does not know how many servers
+    there are. An error among the outcomes loses that server; for a server that comes back, a PvgError ends the run.
+    """
 
     adapters: bool  # versions are adapters that coexist: each request names its version, and updates pause nothing
 

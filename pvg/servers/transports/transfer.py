@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib.util
 import threading
 import time
 from collections import defaultdict
@@ -32,14 +31,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from pvg.config.operation import DeviceTransport, LoraTransport, Weights
 from pvg.errors import MissingRequirementError, PvgError, StateError
-from pvg.installation import install_extra
 from pvg.servers.control import RECEIVED_HEADER, WORK_HEADER, ControlClient, DeliveryTiming, ServerInfo, header_number
 from pvg.servers.pool import ConnectionBroken, Reply, ReplyTimeout, ServerFault
-from pvg.servers.publishing import BROKEN, PublishingSession, WeightLabel, WeightUpdate
-from pvg.servers.transports import Transport
-from pvg.servers.transports.files import AdapterTransport, FilesystemTransport, VersionFolders, untied, wire_dtype
+from pvg.servers.publishing import BROKEN, WeightLabel, WeightUpdate
+from pvg.servers.transports.files import untied, wire_dtype
 from pvg.telemetry.spans import run_in
 
 if TYPE_CHECKING:
@@ -444,41 +440,3 @@ def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
 def _retrieve(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         future.exception()
-
-
-# --- opening ---------------------------------------------------------------------------------------------------------
-
-
-def open_transport(
-    section: Weights,
-    run: str,
-    executor: Executor | None,
-    dtype: str,
-    session: PublishingSession,
-    device: torch.device | None = None,
-) -> Transport:
-    """The transport that `section.transport` names, for weights published by `session`. Its folders, if any, are under
-    `section.root`/`run`. `executor` processes tensors (None: a thread). `dtype`: the servers', such as "bfloat16".
-    `device`: where the weights are; from another one than a GPU, `nccl` copies them to the first GPU.
-
-    Raises ConfigurationError for an invalid run name or dtype, MissingRequirementError without the GPU or the vLLM that
-    `nccl` needs.
-    """
-    import torch
-
-    kind = getattr(torch, dtype)
-    if isinstance(section.transport, DeviceTransport):
-        lacking = "CUDA" if not torch.cuda.is_available() else "" if importlib.util.find_spec("vllm") else "vLLM"
-        if lacking:
-            install = f", or install the extra: {install_extra('vllm')}" if lacking == "vLLM" else ""
-            raise MissingRequirementError(
-                f'weights.transport = "nccl" needs {lacking} on the trainer\'s machine.',
-                f'Set weights.transport = "filesystem"{install}',
-            )
-        if device is None or device.type != "cuda":
-            device = torch.device("cuda", 0)
-        return TransferTransport(executor, device, kind, section.timeout_s)
-    folders = VersionFolders(section.root, run, session)
-    if isinstance(section.transport, LoraTransport):
-        return AdapterTransport(folders, executor, kind)
-    return FilesystemTransport(folders, executor, kind)
