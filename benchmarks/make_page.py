@@ -104,8 +104,8 @@ def conditions(name: str, report: BenchReport, machines: Sequence[str]) -> str:
     turns = " in turn" if report.config.get("interleave") else ""
     served = f", vLLM {report.environment.vllm}" if report.environment.vllm else ""
     return (
-        f"`{command}`{removed(command)} ([report](benchmarks/{name})): {report.warmup} + {report.repeats} samples{turns}, "
-        f"{made_on(report)}{served}, machine {number_of(report, machines)}."
+        f"`{command}`{removed(command)} ([report](benchmarks/{name})): {report.warmup} + {report.repeats} samples"
+        f"{turns}, {made_on(report)}{served}, machine {number_of(report, machines)}."
     )
 
 
