@@ -177,9 +177,7 @@ def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> Non
     run(use, tmp_path, keeps_cache=True)
 
 
-def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from_newer_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from_newer_weights(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await lose_the_first(d)
         hangs, goes_on = asyncio.Event(), asyncio.Event()
