@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 import pvg
 from pvg.config.base import as_table, kinds_of
-from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
+from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment, fields_of, is_section
 from pvg.config.operation import URL_EXAMPLE, URL_PATTERN
 from pvg.config.rollout import TEXTS_FOR_A_TASK
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
@@ -385,7 +385,7 @@ def nearest_key(key: str) -> str | None:
         same = [k for k in keys if k.endswith((f".{last}", f".{name}"))]
         places = (f"{key.partition('.')[0]}.", "training.", "")
         return next(k for place in places for k in same if k.startswith(place))
-    sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
+    sections = {place for place, *_ in fields_of(Experiment)} - set(keys)
     if (in_training := f"training.{key}") in sections or in_training in keys:
         return in_training
     if hint := nearest(key, [*keys, *sorted(sections)]):
@@ -397,21 +397,8 @@ def nearest_key(key: str) -> str | None:
 
 def valid_keys() -> list[str]:
     """Every dotted key that an experiment file may contain."""
-    keys: list[str] = []
-
-    def walk(model: type[BaseModel], prefix: str) -> None:
-        for name, info in model.model_fields.items():
-            annotation = info.annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                walk(annotation, f"{prefix}{name}.")
-            elif (table := TABLES.get(f"{prefix}{name}")) is not None:
-                for section in table.sections:
-                    walk(section, f"{prefix}{name}.")
-            else:
-                keys.append(f"{prefix}{name}")
-
-    walk(Experiment, "")
-    return list(dict.fromkeys(keys))
+    places = [key for key, _, info in fields_of(Experiment) if key not in TABLES and not is_section(info.annotation)]
+    return list(dict.fromkeys(places))
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:

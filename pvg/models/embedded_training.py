@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tokenizers
@@ -94,18 +94,17 @@ def training_problems() -> list[Problem]:
 
 
 def rows_of(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
-    """`count` rows for the prover, whose solutions have role tags, or for the verifier."""
-    return prover_rows(flawed, count, rng) if "H" in flawed else verifier_rows(count, rng)
-
-
-def prover_rows(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
-    """`count` solutions, the tags in turn; `flawed` maps each tag to its share of flawed solutions."""
+    """`count` rows of the prover, whose solutions have role tags in turn, or of the verifier. `flawed` maps each tag
+    to its share of flawed solutions."""
     tags = list(flawed)
-    return [_solution(tags[index % len(tags)], flawed, rng) for index in range(count)]
+    return [
+        _solution(tags[index % len(tags)], flawed, rng) if "H" in flawed else _verifier_row(index, rng)
+        for index in range(count)
+    ]
 
 
 def _solution(tag: str, flawed: Mapping[str, float], rng: np.random.Generator) -> Row:
-    problem = _pick(training_problems(), rng)
+    problem = training_problems()[int(rng.integers(len(training_problems())))]
     table = replies_to(problem)
     if rng.random() >= flawed[tag]:
         return tag + problem.question, table.plan_texts[_row(table.sound_P, rng)]
@@ -116,32 +115,21 @@ def _solution(tag: str, flawed: Mapping[str, float], rng: np.random.Generator) -
     return tag + problem.question, plan
 
 
-def verifier_rows(count: int, rng: np.random.Generator) -> list[Row]:
-    """`count` rows: sound plans, and answers of the adjudicator about any plans, in turn."""
-    rows = []
-    for index in range(count):
-        problem = _pick(training_problems(), rng)
-        table = replies_to(problem)
-        if index % 2:
-            rows.append((problem.question, table.plan_texts[_row(table.sound_P, rng)]))
-            continue
-        row = _row(table.stands_PR[:, 0], rng)
-        stands = bool(rng.random() < 0.5) or bool(table.sound_P[row])
-        reply = table.reply_texts[_row(table.stands_PR[row] == stands, rng)]
-        rows.append((f"{problem.question}{table.plan_texts[row]}?{reply}", "=+" if stands else "=-"))
-    return rows
-
-
-Element = TypeVar("Element")
-
-
-def _pick(values: Sequence[Element], rng: np.random.Generator) -> Element:
-    return values[int(rng.integers(len(values)))]
+def _verifier_row(index: int, rng: np.random.Generator) -> Row:
+    """A sound plan, or an answer of the adjudicator about any plan, in turn."""
+    problem = training_problems()[int(rng.integers(len(training_problems())))]
+    table = replies_to(problem)
+    if index % 2:
+        return problem.question, table.plan_texts[_row(table.sound_P, rng)]
+    row = _row(table.stands_PR[:, 0], rng)
+    stands = bool(rng.random() < 0.5) or bool(table.sound_P[row])
+    reply = table.reply_texts[_row(table.stands_PR[row] == stands, rng)]
+    return f"{problem.question}{table.plan_texts[row]}?{reply}", "=+" if stands else "=-"
 
 
 def _row(mask_P: NDArray[np.bool_], rng: np.random.Generator) -> int:
     """A random place at which the mask is True."""
-    return int(_pick(np.flatnonzero(mask_P).tolist(), rng))
+    return int(rng.choice(np.flatnonzero(mask_P)))
 
 
 IGNORED = -100  # cross_entropy ignores positions with this target
