@@ -48,12 +48,8 @@ class Setting:
         return f"{table} ({kinds_text(self.kinds)}).{leaf}" if self.kinds else self.key
 
 
-def settings() -> list[Setting]:
+def settings() -> Iterator[Setting]:
     """Every setting; those of a tagged table once per section of it."""
-    return list(_settings())
-
-
-def _settings() -> Iterator[Setting]:
     defaults = Experiment()
     for key, section, info in fields_of(Experiment):
         name = key.rpartition(".")[2]
@@ -210,7 +206,6 @@ def explained(key: str) -> dict[str, Any]:
 
 def _inside(key: str) -> list[dict[str, Any]]:
     """The settings of a section or a tagged table, each with its meaning and default."""
-    inside = [setting for setting in settings() if setting.key.startswith(f"{key}.")]
     return [
         {
             "key": each.key,
@@ -219,8 +214,8 @@ def _inside(key: str) -> list[dict[str, Any]]:
             "range": each.range,
             "default": toml_value(each.default),
         }
-        for each in inside
-        if each.key != f"{key}.kind"
+        for each in settings()
+        if each.key.startswith(f"{key}.") and each.key != f"{key}.kind"
     ]
 
 

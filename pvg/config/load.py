@@ -44,32 +44,24 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
     Raises UsageError, naming the known ones and the closest one.
     """
     candidate = Path(name)
-    if candidate.suffix == ".toml":
-        if candidate.is_file():
-            return candidate
-        _refuse_folder(kind, name)
-        raise UsageError(f"There is no {kind} file {candidate}.", "Give a path to a TOML file, or a name.")
-    for place in places:
-        if (place / f"{name}.toml").is_file():
-            return place / f"{name}.toml"
-    file = candidate.with_name(f"{candidate.name}.toml") if candidate.name else candidate
-    if file.is_file():
-        raise UsageError(f"There is no {kind} {name!r}, but a file {file}.", f"Name the file: {file}")
-    _refuse_folder(kind, name)
+    named = candidate.suffix == ".toml"
+    for file in [candidate] if named else [place / f"{name}.toml" for place in places]:
+        if file.is_file():
+            return file
+    beside = candidate.with_name(f"{candidate.name}.toml") if candidate.name else candidate
+    if not named and beside.is_file():
+        raise UsageError(f"There is no {kind} {name!r}, but a file {beside}.", f"Name the file: {beside}")
+    path_or_name = "Give a path to a TOML file, or a name."
+    if name and candidate.is_dir():
+        first = min((path for path in candidate.glob("*.toml") if path.is_file()), default=None)
+        remedy = f"Name a TOML file, such as {first}" if first else path_or_name
+        raise UsageError(f"The {kind} {name!r} is a folder.", remedy)
+    if named:
+        raise UsageError(f"There is no {kind} file {candidate}.", path_or_name)
     known = sorted({path.stem for place in places for path in place.glob("*.toml")})
     raise UsageError(
         f"There is no {kind} {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."
     )
-
-
-def _refuse_folder(kind: str, name: str) -> None:
-    """Raises UsageError if `name` is a folder, with a TOML file in it if there is one."""
-    if name and Path(name).is_dir():
-        first = min((path for path in Path(name).glob("*.toml") if path.is_file()), default=None)
-        raise UsageError(
-            f"The {kind} {name!r} is a folder.",
-            f"Name a TOML file, such as {first}" if first else "Give a path to a TOML file, or a name.",
-        )
 
 
 def shipped_directories(kind: str = "experiments") -> list[Path]:
@@ -239,15 +231,13 @@ def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any
     """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
     the order of `-s game.reward.floor=-9 -s game.reward=cgc` does not matter. The kind of the task is the very
     first, because it drops the instructions and examples of another task, also if a table of prompts gives them."""
-    return sorted(settings, key=lambda setting: (not chooses_task(setting[0]), not _chooses_kind(setting[0])))
+    return sorted(
+        settings, key=lambda setting: (not chooses_task(setting[0]), setting[0].removesuffix(".kind") not in TABLES)
+    )
 
 
 def chooses_task(key: str) -> bool:
     return key in ("task", "task.kind")
-
-
-def _chooses_kind(key: str) -> bool:
-    return key in TABLES or key.removesuffix(".kind") in TABLES
 
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
