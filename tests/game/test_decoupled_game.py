@@ -18,9 +18,9 @@ from pvg.config.experiment import Experiment
 from pvg.config.rollout import ChatPrompts
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, PvgError
-from pvg.game.rewards import BatchOutcomes, rewards
+from pvg.game.rewards import rewards
 from pvg.game.roles import translation_renderer
-from pvg.game.statistics import RolloutColumns, play_metrics
+from pvg.game.statistics import BatchOutcomes, RolloutColumns, play_metrics
 from pvg.models import open_model, pick_device
 from pvg.records import Problem, Role, Rollout
 from pvg.store.run_directory import RunDirectory

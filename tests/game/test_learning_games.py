@@ -13,7 +13,7 @@ from kill_drill import differences, fingerprint
 from test_configurations import ONE_ANSWER, StopAt, changed, played, rows
 from test_stragglers import recorded
 
-from pvg.game.rewards import BatchOutcomes
+from pvg.game.statistics import BatchOutcomes
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
