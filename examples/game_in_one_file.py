@@ -53,7 +53,7 @@ from pvg.verifier.scorer import VerifierScorer
 PROMPTS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 # The reward of a solution that is not aligned with its role. It must be below every score.
 FLOOR = -15.0
-# The verifier accepts scores from a threshold on, which this share of the correct solutions reaches.
+# The verifier accepts scores from a threshold on, which this share of the correct helpful solutions reaches.
 ACCEPTED = 0.9
 
 
@@ -144,8 +144,8 @@ class Game:
         for _ in range(steps):
             await trainer.step()
         scorer = self.players.scorer(verifier)
-        correct = [rollout for rollout in minted if rollout.problem_id in held_out and rollout.grade.correct]
-        return verifier, scorer, acceptance_threshold(await scorer.score(correct), ACCEPTED)
+        helpful = [r for r in minted if r.problem_id in held_out and r.grade.correct and r.role is Role.HELPFUL]
+        return verifier, scorer, acceptance_threshold(await scorer.score(helpful), ACCEPTED)
 
     # --- part 3: the prover -------------------------------------------------------------------------------------------
 

@@ -41,6 +41,9 @@ def test_a_game_is_played_with_it(settings: Any, tmp_path: Path, monkeypatch: py
     data = small_experiment().plain()
     if isinstance(settings, dict):
         data |= settings
+        if settings["task"]["kind"] == "custom":  # the drill's own prover has seen chains of three only
+            data["models"]["prover"]["source"] = "embedded:modchain-prover"
+            data["rollout"]["max_tokens"] = 48
     else:
         for setting in settings:
             assign(data, *parse_override(setting))

@@ -59,7 +59,7 @@ ROUND_COLUMNS: tuple[tuple[str, Column], ...] = (
     ("fooled_rate", Column("fooled rate", "right", "sneaky", "fooled\nrate")),
     ("fooled_rate_previous", Column("fooled by previous", "right", "", "fooled by\nprevious")),
     ("fooled_rate_base", Column("fooled by base", "right", "", "fooled by\nbase")),
-    ("accepted_helpful", Column("helpful accepted", "right", "helpful", on="pages")),
+    ("accepted_helpful", Column("helpful accepted", "right", "helpful", "helpful\naccepted")),
     ("verifier_auc", Column("verifier AUC", "right", "verifier", "verifier\nAUC")),
     ("verifier_auc_previous", Column("AUC on previous", "right", "verifier", "AUC on\nprevious")),
     ("score_gap", Column("score gap", "right", on="pages")),

@@ -127,9 +127,7 @@ def test_a_defect_is_no_failed_variant_and_writes_nothing() -> None:
     ("arguments", "words"),
     [
         (["-p", "tinny"], "Did you mean 'tiny'"),
-        (["-p", "tiny", "-s", "workload.number=1"], "'workload.numbers'"),
         (["-p", "tiny", "-s", "rollout.engine.maxrows=1"], "'rollout.engine.max_rows'"),
-        (["-p", "tiny", "-s", "repeats=0"], "repeats"),
         (["-p", "tiny", "--ablate", "--sweep", "rollout.engine.max_rows=1,2"], "cannot be used together"),
         (["-p", "tiny", "--out", "no/where/r.json"], "mkdir -p no/where"),
         (["--sweep", "rollout.engine.max_rows=1,2"], "--profile is missing"),

@@ -3,7 +3,6 @@ line and exit code 2 or 3, and nothing lost."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -32,27 +31,20 @@ def assert_refused(called: Called, code: int, *parts: str) -> None:
         assert part in error
 
 
-async def a_few_commits(
-    experiment: Experiment, run: RunDirectory, between: Callable[[], None] = lambda: None, **_: Any
-) -> GameOutcome:
-    """The game's own commits, without its models."""
-    ledger = Ledger(run, experiment, "test")
-    try:
-        for number in range(4):
-            state = ledger.state
-            after = state.enter(Phase.MINT) if state.phase is Phase.INIT else replace(state, step=state.step + 1)
-            ledger.record("device" if number == 0 else "step", number=number)
-            ledger.log.event("step", number=number)
-            await ledger.commit(after)
-            between()
-    finally:
-        ledger.close()
-    return GameOutcome("interrupted", run.path, [], 1.0)
-
-
 def play_with(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None] = lambda: None) -> None:
-    def play(experiment: Experiment, run: RunDirectory, **_: Any) -> Any:
-        return a_few_commits(experiment, run, between)
+    """Replace the game by two of its commits, without its models."""
+
+    async def play(experiment: Experiment, run: RunDirectory, **_: Any) -> GameOutcome:
+        ledger = Ledger(run, experiment, "test")
+        try:
+            ledger.record("step", number=0)
+            state = ledger.state if ledger.state.phase is Phase.MINT else ledger.state.enter(Phase.MINT)
+            await ledger.commit(state)
+            between()
+            await ledger.commit(replace(state, step=1))
+        finally:
+            ledger.close()
+        return GameOutcome("interrupted", run.path, [], 1.0)
 
     monkeypatch.setattr("pvg.game.run.play", play)
 
@@ -105,12 +97,11 @@ def test_a_read_only_file_system_is_no_defect(read_only: Path, arguments: tuple[
 # --- full disks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kilobytes", [8, 16])
 def test_a_full_disk_is_named_and_an_uncommitted_run_leaves_nothing(
-    mounted: list[Path], monkeypatch: pytest.MonkeyPatch, kilobytes: int
+    mounted: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = Path("runs")
-    mount("-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", at=root)
+    mount("-t", "tmpfs", "-o", "size=8k", "tmpfs", at=root)
     mounted.append(root)
     play_with(monkeypatch)
     called = pvg("train", "--json")
@@ -119,42 +110,13 @@ def test_a_full_disk_is_named_and_an_uncommitted_run_leaves_nothing(
     assert list(root.iterdir()) == []
 
 
-def test_a_full_disk_after_the_first_commit_loses_nothing(mounted: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path("runs")
-    mount("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=root)
-    mounted.append(root)
-
-    def fill() -> None:
-        with contextlib.suppress(OSError), open(root / "filler", "wb", buffering=0) as file:
-            while file.write(bytes(4096)):
-                pass
-
-    play_with(monkeypatch, fill)
-    assert_refused(pvg("train"), 3, "runs/modchain")
-    (root / "filler").unlink()
-    run = RunDirectory(root / "modchain")
-    assert (run.load_state().state or {})["phase"] == "mint"
-    play_with(monkeypatch)
-    assert pvg("train", "--resume", "modchain").code == 130
-    assert list(run.path.rglob(".tmp-*")) == []
-
-
 # --- folders that move away --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("moved", "deleted"), [("runs/modchain", True), ("runs", False)])
-def test_a_folder_that_goes_away_while_it_is_played(monkeypatch: pytest.MonkeyPatch, moved: str, deleted: bool) -> None:
-    def go_away() -> None:
-        if not deleted:
-            Path(moved).rename("away")
-        else:
-            shutil.rmtree(moved)
-
-    play_with(monkeypatch, go_away)
-    called = pvg("train")
-    assert_refused(called, 2, "runs/modchain", "moved, deleted or replaced")
-    assert not Path(moved).exists()
-    assert Path("away").exists() is not deleted
+def test_a_folder_that_goes_away_while_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_with(monkeypatch, lambda: shutil.rmtree("runs/modchain"))
+    assert_refused(pvg("train"), 2, "runs/modchain", "moved, deleted or replaced")
+    assert not Path("runs/modchain").exists()
 
 
 # --- files that are not what they should be ----------------------------------------------------------------------
@@ -166,7 +128,7 @@ def unfinished(monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     return RunDirectory(Path("runs/modchain"))
 
 
-@pytest.mark.parametrize("name", ["lock", "state.json", "metrics.jsonl", "events.log", "experiment.toml"])
+@pytest.mark.parametrize("name", ["lock", "state.json", "experiment.toml"])
 def test_a_folder_in_the_place_of_a_file(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = unfinished(monkeypatch)
     (run.path / name).unlink()
@@ -185,9 +147,7 @@ def with_a_fifo_for(path: Path) -> None:
 @pytest.mark.parametrize("name", ["state.json", "metrics.jsonl", "lease-000001.json"])
 def test_no_command_waits_for_the_writer_of_a_fifo_in_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = unfinished(monkeypatch)
-    monkeypatch.setattr(
-        lease, "WATCH_S", 0.1
-    )  # pvg cannot read this lease, so it waits as for a driver on another host
+    monkeypatch.setattr(lease, "WATCH_S", 0.1)  # a lease that cannot be read may be that of another host
     with_a_fifo_for(run.path / name)
     listed, report = pvg("runs"), pvg("report", "modchain", "--no-html")
     assert (listed.code, report.code) == (0, 0)

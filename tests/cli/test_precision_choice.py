@@ -26,7 +26,6 @@ adapters.rank = 2
 adapters.rank = 2
 """
 LINE = "This CPU has no instructions for bfloat16, so pvg uses float32 for models.dtype, models.precision. "
-PRECISE = ("float32", "float32")
 
 
 @pytest.fixture(autouse=True)
@@ -49,55 +48,46 @@ def precisions(run: str = "half") -> tuple[str, str]:
     return found["dtype"], found["precision"]
 
 
-def test_a_new_run_records_float32_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_records_float32_except_for_a_setting_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch, bfloat16=False)
     called = pvg("train", "half.toml")
     assert called.code == 130
     assert called.err.count(LINE) == 1
     assert "To keep bfloat16, which is 10 to 100 times slower here: -s models.dtype=bfloat16" in called.err
     assert "warning" not in called.err
-    assert precisions() == PRECISE
-
-
-def test_a_setting_of_the_command_line_is_kept_and_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu(monkeypatch, bfloat16=False)
+    assert precisions() == ("float32", "float32")
     Path("mine.toml").write_text('[models]\nprecision = "bfloat16"\n')
-    called = pvg("train", "half.toml", "-s", "@mine.toml")
-    assert precisions() == ("float32", "bfloat16")
+    called = pvg("train", "half.toml", "-s", "@mine.toml", "--name", "kept")
+    assert precisions("kept") == ("float32", "bfloat16")
     assert "uses float32 for models.dtype. " in called.err
     assert called.err.count("warning: models.precision = 'bfloat16'") == 1
 
 
-def test_a_run_is_resumed_by_name_and_with_its_experiment_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu(monkeypatch, bfloat16=False)
-    pvg("train", "half.toml")
-    for native in (False, True):
-        on_cpu(monkeypatch, bfloat16=native)
-        assert pvg("train", "--resume", "half").code == 130
-        called = pvg("train", "half.toml", "--resume")
-        assert called.code == 130, called.err
-        assert "The run began with float32 for models.dtype, models.precision" in called.err
-    assert precisions() == PRECISE
-    other = pvg("train", "half.toml", "--resume", "-s", "models.precision=bfloat16")
-    assert other.code == 2
-    assert 'models.precision: "float32" -> "bfloat16"' in other.err
-
-
-def test_a_run_that_began_in_bfloat16_stays_so_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_cpu(monkeypatch, bfloat16=True)
-    assert LINE not in pvg("train", "half.toml").err
-    on_cpu(monkeypatch, bfloat16=False)
+@pytest.mark.parametrize(
+    ("native", "began", "says"),
+    [
+        (False, "float32", "The run began with float32 for models.dtype, models.precision"),
+        (True, "bfloat16", "a new run on this machine can use float32"),
+    ],
+)
+def test_a_run_goes_on_in_the_precision_that_it_began_with(
+    monkeypatch: pytest.MonkeyPatch, native: bool, began: str, says: str
+) -> None:
+    on_cpu(monkeypatch, bfloat16=native)
+    assert (LINE in pvg("train", "half.toml").err) is not native
+    on_cpu(monkeypatch, bfloat16=not native)
     for words in (("--resume", "half"), ("half.toml", "--resume")):
         called = pvg("train", *words)
         assert called.code == 130
-        assert "a new run on this machine can use float32" in called.err
-    assert precisions() == ("bfloat16", "bfloat16")
+        assert (says in called.err) is (native or words[0] == "half.toml")
+    assert precisions() == (began, began)
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[began]
+    refused = pvg("train", "half.toml", "--resume", "-s", f"models.precision={other}")
+    assert refused.code == 2
+    assert f'models.precision: "{began}" -> "{other}"' in refused.err
 
 
-# --- benchmarks and studies -------------------------------------------------------------------------------------------
-
-
-def test_a_benchmark_of_an_experiment_measures_float32_unless_its_profile_says_otherwise(
+def test_a_benchmark_measures_float32_unless_its_profile_or_a_setting_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_cpu(monkeypatch, bfloat16=False)

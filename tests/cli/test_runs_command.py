@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,19 +34,6 @@ def die(folder):
 shutil.rmtree = die
 run_folders.remove_run(RunDirectory(Path(sys.argv[1])), print)
 """
-
-
-def test_a_run_whose_process_was_killed_has_died_at_once() -> None:
-    commit(begin(RUNS, "killed"), state("train_verifier"))
-    command = [sys.executable, "-c", HOLD, "runs/killed"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"locked\n"
-        assert pvg("runs", "--json").document["runs"][0]["state"] == "running"
-        process.kill()
-        # Not reaped, so it keeps its number. Waits until the kernel has ended it.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert pvg("runs", "--json").document["runs"][0]["state"] == "died"
 
 
 def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
@@ -92,22 +78,7 @@ def test_damaged_runs_are_listed_and_can_be_removed() -> None:
     assert list(RUNS.iterdir()) == []
 
 
-def test_a_damaged_run_has_the_same_state_in_all_views() -> None:
-    run = begin(RUNS)
-    commit(run, state("complete", rounds=[{}]))
-    begin(RUNS, "whole")
-    assert pvg("report", "first", "--json").document["damaged"] is False
-    (RUNS / "first" / "state.json").write_text("{broken")
-    assert re.search(r"^first .* damaged ", pvg("runs").out, re.MULTILINE)
-    assert re.search(r"^state +damaged", pvg("runs", "show", "first").out, re.MULTILINE)
-    assert re.search(r"^first  experiment .* damaged$", pvg("report", "first").out, re.MULTILINE)
-    assert 'badge bad">damaged<' in run.report.read_text()
-    assert pvg("report", "first", "--json").document["damaged"] is True
-    assert re.search(r"^first  experiment .* damaged$", pvg("report", "first", "whole").out, re.MULTILINE)
-    assert 'badge bad">damaged<' in Path("report.html").read_text()
-
-
-def test_a_run_that_a_process_plays_is_running_and_is_not_removed() -> None:
+def test_a_run_that_a_process_plays_is_not_removed_and_has_died_when_that_was_killed() -> None:
     run = played(RUNS)
     commit(run, state("train_prover", rounds=[]))
     holder = subprocess.Popen(
@@ -123,7 +94,11 @@ def test_a_run_that_a_process_plays_is_running_and_is_not_removed() -> None:
         assert f"is being driven by process {holder.pid}" in called.err
         assert runs_in(RUNS) == ["first"]
     finally:
-        holder.communicate("")
+        holder.kill()
+        # Not reaped, so it keeps its number. Waits until the kernel has ended it.
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)
+        assert pvg("runs", "--json").document["runs"][0]["state"] == "died"
+        holder.communicate()
     assert pvg("runs", "remove", "first", "--yes", "--json").document["removed"] == ["runs/first"]
     assert list(RUNS.iterdir()) == []
 

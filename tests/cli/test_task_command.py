@@ -145,16 +145,8 @@ def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verif
     ("settings", "message"),
     [
         (["prompts=chat"], "has no chat template"),
-        (
-            ["rollout.max_tokens=5000", "training.micro_batch_tokens=50000", "verifier.micro_batch_tokens=50000"],
-            "takes",
-        ),
         (["models.prover.source=nowhere"], "There is no model directory 'nowhere'"),
         (["verifier.head=yes_token"], 'no single tokens for "yes" and "no"'),
-        (
-            ["task=data", "task.path=none.jsonl", "models.prover.source=x", "models.verifier.source=x"],
-            "There is no file",
-        ),
         (["task.problems=1"], "has no training problems"),
     ],
 )
@@ -199,16 +191,6 @@ def test_a_real_chat_model_shows_its_template() -> None:
     assert found["prompts"]["helpful"]["text"].startswith("<|im_start|>system\nSolve the problem.")
     assert found["verifier_input"]["text"].endswith("\n\nRight? Yes or no.<|im_end|>\n<|im_start|>assistant\n")
     assert found["graded"][0]["correct"]
-
-
-# --- few problems, and answers without a marker -----------------------------------------------------------------------
-
-# The models are not on this machine, so no tokenizer is needed.
-
-
-def rows(count: int) -> None:
-    lines = [orjson.dumps({"question": f"What is {n} + 3?", "answer": n + 3}) for n in range(count)]
-    Path("p.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
 
 # --- solutions that the models cannot write ---------------------------------------------------------------------------

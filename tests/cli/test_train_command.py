@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 from calling import pvg, pvg_process
 from run_samples import begin, commit, played, state, step, tell
@@ -164,19 +163,11 @@ def test_resume_takes_the_newest_unfinished_run_with_its_own_settings(calls: lis
         commit(RunDirectory(Path("runs/other")), state("mint", step=1))
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "training.micro_batch_tokens=1024",
-        "training.gradient_checkpointing=true",
-        "verifier.micro_batch_tokens=1024",
-    ],
-)
-def test_resume_may_change_what_bounds_memory(calls: list[dict[str, Any]], setting: str) -> None:
+def test_resume_may_change_what_bounds_memory(calls: list[dict[str, Any]]) -> None:
     run = unfinished("here")
     own = run.experiment()
-    assert pvg("train", "--resume", "here", "-s", setting).code == 0
-    assert calls[0]["experiment"] == changed(own, {setting.partition("=")[0]: orjson.loads(setting.partition("=")[2])})
+    assert pvg("train", "--resume", "here", "-s", "training.micro_batch_tokens=1024").code == 0
+    assert calls[0]["experiment"] == changed(own, {"training.micro_batch_tokens": 1024})
     assert run.experiment() == own
 
 

@@ -17,8 +17,9 @@ import os
 import random
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from fake_model import (
     sampled,
 )
 
+from pvg.servers.control import ControlClient
+from pvg.servers.pool import HttpPool
 from pvg.servers.server_side.pvg_vllm.accepted_weights import (
     ADAPTER_FILE,
     BROKEN,
@@ -48,6 +51,11 @@ from pvg.servers.server_side.pvg_vllm.accepted_weights import (
 
 BLOCK = 16  # tokens of a block of the prefix cache
 FREE = {"/health", "/ping", "/version", "/v1/models", "/metrics", "/inference/v1/generate", "/v1/completions"}
+SIMPLE = (
+    *("/health", "/pvg/info", "/is_paused", "/weight_info", "/pause", "/resume", "/pvg/adapters/unload"),
+    *("/inference/v1/abort_requests", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/update_weight_version", "/shutdown_weight_transfer_engine"),
+)
 CLOSED = ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
 
 Scorer = Callable[[Weights | None, Sequence[int]], list[float]]
@@ -65,6 +73,7 @@ class FakeOptions:
     max_num_seqs: int = 256
     max_model_len: int = 2048
     max_lora_rank: int = 0
+    world_size: int = 1
     shape: str = ""
     model: str = "fake"  # its name in requests
     runner: str = "generate"
@@ -73,11 +82,12 @@ class FakeOptions:
     routed_experts: bool = False  # --enable-return-routed-experts
     keeps_cache: bool = False  # across updates, so that only the salts of the client part the versions
     aborts: bool = True  # whether requests can be aborted
+    work_ms: float = 0.0  # what the replies say instead of the time that the work took
 
 
 class FakeVllm:
     """Counts: `received`, `finished`, `aborted` by request id, of requests that have one; `running`, `peak` at once;
-    `connections`."""
+    `connections`. `asked`: path and body of the control calls, in order."""
 
     def __init__(self, options: FakeOptions | None = None, *, scorer: Scorer | None = None) -> None:
         self.options = options or FakeOptions()
@@ -86,6 +96,8 @@ class FakeVllm:
         self.finished: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.plans: dict[str, list[str]] = defaultdict(list)
         self.live: dict[str, Sampled] = {}  # by vLLM's own request id
         self.running = 0
         self.peak = 0
@@ -123,6 +135,19 @@ class FakeVllm:
         """Opened so far that brought a request."""
         return len(self._protocols)
 
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+    @property
+    def paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    def plan(self, path: str, *faults: str) -> None:
+        """For the next control calls of `path`, one each: reset or refuse; or, when the work is done, reset_after,
+        hang_after or garbage_after."""
+        self.plans[path] += faults
+
     async def __aenter__(self) -> FakeVllm:
         await self.start()
         return self
@@ -132,10 +157,8 @@ class FakeVllm:
 
     async def start(self, port: int = 0) -> None:
         app = web.Application(middlewares=[self._guard], client_max_size=64 << 20)
-        for path in ("/health", "/pvg/info", "/is_paused", "/weight_info"):
-            app.router.add_get(path, self._simple)
-        for path in ("/pause", "/resume", "/pvg/adapters/unload", "/inference/v1/abort_requests"):
-            app.router.add_post(path, self._simple)
+        for path in SIMPLE:
+            app.router.add_route("*", path, self._simple)
         app.router.add_post("/pvg/weights", self._weights)
         app.router.add_post("/pvg/adapters", self._adapter)
         app.router.add_post("/inference/v1/generate", self._generate)
@@ -179,55 +202,67 @@ class FakeVllm:
         received_ns, started = time.time_ns(), time.perf_counter()
         self._protocols.add(request.protocol)
         self.calls[request.path] += 1
+        fault = await self._planned(request) if request.path not in FREE else ""
         allowed = request.headers.get("Authorization") == f"Bearer {self.options.key}" or not self.options.key
         try:
             if request.path not in FREE and not allowed:
                 raise Refusal(401, "wrong_key", "The control key is wrong or missing.")
             if request.path.startswith(CLOSED):
                 raise Refusal(403, "closed", f"{request.path} is closed on this server.")
-            response = await handler(request)
+            if fault == "refuse":
+                raise Refusal(500, "planned", "planned by the test")
+            response = web.Response() if fault == "reset" else await handler(request)
         except Refusal as refusal:
             response = _refused(refusal.status, refusal.code, refusal.message)
         except web.HTTPNotFound:
             response = web.json_response({"detail": "Not Found"}, status=404)
+        if fault.startswith("reset") and request.transport is not None:
+            request.transport.abort()
+        if fault == "hang_after":
+            await asyncio.sleep(60.0)
+        if fault == "garbage_after":
+            response = web.Response(text="<html>")
         if request.path not in FREE:
+            worked_ms = self.options.work_ms or (time.perf_counter() - started) * 1e3
             response.headers["x-pvg-received-ns"] = str(received_ns)
-            response.headers["x-pvg-work-ms"] = f"{(time.perf_counter() - started) * 1e3:.3f}"
+            response.headers["x-pvg-work-ms"] = f"{worked_ms:.3f}"
         return response
+
+    async def _planned(self, request: web.Request) -> str:
+        """Note a control call; the fault that is planned for it."""
+        body = await request.json() if request.body_exists else {}
+        self.asked.append((request.path, {**body, **request.query}))
+        plan = self.plans[request.path]
+        return plan.pop(0) if plan else ""
 
     async def _simple(self, request: web.Request) -> web.Response:
         if request.path not in ("/health"):
             await self._thawed.wait()
             async with self._core:
                 pass
-        body = await request.json() if request.can_read_body else {}
+        body = await request.json() if request.body_exists else {}
         if request.path == "/pause":
             self._resumed.clear()
         elif request.path == "/resume":
             self._resumed.set()
         elif request.path == "/pvg/adapters/unload":
             self.adapters.pop(body["label"], None)
+        elif request.path in ("/finish_weight_update", "/update_weight_version"):
+            (self.label,) = body.values()
         answers: dict[str, Callable[[], Any]] = {
             "/pvg/info": self.info,
-            "/is_paused": lambda: {"is_paused": not self._resumed.is_set()},
+            "/is_paused": lambda: {"is_paused": self.paused},
             "/weight_info": lambda: {"weight_version": self.label},
             "/inference/v1/abort_requests": lambda: self._abort(body["request_ids"]),
         }
         return web.json_response(answers.get(request.path, dict)())
 
     def info(self) -> dict[str, Any]:
-        names = ("protocol", "runner", "max_model_len", "max_num_seqs", "max_lora_rank", "logprobs_mode")
+        names = ("protocol", "runner", "max_model_len", "max_num_seqs", "max_lora_rank", "logprobs_mode", "model")
         return {
-            **{name: getattr(self.options, name) for name in names},
-            **{
-                "boot": self.boot,
-                "vllm": "0.32.0",
-                "model": self.options.model,
-                "shape": self.options.shape,
-                "dtype": "float32",
-                "prefix_caching": True,
-            },
-            **{"label": self.label, "paused": not self._resumed.is_set(), "world_size": 1},
+            **{name: getattr(self.options, name) for name in (*names, "shape", "world_size")},
+            **{"boot": self.boot, "label": self.label, "paused": self.paused},
+            **{"vllm": "0.32.0", "dtype": "float32", "prefix_caching": True},
         }
 
     def _abort(self, names: list[str]) -> None:
@@ -341,10 +376,7 @@ class FakeVllm:
 
     def _choice(self, body: dict[str, Any], made: Sampled, first: int) -> dict[str, Any]:
         choice = made.choice(first, made.finish_reason)
-        if self.options.routed_experts and made.finish_reason in (
-            "stop",
-            "length",
-        ):  # an abort has none
+        if self.options.routed_experts and made.finish_reason in ("stop", "length"):  # an abort has none
             choice["routed_experts"] = as_vllm_writes(routed_experts([*body["token_ids"], *made.ids]))
         return choice
 
@@ -415,6 +447,43 @@ def _label(body: dict[str, Any]) -> ServedLabel:
 
 def _refused(status: int, code: str, message: str) -> web.Response:
     return web.json_response({"error": {"code": code, "message": message}}, status=status)
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
+    """The URL of a server that gives a test's own answer to everything."""
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.05)  # 0 waits for ever
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def with_servers(
+    count: int,
+    play: Callable[[list[FakeVllm], list[ControlClient]], Awaitable[None]],
+    root: Path = Path(),
+    timeout_s: float = 5.0,
+) -> None:
+    """Run `play` with that many servers, whose replies say that the work took 1.5 ms, and their control clients."""
+
+    async def run() -> None:
+        pool = HttpPool(16, connect_timeout_s=2.0, fresh=True)
+        servers = [FakeVllm(FakeOptions(root=root, max_lora_rank=8, work_ms=1.5)) for _ in range(count)]
+        for server in servers:
+            await server.start()
+        try:
+            await play(servers, [ControlClient(s.url, pool, timeout_s=timeout_s, probe_timeout_s=5.0) for s in servers])
+        finally:
+            await pool.close()
+            for server in servers:
+                await server.kill()
+
+    asyncio.run(run())
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from control_server import ControlServer, with_servers
+from fake_vllm import FakeVllm, with_servers
 from safetensors.torch import load_file
 
 from pvg.config.operation import Weights
@@ -41,7 +41,7 @@ def update(version: int) -> WeightUpdate:
 
 
 def test_an_adapter_is_written_as_peft_does_and_loaded_under_its_label(tmp_path: Path) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         transport = opened(tmp_path)
         assert transport.adapters
         await transport.stage(update(1), label(1))
@@ -60,17 +60,17 @@ def test_an_adapter_is_written_as_peft_does_and_loaded_under_its_label(tmp_path:
         assert config == {"task_type": "CAUSAL_LM", "bias": "none", **CONFIG}
         assert list(orjson.loads((folder / "STABLE").read_bytes())["files"]) == ["adapter_model.safetensors"]
         for server in servers:
-            assert server.adapters == {str(label(1)): "run/v000001-aaaaaaaa"}
+            assert server.asked == [(LOAD, {"name": "run/v000001-aaaaaaaa", "label": str(label(1))})]
             assert server.label == "default"  # the engine's own weights are the base's
         assert transport.model_of(label(1)) == str(label(1))
         await transport.close()
         assert not folder.exists()
 
-    with_servers(2, play)
+    with_servers(2, play, tmp_path)
 
 
 def test_the_base_model_has_no_name_and_is_not_sent(tmp_path: Path) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         transport = opened(tmp_path)
         await transport.stage(WeightUpdate(1, BASE), label(1))
         (outcome,) = await transport.send(controls, label(1), "")
@@ -84,13 +84,13 @@ def test_the_base_model_has_no_name_and_is_not_sent(tmp_path: Path) -> None:
         assert transport.model_of(label(2)) is not None
         await transport.retire(controls, [label(1)])
 
-    with_servers(1, play)
+    with_servers(1, play, tmp_path)
 
 
 def test_old_adapters_are_unloaded_before_their_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "KEPT", 1)
 
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         transport = opened(tmp_path)
         for version in (1, 2, 3):
             await transport.stage(update(version), label(version))
@@ -104,4 +104,4 @@ def test_old_adapters_are_unloaded_before_their_files_go(tmp_path: Path, monkeyp
         await transport.retire(controls, [])
         assert all(set(server.adapters) == {str(label(3))} for server in servers)
 
-    with_servers(2, play)
+    with_servers(2, play, tmp_path)

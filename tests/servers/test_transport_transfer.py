@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from control_server import ControlServer, with_servers
+from fake_vllm import FakeVllm, with_servers
 
 from pvg.errors import StateError
 from pvg.servers.control import ControlClient, DeliveryTiming
@@ -138,13 +138,13 @@ async def stage_and_send(
     return await transport.send(controls, label(version), f"trace-{version}")
 
 
-def after_init(server: ControlServer) -> list[str]:
+def after_init(server: FakeVllm) -> list[str]:
     return [path for path in server.paths if path not in ("/pvg/info", INIT)]
 
 
 def test_pause_start_update_finish_resume(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
-        servers[0].world_size = 2
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
+        servers[0].options.world_size = 2
         transport = opened()
         assert not transport.adapters
         outcomes = await stage_and_send(transport, controls)
@@ -184,17 +184,17 @@ def test_pause_start_update_finish_resume(vllm: Vllm) -> None:
 
 
 def test_a_group_lives_until_its_servers_change(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         transport = opened()
         for version in (1, 2):
             await stage_and_send(transport, controls, version)
         assert len(vllm.groups) == 1
-        servers[1].restart()
+        await servers[1].restart()
         await stage_and_send(transport, controls, 3)
         assert len(vllm.groups) == 2
         assert vllm.shut_down == 1
         assert "/shutdown_weight_transfer_engine" in servers[0].paths
-        servers[0].restart()
+        await servers[0].restart()
         (late,) = await transport.send(controls[:1], label(3), "")  # what was staged last, to one that was away
         assert isinstance(late, DeliveryTiming)
         assert vllm.groups[2] == (0, 2, None)
@@ -205,7 +205,7 @@ def test_a_group_lives_until_its_servers_change(vllm: Vllm) -> None:
 
 
 def test_every_server_is_resumed_when_the_sending_fails(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         transport = opened()
         vllm.sending_fails = RuntimeError("NCCL error: unhandled system error")
         with pytest.raises(RuntimeError, match="NCCL error"):
@@ -226,7 +226,7 @@ def test_every_server_is_resumed_when_the_sending_fails(vllm: Vllm) -> None:
 def test_one_servers_fault_is_its_own_outcome_and_all_are_resumed(vllm: Vllm, route: str, monkeypatch) -> None:
     monkeypatch.setattr(transfer, "GRACE_S", 0.2)
 
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         servers[0].plan(route, "refuse")
         outcomes = await stage_and_send(opened(), controls)
         assert isinstance(outcomes[0], RefusedRequest)
@@ -249,7 +249,7 @@ def test_one_servers_fault_is_its_own_outcome_and_all_are_resumed(vllm: Vllm, ro
 def test_a_collective_that_hangs_is_given_up_in_time(vllm: Vllm) -> None:
     vllm.never_ends = threading.Event()
 
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         (outcome,) = await stage_and_send(opened(timeout_s=0.3), controls)
         assert isinstance(outcome, ReplyTimeout)
         assert after_init(servers[0]) == ["/pause", START, UPDATE, "/update_weight_version", "/resume"]
@@ -263,7 +263,7 @@ def test_a_collective_that_hangs_is_given_up_in_time(vllm: Vllm) -> None:
 
 
 def test_the_weights_of_a_later_session_are_left_alone(vllm: Vllm) -> None:
-    async def play(servers: list[ControlServer], controls: list[ControlClient]) -> None:
+    async def play(servers: list[FakeVllm], controls: list[ControlClient]) -> None:
         servers[0].label = str(WeightLabel(PublishingSession(2000, "bbbbbbbb"), 3))
         servers[1].label = f"broken:{WeightLabel(PublishingSession(500, 'cccccccc'), 9)}"
         outcomes = await stage_and_send(opened(), controls)
