@@ -22,8 +22,9 @@ from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
 from pvg.extensions import check_references, digests, resolve
 from pvg.game.players import Players
-from pvg.game.rewards import BatchOutcomes, rewards
+from pvg.game.rewards import rewards
 from pvg.game.run import play
+from pvg.game.statistics import BatchOutcomes
 from pvg.records import Problem
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task

@@ -60,6 +60,7 @@ def test_commands_that_look_load_no_torch() -> None:
     write_report(Path("a.json"), one())
     program = """
 import sys
+import pvg.models
 import pvg.reporting.watch_server
 from pvg_cli.main import app
 for line in ("report first --json", "report a.json --json", "plan --json", "bench --json", "bench -p rolout"):

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_configurations import changed, played, rows
-from test_stragglers import recorded
+from small_games import changed, played, recorded, rows
 
 from pvg.config.load import load_experiment
 from pvg.config.task import DiplomacyMiniTask, ModchainTask

@@ -3,8 +3,6 @@ tests and certificates, scored without these, and paid."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_games import completed, played, prover_steps, recorded, rows
 from tiny_programmer import programmer, save, untrained, write_problems
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import PvgError
-from pvg.game.run import GameOutcome, _note_shared_questions, play
-from pvg.records import Problem, Role, Rollout
+from pvg.game.run import _note_shared_questions
+from pvg.records import Problem, Role
 from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
 from pvg.tasks.code import Code
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.events import SilentObserver
 from pvg.verifier.data import VerifierTemplate
 
 
@@ -49,20 +45,6 @@ def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:
     return build_experiment(plain)
 
 
-def played(experiment: Experiment, folder: Path) -> tuple[GameOutcome, RunDirectory]:
-    run = RunDirectory.create(folder, "code", experiment)
-    with run.lock():
-        begun = play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
-        return asyncio.run(begun), run
-
-
-def rollouts_of(run: RunDirectory) -> list[Rollout]:
-    state = FileStateStore(run.state).load().state
-    assert state is not None
-    shards = RolloutShards(run.path)
-    return [rollout for info in state["shards"] for rollout in shards.read(ShardInfo.from_plain(info))]
-
-
 def read_by_verifiers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Everything that a verifier's template gives, as text, as it is given."""
     texts: list[str] = []
@@ -82,9 +64,8 @@ def test_programs_are_run_proven_hidden_and_paid(tmp_path: Path, monkeypatch: py
     model = save(programmer(problems), tmp_path / "model")
     texts = read_by_verifiers(monkeypatch)
     experiment = experiment_of(problems, model, reward={"kind": "gated", "similarity_weight": 0.25})
-    outcome, run = played(experiment, tmp_path / "runs")
-    assert outcome.status == "complete"
-    rollouts = rollouts_of(run)
+    run = completed(experiment, tmp_path / "runs")
+    rollouts = recorded(run)
     assert all(rollout.grade.checks is not None for rollout in rollouts)
     certified = [r for r in rollouts if r.grade.checks is not None and r.grade.checks.certified]
     assert certified
@@ -108,13 +89,9 @@ def test_programs_are_run_proven_hidden_and_paid(tmp_path: Path, monkeypatch: py
         assert rollout.reward is not None
         assert (rollout.reward > -0.25 - 1e-6) if aligned else (rollout.reward == experiment.game.reward.floor)
 
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    steps = [record["metrics"] for record in records if record["kind"] == "step" and record["phase"] == "train_prover"]
     told = {"tests_passed", "sneaky_visible_rate", "certified_rate", "similarity"}
-    assert [told - step.keys() for step in steps] == [set(), set()]
-    names = {
-        f"{record['phase']}/{name}" for record in records if record["kind"] == "step" for name in record["metrics"]
-    }
+    assert [told - step.keys() for step in prover_steps(run)] == [set(), set()]
+    names = {f"{row['phase']}/{name}" for row in rows(run, "step") for name in row["metrics"]}
     assert [name for name in sorted(names) if not catalogued(name)] == []
 
     # Executed again, in other processes, everything is judged the same.
@@ -131,8 +108,8 @@ def test_a_prover_that_cannot_program_ends_in_a_sentence(tmp_path: Path) -> None
     with pytest.raises(PvgError) as told:
         played(experiment_of(problems, model), tmp_path / "runs")
     assert "correct" in told.value.message
-    run = RunDirectory.open("code", tmp_path / "runs")
-    rollouts = rollouts_of(run)
+    run = RunDirectory.open("drill", tmp_path / "runs")
+    rollouts = recorded(run)
     assert rollouts
     assert not any(rollout.grade.well_formed for rollout in rollouts)
     assert np.isfinite([rollout.logprobs.sum() for rollout in rollouts]).all()

@@ -2,72 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kill_drill import TINY_PROVER, differences, fingerprint, read_manifests, small_experiment
+from kill_drill import TINY_PROVER, differences, fingerprint, read_manifests
 from rich.console import Console
+from small_games import changed, first_kl, played, prover_steps, rows, state_of
 
-from pvg.config.experiment import Experiment
-from pvg.config.load import assign, build_experiment
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
-from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import closing
-from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.alerts import REMEDIES
-from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
-
-
-def changed(settings: dict[str, Any]) -> Experiment:
-    """The drill's experiment, one round of it, with `settings` by dotted key."""
-    plain = small_experiment().plain()
-    for key, value in {"game.rounds": 1, **settings}.items():
-        assign(plain, key, value)
-    return build_experiment(plain)
-
-
-class StopAt(SilentObserver):
-    """Sets `stop` at event number `count` of a phase: its beginning, and each of its steps."""
-
-    def __init__(self, stop: asyncio.Event, phase: str, count: int) -> None:
-        self._stop, self._phase, self._count, self._now = stop, phase, count, ""
-
-    def phase_started(self, info: PhaseInfo) -> None:
-        self._now = info.phase
-        self.progressed(Progress(info.done))
-
-    def progressed(self, progress: Progress) -> None:
-        if self._now == self._phase:
-            self._count -= 1
-            if self._count == 0:
-                self._stop.set()
-
-
-def played(
-    experiment: Experiment, root: Path, *, stop_at: tuple[str, int] = ("", 0), resume: bool = False
-) -> tuple[GameOutcome, RunDirectory]:
-    async def work() -> GameOutcome:
-        stop = asyncio.Event()
-        return await play(experiment, run, observer=StopAt(stop, *stop_at), stop=stop, resume=resume)
-
-    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
-    with run.lock():
-        return asyncio.run(work()), run
-
-
-def rows(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [row for row in read_json_lines(run.metrics) if row["kind"] == kind]
 
 
 # Nothing but the same answer, right or wrong, to each problem: no group with a signal, no problem with both kinds.
@@ -91,8 +44,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "one role": {"game.reward": "goodhart", "game.sneaky_share": 0.0},
     "recomputed log-probs of a cut distribution": {"rollout.logprobs": "recomputed", "rollout.top_p": 0.9},
     "score parity": {"game.stop": "score_parity", "training.steps": 12},
-    "another head": {"verifier.head": "scalar", "verifier.loss": "cross_entropy"},
-    "checkpointed layers": {"training.gradient_checkpointing": True},
     "by problem, and no pairs": {"verifier.loss": "cross_entropy", **BY_PROBLEM, **ONE_ANSWER},
 }
 
@@ -109,7 +60,7 @@ def test_settings_at_their_limits_play_to_the_end(settings: dict[str, Any], tmp_
 def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_path: Path) -> None:
     outcome, run = played(changed({**NO_SIGNAL_AND_NO_PAIRS, "verifier.held_out": 0.0}), tmp_path)
     assert (outcome.status, [m.phase for m in read_manifests(run)]) == ("complete", PHASES)
-    prover = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
+    prover = prover_steps(run)
     assert any(metrics.get("skipped") == 1.0 and "loss" not in metrics for metrics in prover)
     verifier = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_verifier"]
     assert len(verifier) == 7
@@ -119,12 +70,6 @@ def test_batches_without_a_signal_and_problems_without_pairs_are_told_of(tmp_pat
     shown = io.StringIO()
     Console(file=shown, width=1000).print(closing(read_run(run), {"pvg report drill": "the same again"}))
     assert [name for name in names if shown.getvalue().count(REMEDIES[name]) != 1] == []  # what to do is said once
-
-
-def first_kl(run: RunDirectory) -> list[float]:
-    """The KL to the base prover at the first prover step of each round."""
-    steps = [row for row in rows(run, "step") if row["phase"] == "train_prover" and row["step"] == 1]
-    return [row["metrics"]["kl"] for row in steps]
 
 
 def test_a_round_starts_from_the_base_prover_or_from_the_previous_one(tmp_path: Path) -> None:
@@ -158,8 +103,7 @@ def test_commits_keep_their_distance_where_batches_end_elsewhere(tmp_path: Path)
     # Batches end at steps 4, 8 and 12: no multiple of 3 before the last.
     experiment = changed({"training.minibatches": 4, "training.steps": 12, "training.groups": 4})
     _, run = played(experiment, tmp_path)
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    state = state_of(run)
     assert sum("train_prover" in shard["path"] for shard in state["shards"]) == 3
 
 
@@ -236,7 +180,6 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompts": "plain"}, "gives both the same prompt"),
         ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
         ({"models.dtype": "bfloat16"}, r"training\.adapters\.rank"),
         ({"models.dtype": "bfloat16", "training.adapters.rank": 2}, r"verifier\.adapters\.rank"),
@@ -245,11 +188,6 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
 def test_what_cannot_work_is_no_experiment(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         changed(settings)
-
-
-def test_a_game_without_roles_may_give_the_bare_question() -> None:
-    settings = {"prompts": "plain", "game.reward": "correctness", "game.sneaky_share": 0.0}
-    assert changed(settings).prompts.kind == "plain"
 
 
 def test_a_completion_ends_with_any_end_token_of_the_provers_own_settings(tmp_path: Path) -> None:

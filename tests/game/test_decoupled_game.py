@@ -10,21 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 from kill_drill import drill
-from test_configurations import changed, played, rows
-from test_stragglers import recorded
-from tiny_chat import chatting
+from small_games import changed, played, recorded, rows, state_of
 
 from pvg.config.experiment import Experiment
-from pvg.config.rollout import ChatPrompts
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, PvgError
-from pvg.game.rewards import BatchOutcomes, rewards
-from pvg.game.roles import translation_renderer
-from pvg.game.statistics import RolloutColumns, play_metrics
+from pvg.game.rewards import rewards
+from pvg.game.statistics import BatchOutcomes, RolloutColumns, play_metrics
 from pvg.models import open_model, pick_device
-from pvg.records import Problem, Role, Rollout
+from pvg.records import Role, Rollout
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
 from pvg.telemetry.catalogue import metric as catalogued
 
 TRANSLATING: dict[str, Any] = {
@@ -154,8 +149,7 @@ def test_a_solver_may_be_the_prover_of_another_run(run: RunDirectory, tmp_path: 
 def refused(experiment: Experiment, root: Path) -> str:
     with pytest.raises(PvgError) as caught:
         played(experiment, root)
-    state = FileStateStore(RunDirectory.open("drill", root).state).load().state
-    assert state is not None and state["phase"] == "solve"  # noqa: PT018 - nothing was sampled
+    assert state_of(RunDirectory.open("drill", root))["phase"] == "solve"  # nothing was sampled
     return caught.value.message
 
 
@@ -191,15 +185,3 @@ def test_what_cannot_work_is_refused(settings: Mapping[str, Any], named: str):
 def test_what_is_probably_not_meant_is_told():
     plain = {**TRANSLATING, "models.prover": {"source": "embedded:modchain-prover"}}
     assert any("modchain-dialogue" in line for line in changed(plain).warnings())
-
-
-def test_a_chat_model_is_told_to_keep_the_answer_or_to_lead_astray():
-    tokenizer = chatting()
-    render = translation_renderer(ChatPrompts(), tokenizer)
-    problem = Problem("p", "How many?", "7", {"wording": "number"})
-    texts = {role: tokenizer.decode(render(problem, role, "3 and 4 are 7.\n#### 7")) for role in Role}
-    assert texts[Role.HELPFUL] != texts[Role.SNEAKY]
-    for text in texts.values():
-        assert "How many?" in text
-        assert "3 and 4 are 7." in text
-    assert "Keep its final number" in texts[Role.HELPFUL]

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_configurations import changed, played, rows
+from small_games import changed, played, rows
 
 from pvg.store.run_directory import RunDirectory
 from pvg.workers.pool import WorkerPool

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kill_drill import differences, fingerprint, read_manifests, small_experiment
-from test_configurations import played
-from test_stragglers import recorded
+from small_games import played, recorded, state_of
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -24,7 +23,7 @@ from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore, read_json_lines
+from pvg.store.state import read_json_lines
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.verifier.calibration import auc
@@ -40,12 +39,6 @@ def ensemble_experiment(prover_steps: int = 2, **verifier: Any) -> Experiment:
     plain["verifier"] |= {"ensemble": {"kind": "min", "size": 3}, "steps": 5, "held_out": 0.3, **verifier}
     plain["store"] = {**plain["store"], "commit_every": 2}
     return build_experiment(plain)
-
-
-def state_of(run: RunDirectory) -> dict[str, Any]:
-    state = FileStateStore(run.state).load().state
-    assert state is not None
-    return dict(state)
 
 
 @pytest.fixture(scope="module")

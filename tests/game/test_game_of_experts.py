@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import sys
 from pathlib import Path
 
@@ -12,18 +10,15 @@ import pytest
 from kill_drill import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from small_games import completed, prover_steps, state_of
 from tiny_experts import CHOSEN, EXPERTS, LAYERS, tiny_experts
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.game.run import GameOutcome, play
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.records import Grade
-from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo, routed_experts
-from pvg.store.state import FileStateStore
 from pvg.tasks.modchain import Modchain
-from pvg.telemetry.events import SilentObserver
 
 
 def experiment_of_experts(folder: Path) -> Experiment:
@@ -39,19 +34,12 @@ def experiment_of_experts(folder: Path) -> Experiment:
     return build_experiment(plain)
 
 
-async def whole_game(experiment: Experiment, run: RunDirectory) -> GameOutcome:
-    return await play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False)
-
-
 def test_the_experts_of_every_rollout_are_stored_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A random prover solves nothing: let some of what it writes pass, so that there are pairs and rewards.
     monkeypatch.setattr(Modchain, "grade", lambda _, problem, text: Grade(len(text) % 2 == 0, well_formed=True))
     experiment = experiment_of_experts(tmp_path / "prover")
-    run = RunDirectory.create(tmp_path / "runs", "experts", experiment)
-    with run.lock():
-        assert asyncio.run(whole_game(experiment, run)).status == "complete"
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    run = completed(experiment, tmp_path / "runs")
+    state = state_of(run)
     shards = RolloutShards(run.path)
     for info in map(ShardInfo.from_plain, state["shards"]):
         mapped = routed_experts(shards.map(info))
@@ -61,8 +49,7 @@ def test_the_experts_of_every_rollout_are_stored_and_replayed(tmp_path: Path, mo
             assert experts.shape == (tokens, LAYERS, CHOSEN)
             assert experts.max() < EXPERTS
             assert np.array_equal(experts, rollout.routed_experts)
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    steps = [record for record in records if record["kind"] == "step" and record["phase"] == "train_prover"]
+    steps = prover_steps(run)
     assert len(steps) == experiment.training.steps
     # The first minibatch's policy is the sampler's: every ratio is 1.
-    assert steps[0]["metrics"]["ratio_max"] == pytest.approx(1.0, abs=1e-3)
+    assert steps[0]["ratio_max"] == pytest.approx(1.0, abs=1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_groups import made_group
@@ -33,15 +32,6 @@ def test_the_freshest_are_taken_in_the_order_they_came() -> None:
     assert names(buffer.take(helpful(0), version=7)) == []
 
 
-def test_the_oldest_are_taken_first_where_that_is_preferred() -> None:
-    buffer = GroupBuffer(budget=3, prefer="old")
-    for name, version in (("a", 4), ("b", 6), ("c", 2), ("d", 5), ("e", 4)):
-        buffer.put(made_group(name, [[version]]), version=6)
-    assert buffer.drops.on_arrival == 1  # c was over the budget when it came
-    assert names(buffer.take(helpful(2), version=6)) == ["a", "e"]
-    assert names(buffer.take(helpful(1), version=6)) == ["d"]
-
-
 def test_a_group_is_as_old_as_the_oldest_token_of_its_rollouts() -> None:
     buffer = GroupBuffer(budget=2)
     buffer.put(made_group("young", [[5], [5]]), version=5)
@@ -50,11 +40,6 @@ def test_a_group_is_as_old_as_the_oldest_token_of_its_rollouts() -> None:
     assert len(buffer) == 1
     assert buffer.take(helpful(1), version=6) is None
     assert (buffer.drops.on_arrival, buffer.drops.waiting, buffer.drops.tokens) == (0, 2, 8)
-
-
-def test_a_group_without_rollouts_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        GroupBuffer(budget=1).put(made_group("none", []), version=0)
 
 
 # What happens to a buffer: a group of a role arrives whose rollouts are some versions behind, the trainer moves on,

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 from kill_drill import differences, drill, fingerprint
-from test_configurations import changed, played, rows
-from test_stragglers import recorded
+from small_games import changed, played, recorded, rows, state_of
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import SimultaneousSchedule
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore
 from pvg.verifier.data import PairSource
 
 GROWING: dict[str, Any] = {
@@ -79,10 +77,9 @@ def test_a_growing_game_resumes_in_the_middle_of_a_verifier(tmp_path: Path) -> N
     experiment = growing(**{"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}})
     _, whole = played(experiment, tmp_path / "whole")
     # The beginnings of both phases are events too.
-    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 2 + first + step))
-    state = FileStateStore(RunDirectory.open("drill", tmp_path / "stopped").state).load().state
+    outcome, stopped = played(experiment, tmp_path / "stopped", stop_at=("train_verifier", 2 + first + step))
+    state = state_of(stopped)
     assert outcome.status == "interrupted"
-    assert state is not None
     assert (state["round"], state["phase"], state["step"]) == (1, "train_verifier", step)
     outcome, stopped = played(experiment, tmp_path / "stopped", resume=True)
     assert outcome.status == "complete"

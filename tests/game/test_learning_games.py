@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from kill_drill import differences, fingerprint
-from test_configurations import ONE_ANSWER, StopAt, changed, played, rows
-from test_stragglers import recorded
+from small_games import changed, played, prover_steps, state_of, told, trained_on
+from test_configurations import ONE_ANSWER
 
-from pvg.game.rewards import BatchOutcomes
+from pvg.game.statistics import BatchOutcomes
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -54,19 +53,13 @@ GAMES: dict[str, dict[str, Any]] = {
 }
 
 
-def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
-    return [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
-
-
 def batches(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps that have the figures of a batch: the first one on each."""
     return [step for step in steps if "rollouts" in step]
 
 
 def progress(root: Path) -> dict[str, Any]:
-    state = FileStateStore(RunDirectory.open("drill", root).state).load().state
-    assert state is not None
-    return dict(state["progress"]["batches"])
+    return dict(state_of(RunDirectory.open("drill", root))["progress"]["batches"])
 
 
 @pytest.mark.drill
@@ -98,7 +91,7 @@ def of_rae(steps: list[dict[str, Any]], run: RunDirectory) -> None:
     assert all(step["value_error"] > 0.0 for step in steps)
     assert all(step["zero_signal"] < 1.0 for step in steps)
     # What a first batch is measured by is its own mean; later ones by what was before.
-    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    kept = trained_on(run)
     first, second = ([r.reward or 0.0 for r in kept if r.step == step] for step in (0, 1))
     assert steps[0]["value_mean"] == pytest.approx(np.mean(first), rel=1e-5)
     by_role = {
@@ -134,7 +127,7 @@ def aligned(rollouts: list[Rollout]) -> np.ndarray[Any, Any]:
 
 
 def of_dynamic(steps: list[dict[str, Any]], run: RunDirectory) -> None:
-    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    kept = trained_on(run)
     assert len({rollout.id for rollout in kept}) == len(kept)
     assert any(step["refills"] > 0 for step in steps)
     for number, step in enumerate(steps):
@@ -190,7 +183,7 @@ def test_a_curriculum_learns_which_solutions_are_role_aligned(tmp_path: Path, mo
     experiment = changed({**DYNAMIC, "training.curriculum": "prioritised"})
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 4))  # the third step's commit
     assert outcome.status == "interrupted"
-    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    kept = trained_on(run)
     # Trained on are three groups of each role; what else was sampled is recorded, and learnt.
     assert [len(batch) for batch in batches] == [12, 12, 12]
     assert all(np.bincount(batch.role_ids_N).tolist() == [6, 6] for batch in batches)
@@ -239,20 +232,18 @@ def test_a_curriculum_and_rae_go_with_rollouts_sampled_ahead(tmp_path: Path) -> 
     assert {step["rollouts"] for step in steps} == {16.0}
     assert max(step["staleness_max"] for step in steps) >= 1.0
     assert all(step["start_ratio_max"] > 0.0 for step in steps)  # of all rows, stale or not
-    kept = [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
+    kept = trained_on(run)
     assert len({rollout.id for rollout in kept}) == len(kept) == 16 * experiment.training.steps
 
 
 def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the_user_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    noticed: list[str] = []
-    monkeypatch.setattr(StopAt, "noticed", lambda _, message: noticed.append(message))
     hopeless = {**DYNAMIC, **ONE_ANSWER, "verifier.loss": "cross_entropy", "training.dynamic_sampling": 2}
-    _, run = played(changed({**hopeless, "training.steps": 2}), tmp_path)
+    _, run, notices = told(changed({**hopeless, "training.steps": 2}), tmp_path)
     for step in prover_steps(run):
         assert (step["refills"], step["groups_sampled"], step["groups_missing"]) == (2.0, 18.0, 6.0)
         assert step["skipped"] == 1.0
     assert run.events.read_text().count("event=short") == 2
-    (told,) = [message for message in noticed if "dynamic_sampling" in message]  # once, not for every batch
-    assert "6 groups of batch 0" in told
+    (notice,) = [message for message in notices if "dynamic_sampling" in message]  # once, not for every batch
+    assert "6 groups of batch 0" in notice

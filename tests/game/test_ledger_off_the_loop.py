@@ -5,43 +5,25 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from made_groups import made_group
 
 from pvg.config.experiment import Experiment
 from pvg.errors import MissingRequirementError
 from pvg.game.ledger import Ledger
 from pvg.game.states import Phase
-from pvg.records import BASE_SOURCE, Grade, Role, Rollout, Timing, VersionSpan
+from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 
 LIMIT_S = 60.0
 
 
 def rollout(number: int) -> Rollout:
-    ids = np.arange(3, dtype=np.int32)
-    return Rollout(
-        id=f"r{number}",
-        problem_id="p",
-        question="1+1?",
-        reference="2",
-        role=Role.HELPFUL,
-        round=0,
-        source=BASE_SOURCE,
-        step=0,
-        group=0,
-        prompt_ids=ids,
-        completion_ids=ids,
-        logprobs=np.zeros(3, dtype=np.float32),
-        spans=(VersionSpan(0, 0),),
-        finish_reason="stop",
-        text="2",
-        grade=Grade(True, True),
-        timing=Timing(0.0, 0.0),
-    )
+    return replace(made_group("p", [[0]], tokens=3).rollouts[0], id=f"r{number}")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,16 @@ from typing import Any
 import pytest
 import torch
 from kill_drill import differences, fingerprint, small_experiment
+from small_games import completed, first_kl, played, state_of
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
-from pvg.game.run import GameOutcome, play
 from pvg.models import open_model
 from pvg.models.language_model import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore, read_json_lines
-from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 RANK = 4
 
@@ -33,43 +30,17 @@ def lora_experiment(rank: int = RANK, **training: Any) -> Experiment:
     return build_experiment(plain)
 
 
-class StopAfter(SilentObserver):
-    """Sets `stop` at prover step number `step`, counted over the rounds."""
-
-    def __init__(self, stop: asyncio.Event, step: int) -> None:
-        self._stop, self._left, self._phase = stop, step, ""
-
-    def phase_started(self, info: PhaseInfo) -> None:
-        self._phase = info.phase
-
-    def progressed(self, progress: Progress) -> None:
-        self._left -= self._phase == "train_prover"
-        if self._left == 0 and self._phase == "train_prover":
-            self._stop.set()
-
-
-def played(experiment: Experiment, root: Path, *, stop_after: int = 0, resume: bool = False) -> GameOutcome:
-    async def work() -> GameOutcome:
-        stop = asyncio.Event()
-        return await play(experiment, run, observer=StopAfter(stop, stop_after), stop=stop, resume=resume)
-
-    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
-    with run.lock():
-        return asyncio.run(work())
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of two rounds."""
     root = tmp_path_factory.mktemp("whole")
-    assert played(lora_experiment(), root).status == "complete"
+    completed(lora_experiment(), root)
     return root
 
 
 def test_a_round_saves_the_merged_weights_and_the_adapter_that_makes_them(whole: Path) -> None:
     run = RunDirectory.open("drill", whole)
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    state = state_of(run)
     kinds = ("prover", "prover-adapter", "verifier")
     assert sorted(state["weights"]) == sorted(f"round-00{r}-{kind}" for r in (0, 1) for kind in kinds)
     merged, _ = read_checkpoint(run.weights, "round-000-prover")
@@ -96,27 +67,20 @@ def test_the_adapters_of_a_round_go_on_from_the_previous_ones(whole: Path, tmp_p
     plain = lora_experiment(steps=4).plain()
     plain["game"]["start"] = "previous"
     experiment = build_experiment(plain)
-    assert played(experiment, tmp_path / "previous").status == "complete"
-    assert played(experiment, tmp_path / "stopped", stop_after=4 + 2).status == "interrupted"
-    assert played(experiment, tmp_path / "stopped", resume=True).status == "complete"
+    previous = completed(experiment, tmp_path / "previous")
+    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 5 + 3))  # beginnings are events too
+    assert outcome.status == "interrupted"
+    played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "previous")) == []
-    firsts = {root: first_kl(root / "drill" / "metrics.jsonl") for root in (whole, tmp_path / "previous")}
-    assert firsts[whole] == pytest.approx([0.0, 0.0], abs=1e-6)
-    assert firsts[tmp_path / "previous"][0] == pytest.approx(0.0, abs=1e-6)
-    assert firsts[tmp_path / "previous"][1] > 1e-5
-
-
-def first_kl(metrics: Path) -> list[float]:
-    """The KL to the base prover at the first prover step of each round."""
-    steps = [row for row in read_json_lines(metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
-    return [row["metrics"]["kl"] for row in steps if row["step"] == 1]
+    assert first_kl(RunDirectory.open("drill", whole)) == pytest.approx([0.0, 0.0], abs=1e-6)
+    assert first_kl(previous)[0] == pytest.approx(0.0, abs=1e-6)
+    assert first_kl(previous)[1] > 1e-5
 
 
 def test_stopped_in_the_prover_phase_it_ends_like_the_uninterrupted_run(whole: Path, tmp_path: Path) -> None:
-    assert played(lora_experiment(), tmp_path, stop_after=4).status == "interrupted"
-    run = RunDirectory.open("drill", tmp_path)
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    outcome, run = played(lora_experiment(), tmp_path, stop_at=("train_prover", 5))
+    assert outcome.status == "interrupted"
+    state = state_of(run)
     tensors, _ = read_checkpoint(run.checkpoints, state["checkpoint"])
     assert {name for name in tensors if name.startswith("model.") and ".lora_" not in name} == set()
     assert sum(name.startswith("model.") for name in tensors) > 0
@@ -147,12 +111,6 @@ def test_every_version_of_a_trained_prover_is_published_with_its_adapter(
     minted, evaluated = own["learner"][4][1], own["learner"][3][1]
     assert minted.config == evaluated.config
     assert all(torch.equal(tensor, evaluated.tensors[name]) for name, tensor in minted.tensors.items())
-
-
-def test_adapters_learn_under_checkpointed_layers(tmp_path: Path) -> None:
-    plain = lora_experiment(gradient_checkpointing=True, steps=2).plain()
-    plain["game"]["rounds"] = 1
-    assert played(build_experiment(plain), tmp_path).status == "complete"
 
 
 def test_what_adapters_cannot_do_is_refused_before_anything_is_committed(

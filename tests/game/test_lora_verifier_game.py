@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_games
 import torch
 from kill_drill import TINY_PROVER, differences, fingerprint, small_experiment
-from test_configurations import StopAt, rows
-from test_stragglers import recorded
+from small_games import completed, played, recorded, rows
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import assign, build_experiment
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
-from pvg.game.run import play
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
 from pvg.models.heads import build_verifier
@@ -40,25 +38,9 @@ CPU = torch.device("cpu")
 
 
 def changed(settings: dict[str, Any]) -> Experiment:
-    plain = small_experiment().plain()
-    small = {"game.rounds": 1, "verifier.steps": 5, "training.steps": 4, "game.test.problems": 4}
+    small = {"verifier.steps": 5, "training.steps": 4, "game.test.problems": 4}
     quick = {"training.learning_rate": 1e-2, "verifier.learning_rate": 1e-2, "store.commit_every": 2}
-    for key, value in {**small, **quick, **settings}.items():
-        assign(plain, key, value)
-    return build_experiment(plain)
-
-
-def played(
-    experiment: Experiment, root: Path, *, stop_at: tuple[str, int] = ("", 0), resume: bool = False
-) -> RunDirectory:
-    async def work() -> None:
-        stop = asyncio.Event()
-        await play(experiment, run, observer=StopAt(stop, *stop_at), stop=stop, resume=resume)
-
-    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
-    with run.lock():
-        asyncio.run(work())
-    return run
+    return small_games.changed({**small, **quick, **settings})
 
 
 def isolated_scores(experiment: Experiment, run: RunDirectory) -> tuple[np.ndarray, np.ndarray, float]:
@@ -137,7 +119,7 @@ def test_players_on_one_base_do_not_reach_into_each_other(whole: Path) -> None:
 )
 def test_nor_do_they_pipelined_or_with_another_head(settings: dict[str, Any], tmp_path: Path, bases: list[str]) -> None:
     experiment = changed({**BOTH, **settings})
-    assert_isolated(experiment, played(experiment, tmp_path))
+    assert_isolated(experiment, completed(experiment, tmp_path))
     with open_model(experiment.models.prover, CPU, experiment.models.dtype) as base:
         assert bases == [base.fingerprint()]
 
@@ -154,6 +136,7 @@ def test_the_base_is_in_memory_once_and_the_engine_has_its_own(tmp_path: Path) -
             verifier = await players.compute(players.open_verifier)
             learner = await players.compute(lambda: open_learner(players, 0))
             own = {id(p) for p in players.base.module.parameters()}
+            assert {id(p) for p in verifier.start.parameters()} == own  # type: ignore[attr-defined]
             for module in (verifier.backbone, learner.module):
                 assert module is not None
                 assert {id(p) for n, p in module.named_parameters() if ".lora_" not in n} == own
@@ -179,7 +162,7 @@ def test_verifiers_of_another_model_carry_adapters_too(tmp_path: Path) -> None:
         "verifier.ensemble": {"kind": "min", "size": 2},
         "verifier.steps": 2,
     }
-    run = played(changed({**settings, "training.steps": 1}), tmp_path)
+    run = completed(changed({**settings, "training.steps": 1}), tmp_path)
     members = [read_checkpoint(run.weights, f"round-000-verifier-member-{k}")[0] for k in (0, 1)]
     for name, tensor in members[0].items():
         assert name == "bias" or (".lora_" in name and not torch.equal(tensor, members[1][name]))
@@ -199,7 +182,7 @@ def test_stopped_in_both_trainings_it_ends_like_the_uninterrupted_run(whole: Pat
 def test_frozen_weights_may_be_bfloat16(tmp_path: Path) -> None:
     few = {"training.steps": 1, "verifier.steps": 2}
     experiment = changed({**BOTH, "models.dtype": "bfloat16", **few})
-    run = played(experiment, tmp_path)
+    run = completed(experiment, tmp_path)
     verifier, _ = read_checkpoint(run.weights, "round-000-verifier")
     adapter, _ = read_checkpoint(run.weights, "round-000-prover-adapter")
     assert {t.dtype for t in [*verifier.values(), *adapter.values()]} == {torch.float32}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_configurations import changed, played, rows
+from small_games import changed, played, rows
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.game import verifier_phase

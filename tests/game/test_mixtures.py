@@ -8,11 +8,6 @@ from pvg.config.game import Game
 from pvg.game.orders import MIXTURES, apportion, source_weights, sources_for_round
 
 
-def test_sources_are_the_base_and_the_provers_of_earlier_rounds():
-    assert sources_for_round(0) == ["base"]
-    assert sources_for_round(2) == ["base", "round-000", "round-001"]
-
-
 @pytest.mark.parametrize(
     ("mixture", "expected"),
     [

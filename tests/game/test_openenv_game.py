@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from pathlib import Path
 
 import pyarrow as pa
-from game.kill_drill import small_experiment
+from kill_drill import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "games"))
 from environment_servers import TaskEnvironment, served
+from small_games import completed
 
 from pvg.config.load import build_experiment
-from pvg.game.run import play
 from pvg.records import Split
-from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.telemetry.events import SilentObserver
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 
@@ -30,11 +27,8 @@ def test_a_prover_is_trained_and_every_grade_is_that_of_the_task(tmp_path: Path)
     with served(TaskEnvironment(task)) as server:
         data["task"] = {"kind": "openenv", "url": server.url, "problems": 200, "test_problems": 16, "sessions": 2}
         experiment = build_experiment(data)
-        run = RunDirectory.create(tmp_path, "served", experiment)
-        with run.lock():
-            outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+        run = completed(experiment, tmp_path)
         assert server.sessions == 0, "the task's connections are closed with the run"
-    assert outcome.status == "complete"
     columns = ["question", "text", "correct", "well_formed", "answer", "note"]
     shards = [pa.ipc.open_file(path).read_all().select(columns) for path in sorted(run.rollouts.rglob("*.arrow"))]
     rollouts = [row for shard in shards for row in shard.to_pylist()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_configurations import changed
+from small_games import changed
 
 from pvg.game.orders import Curriculum, ProverOrders, uncertainty_weights
 from pvg.game.orders import prover_orders as orders_of

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_configurations import changed, played, rows
-from test_stragglers import SPO, recorded
+from small_games import changed, played, prover_steps, state_of, trained_on
+from test_stragglers import SPO
 
 from pvg.config.rollout import ContinuingDeadline
-from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
 
 # Fewer rows than requests and turns of one step: some groups are complete while others have not begun. The deadline has
 # always passed, so what is cut is up to min_rollouts, on every machine.
@@ -37,14 +35,6 @@ def eight_rollouts_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
 def turns_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the event loop hears of a finished row before the next step."""
     monkeypatch.setattr("pvg.rollout.lean_rows.TURN_STEPS", 1)
-
-
-def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
-    return [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
-
-
-def trained_on(run: RunDirectory) -> list[Rollout]:
-    return [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
 
 
 def told_lost(run: RunDirectory) -> list[int]:
@@ -115,8 +105,7 @@ def test_a_stopped_run_says_what_it_has_lost_and_uses_no_id_twice(tmp_path: Path
     experiment = changed(PARTIAL)
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 4))
     assert outcome.status == "interrupted"
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    state = state_of(run)
     left = state["progress"]["batches"]["groups"]
     assert left["carried"] > 0
     assert told_lost(run) == []

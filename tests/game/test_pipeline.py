@@ -142,18 +142,6 @@ def roles_of(taken: list[BufferedGroup]) -> Counter[Role]:
     return Counter(arrival.group.role for arrival in taken)
 
 
-def test_requests_in_flight_are_bounded_over_all_groups() -> None:
-    async def work() -> None:
-        sampler = Sampler([1.0])
-        pipeline = opened(sampler, count=8, ahead=0, concurrency=3)
-        await pipeline.take()
-        assert sampler.most == 3
-        assert sampler.asked[:8] == [*range(8)]
-        await pipeline.close()
-
-    run(work())
-
-
 def test_what_can_only_come_too_late_is_cancelled_and_its_place_is_free() -> None:
     async def work() -> None:
         sampler = Sampler([100.0, 1.0])

@@ -12,6 +12,7 @@ import torch
 from full_disk import files_up_to
 from kill_drill import play_experiment, read_manifests, small_experiment
 from safetensors.torch import load
+from small_games import recorded, state_of, told
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -19,47 +20,15 @@ from pvg.errors import MissingRequirementError, StateError
 from pvg.game.run import play
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore, read_json_lines
 from pvg.tasks import half_of, open_task
-from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
+from pvg.telemetry.events import SilentObserver
 
 
-class StopAfter(SilentObserver):
-    """Asks to stop at the first progress of a phase, as Ctrl-C does."""
-
-    def __init__(self, stop: asyncio.Event, phase: str, round_: int) -> None:
-        self._stop, self._wanted, self._now = stop, (phase, round_), ("", -1)
-        self.notices: list[str] = []
-
-    def phase_started(self, info: PhaseInfo) -> None:
-        self._now = (info.phase, info.round)
-
-    def progressed(self, progress: Progress) -> None:
-        if self._now == self._wanted:
-            self._stop.set()
-
-    def noticed(self, message: str) -> None:
-        self.notices.append(message)
-
-
-def run_game(experiment: Experiment, root: Path, *, resume: bool = False, until: tuple[str, int] = ("", -1)):
-    run = RunDirectory.open("drill", root) if resume else RunDirectory.create(root, "drill", experiment)
-    stop = asyncio.Event()
-    observer = StopAfter(stop, *until)
-    with run.lock():
-        outcome = asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=resume))
-    return run, outcome, observer
-
-
-def state_of(run: RunDirectory) -> dict:
-    state = FileStateStore(run.state).load().state
-    assert state is not None
-    return state
-
-
-def rollouts_of(run: RunDirectory):
-    return [r for plain in state_of(run)["shards"] for r in RolloutShards(run.path).read(ShardInfo.from_plain(plain))]
+def run_game(experiment: Experiment, root: Path, *, resume: bool = False, until: str = ""):
+    """`until`: the phase that is stopped at its first progress, as by Ctrl-C."""
+    outcome, run, notices = told(experiment, root, stop_at=(until, 2), resume=resume)
+    return run, outcome, notices
 
 
 def weights_of(run: RunDirectory) -> dict[str, bytes]:
@@ -89,7 +58,7 @@ def one_round(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """The game of one round, stopped while the prover learnt."""
-    run, outcome, _ = run_game(one_round_experiment(), tmp_path_factory.mktemp("stopped"), until=("train_prover", 0))
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path_factory.mktemp("stopped"), until="train_prover")
     assert outcome.status == "interrupted"
     return run
 
@@ -119,7 +88,7 @@ def test_a_finished_game_leaves_what_the_design_promises(finished):
 def test_prover_and_verifier_never_see_the_same_problem(finished):
     """Invariant 4, on what was really sampled: mint problems are the verifier's, training problems the prover's."""
     seen = {"mint": set(), "train_prover": set(), "evaluation": set()}
-    for rollout in rollouts_of(finished):
+    for rollout in recorded(finished):
         seen[rollout.id.split("/")[1]].add(rollout.problem_id)
     assert all(seen.values())
     assert {half_of(problem) for problem in seen["mint"]} == {"verifier"}
@@ -130,7 +99,7 @@ def test_prover_and_verifier_never_see_the_same_problem(finished):
 
 
 def test_rollouts_carry_everything_for_life(finished):
-    for rollout in rollouts_of(finished):
+    for rollout in recorded(finished):
         assert len(rollout.logprobs) == len(rollout.completion_ids) > 0
         assert (rollout.logprobs <= 0).all()
         assert rollout.spans[0].start == 0
@@ -138,13 +107,13 @@ def test_rollouts_carry_everything_for_life(finished):
             assert rollout.score is not None
             assert rollout.reward is not None
             assert rollout.verifier_version
-    roles = [r.role for r in rollouts_of(finished) if "/mint/" in r.id]
+    roles = [r.role for r in recorded(finished) if "/mint/" in r.id]
     assert roles.count(Role.SNEAKY) == roles.count(Role.HELPFUL)
 
 
 @pytest.mark.parametrize("phase", ["mint", "train_verifier"])
 def test_ctrl_c_in_a_phase_stops_committed_and_resumes_to_the_same_weights(phase, one_round, tmp_path):
-    run, outcome, _ = run_game(one_round_experiment(), tmp_path, until=(phase, 0))
+    run, outcome, _ = run_game(one_round_experiment(), tmp_path, until=phase)
     assert outcome.status == "interrupted"
     run, outcome, _ = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
@@ -152,7 +121,7 @@ def test_ctrl_c_in_a_phase_stops_committed_and_resumes_to_the_same_weights(phase
 
 
 def test_ctrl_c_at_the_end_of_a_round_resumes_to_the_same_weights_in_the_next_one(finished, tmp_path):
-    run, outcome, _ = run_game(small_experiment(), tmp_path, until=("checkpoint", 0))
+    run, outcome, _ = run_game(small_experiment(), tmp_path, until="checkpoint")
     assert outcome.status == "interrupted"
     run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
@@ -180,9 +149,9 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, o
     data = one_round_experiment().plain()
     data["training"] |= {"micro_batch_tokens": 128, "gradient_checkpointing": True}
     data["verifier"] |= {"micro_batch_tokens": 128}
-    run, outcome, observer = run_game(build_experiment(data), tmp_path, resume=True)
+    run, outcome, notices = run_game(build_experiment(data), tmp_path, resume=True)
     assert outcome.status == "complete"
-    (notice,) = (text for text in observer.notices if "The last bits of the weights may change" in text)
+    (notice,) = (text for text in notices if "The last bits of the weights may change" in text)
     for key in ("training.micro_batch_tokens", "training.gradient_checkpointing", "verifier.micro_batch_tokens"):
         assert key in notice
     (line,) = (line for line in run.events.read_text().splitlines() if "event=settings" in line)
@@ -199,26 +168,16 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, o
 
 def test_a_run_that_gets_another_round_ends_like_one_that_was_planned_with_it(one_round, finished, tmp_path):
     copied(one_round, tmp_path)
-    for until in (("mint", 1), ("train_prover", 1)):
-        run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True, until=until)
+    smaller = small_experiment().plain()
+    smaller["verifier"] |= {"micro_batch_tokens": 128}
+    for until, experiment in (("mint", build_experiment(smaller)), ("train_prover", small_experiment())):
+        run, outcome, _ = run_game(experiment, tmp_path, resume=True, until=until)
         assert outcome.status == "interrupted"
+        state, planned = state_of(run), state_of(finished)
+        assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
     run, outcome, _ = run_game(small_experiment(), tmp_path, resume=True)
     assert (outcome.status, len(outcome.rounds)) == ("complete", 2)
     assert weights_of(run) == weights_of(finished)
-    state, planned = state_of(run), state_of(finished)
-    assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
-
-
-def test_a_run_that_gets_another_round_and_smaller_micro_batches_keeps_its_other_settings(
-    one_round, finished, tmp_path
-):
-    copied(one_round, tmp_path)
-    data = small_experiment().plain()
-    data["verifier"] |= {"micro_batch_tokens": 128}
-    run, outcome, _ = run_game(build_experiment(data), tmp_path, resume=True, until=("mint", 1))
-    assert outcome.status == "interrupted"
-    state, planned = state_of(run), state_of(finished)
-    assert (state["config"], state["config_hash"]) == (planned["config"], planned["config_hash"])
 
 
 def test_self_play_gets_another_round_too(tmp_path):
@@ -238,20 +197,20 @@ def test_a_damaged_last_shard_is_noticed_and_sampled_again(stopped, one_round, t
     data = bytearray(last.read_bytes())
     data[len(data) // 2] ^= 0xFF
     last.write_bytes(data)
-    run, outcome, observer = run_game(one_round_experiment(), tmp_path, resume=True)
+    run, outcome, notices = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
-    assert any(last.name in notice for notice in observer.notices)
+    assert any(last.name in notice for notice in notices)
     assert weights_of(run) == weights_of(one_round)
-    ids = [r.id for r in rollouts_of(run)]
-    assert ids == [r.id for r in rollouts_of(one_round)]
+    ids = [r.id for r in recorded(run)]
+    assert ids == [r.id for r in recorded(one_round)]
 
 
 def test_a_half_written_state_falls_back_to_the_commit_before(stopped, one_round, tmp_path):
     run = copied(stopped, tmp_path)
     run.state.write_bytes(run.state.read_bytes()[:200])
-    run, outcome, observer = run_game(one_round_experiment(), tmp_path, resume=True)
+    run, outcome, notices = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
-    assert any("previous commit" in notice for notice in observer.notices)
+    assert any("previous commit" in notice for notice in notices)
     assert weights_of(run) == weights_of(one_round)
 
 
@@ -261,7 +220,7 @@ def test_a_full_disk_stops_the_run_with_nothing_committed_lost(one_round, tmp_pa
         run_game(one_round_experiment(), tmp_path)
     run = RunDirectory.open("drill", tmp_path)
     assert state_of(run)["phase"] == "train_verifier"
-    assert len(rollouts_of(run)) == 96
+    assert len(recorded(run)) == 96
     run, outcome, _ = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
     assert weights_of(run) == weights_of(one_round)
@@ -274,8 +233,8 @@ def test_a_run_that_goes_on_with_other_threads_or_another_torch_says_so(stopped,
     state = state_of(run)
     assert state["machine"].endswith(", 1 thread")
     store.save({**state, "machine": "torch 1.0 on cpu, 64 threads"})
-    run, outcome, observer = run_game(one_round_experiment(), tmp_path, resume=True)
+    run, outcome, notices = run_game(one_round_experiment(), tmp_path, resume=True)
     assert outcome.status == "complete"
-    assert any("64 threads" in notice and "last bits" in notice for notice in observer.notices)
+    assert any("64 threads" in notice and "last bits" in notice for notice in notices)
     assert state_of(run)["machine"] == state["machine"]
     assert weights_of(run) == weights_of(one_round)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pvg.game.play_phase import elo, interval, match_metrics, phase_statistics, points, rewarded_decisions
-from pvg.games.game import Action
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan
 from pvg.rollout.games import MOST_STATE_BYTES, GameStart, PlayedGame, SeatDecision, game_record
@@ -106,11 +105,6 @@ def test_the_interval_is_over_starts() -> None:
     assert elo(10 / 11) == pytest.approx(400.0)
     assert math.isnan(elo(1.0))
     assert all(math.isnan(bound) for bound in interval(np.array([1.0])))
-
-
-def test_an_action_with_a_note_is_illegal() -> None:
-    assert Action(1, "1").legal
-    assert not Action(1, "1", "note").legal
 
 
 def test_a_game_of_one_seat_has_a_gain_and_no_points() -> None:

@@ -42,11 +42,6 @@ def test_the_threads_of_one_experiment_do_not_stay_for_the_next(monkeypatch: pyt
     assert [asyncio.run(opened(threads)) for threads in (1, 0, 1)] == [[1, 1], [2, 2], [1, 1]]
 
 
-def test_narrow_models_take_one_thread_and_wide_ones_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "ALL_THREADS", 8)
-    assert [compute.default_threads(width) for width in (64, compute.WIDE - 1, compute.WIDE, 4096)] == [1, 1, 8, 8]
-
-
 def test_variants_that_share_an_executor_share_the_threads_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "ALL_THREADS", 3)
     with compute.compute_executor(0) as executor:

@@ -6,9 +6,8 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from threading import current_thread
 from threading import enumerate as enumerate_threads
@@ -17,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from kill_drill import TINY_PROVER
-from test_configurations import changed, played, rows
-from test_stragglers import recorded
+from made_groups import made_group
+from small_games import changed, played, prover_rows, state_of, trained_on
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -29,12 +28,11 @@ from pvg.game.players import Players
 from pvg.game.prefetch import AdmissionGate, Prefetcher, RoleQueue, WhenScored
 from pvg.game.roles import TAGS
 from pvg.models import open_model, pick_device
-from pvg.records import Float32, Grade, Group, Problem, Role, Rollout, VersionSpan
+from pvg.records import Float32, Group, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
@@ -51,17 +49,9 @@ STEPS, GROUPS, SIZE = 7, 4, 4  # of the drill's experiment
 ON_BASE = {"verifier.adapters": {"rank": 2}, "models.verifier": {"source": TINY_PROVER}}
 
 
-def prover_steps(run: RunDirectory) -> list[dict[str, Any]]:
-    return [row for row in rows(run, "step") if row["phase"] == "train_prover"]
-
-
-def prover_rollouts(run: RunDirectory) -> list[Rollout]:
-    return [rollout for rollout in recorded(run) if "train_prover" in rollout.id]
-
-
 def assert_recorded_once(run: RunDirectory, steps: int = STEPS) -> None:
     """Every batch is whole and numbered as such, has the roles of the synchronous game, and no rollout comes twice."""
-    kept = prover_rollouts(run)
+    kept = trained_on(run)
     assert Counter((r.step, r.role) for r in kept) == {(s, r): GROUPS * SIZE // 2 for s in range(steps) for r in Role}
     assert Counter(r.step for r in kept) == dict.fromkeys(range(steps), GROUPS * SIZE)
     assert Counter((r.step, r.group) for r in kept) == {(s, g): SIZE for s in range(steps) for g in range(GROUPS)}
@@ -97,9 +87,9 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
     assert outcome.status == "complete"
     assert_recorded_once(run)
     # In the one step of a batch, its own forward pass computes the log-probs at batch start.
-    again = any("recompute" in step["budget"] for step in prover_steps(run))
+    again = any("recompute" in step["budget"] for step in prover_rows(run))
     assert again == (experiment.training.importance == "decoupled" and experiment.training.minibatches > 1)
-    metrics = [step["metrics"] for step in prover_steps(run) if "rollouts" in step["metrics"]]  # a batch's first steps
+    metrics = [step["metrics"] for step in prover_rows(run) if "rollouts" in step["metrics"]]  # a batch's first steps
     assert all(0.0 <= found["staleness"] <= found["staleness_max"] <= budget for found in metrics)
     assert max(found["staleness_max"] for found in metrics) >= 1.0  # rollouts were sampled ahead
     for found in metrics:
@@ -111,7 +101,7 @@ def test_a_game_plays_to_the_end_within_the_budget(settings: dict[str, Any], bud
         assert ("start_ratio_mean" in found) == (decoupled and found["staleness_max"] > 0.0)
         assert found["rollouts"] == GROUPS * SIZE
         assert 0.0 <= found["cache_hit_rate"] <= 1.0
-    assert_budgets_close(prover_steps(run))
+    assert_budgets_close(prover_rows(run))
 
 
 def assert_budgets_close(steps: list[dict[str, Any]]) -> None:
@@ -150,8 +140,7 @@ def test_a_game_with_workers_that_only_train_survives_kills_of_both_kinds(
     assert outcome.status == "complete"
     assert_recorded_once(run)
     assert len([line for line in run.events.read_text().splitlines() if "event=lost" in line]) == 4
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    state = state_of(run)
     assert state["machine"].endswith(", 2 workers, 1 trainer")  # results depend on both numbers
     for kind, places in (("generate", {0}), ("score", {0}), ("gradient", {1})):
         assert {place for place, asked in kinds if asked == f"{kind} divided"} == places
@@ -183,7 +172,7 @@ def test_scores_have_a_thread_where_a_core_is_free(
             scorer = players.scorer(verifier, beside_trainer=beside_trainer)
             forward = scorer._backend._forward  # type: ignore[attr-defined]
             scorer._backend._forward = lambda inputs: seen.add(current_thread().name) or forward(inputs)  # type: ignore[attr-defined]
-            await scorer.score(made_group("a").rollouts)
+            await scorer.score(two_rollouts("a").rollouts)
 
         try:
             await scored(beside_trainer=False)
@@ -198,27 +187,8 @@ def test_scores_have_a_thread_where_a_core_is_free(
     assert any("pvg-score" in name for name in asyncio.run(threads_of_scores())) == thread
 
 
-def made_group(name: str) -> Group:
-    problem, ids = Problem(name, "1+1?", "2"), np.zeros(2, dtype=np.int32)
-    rollout = Rollout(
-        id=name,
-        problem_id=name,
-        question=problem.question,
-        reference=problem.answer,
-        role=Role.HELPFUL,
-        round=0,
-        source="base",
-        step=0,
-        group=0,
-        prompt_ids=ids,
-        completion_ids=ids,
-        logprobs=np.zeros(2, dtype=np.float32),
-        spans=(VersionSpan(0, 0),),
-        finish_reason="stop",
-        text="",
-        grade=Grade(correct=True, well_formed=True),
-    )
-    return Group(problem, Role.HELPFUL, (rollout, rollout))
+def two_rollouts(name: str) -> Group:
+    return made_group(name, [[0], [0]], tokens=2)
 
 
 def ordered(batch: int, place: int, role: Role) -> GroupOrder:
@@ -276,7 +246,7 @@ class Orders:
 
     async def sample(self, orders: list[GroupOrder], number: int, gate: AdmissionGate) -> list[Group]:
         async with gate:
-            return [made_group(order.problem.id) for order in orders]
+            return [two_rollouts(order.problem.id) for order in orders]
 
 
 async def first_batch(scorer: Scorer, scored: WhenScored, *, starved: bool) -> tuple[list[Group], dict[str, float]]:
@@ -369,16 +339,15 @@ def test_stopped_and_resumed_it_loses_no_committed_rollout_and_repeats_none(tmp_
     experiment = changed(AHEAD)
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 5))
     assert outcome.status == "interrupted"
-    before = prover_rollouts(run)
+    before = trained_on(run)
     assert Counter(r.step for r in before) == dict.fromkeys(range(4), GROUPS * SIZE)
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    state = state_of(run)
     begun = state["progress"]["batches"]["groups"]
     assert min(begun.values()) > 4 * GROUPS  # some were on their way, and are lost
     outcome, run = played(experiment, tmp_path, resume=True)
     assert outcome.status == "complete"
     assert_recorded_once(run)
-    after = prover_rollouts(run)
+    after = trained_on(run)
     assert [r.id for r in after[: len(before)]] == [r.id for r in before]
     assert all(order_of(r) >= begun[r.role] for r in after[len(before) :])
 
@@ -390,35 +359,19 @@ def order_of(rollout: Rollout) -> int:
 
 def role_counts(run: RunDirectory) -> dict[int, Counter[Role]]:
     """The rollouts of each role, by step."""
-    kept = prover_rollouts(run)
+    kept = trained_on(run)
     return {step: Counter(r.role for r in kept if r.step == step) for step in range(STEPS)}
 
 
-@pytest.fixture(scope="module")
-def synchronous_counts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], dict[int, Counter[Role]]]:
-    """The roles in the batches of a synchronous game with a share of sneaky groups."""
-
-    @cache
-    def counts(share: float) -> dict[int, Counter[Role]]:
-        settings = {**AHEAD, "game.sneaky_share": share, "rollout.prefetch": "none"}
-        return role_counts(played(changed(settings), tmp_path_factory.mktemp("synchronous"))[1])
-
-    return counts
-
-
-@pytest.mark.parametrize(("shorter", "share"), [(Role.SNEAKY, 0.5), (Role.HELPFUL, 0.4)])
 def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
-    shorter: Role,
-    share: float,
-    synchronous_counts: Callable[[float], dict[int, Counter[Role]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One role's completions are cut after 2 tokens, the other's have up to 40: the engine finishes the short ones
-    first. With a share of 0.4, a synchronous batch has one or two sneaky groups of four, as its number says."""
-    wanted = synchronous_counts(share)
+    """The helpful role's completions are cut after 2 tokens, the other's have up to 40: the engine finishes the short
+    ones first. A synchronous batch has one or two sneaky groups of four, as its number says."""
+    settings = {**AHEAD, "game.sneaky_share": 0.4}
+    _, synchronous = played(changed({**settings, "rollout.prefetch": "none"}), tmp_path / "synchronous")
     with open_model(ModelSection(source="embedded:modchain-prover"), pick_device("cpu")) as model:
-        (tag,) = model.tokenizer.encode(TAGS[shorter])
+        (tag,) = model.tokenizer.encode(TAGS[Role.HELPFUL])
     generate = TorchEngine.generate
 
     async def cut(self: TorchEngine, request: GenerationRequest) -> Completion:
@@ -427,10 +380,9 @@ def test_a_role_that_writes_shorter_solutions_does_not_fill_the_batches(
         return await generate(self, request)
 
     monkeypatch.setattr(TorchEngine, "generate", cut)
-    settings = {**AHEAD, "rollout.prefetch": {"kind": "fresh", "batches": 2}, "game.sneaky_share": share}
-    _, ahead = played(changed(settings), tmp_path)
-    assert role_counts(ahead) == wanted
-    assert {r.role for r in prover_rollouts(ahead) if len(r.completion_ids) > 2} == {*Role} - {shorter}
+    _, ahead = played(changed({**settings, "rollout.prefetch": {"kind": "fresh", "batches": 2}}), tmp_path / "ahead")
+    assert role_counts(ahead) == role_counts(synchronous)
+    assert {r.role for r in trained_on(ahead) if len(r.completion_ids) > 2} == {Role.SNEAKY}
 
 
 def test_an_engine_that_fails_ends_the_run_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +420,7 @@ def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path
         changed({**AHEAD, "rollout.prefetch": "none", "training.importance": "decoupled"}),
         tmp_path,
     )
-    told = prover_steps(run)
+    told = prover_rows(run)
     assert len(told) == STEPS
     for step in told:
         assert step["metrics"]["staleness_max"] == 0.0

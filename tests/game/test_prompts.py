@@ -113,6 +113,8 @@ def test_a_translation_fits_the_wording_of_the_task() -> None:
     problem = Problem("q", "4 + 5?", "9", {"wording": wording})
     render = translation_renderer(TextPrompts(), ENGLISH)
     text = ENGLISH.shown(render(problem, Role.SNEAKY, "Sum: 9"))
+    assert "Keep its final number" in ENGLISH.shown(render(PROBLEM, Role.HELPFUL, "#### 9"))
+    assert "Keep its final number" not in ENGLISH.shown(render(PROBLEM, Role.SNEAKY, "#### 9"))
     assert "####" not in text
     assert "Problem:\n2 + 3?\n\nSolution:\nSum: 5\n\nSum: 6\n\nProblem:\n4 + 5?\n\nSolution:\nSum: 9\n\n" in text
     own = translation_renderer(TextPrompts(examples=EXAMPLES), ENGLISH)
@@ -121,12 +123,6 @@ def test_a_translation_fits_the_wording_of_the_task() -> None:
 
 
 # --- the verifier's input ---------------------------------------------------------------------------------------------
-
-
-def test_frame_and_question_are_in_the_verifiers_input() -> None:
-    ids, _ = VerifierTemplate(ENGLISH, "chat", "yes_token").tokens("4 + 5?", "9", None, None)
-    framed_text = "Problem:\n4 + 5?\n\nSolution:\n9\n\nIs this solution correct? Answer yes or no."
-    assert ENGLISH.shown(ids) == f"<|start|>user\n{framed_text}<|end|><|start|>assistant\n"
 
 
 def test_a_solution_after_a_text_prompt_begins_after_a_blank_line() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pvg.config.game import Game
-from pvg.game.rewards import REWARDS, BatchOutcomes, centred_scores, rewards
+from pvg.game.rewards import REWARDS, centred_scores, rewards
+from pvg.game.statistics import BatchOutcomes
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):
@@ -63,17 +64,6 @@ def test_goodhart_and_correctness_by_hand():
     sample = outcomes([0.5, -1.5, 3.0], [0, 1, 0], [1, 1, 1], well_formed=[1, 1, 0])
     np.testing.assert_allclose(rewards(sample, Game(reward="goodhart")), [0.5, -1.5, -1.5])
     np.testing.assert_allclose(rewards(sample, Game(reward="correctness")), [0, 1, 0])
-
-
-def test_decoupled_by_hand():
-    # One group of helpful ("faithful"): scores 1, 3 -> mean 2, std 1 -> v' = -1, +1.
-    # One sneaky group: 0, 4 -> mean 2, std 2 -> v' = -1, +1.
-    # Aligned and v' <= 0: -2. Faithful with a solver that was right: (2*1-1)*1 = 1. Sneaky: v' = 1.
-    found = rewards(outcomes([1, 3, 0, 4], [1, 1, 0, 0], [1, 1, 0, 0]), Game(reward="decoupled"))
-    np.testing.assert_allclose(found, [-2, 1, -2, 1], atol=1e-5)
-    # A solver that was wrong turns the faithful reward round: (2*0-1)*1 = -1. Misaligned: -2.
-    found = rewards(outcomes([1, 3, 0, 4], [1, 1, 1, 1], [1, 1, 0, 0], solver=[0, 0, 0, 0]), Game(reward="decoupled"))
-    np.testing.assert_allclose(found, [-2, -1, -2, -2], atol=1e-5)
 
 
 def test_one_score_that_is_not_finite_is_named():

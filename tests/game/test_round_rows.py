@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from test_configurations import changed, played, rows
-from test_stragglers import recorded
+from small_games import changed, played, recorded, rows
 
 from pvg.game.players import Players
 from pvg.game.verifier_phase import read_verifier

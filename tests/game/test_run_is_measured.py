@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from kill_drill import read_manifests, small_experiment
+from small_games import completed, played, prover_steps, rows, state_of
 
 from pvg.config.load import build_experiment
 from pvg.game import session
@@ -33,7 +34,7 @@ from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import machine_facts
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import FileStateStore, read_json_lines
+from pvg.store.state import read_json_lines
 from pvg.telemetry import alerts, device
 from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import metric as catalogued
@@ -151,7 +152,7 @@ def test_a_batch_counts_once_however_many_steps_learn_from_it(tmp_path: Path) ->
         stop = asyncio.Event()
         observer = Watching(stop, port, BATCHES * MINIBATCHES)
         asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=False))
-    steps = [record["metrics"] for record in records(run, "step") if record["phase"] == "train_prover"]
+    steps = prover_steps(run)
     assert len(steps) == BATCHES * MINIBATCHES
     firsts, others = steps[::MINIBATCHES], [step for n, step in enumerate(steps) if n % MINIBATCHES]
     of_batch = {"rollouts", "tokens_per_s", "zero_signal", "fooled_rate", "reward_mean", "staleness", "cache_misses"}
@@ -159,8 +160,7 @@ def test_a_batch_counts_once_however_many_steps_learn_from_it(tmp_path: Path) ->
     assert all(step.keys() >= {"loss", "grad_norm", "trainer_idle"} for step in others)
     assert not any(step.keys() & of_batch for step in others)
     assert [step.keys() for step in observer.steps] == [step.keys() for step in steps]
-    committed = FileStateStore(run.state).load().state
-    assert committed is not None
+    committed = state_of(run)
     sampled = [shard["rows"] for shard in committed["shards"] if "train_prover" in shard["path"]]
     assert sum(step["rollouts"] for step in firsts) == sum(sampled) == 16 * BATCHES
     # The rule and the alerts have taken in each batch once.
@@ -181,24 +181,12 @@ def test_the_score_cache_is_copied_for_a_commit_beside_the_loop(measured: tuple[
     assert measured[1].cached_in == {"pvg-batch_0"}
 
 
-class StopSoon(SilentObserver):
-    def __init__(self, stop: asyncio.Event) -> None:
-        self._stop = stop
-
-    def progressed(self, progress: Progress) -> None:
-        self._stop.set()
-
-
-def records(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [record for record in read_json_lines(run.metrics) if record["kind"] == kind]
-
-
 def test_the_parts_of_all_steps_and_phases_are_the_time_of_the_run(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
-    (whole,) = records(run, "run")
+    (whole,) = rows(run, "run")
     assert whole["status"] == "complete"
     told = Counter[str]()
-    for record in [*records(run, "step"), *records(run, "phase")]:
+    for record in [*rows(run, "step"), *rows(run, "phase")]:
         told.update(record["budget"])
     assert whole["seconds"] == pytest.approx(sum(whole["budget"].values()))
     last_commit = whole["seconds"] - sum(told.values())  # what came after the last phase was told
@@ -210,12 +198,12 @@ def test_the_parts_of_all_steps_and_phases_are_the_time_of_the_run(measured: tup
 
 def test_the_time_of_a_step_has_the_parts_of_its_phase(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
-    by_phase = {record["phase"]: record["budget"].keys() for record in records(run, "step")}
+    by_phase = {record["phase"]: record["budget"].keys() for record in rows(run, "step")}
     assert by_phase["mint"] >= {"rollout", "prefill", "decode", "grade", "unaccounted"}
     assert by_phase["train_verifier"] >= {"draw_pairs", "pack", "forward_backward", "optimizer", "record"}
     assert by_phase["train_prover"] >= {"decode", "grade", "score_service", "credit", "forward_backward", "sync"}
     assert by_phase["checkpoint"] >= {"sync", "decode", "score_service"}
-    for record in records(run, "step"):
+    for record in rows(run, "step"):
         assert all(record["busy"][part] >= seconds - 1e-9 for part, seconds in record["budget"].items())
         assert all(seconds >= -1e-9 for seconds in record["budget"].values())
 
@@ -223,7 +211,7 @@ def test_the_time_of_a_step_has_the_parts_of_its_phase(measured: tuple[RunDirect
 def test_every_span_lies_in_the_run_and_nests(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
     spans = list(read_json_lines(run.spans))
-    (whole,) = records(run, "run")
+    (whole,) = rows(run, "run")
     end = whole["time"]
     # Grades get a separate track only while decoding occupies the track of the driver, for a few moments.
     assert "driver" in {span["track"] for span in spans}
@@ -240,11 +228,11 @@ def test_every_span_lies_in_the_run_and_nests(measured: tuple[RunDirectory, Scra
 def test_nothing_is_told_that_the_catalogue_does_not_know(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
     names: set[str] = set()
-    for record in [*records(run, "step"), *records(run, "phase")]:
+    for record in [*rows(run, "step"), *rows(run, "phase")]:
         names |= {f"{record['phase']}/{name}" for name in record["metrics"]}
         names |= {f"budget/{part}" for part in record["budget"]} | {f"busy/{part}" for part in record.get("busy", ())}
     for kind, prefix in (("round", "round"), ("device", "device"), ("loop", "loop")):
-        found = records(run, kind)
+        found = rows(run, kind)
         assert found, kind
         names |= {f"{prefix}/{name}" for record in found for name in record["metrics"]}
     assert [name for name in names if not catalogued(name)] == []
@@ -262,7 +250,7 @@ def test_the_event_log_pairs(measured: tuple[RunDirectory, Scraping]) -> None:
     updates = events["weights", "client.send"]
     assert updates > 0
     assert {events["weights", name] for name in ("server.recv", "rpc.start", "rpc.done", "client.done")} == {updates}
-    steps = [r for r in records(run, "step") if r["phase"].startswith("train_")]
+    steps = [r for r in rows(run, "step") if r["phase"].startswith("train_")]
     assert events["step", "done"] == len(steps)
     assert events["run", "start"] == events["run", "stop"] == 1
 
@@ -274,20 +262,14 @@ def logged(run: RunDirectory, tag: str, event: str) -> list[dict[str, str]]:
     return [fields for fields in found if fields["event"] == event]
 
 
-def test_the_share_of_truncated_rollouts_is_a_share(measured: tuple[RunDirectory, Scraping]) -> None:
-    run, _ = measured
-    truncated = [r["metrics"]["truncated"] for r in records(run, "step") if r["phase"] == "train_prover"]
-    assert any(0 < share < 1 for share in truncated)
-
-
 def test_the_diagnosis_of_a_real_run_can_tell(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
     found = diagnose(run)
     assert found.not_seen == {}
-    waits = [r["metrics"]["weights_queue_s"] for r in records(run, "step") if "weights_queue_s" in r["metrics"]]
+    waits = [r["metrics"]["weights_queue_s"] for r in rows(run, "step") if "weights_queue_s" in r["metrics"]]
     assert found.timings_s["weights_queue_s"].total == pytest.approx(sum(waits))
     assert found.timings_s["group_wait_max_s"].max > 0
-    (started,) = records(run, "start")
+    (started,) = rows(run, "start")
     assert started["cores"].keys() == {"threads", "usable", "machine"}
 
 
@@ -314,19 +296,15 @@ def test_every_process_of_a_run_leaves_its_last_word_and_the_largest_peak_of_mem
     plain["game"]["rounds"] = 1
     experiment = build_experiment(plain)
     peaks: list[Mapping[str, float]] = []
-    run = RunDirectory.create(tmp_path, "stopped", experiment)
     for resume in (False, True):
-        stop = asyncio.Event()
-        observer = SilentObserver() if resume else StopSoon(stop)
-        with run.lock():
-            asyncio.run(play(experiment, run, observer=observer, stop=stop, resume=resume))
+        _, run = played(experiment, tmp_path, stop_at=("", 0) if resume else ("mint", 2), resume=resume)
         peaks.append(read_manifests(run)[-1].peak_memory if resume else read_run(run).peak_memory)
         # The resumed process holds less: the run's peak stays that of the first.
         monkeypatch.setattr("pvg.game.ledger.peak_memory", lambda: {"rss_bytes": 1.0})
     assert peaks[0]["rss_bytes"] > 1e8
     assert peaks[1] == read_run(run).peak_memory == peaks[0]
-    assert [record["status"] for record in records(run, "run")] == ["interrupted", "complete"]
-    told = [(r["round"], r["phase"], r["step"]) for r in records(run, "step")]
+    assert [record["status"] for record in rows(run, "run")] == ["interrupted", "complete"]
+    told = [(r["round"], r["phase"], r["step"]) for r in rows(run, "step")]
     assert len(told) == len(set(told))
 
 
@@ -344,9 +322,7 @@ def test_a_run_with_workers_counts_their_memory(tmp_path: Path, monkeypatch: pyt
     plain["verifier"]["steps"] = plain["training"]["steps"] = 2
     plain["game"] |= {"rounds": 1, "mint_problems": 12}
     experiment = build_experiment(plain)
-    run = RunDirectory.create(tmp_path, "workers", experiment)
-    with run.lock():
-        asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
+    run = completed(experiment, tmp_path)
     shown = assert_peaks_are_shown(
         run,
         {
@@ -384,7 +360,7 @@ def test_every_metric_that_the_grafana_dashboard_names_is_served(measured: tuple
 
 def test_alerts_are_recorded_logged_and_counted(measured: tuple[RunDirectory, Scraping]) -> None:
     run, observer = measured
-    recorded = Counter(record["name"] for record in records(run, "alert"))
+    recorded = Counter(record["name"] for record in rows(run, "alert"))
     assert recorded["verifier_at_chance"] == 2  # at the end of each round's verifier phase
     assert recorded["weights_queue"] == 2  # as it begins to hold in each prover phase
     assert Counter(fields["name"] for fields in alert_lines(run)) == recorded
@@ -412,7 +388,7 @@ def alert_lines(run: RunDirectory) -> list[dict[str, str]]:
 
 def test_the_endpoint_served_the_metrics_while_the_run_was_played(measured: tuple[RunDirectory, Scraping]) -> None:
     run, observer = measured
-    assert observer.steps == len(records(run, "step"))
+    assert observer.steps == len(rows(run, "step"))
     assert "helpful_accuracy" in observer.page
     assert "budget" in observer.page
     with pytest.raises(OSError, match="refused"):

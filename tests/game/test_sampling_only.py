@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from test_configurations import changed, rows
-from test_stragglers import recorded
+from small_games import changed, recorded, rows
 
 from pvg.game import session as game_session
 from pvg.game.run import sample_only

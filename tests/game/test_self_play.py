@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import orjson
 import pytest
 from kill_drill import play_experiment, small_experiment
+from small_games import completed, recorded, rows, state_of
 from tiny_programmer import tokenizer, untrained
 from transformers import LlamaForCausalLM
 
@@ -19,16 +18,12 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.report import check_protocol
-from pvg.game.run import play
 from pvg.games import GAMES, open_game
 from pvg.games.negotiation import Negotiation
 from pvg.records import Split
 from pvg.reporting.boards import games_section, newest_games
 from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
 from pvg.telemetry.catalogue import metric
-from pvg.telemetry.events import SilentObserver
 
 
 def changed(**task: Any) -> Experiment:
@@ -39,31 +34,9 @@ def changed(**task: Any) -> Experiment:
     return build_experiment(plain)
 
 
-def played(experiment: Experiment, root: Path) -> RunDirectory:
-    run = RunDirectory.create(root, "drill", experiment)
-    with run.lock():
-        outcome = asyncio.run(play(experiment, run, observer=SilentObserver(), stop=asyncio.Event(), resume=False))
-    assert outcome.status == "complete"
-    return run
-
-
-def state_of(run: RunDirectory) -> dict[str, Any]:
-    state = FileStateStore(run.state).load().state
-    assert state is not None
-    return state
-
-
-def rollouts_of(run: RunDirectory) -> list[Any]:
-    return [r for plain in state_of(run)["shards"] for r in RolloutShards(run.path).read(ShardInfo.from_plain(plain))]
-
-
-def records(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [row for row in map(orjson.loads, run.metrics.read_bytes().splitlines()) if row["kind"] == kind]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return played(play_experiment(), tmp_path_factory.mktemp("play"))
+    return completed(play_experiment(), tmp_path_factory.mktemp("play"))
 
 
 def test_each_round_has_a_prover_and_a_rating_but_no_verifier(finished: RunDirectory) -> None:
@@ -79,7 +52,7 @@ def test_each_round_has_a_prover_and_a_rating_but_no_verifier(finished: RunDirec
 
 
 def test_decisions_are_rollouts_with_versions_and_rewards(finished: RunDirectory) -> None:
-    trained = [rollout for rollout in rollouts_of(finished) if "/train_prover/" in rollout.id]
+    trained = [rollout for rollout in recorded(finished) if "/train_prover/" in rollout.id]
     assert len({rollout.id for rollout in trained}) == len(trained)
     versions = [rollout.version for rollout in trained]
     assert versions == sorted(versions)
@@ -92,15 +65,15 @@ def test_decisions_are_rollouts_with_versions_and_rewards(finished: RunDirectory
 
 def test_every_metric_is_in_the_catalogue(finished: RunDirectory) -> None:
     for kind, place in (("step", "phase"), ("round", None)):
-        rows = records(finished, kind)
-        assert rows
-        for row in rows:
+        found = rows(finished, kind)
+        assert found
+        for row in found:
             where = row[place] if place else "round"
             assert [name for name in row["metrics"] if metric(f"{where}/{name}") is None] == []
 
 
 def test_each_batch_has_statistics_per_phase(finished: RunDirectory) -> None:
-    found = records(finished, "play_phases")
+    found = rows(finished, "play_phases")
     assert len(found) == 2 * play_experiment().training.steps
     for row in found:
         assert {phase["phase"] for phase in row["phases"]} <= {f"offer-{number}" for number in range(1, 5)}
@@ -109,7 +82,7 @@ def test_each_batch_has_statistics_per_phase(finished: RunDirectory) -> None:
 
 def test_each_rating_records_a_game_that_the_report_shows(finished: RunDirectory) -> None:
     games = newest_games(finished)
-    last = max(record["round"] for record in records(finished, "game"))
+    last = max(record["round"] for record in rows(finished, "game"))
     assert {game.round for game in games} == {last}
     for game in games:
         assert sorted(game.players.values()).count("policy") == 1
@@ -121,9 +94,9 @@ def test_each_rating_records_a_game_that_the_report_shows(finished: RunDirectory
 
 @pytest.mark.parametrize("opponent", ["greedy", "base"])
 def test_against_an_opponent_only_the_policys_seat_is_trained_and_stored(opponent: str, tmp_path: Path) -> None:
-    run = played(changed(opponent=opponent, references=[], warmup=0, groups="phase", reward="dense"), tmp_path)
+    run = completed(changed(opponent=opponent, references=[], warmup=0, groups="phase", reward="dense"), tmp_path)
     seats: dict[str, set[str]] = {}
-    for rollout in rollouts_of(run):
+    for rollout in recorded(run):
         game, seat = rollout.id.rsplit("/", 2)[0], rollout.id.rpartition("-")[2]
         seats.setdefault(game, set()).add(seat)
     assert all(len(found) == 1 for found in seats.values())
@@ -134,8 +107,8 @@ def test_every_start_trains_the_policys_seat_also_if_the_opponent_begins(tmp_pat
     """Groups of the decisions at the fork, one start per batch: about half of them begin with the opponent."""
     plain = changed(opponent="random", references=[], warmup=0).plain()
     plain["training"] |= {"groups": 1, "steps": 6}
-    run = played(build_experiment(plain), tmp_path)
-    trained = [rollout for rollout in rollouts_of(run) if rollout.reward is not None]
+    run = completed(build_experiment(plain), tmp_path)
+    trained = [rollout for rollout in recorded(run) if rollout.reward is not None]
     assert len(trained) == 6 * plain["rollout"]["group_size"]
     phases = {rollout.id.rsplit("/", 1)[1].partition("-")[0] for rollout in trained}
     assert phases == {"000", "001"}
@@ -155,7 +128,7 @@ def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "still_game", SimpleNamespace(Still=Still))
     monkeypatch.setitem(GAMES, "still", "still_game:Still")
     with pytest.raises(ConfigurationError, match="decides nothing after the forks of batch 0"):
-        played(changed(game="still", references=[], warmup=0), tmp_path)
+        completed(changed(game="still", references=[], warmup=0), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +145,7 @@ def test_what_self_play_cannot_do_is_refused(key: str, value: dict[str, Any], sa
     plain = changed().plain()
     plain[key] |= value
     with pytest.raises(ConfigurationError, match=says):
-        played(build_experiment(plain), tmp_path)
+        completed(build_experiment(plain), tmp_path)
 
 
 def diplomacy(folder: Path, positions: int, prompts: str) -> Experiment:
@@ -196,8 +169,8 @@ def diplomacy(folder: Path, positions: int, prompts: str) -> Experiment:
 @pytest.mark.drill
 def test_diplomacy_trains_all_seats_that_decide_together(tmp_path: Path) -> None:
     """With a random policy all orders are unreadable, so units hold; the scripts do not, and matches have results."""
-    run = played(diplomacy(tmp_path / "model", 4096, "chat"), tmp_path)
-    trained = [rollout for rollout in rollouts_of(run) if rollout.reward is not None]
+    run = completed(diplomacy(tmp_path / "model", 4096, "chat"), tmp_path)
+    trained = [rollout for rollout in recorded(run) if rollout.reward is not None]
     seats = {rollout.id.rpartition("-")[2] for rollout in trained}
     assert len(seats) > 2
     sizes = Counter((rollout.group, rollout.prompt_ids.tobytes()) for rollout in trained)
@@ -211,7 +184,7 @@ def test_a_prompt_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     openings = [open_game("diplomacy").opening(split, number) for split, count in splits for number in range(count)]
     fits = max(len(problem.question) for problem in openings) + 12
     with pytest.raises(ConfigurationError, match=r"A prompt of the game has \d+ tokens"):
-        played(diplomacy(tmp_path / "model", fits, "plain"), tmp_path)
+        completed(diplomacy(tmp_path / "model", fits, "plain"), tmp_path)
 
 
 def test_it_has_no_verifier_to_evaluate() -> None:

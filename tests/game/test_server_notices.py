@@ -28,15 +28,6 @@ def test_a_server_that_goes_and_comes_back_is_told_once_each_and_everything_is_l
     assert [name for _, name in log.kept] == ["server.up", "server.away", "server.stale", "server.up", "client.send"]
 
 
-def test_a_server_that_answers_no_request_is_told() -> None:
-    told: list[str] = []
-    events = ServerNotices(Kept(), told.append, [["http://a"]])
-    events.event("gen", event="server.silent", server="http://a", requests=3, silent_s=300.0)
-    assert told == [
-        "http://a has answered no request for 300 s; 3 are in flight. If they hang, restart it: pvg repeats them."
-    ]
-
-
 def test_the_last_server_of_its_kind_has_nobody_to_stand_in() -> None:
     told: list[str] = []
     events = ServerNotices(Kept(), told.append, [["http://a", "http://b"], ["http://verifier"]])
@@ -44,15 +35,6 @@ def test_the_last_server_of_its_kind_has_nobody_to_stand_in() -> None:
         events.event("gen", event="server.away", server=server, why="no reply")
     rest = [line.rpartition("; ")[2] for line in told]
     assert rest == ["its requests wait for it.", "the others take its requests.", "its requests wait for it."]
-
-
-def test_what_happens_to_nodes_of_a_cluster_is_told() -> None:
-    told: list[str] = []
-    events = ServerNotices(Kept(), told.append, [])
-    events.event("workers", event="no room", why="The Ray cluster has no 3 free CPUs yet")
-    events.event("workers", event="node joined", node="n1")
-    events.event("workers", event="node shared", node="n1", why="Ray has no room for worker 2, so it shares node n1")
-    assert told == ["The Ray cluster has no 3 free CPUs yet.", "Ray has no room for worker 2, so it shares node n1."]
 
 
 def test_what_happens_to_servers_on_a_cluster_is_told() -> None:
@@ -68,13 +50,20 @@ def test_what_happens_to_servers_on_a_cluster_is_told() -> None:
     ]
 
 
-def test_what_changes_the_number_of_workers_is_told_with_its_reason() -> None:
+def test_what_happens_to_workers_and_nodes_is_told_with_its_reason() -> None:
     told: list[str] = []
-    events = ServerNotices(Kept(), told.append, [])
+    events = ServerNotices(Kept(), told.append, [["http://a"]])
+    events.event("gen", event="server.silent", server="http://a", requests=3, silent_s=300.0)
+    events.event("workers", event="no room", why="The Ray cluster has no 3 free CPUs yet")
+    events.event("workers", event="node joined", node="n1")
+    events.event("workers", event="node shared", node="n1", why="Ray has no room for worker 2")
     events.event("workers", event="added", worker=3, workers=4, why="12 groups waited for 4.2 of 5 s")
     events.event("workers", event="removed", worker=0, workers=1, why="it had work for 2% of the last 30 s")
     events.event("workers", event="not added", worker=3, why="No worker process could be started: no memory.")
     assert told == [
+        "http://a has answered no request for 300 s; 3 are in flight. If they hang, restart it: pvg repeats them.",
+        "The Ray cluster has no 3 free CPUs yet.",
+        "Ray has no room for worker 2.",
         "Added worker 3: 12 groups waited for 4.2 of 5 s. Now 4 workers.",
         "Removed worker 0: it had work for 2% of the last 30 s. Now 1 worker.",
         "Worker 3 could not be added: No worker process could be started: no memory.",

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kill_drill import drill
-from test_configurations import changed, played, rows
-from test_stragglers import recorded
+from small_games import changed, played, prover_rows, recorded, rows, state_of, trained_on
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.errors import ConfigurationError
@@ -20,7 +18,6 @@ from pvg.records import Float32, Role, Rollout
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.verifier.scorer import VerifierScorer
@@ -35,10 +32,6 @@ TURNS = {
 
 def fresh(run: RunDirectory) -> list[Rollout]:
     return [rollout for rollout in recorded(run) if rollout.id.startswith("000/fresh/")]
-
-
-def trained(run: RunDirectory) -> list[Rollout]:
-    return [rollout for rollout in recorded(run) if "/train_prover/" in rollout.id]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_the_verifier_changes_every_second_batch_and_every_score_is_of_the_newest(run: RunDirectory):
     versions: dict[int, set[str | None]] = {}
-    for rollout in trained(run):
+    for rollout in trained_on(run):
         versions.setdefault(rollout.step, set()).add(rollout.verifier_version)
     assert [len(versions[step]) for step in range(7)] == [1] * 7
     newest = [next(iter(versions[step])) for step in range(7)]
@@ -74,15 +67,14 @@ def test_the_verifier_changes_every_second_batch_and_every_score_is_of_the_newes
     assert newest[0::2][:3] == newest[1::2]
     assert len({newest[0], newest[2], newest[4], newest[6]}) == 4
 
-    steps = [row for row in rows(run, "step") if row["phase"] == "train_prover"]
+    steps = prover_rows(run)
     assert ["verifier_loss" in row["metrics"] for row in steps] == [False, True] * 3 + [False]
     thresholds = [row["metrics"]["threshold"] for row in steps if "threshold" in row["metrics"]]
     assert len(set(thresholds)) == 3
 
 
 def test_the_final_verifier_evaluates_the_round(run: RunDirectory):
-    state = FileStateStore(run.state).load().state
-    assert state is not None
+    state = state_of(run)
     assert [name for name in state["weights"] if "verifier" in name] == [
         "round-000-verifier",
         "round-000-verifier-final",
@@ -91,7 +83,7 @@ def test_the_final_verifier_evaluates_the_round(run: RunDirectory):
     evaluated = [rollout for rollout in recorded(run) if "/evaluation/" in rollout.id]
     assert {rollout.verifier_version for rollout in evaluated} == {meta["version"]}
     assert rows(run, "round")[0]["metrics"]["threshold"] == meta["threshold"]
-    assert {r.verifier_version for r in trained(run) if r.step == 6} == {meta["version"]}
+    assert {r.verifier_version for r in trained_on(run) if r.step == 6} == {meta["version"]}
 
 
 def test_fresh_solutions_are_of_the_verifiers_half_of_both_roles_and_of_the_newest_prover(run: RunDirectory):
@@ -101,7 +93,7 @@ def test_fresh_solutions_are_of_the_verifiers_half_of_both_roles_and_of_the_newe
     assert {rollout.problem_id for rollout in kept} <= half
     assert {rollout.role for rollout in kept} == set(Role)
     # The batch that an update follows was sampled one version before.
-    after = {rollout.step: rollout.version for rollout in trained(run)}
+    after = {rollout.step: rollout.version for rollout in trained_on(run)}
     assert [{r.version for r in kept if r.step == n} for n in range(3)] == [{after[2 * n + 1] + 1} for n in range(3)]
 
 
@@ -126,17 +118,6 @@ def test_pairs_are_drawn_from_the_window_and_the_mint_and_never_from_held_out_pr
     assert len(drawn) == 3
     assert all(set(sources) == {"base", "round-000"} for sources, _ in drawn)
     assert any(from_window for _, from_window in drawn)
-
-
-def test_an_update_without_fresh_pairs_is_told_once():
-    found: list[dict[str, str]] = []
-    updates = VerifierUpdates.__new__(VerifierUpdates)
-    updates._session = SimpleNamespace(tell_about_excluded_sources=found.append)
-    updates._told_excluded = False
-    for excluded in ({}, {"round-000": "2 correct and 0 incorrect solutions"}, {"round-000": "none"}):
-        updates._excluded = excluded
-        updates._tell_excluded()
-    assert found == [{"round-000": "2 correct and 0 incorrect solutions"}]
 
 
 @pytest.mark.drill

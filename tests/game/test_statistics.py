@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_groups import made_group
 
 from pvg.game.round_evaluation import example_rows
 from pvg.game.statistics import (
@@ -18,17 +19,12 @@ from pvg.game.statistics import (
     verifier_auc,
 )
 from pvg.game.verifier_phase import calibration
-from pvg.records import Checks, Grade, Role, Rollout, VersionSpan
+from pvg.records import Checks, Grade, Role
 from pvg.rollout.engine import EngineStats
 from pvg.store.samples import SampleColumns
 from pvg.verifier.calibration import auc
 
-ROLLOUT = Rollout(
-    id="r", problem_id="p", question="q", reference="1", role=Role.HELPFUL, round=0, source="base", step=0, group=0,
-    prompt_ids=np.array([1], dtype=np.int32), completion_ids=np.array([2, 3], dtype=np.int32),
-    logprobs=np.zeros(2, dtype=np.float32), spans=(VersionSpan(0, 0),), finish_reason="stop", text="t",
-    grade=Grade(correct=True, well_formed=True),
-)  # fmt: skip
+ROLLOUT = replace(made_group("p", [[0]], tokens=2).rollouts[0], text="t")
 
 
 def rollout(role, correct, well_formed=True, finish="stop"):

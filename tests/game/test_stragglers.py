@@ -8,15 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kill_drill import differences, fingerprint
-from test_configurations import changed, played, rows
+from small_games import changed, played, prover_steps, recorded, rows, state_of, trained_on
 
 from pvg.config.rollout import CuttingDeadline
-from pvg.records import Role, Rollout
+from pvg.records import Role
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine
-from pvg.store.run_directory import RunDirectory
-from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore
 
 SPO = {
     "training.loss": "spo",
@@ -30,16 +27,15 @@ SPO = {
 def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(tmp_path: Path) -> None:
     experiment = changed({**SPO, "training.curriculum": "prioritised"})
     _, whole = played(experiment, tmp_path / "whole")
-    outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 5))
+    outcome, stopped = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 5))
     assert outcome.status == "interrupted"
-    state = FileStateStore(RunDirectory.open("drill", tmp_path / "stopped").state).load().state
-    assert state is not None
+    state = state_of(stopped)
     for tracked in ("credit", "problems"):
         seen = state["progress"]["batches"][tracked]["seen"]
         assert sum(map(len, seen.values())) > 16, tracked  # more than one batch has been learnt
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
-    metrics = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
+    metrics = prover_steps(whole)
     assert all(found["zero_signal"] < 1.0 and found["rollouts"] == 16.0 for found in metrics)
     assert all(found["value_error"] > 0.0 for found in metrics)
 
@@ -92,12 +88,12 @@ def test_batches_that_are_cut_train_and_are_recorded_and_resume(
     assert outcome.status == "interrupted"
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
-    steps = [row["metrics"] for row in rows(whole, "step") if row["phase"] == "train_prover"]
+    steps = prover_steps(whole)
     metrics = steps[:: experiment.training.minibatches]
     names = ("rollouts", "groups_cut", "rollouts_cancelled", "tokens_lost")
     assert {tuple(found[name] for name in names) for found in metrics} == {(12.0, 4.0, 4.0, 20.0)}
     batches = experiment.training.steps // experiment.training.minibatches
-    kept = [rollout for rollout in recorded(whole) if "train_prover" in rollout.id]
+    kept = trained_on(whole)
     assert len(kept) == 12 * batches
     assert {int(rollout.id.rsplit("/")[-1]) for rollout in kept} == {0, 1, 3}
     assert all(rollout.score is not None and rollout.reward is not None for rollout in kept)
@@ -110,12 +106,5 @@ def test_spo_is_cut_as_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     deadline = {"kind": "cut", "seconds": 0.01}
     settings = {**SPO, "rollout.group_size": 3, "training.groups": 4, "rollout.deadline": deadline}
     _, run = played(changed(settings), tmp_path)
-    metrics = [row["metrics"] for row in rows(run, "step") if row["phase"] == "train_prover"]
+    metrics = prover_steps(run)
     assert {(found["rollouts"], found["rollouts_cancelled"]) for found in metrics} == {(8.0, 4.0)}
-
-
-def recorded(run: RunDirectory) -> list[Rollout]:
-    state = FileStateStore(run.state).load().state
-    assert state is not None
-    shards = RolloutShards(run.path)
-    return [rollout for plain in state["shards"] for rollout in shards.read(ShardInfo.from_plain(plain))]

@@ -36,7 +36,6 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
-from pvg.telemetry.events import SilentObserver
 from pvg_cli.main import app
 
 CPU = torch.device("cpu")
@@ -146,22 +145,6 @@ def phase_record(run: pvg.Run) -> dict[str, Any]:
 def test_without_a_warm_start_the_verifier_has_nothing_to_compare(folder: Path) -> None:
     with pytest.raises(PvgError, match=r"nothing to compare: .*\[warmup\]"):
         pvg.play("cold.toml", name="cold")
-
-
-def test_what_the_task_says_about_its_file_is_said_once(folder: Path) -> None:
-    """The warm start and the game open the task one after the other."""
-    shutil.copy("task/train.jsonl", "one.jsonl")
-    heard: list[str] = []
-
-    class Hearing(SilentObserver):
-        def noticed(self, message: str) -> None:
-            heard.append(message)
-
-    short = {"task.path": "one.jsonl", "warmup.steps": 1}
-    with pytest.raises(PvgError, match="nothing to compare"):
-        pvg.play("warm.toml", short, name="once", observer=Hearing())
-    (note,) = [line for line in heard if "no test file" in line]
-    assert note.endswith(" of 160.")  # enough for a round
 
 
 def test_with_a_warm_start_the_game_is_played_and_its_losses_are_recorded(warm: pvg.Run) -> None:
@@ -302,10 +285,7 @@ def test_a_changed_file_is_refused_while_the_warm_start_runs(folder: Path) -> No
     [
         ('{"question": "7?"}\n', "line 1: there is no column 'solution'. Correct the row. The"),
         ('{"question": "7?", "solution": 7}\n', "line 1: the column 'solution' is 7, not a text."),
-        ('{"question": "7?", "solution": " "}\n', "line 1: the column 'solution' is ' ', not a text."),
         ('{"question": "7?", "solution": "A", "role": "liar"}\n', "line 1: the column 'role' is 'liar'."),
-        ("[1]\n", "line 1: not a JSON object."),
-        ("{\n", "line 1: not valid JSON"),
         ("\n", "has no rows."),
         ('{"question": "200: A or B?", "solution": "Answer: A"}\n', "is one of the task's test problems"),
         (

@@ -77,11 +77,7 @@ def test_two_servers_of_which_one_is_killed_in_mid_round(folder: Path, server: S
 
 
 def test_a_game_through_adapters(folder: Path) -> None:
-    lora = (
-        "training.adapters.rank=8",
-        "training.learning_rate=0.003",
-        "weights.transport=lora",
-    )
+    lora = ("training.adapters.rank=8", "training.learning_rate=0.003", "weights.transport=lora")
     with serving(folder, *SERVER, *lora) as server:
         trained(folder, "adapted", VLLM, *lora, f"serving.servers={server.url}")
     told = steps(folder, "adapted")

@@ -12,17 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 from torch import Tensor
-from vllm_servers import (
-    EMBEDDED,
-    Generated,
-    Labels,
-    Server,
-    generate,
-    language_model,
-    perturbed,
-    prompts,
-    publish,
-)
+from vllm_servers import EMBEDDED, Generated, Labels, Server, generate, language_model, perturbed, prompts, publish
 
 from pvg.errors import ConfigurationError
 from pvg.servers.control import ControlClient

@@ -12,17 +12,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
-from vllm_servers import (
-    EMBEDDED,
-    Server,
-    generate,
-    language_model,
-    log_probs,
-    perturbed,
-    prompts,
-    started,
-    vllm_python,
-)
+from vllm_servers import EMBEDDED, Server, generate, language_model, log_probs, perturbed, prompts, started, vllm_python
 
 from pvg.config.operation import Weights
 from pvg.config.training import ModelSection

@@ -47,31 +47,6 @@ def judge(head: str, base: LanguageModel, seed: int) -> VerifierModel:
     return verifier
 
 
-def storages(*modules: nn.Module) -> dict[int, int]:
-    """The bytes of every piece of memory that parameters and buffers of these modules lie in, by its address."""
-    tensors = [t for module in modules for t in [*module.parameters(), *module.buffers()]]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
-def test_weights_are_in_memory_once_for_the_base_the_prover_and_the_verifier() -> None:
-    base = language("implicit")
-    alone = storages(base.module)
-    prover, verifier = adapters(base, 1), judge("implicit", base, 2)
-    assert verifier.backbone is not None
-    start = verifier.start  # type: ignore[attr-defined]
-    own = {id(p) for p in base.module.parameters()}
-    for module in (prover.module, verifier.backbone):
-        parameters = dict(module.named_parameters())
-        assert {id(p) for name, p in parameters.items() if ".lora_" not in name} == own
-        assert {name for name, p in parameters.items() if p.requires_grad} == {n for n in parameters if ".lora_" in n}
-    assert [id(p) for p in start.parameters()] == [id(p) for p in base.module.parameters()]
-    together = storages(base.module, prover.module, verifier, start)
-    added = sum(p.numel() * 4 for m in (prover.module, verifier) for p in m.parameters() if p.requires_grad)
-    assert together.keys() >= alone.keys()
-    assert sum(together.values()) == sum(alone.values()) + added
-    assert added < sum(alone.values()) / 2
-
-
 def test_no_forward_pass_sees_anothers_adapters() -> None:
     """In any order of turns, each computes the same as a model with separate weights."""
     base, isolated = language("implicit"), language("implicit")

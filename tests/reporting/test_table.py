@@ -51,16 +51,6 @@ def test_the_terminal_shows_its_columns_and_a_repeated_value_once() -> None:
     assert "down" in text
 
 
-def test_the_terminal_has_a_blank_line_between_groups_of_rows_and_holds_to_a_width() -> None:
-    table = Table([Column("measure", once=True), Column("arm"), Column("why", max_width=6)])
-    for measure, arm in (("a", "x"), ("a", "y"), ("b", "x")):
-        table.add(measure, arm, "much text")
-    rows = [line.split() for line in printed(table).splitlines()[2:]]
-    assert rows == [["a", "x", "much"], ["text"], ["y", "much"], ["text"], [], ["b", "x", "much"], ["text"]]
-    alone = Table(table.columns, table.rows[::2])  # groups of one row each
-    assert [] not in [line.split() for line in printed(alone).splitlines()]
-
-
 def test_markdown_repeats_every_value_and_aligns_numbers() -> None:
     assert measures().to_markdown().splitlines() == [
         "| measure | arm | mean | games |",

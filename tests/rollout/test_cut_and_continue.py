@@ -18,21 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_experts import tiny_experts
 
 from pvg.records import VersionSpan
-from pvg.rollout.engine import (
-    Completion,
-    CutShort,
-    PartialCompletion,
-    Sampling,
-)
+from pvg.rollout.engine import Completion, CutShort, PartialCompletion, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
 
 LONG = Sampling(24, (1,))
-WAYS = {
-    "lean, continuous": {},
-    "lean, whole batches": {"continuous": False},
-    "module": {"lean": False},
-}
+WAYS = {"lean, continuous": {}, "lean, whole batches": {"continuous": False}, "module": {"lean": False}}
 
 
 def begun_of(completion: Completion, tokens: int) -> PartialCompletion:

@@ -14,6 +14,15 @@ from pvg.records import VersionSpan
 from pvg.servers.publishing import PublishingSession, WeightUpdate
 
 
+async def lose_the_first(d: Drill) -> None:
+    """The first server goes away, and misses version 1."""
+    await d.publish(0)
+    await d.proxies[0].refuse()
+    d.proxies[0].reset_all()
+    await until(lambda: len(d.up()) == 1)
+    await d.publish(1)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_requests_in_flight_go_on_under_new_weights_and_each_token_knows_its_version(
     streamed: bool, tmp_path: Path
@@ -168,15 +177,9 @@ def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> Non
     run(use, tmp_path, keeps_cache=True)
 
 
-def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from_newer_weights(
-    tmp_path: Path,
-) -> None:
+def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from_newer_weights(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
-        await d.publish(0)
-        await d.proxies[0].refuse()
-        d.proxies[0].reset_all()
-        await until(lambda: len(d.up()) == 1)
-        await d.publish(1)
+        await lose_the_first(d)
         hangs, goes_on = asyncio.Event(), asyncio.Event()
 
         async def hang() -> None:
@@ -197,32 +200,28 @@ def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from
     run(use, tmp_path)
 
 
-async def interrupt(d: Drill, version: int) -> None:
-    """Publish `version` while a server catches up."""
-    await until(lambda: d.engine.served.fleet._catching_up is not None)
-    await d.publish(version)
-
-
-async def lose_the_first(d: Drill) -> None:
-    """The first server goes away, and misses version 1."""
-    await d.publish(0)
-    await d.proxies[0].refuse()
-    d.proxies[0].reset_all()
-    await until(lambda: len(d.up()) == 1)
-    await d.publish(1)
-
-
 def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await lose_the_first(d)
-        goes_on = asyncio.Event()
-        d.servers[0].before_load = goes_on.wait  # type: ignore[assignment]
+        began: list[int] = []
+        turns = asyncio.Semaphore(0)
+
+        async def load() -> None:
+            began.append(d.engine.served.version)
+            await turns.acquire()
+
+        d.servers[0].before_load = load
         await d.proxies[0].accept()
-        await interrupt(d, 2)
-        third = asyncio.create_task(interrupt(d, 3))
+        await until(lambda: began == [1])
+        await d.publish(2)
+        turns.release()  # a server does not answer while it loads, also if nobody waits for it any more
+        await until(lambda: began == [1, 2])
+        third = asyncio.create_task(d.publish(3))
         await until(lambda: d.engine.served.fleet.servers[0].interruptions == 2)
-        goes_on.set()
+        for _ in range(2):
+            turns.release()
         await third
+        assert began == [1, 2, 3]
         assert len(d.up()) == 2
         assert d.servers[0].fingerprint() == fingerprint(3)
 

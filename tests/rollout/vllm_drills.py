@@ -30,16 +30,9 @@ from patience import until  # noqa: E402
 
 from pvg.config.operation import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
-from pvg.rollout.vllm_engine import (  # noqa: E402
-    Canary,
-    VllmEngine,
-)
+from pvg.rollout.vllm_engine import Canary, VllmEngine  # noqa: E402
 from pvg.servers.control import Connections  # noqa: E402
-from pvg.servers.publishing import (  # noqa: E402
-    PublishingSession,
-    SyncTiming,
-    WeightUpdate,
-)
+from pvg.servers.publishing import PublishingSession, SyncTiming, WeightUpdate  # noqa: E402
 from pvg.servers.served_model import ServedModel, ServerRequirements  # noqa: E402
 from pvg.servers.transports.opening import open_transport  # noqa: E402
 from pvg.telemetry.events import Events, SilentEvents  # noqa: E402

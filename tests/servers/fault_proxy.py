@@ -19,17 +19,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 Kind = Literal[
-    "none",
-    "reset",
-    "cut",
-    "dribble",
-    "hang",
-    "error",
-    "busy",
-    "malformed",
-    "truncated",
-    "garbage",
-    "short_json",
+    "none", "reset", "cut", "dribble", "hang", "error", "busy", "malformed", "truncated", "garbage", "short_json"
 ]
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: closing sends RST

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from fake_model import AS_STARTED, Weights
-from fake_vllm import FakeOptions, FakeVllm
+from fake_vllm import FakeOptions, FakeVllm, serving
 from safetensors.numpy import save_file
 
 from pvg.errors import ConfigurationError, MissingRequirementError
@@ -68,18 +68,12 @@ def answered_with(
         return web.json_response(answer(request), headers=headers)
 
     async def run() -> Any:
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", handler)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
         pool = HttpPool(4, connect_timeout_s=2.0)
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            return await use(ControlClient(url, pool, timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S))
-        finally:
-            await pool.close()
-            await runner.cleanup()
+        async with serving(handler) as url:
+            try:
+                return await use(ControlClient(url, pool, timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S))
+            finally:
+                await pool.close()
 
     return asyncio.run(run())
 

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from pvg.errors import ConfigurationError
 from pvg.servers.control import KEY_FILE, KEY_VARIABLE, control_key
 from pvg.servers.publishing import PublishingSession, WeightLabel
-from pvg.servers.server_side.pvg_vllm import accepted_weights as server
-from pvg.servers.server_side.pvg_vllm import accepted_weights as server_side
-from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal
+from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal, ServedLabel, check_order
 from pvg.servers.server_side.pvg_vllm.middleware import tell
 from pvg.telemetry.events import format_event
 
@@ -31,7 +29,7 @@ def test_a_label_is_read_as_it_was_written(label: WeightLabel) -> None:
 
 @given(st.one_of(st.text(), st.from_regex(r"[0-9a-fA-F_+ -]{0,4}-?[a-f0-9-]{0,4}/?[-+0-9_ ]{0,4}", fullmatch=True)))
 def test_what_is_no_label_is_none_and_client_and_server_agree_on_it(text: str) -> None:
-    found, theirs = WeightLabel.parse(text), server_side.ServedLabel.parse(text)
+    found, theirs = WeightLabel.parse(text), ServedLabel.parse(text)
     assert (found is None) == (theirs is None)
     assert found is None or str(found) == str(theirs) == text
 
@@ -104,10 +102,10 @@ def test_threads_that_make_the_key_at_once_get_the_same_one(tmp_path: Path) -> N
 
 
 def code_of(current: str, new: str) -> str:
-    label = server.ServedLabel.parse(new)
+    label = ServedLabel.parse(new)
     assert label is not None
     try:
-        server.check_order(current, label)
+        check_order(current, label)
     except Refusal as refusal:
         return f"{refusal.status} {refusal.code}"
     return ""

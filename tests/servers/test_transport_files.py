@@ -95,7 +95,7 @@ def test_old_versions_go_but_for_those_in_use(tmp_path: Path) -> None:
         sent = transport(tmp_path)
         for version in range(1, 6):
             await sent.stage(update(version), WeightLabel(SESSION, version))
-            await sent.retire([], [WeightLabel(SESSION, 2)])
+            await sent.retire([], [WeightLabel(SESSION, 2), WeightLabel(PublishingSession(1, "bb"), 3)])
         there = {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()}
         assert there == {"v000002-aaaaaaaa", "v000004-aaaaaaaa", "v000005-aaaaaaaa"}
 

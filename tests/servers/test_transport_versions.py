@@ -59,19 +59,6 @@ def test_everything_is_synced_before_the_rename_and_stable_is_the_last_file(tmp_
     ]
 
 
-def test_retiring_keeps_the_newest_and_what_is_in_use(tmp_path: Path) -> None:
-    folders = VersionFolders(tmp_path, "run", FIRST)
-    for version in (1, 2, 3, 5, 8):
-        folders.write(WeightLabel(FIRST, version), fill)
-    assert folders.retire(2, [WeightLabel(FIRST, 2), WeightLabel(SECOND, 3)]) == [1, 3]
-    assert folders.made == (2, 5, 8)
-    assert {name for name in names(tmp_path / "run") if name.startswith("v")} == {
-        "v000002-aaaaaaaa",
-        "v000005-aaaaaaaa",
-        "v000008-aaaaaaaa",
-    }
-
-
 def test_two_sessions_share_a_root_and_leave_each_other_alone(tmp_path: Path) -> None:
     first, second = VersionFolders(tmp_path, "run", FIRST), VersionFolders(tmp_path, "run", SECOND)
     other = VersionFolders(tmp_path, "other", SECOND)

@@ -15,12 +15,7 @@ from full_disk import files_up_to, tmpfs_on
 from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
-from pvg.store.atomic import (
-    remove_temporaries,
-    temporary_beside,
-    write_atomic,
-    write_output,
-)
+from pvg.store.atomic import remove_temporaries, temporary_beside, write_atomic, write_output
 from pvg.store.checkpoints import write_checkpoint
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore, JsonLines

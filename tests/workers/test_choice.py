@@ -60,6 +60,7 @@ def test_a_resumed_run_keeps_its_workers():
         workers=3, trainers=1
     )
     assert with_workers(Experiment(), Experiment()).cluster == AutoCluster()
+    assert with_workers(build_experiment({"cluster": "ray"})).cluster == RayCluster(workers=4)
 
 
 def test_a_run_resumes_on_the_kind_of_cluster_that_is_given():
@@ -69,34 +70,18 @@ def test_a_run_resumes_on_the_kind_of_cluster_that_is_given():
     assert with_workers(local, build_experiment({"cluster": ray})).cluster == LocalCluster(workers=3)
 
 
-def test_another_cluster_keeps_the_numbers_of_workers():
-    divided = LocalCluster(workers=3, trainers=1)
-    numbers = ["cluster.workers=3", "cluster.trainers=1"]
-    assert cluster_settings("ray", divided) == ["cluster=ray", *numbers]
-    assert cluster_settings("10.0.0.1:6379", divided) == ["cluster=ray", "cluster.address=10.0.0.1:6379", *numbers]
-    assert cluster_settings("none", divided) == ["cluster=none"]
-    assert cluster_settings("local", AutoCluster()) == ["cluster=local"]
-    assert cluster_settings(None, divided) == []
-
-
-def test_a_resumed_run_keeps_its_number_of_workers_on_another_cluster():
-    resumed = build_experiment({"cluster": {"kind": "local", "workers": 3}})
-    assert with_workers(build_experiment({"cluster": "ray"}), resumed).cluster == RayCluster(workers=3)
-    assert with_workers(build_experiment({"cluster": "ray"})).cluster == RayCluster(workers=4)
-
-
 @pytest.mark.parametrize(
     ("chosen", "cluster"),
     [
-        (None, LocalCluster(workers=3)),
+        (None, LocalCluster(workers=3, trainers=1)),
         ("none", NoCluster()),
-        ("local", LocalCluster(workers=3)),
-        ("ray", RayCluster(workers=3)),
-        ("10.0.0.1:6379", RayCluster(workers=3, address="10.0.0.1:6379")),
+        ("local", LocalCluster(workers=3, trainers=1)),
+        ("ray", RayCluster(workers=3, trainers=1)),
+        ("10.0.0.1:6379", RayCluster(workers=3, trainers=1, address="10.0.0.1:6379")),
     ],
 )
-def test_the_option_cluster_keeps_the_number_of_workers(chosen, cluster):
-    table = {"cluster": {"kind": "local", "workers": 3}}
+def test_the_option_cluster_keeps_the_numbers_of_workers(chosen, cluster):
+    table = {"cluster": {"kind": "local", "workers": 3, "trainers": 1}, "rollout": {"prefetch": "fresh"}}
     for text in cluster_settings(chosen, build_experiment(table).cluster):
         ((key, value, _),) = read_override(text)
         assign(table, key, value)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from new_process import in_new_process
-from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
+from test_worker_processes import experiment, sampled, workers_of
+from worker_stand_ins import RecordedEvents
 
 from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.errors import MissingRequirementError

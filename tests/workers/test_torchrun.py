@@ -153,19 +153,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 # --- games ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("error", "code"), [(StoppedAtStart(), 130), (UsageError("wrong", "mend it"), 2)])
-def test_the_other_processes_get_the_exit_code_of_a_driver_that_stops(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(Meeting, "__init__", lambda self, launch: None)
-    monkeypatch.setattr(Meeting, "begin", lambda self, name: None)
-    monkeypatch.setattr(Meeting, "end", lambda self, code: told.append(code))
-    with pytest.raises(type(error)), driving(None):  # type: ignore[arg-type]
-        raise error
-    assert told == [code]
-
-
 def test_ranks_of_torchrun_train_the_bits_of_local_ones_also_if_one_is_killed(
     tmp_path: Path, expected: dict[str, str]
 ) -> None:
@@ -181,17 +168,20 @@ def test_ranks_of_torchrun_train_the_bits_of_local_ones_also_if_one_is_killed(
 
 
 @pytest.mark.drill
-def test_two_agents_of_torchrun_lose_a_process_and_the_run_is_resumed(tmp_path: Path, expected: dict[str, str]) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_process_ends_all_of_them_and_the_run_continues_with_local_ranks(
+    tmp_path: Path, expected: dict[str, str], killed: int
+) -> None:
     run = tmp_path / "run"
     with running(train(tmp_path, "--name", "run"), *two_agents()) as started:
         trains(run)
-        os.kill(started.process(1).pid, signal.SIGKILL)
+        os.kill(started.process(killed).pid, signal.SIGKILL)
         codes, told = started.ended()
-    assert codes == [1, 1]
-    assert re.search(r"error: A process of torchrun was lost: the connection to \S+/1 broke\.", told), told
-    with running(train(tmp_path, "--resume", "run"), *two_agents()) as started:
-        codes, told = started.ended()
-    assert codes == [0, 0], told
+    assert codes == [1, 1], told
+    lost = re.search(r"error: A process of torchrun was lost: the connection to \S+/1 broke\.", told)
+    assert (lost is not None) == (killed == 1), told
+    command = [sys.executable, "-m", "pvg", "train", "--resume", str(run)]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert weights(run) == expected
 
 
@@ -209,21 +199,6 @@ def test_torchrun_restarts_a_killed_process_and_the_driver_resumes_its_run(
     assert "Resuming run." in told
     assert weights(run) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-@pytest.mark.drill
-def test_a_killed_driver_ends_all_processes_and_the_run_continues_with_local_ranks(
-    tmp_path: Path, expected: dict[str, str]
-) -> None:
-    run = tmp_path / "run"
-    with running(train(tmp_path, "--name", "run"), *two_agents()) as started:
-        trains(run)
-        os.kill(started.process(0).pid, signal.SIGKILL)
-        codes, told = started.ended()
-    assert codes == [1, 1], told
-    command = [sys.executable, "-m", "pvg", "train", "--resume", str(run)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert weights(run) == expected
 
 
 @pytest.mark.drill
@@ -290,11 +265,17 @@ def test_a_restarted_process_waits_for_the_next_driver_when_the_last_one_failed(
     assert process.news() == News(exit_code=0)
 
 
-def test_a_process_ends_with_a_driver_that_began_and_failed_after_it(pair: tuple[Launch, Launch]) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(RuntimeError(), 1), (StoppedAtStart(), 130), (UsageError("wrong", "mend it"), 2)]
+)
+def test_a_process_ends_with_the_exit_code_of_a_driver_that_began_and_failed_after_it(
+    error: BaseException, code: int, pair: tuple[Launch, Launch]
+) -> None:
     process = Meeting(pair[1])
     assert process.news() == News()
-    failed(pair[0])
-    assert process.news() == News(begun=True, exit_code=1)
+    with pytest.raises(type(error)), driving(pair[0]):
+        raise error
+    assert process.news() == News(begun=True, exit_code=code)
 
 
 def test_a_process_does_not_follow_the_invitation_of_the_one_that_it_replaces(pair: tuple[Launch, Launch]) -> None:
@@ -447,21 +428,17 @@ def test_only_several_processes_of_torchrun_are_a_launch() -> None:
     with pytest.raises(UsageError, match="does not share its store") as raised:
         launched({**ENVIRONMENT, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert "--rdzv-backend c10d" in raised.value.remedy
+    with pytest.raises(UsageError, match="one of its variables is no number"):
+        launched({**ENVIRONMENT, "RANK": ""})
     with pytest.raises(UsageError, match="variable WORLD_SIZE is not set") as raised:
         launched({name: text for name, text in ENVIRONMENT.items() if name != "WORLD_SIZE"})
     assert "env -u TORCHELASTIC_RUN_ID" in raised.value.remedy
-
-
-def test_a_variable_of_torchrun_that_is_no_number_is_one_line() -> None:
-    with pytest.raises(UsageError, match="one of its variables is no number"):
-        launched({**ENVIRONMENT, "RANK": ""})
 
 
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
         ({"kind": "none"}, "4 processes, but the experiment has no trainer ranks"),
-        ({"kind": "local", "workers": 2}, "has no trainer ranks"),
         ({"kind": "local", "trainer_ranks": 2}, r"cluster\.trainer_ranks = 2\. Use -s cluster\.trainer_ranks=4"),
         ({"kind": "ray", "trainer_ranks": 4}, "cluster = 'ray' starts its ranks itself"),
     ],

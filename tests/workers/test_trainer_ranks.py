@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,6 +24,7 @@ import torch
 from new_process import in_new_process
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from worker_stand_ins import DyingSupply, RecordedEvents
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, changed
@@ -107,17 +107,6 @@ class Listed:
 
     async def next_batch(self) -> PolicyBatch | None:
         return self._batches.pop(0) if self._batches else None
-
-
-class RecordedEvents:
-    def __init__(self) -> None:
-        self.seen: list[dict[str, Any]] = []
-
-    def event(self, tag: str, **fields: object) -> None:
-        self.seen.append({"tag": tag, **fields})
-
-    def of(self, event: str) -> list[dict[str, Any]]:
-        return [seen for seen in self.seen if seen.get("event") == event]
 
 
 @dataclass
@@ -368,42 +357,6 @@ def test_a_checkpoint_of_any_number_of_ranks_continues_with_any_other(model_fold
 # --- ranks that end ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.drill
-def test_killed_and_hanging_ranks_change_no_bit(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def played(group: RankGroup, kills: Mapping[int, signal.Signals]) -> Training:
-        async with training(group, chosen, 2, batches) as found:
-            for step in range(7):
-                if step == 4:
-                    await found.commit()
-                playing = asyncio.create_task(found.play(1))
-                if step in kills:
-                    await asyncio.sleep(0.005 * step)
-                    os.kill(found.group.pids[step % 2], kills[step])
-                await playing
-            await found.commit()
-            return found
-
-    async def work(group: RankGroup) -> None:
-        undisturbed = await played(group, {})
-        # At the first step, steps after it without a commit, right after a commit, and at the last step.
-        disturbed = await played(
-            group, {0: signal.SIGKILL, 2: signal.SIGKILL, 3: signal.SIGSTOP, 4: signal.SIGKILL, 6: signal.SIGKILL}
-        )
-        assert disturbed.bits == undisturbed.bits
-        assert [m["loss"] for m in disturbed.metrics] == [m["loss"] for m in undisturbed.metrics]
-        for name, tensor in undisturbed.committed[-1][0].items():
-            assert torch.equal(disturbed.committed[-1][0][name], tensor), name
-        # A kill may come after the rank's last answer: then the next step notices it.
-        lost = disturbed.events.of("rank lost")
-        assert len(lost) == 5
-        assert {event["why"] for event in lost} == {"killed by SIGKILL"}
-        assert len(disturbed.events.of("rank hangs")) == 1
-
-    monkeypatch.setattr(rank_group_module, "PROBE_S", 0.5)
-    chosen, batches = experiment(model_folder), [batch(seed) for seed in range(7)]
-    with_ranks(work)
-
-
 def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_folder: Path) -> None:
     """The steps since the commit are repeated; the error keeps its type."""
 
@@ -439,6 +392,28 @@ def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_
 
     chosen, batches = experiment(model_folder), [batch(seed) for seed in range(3)]
     with_ranks(work)
+
+
+class OnNode(Member):
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"node": "first", "pid": self.pid}
+
+    def kill(self) -> None:
+        self.writer.transport.abort()
+
+
+class ApartSupply(DyingSupply):
+    """Ranks that run, but cannot reach each other."""
+
+    member = OnNode
+
+    async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (frame := await receive(reader)) is not None:
+            if frame.kind == "rank":
+                fields = {"type": "WorkerLostError", "message": "its connection broke", "remedy": "", "exit_code": 1}
+                send(writer, Frame("refused", {**fields, "id": frame.fields["id"]}))
+        writer.close()
 
 
 class DyingGroup:
@@ -487,44 +462,6 @@ def test_ranks_that_end_again_and_again_are_an_error_that_says_why() -> None:
     asyncio.run(asyncio.wait_for(work(), 30))
 
 
-class ApartSupply:
-    """Ranks that run, but cannot reach each other. They are coroutines of this process."""
-
-    def __init__(self) -> None:
-        self.events: Any = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> Member:
-        ours, theirs = socket.socketpair()
-        self._tasks.append(asyncio.create_task(self._answer(*await asyncio.open_unix_connection(sock=theirs))))
-        return OnNode(0, *await asyncio.open_unix_connection(sock=ours))
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (frame := await receive(reader)) is not None:
-            if frame.kind == "rank":
-                fields = {"type": "WorkerLostError", "message": "its connection broke", "remedy": "", "exit_code": 1}
-                send(writer, Frame("refused", {**fields, "id": frame.fields["id"]}))
-        writer.close()
-
-    async def reason(self, member: Member) -> str:
-        return "killed"
-
-    def check(self) -> None:
-        return
-
-    async def close(self) -> None:
-        await asyncio.gather(*self._tasks)
-
-
-class OnNode(Member):
-    @property
-    def names(self) -> dict[str, Any]:
-        return {"node": "first", "pid": self.pid}
-
-    def kill(self) -> None:
-        self.writer.transport.abort()
-
-
 def test_ranks_that_run_but_lose_each_other_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall, or a network that breaks: no process has ended."""
 
@@ -545,7 +482,7 @@ def test_a_lost_cluster_ends_the_run_of_ranks_that_wait(monkeypatch: pytest.Monk
         def check(self) -> None:
             raise WorkerLostError("The head does not answer.", "Resume the run.")
 
-        async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()  # until the driver closes it
             writer.close()
 
@@ -606,13 +543,10 @@ ON_NODES = {"kind": "ray", "trainer_ranks": 2}
             {"cluster": {**RANKS, "workers": 2, "trainers": 1}, "rollout": {"prefetch": "fresh"}},
             r"leave out cluster\.trainers",
         ),
-        ({"cluster": {**RANKS, "trainer_ranks": 1}}, "greater than or equal to 2"),
         ({"cluster": {"kind": "local", "workers": 0}}, "set cluster to 'none'"),
         ({"cluster": {"kind": "ray", "workers": 0}}, "set cluster to 'none'"),
-        ({"cluster": {"kind": "ray", "trainer_ranks": 2}, "training": {"adapters": {"rank": 16}}}, "training.adapters"),
         ({"cluster": ON_NODES, "rollout": {"engine": "vllm"}, "training": {"router_replay": True}}, "router_replay"),
         ({"cluster": {**ON_NODES, "workers": 0}, "rollout": {"engine": "vllm"}}, "no server on the cluster"),
-        ({"cluster": {"kind": "ray", "address": "10.0.0.1:6379"}}, "cluster.address needs cluster.workers"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_in_one_line(sections: dict[str, Any], message: str) -> None:

@@ -6,7 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from test_worker_processes import DyingSupply, experiment
+from test_worker_processes import experiment
+from worker_stand_ins import DyingSupply
 
 from pvg.errors import StateError
 from pvg.rollout.engine import CutShort, GenerationRequest, Sampling

@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_worker_processes import RecordedEvents, experiment, sampled, workers_of
+from test_worker_processes import experiment, sampled, workers_of
+from worker_stand_ins import RecordedEvents
 
 from pvg.telemetry import device
 from pvg.telemetry.catalogue import metric

@@ -9,17 +9,18 @@ import asyncio
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from worker_stand_ins import DyingSupply, RecordedEvents
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
@@ -41,19 +42,7 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalSupply, Member
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of
-from pvg.workers.shared import SharedTensors
 from pvg.workers.training import ModelInWorkers, policy_shards
-
-
-class RecordedEvents:
-    def __init__(self) -> None:
-        self.seen: list[dict] = []
-
-    def event(self, tag: str, **fields: object) -> None:
-        self.seen.append({"tag": tag, **fields})
-
-    def of(self, event: str) -> list[dict]:
-        return [seen for seen in self.seen if seen.get("event") == event]
 
 
 def experiment(workers: int, trainers: int = 0) -> Experiment:
@@ -278,61 +267,27 @@ def test_killed_and_hanging_workers_change_no_bit(monkeypatch):
     asyncio.run(killed_while_sampling(monkeypatch))
 
 
-class DyingSupply:
-    """Workers that end when they get a request of kind `last`, and answer all others."""
+def asked(supply: DyingSupply, events: Any = None, idle_s: float = 0.0) -> None:
+    """Ask one worker of this supply for scores and for a gradient."""
 
-    def __init__(self, last: str) -> None:
-        self._last = last
-        self.started = 0
-        self._workers: list[asyncio.Task[None]] = []
-
-    async def start(self) -> Member:
-        self.started += 1
-        ours, theirs = socket.socketpair()
-        self._workers.append(asyncio.create_task(self._work(*await asyncio.open_unix_connection(sock=theirs))))
-        return Member(2**22 + 1, *await asyncio.open_unix_connection(sock=ours))
-
-    async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (frame := await receive(reader)) is not None and frame.kind != self._last:
-            send(writer, Frame("done", {"id": frame.fields["id"]}))
-        writer.close()
-
-    async def reason(self, member: Member) -> str:
-        return "exit code 1: no memory"
-
-    async def retire(self, member: Member) -> None:
-        return
-
-    def check(self) -> None:
-        return
-
-    async def share(self, shared: SharedTensors) -> None:
-        return
-
-    def withdraw(self, shared: SharedTensors) -> None:
-        return
-
-    async def close(self) -> None:
-        return
-
-    def end(self) -> None:
-        return
-
-
-@pytest.mark.parametrize("last", ["start", "gradient"])
-def test_workers_that_end_again_and_again_are_an_error_that_says_why(last):
-    async def start() -> None:
-        pool = WorkerPool(experiment(1), 1, supply)
+    async def work() -> None:
+        pool = WorkerPool(experiment(1), 1, supply, *([] if events is None else [events]))
         try:
             await pool.start()
+            await asyncio.sleep(idle_s)
             await pool.submit(0, Frame("score"))
             await pool.submit(0, Frame("gradient"))
         finally:
             await pool.close()
 
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+@pytest.mark.parametrize("last", ["start", "gradient"])
+def test_workers_that_end_again_and_again_are_an_error_that_says_why(last):
     supply = DyingSupply(last)
     with pytest.raises(WorkerLostError, match="exit code 1: no memory") as raised:
-        asyncio.run(asyncio.wait_for(start(), 30))
+        asked(supply)
     assert "cluster=none" in raised.value.remedy
     assert supply.started == pool_module.MOST_ATTEMPTS
 
@@ -342,37 +297,19 @@ def test_a_supply_that_can_start_no_more_workers_ends_the_requests(monkeypatch):
         def check(self) -> None:
             raise WorkerLostError("The head does not answer.", "Resume the run.")
 
-    async def start() -> None:
-        pool = WorkerPool(experiment(1), 1, LostCluster(""))
-        await pool.start()
-        try:
-            await asyncio.sleep(0.3)
-            await pool.submit(0, Frame("gradient"))
-        finally:
-            await pool.close()
-
     monkeypatch.setattr(pool_module, "PROBE_S", 0.05)
     with pytest.raises(WorkerLostError, match="The head does not answer"):
-        asyncio.run(asyncio.wait_for(start(), 30))
-
-
-class FullDisk:
-    def event(self, tag: str, **fields: object) -> None:
-        if fields.get("event") == "lost":
-            raise OSError(28, "No space left on device")
+        asked(LostCluster(), idle_s=0.3)
 
 
 def test_an_error_while_a_worker_is_replaced_ends_the_requests():
-    async def start() -> None:
-        pool = WorkerPool(experiment(1), 1, DyingSupply("gradient"), FullDisk())
-        try:
-            await pool.start()
-            await pool.submit(0, Frame("gradient"))
-        finally:
-            await pool.close()
+    class FullDisk:
+        def event(self, tag: str, **fields: object) -> None:
+            if fields.get("event") == "lost":
+                raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(asyncio.wait_for(start(), 30))
+        asked(DyingSupply("gradient"), FullDisk())
 
 
 def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():

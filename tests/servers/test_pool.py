@@ -1,4 +1,5 @@
-"""Every way in which a server or the network fails becomes the fault that says what is known."""
+"""How many connections the pool opens, keeps and closes; and what it says of every way in which a server or the
+network fails."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_vllm import FakeVllm
+from fake_vllm import FakeOptions, FakeVllm, serving
 from fault_proxy import Fault, FaultProxy
 from patience import until
 
@@ -32,14 +33,14 @@ def body(tokens: int = LONG, *, stream: bool = False, name: str = "r") -> dict[s
     return {"request_id": name, "token_ids": [5, 6, 7], "sampling_params": sampling, "stream": stream}
 
 
-async def whole(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S) -> int:
-    reply = await pool.request("POST", url + GENERATE, body(), timeout_s=timeout_s)
+async def whole(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S, **asked: Any) -> int:
+    reply = await pool.request("POST", url + GENERATE, body(**asked), timeout_s=timeout_s)
     return len(reply.json()["choices"][0]["token_ids"])
 
 
-async def streamed(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S) -> int:
+async def streamed(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S, **asked: Any) -> int:
     count = 0
-    async with pool.events(url + GENERATE, body(stream=True), timeout_s=timeout_s) as events:
+    async with pool.events(url + GENERATE, body(stream=True, **asked), timeout_s=timeout_s) as events:
         async for event in events:
             count += len(event["choices"][0]["token_ids"])
     return count
@@ -49,11 +50,15 @@ WAYS = [whole, streamed]
 Way = Callable[..., Awaitable[int]]
 
 
-def drive(use: Callable[[HttpPool, FakeVllm, FaultProxy], Awaitable[Any]], **options: Any) -> Any:
+def drive(
+    use: Callable[[HttpPool, FakeVllm, FaultProxy], Awaitable[Any]],
+    connections: int = 8,
+    token_ms: float = 0.0,
+    **options: Any,
+) -> Any:
     async def run() -> Any:
-        server = FakeVllm()
-        server.options.token_ms = 0.0
-        pool = HttpPool(8, connect_timeout_s=0.5, **options)
+        server = FakeVllm(FakeOptions(token_ms=token_ms))
+        pool = HttpPool(connections, connect_timeout_s=0.5 if connections == 8 else 5.0, **options)
         async with server, FaultProxy(server.url) as proxy:
             try:
                 return await use(pool, server, proxy)
@@ -143,20 +148,14 @@ def answered_by(handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     """What `way` makes of the handler's reply: its result or its fault."""
 
     async def run() -> Any:
-        app = web.Application()
-        app.router.add_post(GENERATE, handler)
-        runner = web.AppRunner(app, shutdown_timeout=0.05)  # 0 waits for ever
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
         pool = HttpPool(8, connect_timeout_s=0.5)
-        try:
-            return await way(pool, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        except ServerFault as fault:
-            return fault
-        finally:
-            await pool.close()
-            await runner.cleanup()
+        async with serving(handler) as url:
+            try:
+                return await way(pool, url)
+            except ServerFault as fault:
+                return fault
+            finally:
+                await pool.close()
 
     return asyncio.run(run())
 
@@ -222,3 +221,69 @@ def test_what_a_refusal_says_in_each_of_its_forms(text: str, code: str, message:
     assert isinstance(found, RefusedRequest)
     assert (found.code, found.message) == (code, message)
     assert str(found).endswith(f"HTTP 404: {message or 'no reason given'}")
+
+
+# --- connections ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_requests_that_the_limits_cover_are_all_on_the_server_at_once_and_none_waits(way: Way) -> None:
+    async def use(pool: HttpPool, server: FakeVllm, _: FaultProxy) -> None:
+        server.freeze()
+        asked = [asyncio.create_task(way(pool, server.url, tokens=4)) for i in range(150)]
+        await until(lambda: server.running == 150)
+        server.thaw()
+        await asyncio.gather(*asked)
+        assert server.connections == 150
+
+    drive(use, 150, token_ms=5.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("fresh", "opened"), [(False, 1), (True, 5)])
+def test_a_connection_is_kept_for_the_next_request_but_not_in_a_fresh_pool(way: Way, fresh: bool, opened: int) -> None:
+    async def use(pool: HttpPool, server: FakeVllm, _: FaultProxy) -> None:
+        for _i in range(5):
+            await way(pool, server.url, tokens=4)
+        assert server.connections == opened
+
+    drive(use, fresh=fresh)
+
+
+def test_a_fresh_pool_does_not_wait_behind_streams() -> None:
+    """The control path: 150 streams are open, and the call gets a separate connection at once."""
+
+    async def use(pool: HttpPool, server: FakeVllm, _: FaultProxy) -> None:
+        streams = [asyncio.create_task(streamed(pool, server.url, tokens=1000)) for i in range(150)]
+        await until(lambda: server.running == 150)
+        control = HttpPool(1, connect_timeout_s=5.0, fresh=True)
+        await control.request("GET", server.url + "/pvg/info", timeout_s=PATIENCE_S)
+        assert server.running == 150
+        await control.close()
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        await until(lambda: server.running == 0)
+
+    drive(use, 150, token_ms=5.0)
+
+
+def test_a_stream_that_is_left_early_ends_its_request_on_the_server() -> None:
+    async def use(pool: HttpPool, server: FakeVllm, _: FaultProxy) -> None:
+        async with pool.events(server.url + GENERATE, body(1000, stream=True), timeout_s=None) as events:
+            async for _ in events:
+                break
+        await until(lambda: server.running == 0)
+        assert (dict(server.aborted), dict(server.finished)) == ({"r": 1}, {})
+        await whole(pool, server.url, tokens=4)
+        assert server.connections == 2
+
+    drive(use, token_ms=5.0)
+
+
+def test_the_key_goes_with_every_request() -> None:
+    async def use(pool: HttpPool, server: FakeVllm, _: FaultProxy) -> None:
+        server.options.key = "secret"
+        assert (await pool.request("GET", server.url + "/pvg/info", timeout_s=PATIENCE_S)).status == 200
+
+    drive(use, key="secret")

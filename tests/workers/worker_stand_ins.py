@@ -1,0 +1,67 @@
+"""Workers and events that stand in for real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.local import Member
+from pvg.workers.shared import SharedTensors
+
+
+class RecordedEvents:
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def event(self, tag: str, **fields: object) -> None:
+        self.seen.append({"tag": tag, **fields})
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [seen for seen in self.seen if seen.get("event") == event]
+
+
+class DyingSupply:
+    """Workers that end when they get a request of kind `last`, and answer all others. They are coroutines of this
+    process."""
+
+    member: type[Member] = Member
+
+    def __init__(self, last: str = "") -> None:
+        self._last = last
+        self.events: Any = None
+        self.started = 0
+        self._workers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> Member:
+        self.started += 1
+        ours, theirs = socket.socketpair()
+        self._workers.append(asyncio.create_task(self._work(*await asyncio.open_unix_connection(sock=theirs))))
+        return self.member(2**22 + 1, *await asyncio.open_unix_connection(sock=ours))
+
+    async def _work(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (frame := await receive(reader)) is not None and frame.kind != self._last:
+            send(writer, Frame("done", {"id": frame.fields["id"]}))
+        writer.close()
+
+    async def reason(self, member: Member) -> str:
+        return "exit code 1: no memory"
+
+    async def retire(self, member: Member) -> None:
+        return
+
+    def check(self) -> None:
+        return
+
+    async def share(self, shared: SharedTensors) -> None:
+        return
+
+    def withdraw(self, shared: SharedTensors) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+    def end(self) -> None:
+        return
