@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from pvg.bench.compare import (
     interleaved,
     median,
 )
+from pvg.bench.planning import plan_bench
 from pvg.bench.report import BenchReport, Samples, Variant, read_report
 from pvg.bench.workloads import WALL
 from pvg.errors import PvgError, UsageError
@@ -76,7 +78,7 @@ def profile_lines(reports: Reports, machines: Sequence[str]) -> Iterator[str]:
         yield from ("", *markdown_lines(header, "llrrr", rows), "")
         versions = first.config.get("peer", first.work.get("peer", {})).get("versions", {}).items()
         when = dict.fromkeys(f"{made_on(report)}, machine {number_of(report, machines)}" for _, report in chosen)
-        yield f"Samples in turn, {'; '.join(when)}."
+        yield f"Samples in turn, {'; '.join(when)}. Today's commands stand in `benchmarks/peers/*.toml`."
         yield f"TRL's side: {', '.join(f'{package} {version}' for package, version in versions)}."
         return
     for name, report in chosen:
@@ -98,13 +100,38 @@ def report_lines(report: BenchReport) -> Iterator[str]:
 
 def conditions(name: str, report: BenchReport, machines: Sequence[str]) -> str:
     """The command, the report, samples, date, commit and machine."""
-    command = report.command.partition(" --out ")[0]
+    command = command_of(report)
     turns = " in turn" if report.config.get("interleave") else ""
     served = f", vLLM {report.environment.vllm}" if report.environment.vllm else ""
     return (
-        f"`{command}` ([report](benchmarks/{name})): {report.warmup} + {report.repeats} samples{turns}, "
-        f"{made_on(report)}{served}, machine {number_of(report, machines)}."
+        f"`{command}`{removed(command)} ([report](benchmarks/{name})): {report.warmup} + {report.repeats} samples"
+        f"{turns}, {made_on(report)}{served}, machine {number_of(report, machines)}."
     )
+
+
+def command_of(report: BenchReport) -> str:
+    """Without --out, and with the path that its profile has today."""
+    command = report.command.partition(" --out ")[0]
+    return command.replace("--profile pipeline", "--profile benchmarks/pipeline.toml")
+
+
+def removed(command: str, *settings: str) -> str:
+    """ " (removed)" if today's pvg refuses the command, or one of these settings of its profile."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--profile")
+    options.add_argument("--sweep")
+    options.add_argument("-s", "--set", action="append", default=[])
+    for flag in ("ablate", "interleave", "serve"):
+        options.add_argument(f"--{flag}", action="store_true")
+    given = options.parse_args(shlex.split(command)[2:])
+    try:
+        if settings:
+            plan_bench(given.profile, settings, serve=given.serve)
+        else:
+            plan_bench(given.profile, given.set, sweep=given.sweep, ablate=given.ablate, serve=given.serve)
+    except PvgError:
+        return " (removed)"
+    return ""
 
 
 def made_on(report: BenchReport) -> str:
@@ -152,7 +179,7 @@ def ladder_lines(report: BenchReport) -> Iterator[str]:
     headline = headline_of(report)
     rows = [
         (
-            f"{label_of(gain)}{f': {gain.says}' if gain.says else ''}",
+            f"{label_of(gain, report)}{f': {gain.says}' if gain.says else ''}",
             number(median(gain.variant.samples[headline].values)),
             ratio_text(gain.step, marked=True),
             ratio_text(gain.whole),
@@ -177,7 +204,8 @@ def sweep_lines(report: BenchReport) -> Iterator[str]:
         for gain in gains(report)
         for found in [gain.variant.samples]
     ]
-    swept = report.variants[0].label.partition("=")[0] or "variant"
+    swept, _, value = report.variants[0].label.partition("=")
+    swept = f"{swept}{removed(command_of(report), f'{swept}={value}')}" if swept else "variant"
     header = (swept, heading_of(report, headline), "against the first", *others)
     yield from markdown_lines(header, "l" + "r" * (len(header) - 1), rows)
 
@@ -187,8 +215,9 @@ def heading_of(report: BenchReport, metric: str) -> str:
     return f"{with_unit(metric, samples.unit)} {BETTER[samples.better]}"
 
 
-def label_of(gain: VariantGain) -> str:
-    return f"`{gain.variant.label}`" if "=" in gain.variant.label else gain.variant.label
+def label_of(gain: VariantGain, report: BenchReport) -> str:
+    label = gain.variant.label
+    return f"`{label}`{removed(command_of(report), label)}" if "=" in label else label
 
 
 def ratio_text(ratio: RatioInterval | None, *, marked: bool = False) -> str:
@@ -203,7 +232,7 @@ def peer_row(file: str, report: BenchReport) -> tuple[str, ...]:
     """The headline of a report of `make bench-peers`. The work: the options of the command. A report whose sides did
     other work has no ratio."""
     theirs, ours = (variant.samples[headline_of(report)] for variant in report.variants)
-    command = report.command.partition(" --out")[0].removeprefix("python benchmarks/peers/compare.py ")
+    command = command_of(report).removeprefix("python benchmarks/peers/compare.py ")
     work = f"[`{command.removeprefix('pvg bench --profile benchmarks/peers/')}`](benchmarks/{file})"
     alike = "by_variant" not in report.work or "peer" in report.config  # then it was checked before the report
     ratio = ratio_text(better_by(theirs, ours, in_turn=interleaved(report)) if alike else None)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pvg.config.game import Game
-from pvg.game.rewards import BatchOutcomes
+from pvg.game.statistics import BatchOutcomes
 from pvg.records import Float32
 
 

@@ -4,7 +4,8 @@
     check_settings(data, "mine.toml")
 
 A FIFO or a device instead of a file could block a command or fill its memory. Deep nesting, huge integers and NUL
-characters pass the TOML parser but break other libraries later. This module refuses all of these first.
+characters pass the TOML parser but break other libraries later. This module refuses all of these first. It also names
+the hosts under which a server of pvg accepts requests.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from io import BufferedReader
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pvg.errors import ConfigurationError, StateError, UsageError, shortened
 
@@ -26,6 +28,17 @@ TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
 REPORT_BYTES = 256 * MIB  # a benchmark report has raw samples
 DEEPEST = 16  # levels of nested tables and lists; pvg's settings have 3
 LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
+
+LOOPBACK = "127.0.0.1"  # pvg's own servers listen here
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether the Host header of a request names this machine. A page of another site could read a server here with a
+    DNS name that points to it, and its requests have that name."""
+    try:
+        return urlsplit(f"//{host}").hostname in (LOOPBACK, "localhost", "::1")
+    except ValueError:
+        return False
 
 
 def not_json(line: bytes, error: JSONDecodeError) -> tuple[str, str | None]:

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = ROOT / "containers" / "Dockerfile"
-INSTRUCTIONS = {"FROM", "LABEL", "RUN", "COPY", "WORKDIR", "USER", "ENV", "ARG", "ENTRYPOINT", "CMD"}
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -32,10 +31,6 @@ def stages() -> dict[str, list[tuple[str, str]]]:
         else:
             current.append((name, rest))
     return found
-
-
-def test_every_instruction_is_known() -> None:
-    assert {name for name, _ in instructions()} == INSTRUCTIONS
 
 
 def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
@@ -88,10 +83,5 @@ def test_make_images_builds_both_targets_and_ci_calls_it() -> None:
     assert re.findall(r"docker build -f containers/Dockerfile --target (\w+)", recipe[1]) == ["cpu", "cuda"]
     for place in (".ci/run", ".github/workflows/ci.yml"):
         assert "make images" in (ROOT / place).read_text()
-
-
-def test_the_page_builds_targets_that_exist() -> None:
-    texts = (DOCKERFILE.read_text(), (ROOT / "docs" / "installation.md").read_text())
-    build = re.compile(r"docker build -f containers/Dockerfile --target (\w+)")
-    built = {target for text in texts for target in build.findall(text)}
-    assert built == {"cpu", "cuda"} <= stages().keys()
+    page = (ROOT / "docs" / "installation.md").read_text()
+    assert set(re.findall(r"docker build -f containers/Dockerfile --target (\w+)", page)) <= stages().keys()

@@ -12,21 +12,10 @@ ROOT = Path(__file__).parent.parent
 PLACES = ("pvg", "cli", "benchmarks", "examples")
 # Functions of torch.cuda that are about one GPU, with the place of their argument for it.
 OF_ONE_GPU = {
-    "Stream": 0,
-    "current_stream": 0,
-    "device": 0,
-    "get_device_capability": 0,
-    "get_device_name": 0,
-    "get_device_properties": 0,
-    "max_memory_allocated": 0,
-    "max_memory_reserved": 0,
-    "mem_get_info": 0,
-    "memory_allocated": 0,
-    "memory_reserved": 0,
-    "memory_stats": 0,
-    "reset_peak_memory_stats": 0,
-    "set_device": 0,
-    "synchronize": 0,
+    **dict.fromkeys(("Stream", "current_stream", "device", "set_device", "synchronize"), 0),
+    **dict.fromkeys(("get_device_capability", "get_device_name", "get_device_properties"), 0),
+    **dict.fromkeys(("mem_get_info", "memory_allocated", "memory_reserved", "memory_stats"), 0),
+    **dict.fromkeys(("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"), 0),
     "graph": 2,  # the stream
 }
 # Functions of the whole process, and types.

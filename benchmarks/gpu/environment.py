@@ -143,7 +143,7 @@ def prepared(folder: Path, wanted: list[str], wheels: Path | None) -> str:
             raise EnvironmentProblemError(
                 f"{sys.executable} lacks {', '.join(lacking)}, and cannot make an environment for them: {error}"
             ) from error
-    _show_packages_of_this_python(python)
+    _show_packages_of_this_python(folder)
     place = ["--no-index", "--find-links", str(wheels)] if wheels is not None else []
     for _ in range(MOST_ROUNDS):
         lacking = missing(python, wanted)
@@ -168,12 +168,12 @@ def prepared(folder: Path, wanted: list[str], wheels: Path | None) -> str:
     return python
 
 
-def _show_packages_of_this_python(python: str) -> None:
-    """Of a virtual environment, too: `system_site_packages` shows only those of the Python below it."""
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    here = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
-    (Path(done.stdout.strip()) / "packages-of-the-caller.pth").write_text("\n".join(here) + "\n", encoding="utf-8")
+def _show_packages_of_this_python(folder: Path) -> None:
+    """Of a virtual environment, too: `system_site_packages` shows only those of the Python below it. Also the folders
+    that its own .pth files name, because those of a folder that a .pth file names are not read."""
+    own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder)}))
+    here = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
+    (own / "packages-of-the-caller.pth").write_text("\n".join(here) + "\n", encoding="utf-8")
 
 
 def _name(requirement: str) -> str:

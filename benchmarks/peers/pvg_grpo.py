@@ -8,7 +8,6 @@ its problems and ends when the engine has the new weights.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import sys
 import time
@@ -22,20 +21,15 @@ from protocol import Orders
 from work import read_work, reward
 
 from pvg.bench.runner import on_loop
-from pvg.bench.workloads.e2e import BenchSession, ScratchLedger
+from pvg.bench.workloads.e2e import open_bench_session
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
-from pvg.game.roles import prompt_builder
 from pvg.game.round import GameBatches
-from pvg.game.run import session_of
 from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
-from pvg.store.run_directory import RunDirectory
 from pvg.tasks import Task, open_task
-from pvg.telemetry.events import SilentObserver
 from pvg.telemetry.spans import Tracer
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -84,8 +78,9 @@ class TimedSource:
 async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
     training, tracer = experiment.training, Tracer()
     async with AsyncExitStack() as stack:
-        session = await _open_session(experiment, folder, tracer, stack)
+        session = open_bench_session(experiment, folder, stack, task=Trivial(open_task(experiment.task)))
         players = session.players
+        await players.ready()
         learner = stack.enter_context(open_learner(players, round_=0))
         learner.require_gradients()
         workers = players.prover_workers(experiment.training, experiment.rollout, learner.module)
@@ -127,18 +122,6 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
                         "completion_tokens": source.completion_tokens,
                     }
                 )
-
-
-async def _open_session(experiment: Experiment, folder: Path, tracer: Tracer, stack: AsyncExitStack) -> BenchSession:
-    task = Trivial(open_task(experiment.task))
-    ledger = ScratchLedger(RunDirectory.create(folder, "pvg", experiment), experiment, "bench")
-    stack.callback(ledger.close)
-    players = Players(experiment, task, ledger.log)
-    stack.push_async_callback(players.close)
-    await players.ready()
-    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
-    parts = (players, prompts, SilentObserver(), asyncio.Event(), tracer)
-    return session_of(experiment, task, ledger, *parts, BenchSession)
 
 
 def main(folder: Path) -> None:

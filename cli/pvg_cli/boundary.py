@@ -64,15 +64,11 @@ def emit(document: Mapping[str, Any]) -> None:
     print_json({"schema_version": SCHEMA_VERSION, **document})
 
 
-def emit_error(kind: str, message: str, remedy: str, exit_code: int) -> None:
-    emit(error_document(kind, message, remedy, exit_code))
-
-
 def stopped(message: str, *, document: bool) -> typer.Exit:
     """The end of a command at Ctrl-C. `document`: whether it prints the JSON document of an error."""
     say(message)
     if document:
-        emit_error("Stopped", message, "", EXIT_STOPPED)
+        emit(error_document("Stopped", message, "", EXIT_STOPPED))
     return typer.Exit(EXIT_STOPPED)
 
 
@@ -258,7 +254,7 @@ class ErrorHandler:
     def _document(self, kind: str, message: str, remedy: str, exit_code: int) -> None:
         if self.as_json:
             try:
-                emit_error(kind, message, remedy, exit_code)
+                emit(error_document(kind, message, remedy, exit_code))
             except OSError:  # stdout is closed or full; stderr has the message
                 _silence_stdout()
 

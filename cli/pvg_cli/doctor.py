@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 import typer
 
@@ -38,7 +38,12 @@ EXTRAS = {
     "trackio": "trackio",
 }
 GIB = 1024**3
-WORDS: dict[Verdict, str] = {"ok": "ok", "missing": "MISSING", "notice": "note"}
+# A verdict's word and style.
+MARKS: dict[Verdict, tuple[str, str]] = {
+    "ok": ("ok", "badge good"),
+    "missing": ("MISSING", "badge bad"),
+    "notice": ("note", "badge warn"),
+}
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")  # of the others only problems are shown
 LOADED = ("torch", "transformers")  # libraries that are often installed, but for another machine
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\d.]+)")  # without a marker: on every system
@@ -75,15 +80,11 @@ def _print(findings: list[CheckResult], healthy: bool) -> None:
     from pvg.reporting.table import Column, Table, TableCell
     from pvg_cli.output import stdout
 
-    console = stdout()
-    styles = {"ok": "badge good", "missing": "badge bad", "notice": "badge warn"}
     table = Table([Column(), Column(style="strong", wrap=False), Column()], narrow=True)
     for finding in findings:
-        mark = TableCell(WORDS[finding.verdict], styles[finding.verdict])
-        table.add(mark, finding.name, TableCell(finding.found, below=finding.remedy))
-    console.print(table)
-    console.print()
-    console.print("pvg has everything that it needs." if healthy else "Something that pvg needs is missing.")
+        table.add(TableCell(*MARKS[finding.verdict]), finding.name, TableCell(finding.found, below=finding.remedy))
+    stdout().print(table)
+    stdout().print("\npvg has everything that it needs." if healthy else "\nSomething that pvg needs is missing.")
 
 
 # --- the checks ----------------------------------------------------------------------------------------------------
@@ -188,10 +189,8 @@ def check_models(runs: Path) -> Iterator[CheckResult]:
             yield CheckResult(f"model {name}", "ok", f"embedded, {size / 1e6:.1f} MB")
         else:
             yield CheckResult(f"model {name}", "missing", "not embedded", "make models")
-    absent = [package for package in (SMOLLM2, *GGUF_READERS) if importlib.util.find_spec(package) is None]
-    if absent:
-        found = f"not installed ({', '.join(absent)})"
-        yield CheckResult("model SmolLM2-135M", "notice", found, how_to_install(SMOLLM2))
+    if absent := ", ".join(each for each in (SMOLLM2, *GGUF_READERS) if importlib.util.find_spec(each) is None):
+        yield CheckResult("model SmolLM2-135M", "notice", f"not installed ({absent})", how_to_install(SMOLLM2))
     else:
         yield CheckResult("model SmolLM2-135M", "ok", f"installed: gguf:{SMOLLM2}")
 
@@ -204,24 +203,18 @@ def check_runs_folder(runs: Path) -> Iterator[CheckResult]:
         enough = free >= LEAST_DISK_GB
         remedy = "" if enough else f"Free some space: a run needs {LEAST_DISK_GB:.0f} GB."
         yield CheckResult("disk", "ok" if enough else "missing", f"{free:.1f} GB free in {place}", remedy)
-        with tempfile.TemporaryFile(dir=place) as file:
-            locks = _can_lock(file)
+        file = tempfile.TemporaryFile(dir=place)  # noqa: SIM115 - closed below
     except OSError as error:
         yield CheckResult("runs folder", "missing", f"{shortened(str(runs))}: {error.strerror}", OTHER_FOLDER)
         return
     yield CheckResult("runs folder", "ok", f"{runs} is writable")
-    if not locks:
-        remedy = "Do not resume a run while another process of this machine plays it, or move runs to another disk."
-        yield CheckResult("locks", "notice", f"the file system of {runs} cannot lock files", remedy)
-
-
-def _can_lock(file: IO[bytes]) -> bool:
     fcntl = system_module("fcntl")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return False
-    return True
+        remedy = "Do not resume a run while another process of this machine plays it, or move runs to another disk."
+        yield CheckResult("locks", "notice", f"the file system of {runs} cannot lock files", remedy)
 
 
 def check_workers(runs: Path) -> Iterator[CheckResult]:
@@ -262,9 +255,9 @@ def check_machine(runs: Path) -> Iterator[CheckResult]:
     yield CheckResult("memory", "notice" if remedy else "ok", f"{memory:.1f} GB", remedy)
     if native_bfloat16(Path("/")):
         yield CheckResult("bfloat16", "ok", "the CPU has instructions for it")
-    else:
-        found = "the CPU has no instructions for it, or they are unknown; without them it is 10 to 100 times slower"
-        yield CheckResult("bfloat16", "notice", found, "A new run on such a CPU computes in float32.")
+        return
+    found = "the CPU has no instructions for it, or they are unknown; without them it is 10 to 100 times slower"
+    yield CheckResult("bfloat16", "notice", found, "A new run on such a CPU computes in float32.")
 
 
 def check_gpu(runs: Path) -> Iterator[CheckResult]:

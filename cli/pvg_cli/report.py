@@ -58,7 +58,7 @@ def report(
     if html is not None and no_html:
         raise UsageError("--html and --no-html cannot be used together.", "Use one of them.")
     with user_paths():
-        reports = [target for target in targets if Path(target).is_file()]
+        reports = [Path(target) for target in targets if Path(target).is_file()]
         if html is not None and html.is_dir():
             raise UsageError(
                 f"The page {html} cannot be written: it is a folder.",
@@ -66,10 +66,10 @@ def report(
             )
     if reports and len(reports) < len(targets):
         raise UsageError("Runs and benchmark reports cannot be shown together.", "Give either runs or reports.")
+    if reports and html is not None:
+        raise UsageError("Reports of pvg bench have no page.", "Leave --html out.")
     if reports:
-        if html is not None:
-            raise UsageError("Reports of pvg bench have no page.", "Leave --html out.")
-        _show_reports([Path(target) for target in reports], as_json)
+        _show_reports(reports, as_json)
         return
     directories = _open(targets, runs)
     if len(directories) > 1:
@@ -122,17 +122,14 @@ def _show_run(run: RunDirectory, examples: int, page: Path | None, as_json: bool
     from pvg_cli.output import stdout
 
     summary = read_run(run)
-    chosen = _or_warn(lambda: choose_examples(run, examples) if examples else [], None) or []
-    found = _or_warn(lambda: report_of(run), None)
+    chosen = _or_warn(lambda: choose_examples(run, examples) if examples else []) or []
+    found = _or_warn(lambda: report_of(run))
     state = state_of(run)
     rollouts = None if page is None else _write_pages(run, summary, examples, page, state)
     if as_json:
-        extra = {
-            "examples": [example.plain() for example in chosen],
-            "html": _text(page),
-            "rollouts_html": _text(rollouts),
-        }
-        emit({**summary.plain(), "evaluation": None if found is None else found.plain(), **extra})
+        pages = {"html": page and str(page), "rollouts_html": rollouts and str(rollouts)}
+        evaluation = None if found is None else found.plain()
+        emit({**summary.plain(), "evaluation": evaluation, "examples": [each.plain() for each in chosen], **pages})
     else:
         stdout().print(terminal.report(summary, chosen, state=state))
         if found is not None:
@@ -166,13 +163,13 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 
 
-def _or_warn(read: Callable[[], Read], otherwise: Read) -> Read:
-    """What `read` gives. If its file is damaged: warn, and show the rest of the run."""
+def _or_warn(read: Callable[[], Read]) -> Read | None:
+    """What `read` gives. If its file is damaged: None after a warning, so that the rest of the run is shown."""
     try:
         return read()
     except StateError as error:
         say(f"warning: {error}")
-        return otherwise
+        return None
 
 
 def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool) -> None:
@@ -186,7 +183,7 @@ def _show_runs(directories: list[RunDirectory], page: Path | None, as_json: bool
     if as_json:
         found = [{"name": run.name, **run.summary.plain(), "final": final_metrics(run.summary)} for run in runs]
         settings = setting_differences([run.plain for run in runs])
-        emit({"runs": found, "settings": settings, "html": _text(page)})
+        emit({"runs": found, "settings": settings, "html": page and str(page)})
     else:
         stdout().print(several_text(runs))
         _print_page(page)
@@ -206,10 +203,6 @@ def _show_reports(paths: list[Path], as_json: bool) -> None:
         here = shlex.quote(str(path))
         commands = {f"pvg compare {here} {others[0] if others else 'OTHER'}": "the differences, with intervals"}
         stdout().print(report_text(found, path, commands))
-
-
-def _text(page: Path | None) -> str | None:
-    return None if page is None else str(page)
 
 
 def _print_page(page: Path | None) -> None:

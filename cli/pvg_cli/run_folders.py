@@ -145,14 +145,14 @@ def remove(
     from pvg.reporting.formats import byte_size
     from pvg.store.run_directory import RunDirectory, folder_bytes, remove_run
 
-    directories = list({RunDirectory.open(name, runs).path: RunDirectory.open(name, runs) for name in names}.values())
+    directories = list({run.path: run for run in (RunDirectory.open(name, runs) for name in names)}.values())
     if not force:
         _refuse_needed(directories)
     sizes = {run.path: folder_bytes(run.path) for run in directories}
     if not yes:
         _ask([f"{run.path} ({byte_size(sizes[run.path])})" for run in directories], as_json)
     for run in directories:
-        name = run.name
+        name = run.name  # that of a link's target, as long as there is one
         remove_run(run, say)
         say(f"Removed {name}: {byte_size(sizes[run.path])}.")
     if as_json:

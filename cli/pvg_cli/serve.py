@@ -134,8 +134,8 @@ def serve(
             "which is sent unencrypted.",
             typer.colors.YELLOW,
         )
-    commands = next_commands(name, overrides or [], purpose, spec)
-    _run(spec, experiment, purpose, ServeDisplay(spec, place, commands, stderr(), as_json), as_json)
+    command = next_command(name, overrides or [], purpose, spec)
+    _run(spec, experiment, purpose, ServeDisplay(spec, place, command, stderr(), as_json), as_json)
 
 
 def _run(spec: ServerSpec, experiment: Experiment, purpose: str, shown: ServeDisplay, as_json: bool) -> None:
@@ -224,11 +224,10 @@ def _serve_verifier(name: str, runs: Path, round_: int, port: int, as_json: bool
         raise stopped("Stopped. The run is not affected.", document=as_json and not ready) from None
 
 
-def next_commands(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> dict[str, str]:
-    """The next command, with the settings of this server."""
+def next_command(name: str, overrides: list[str], purpose: str, spec: ServerSpec) -> str:
+    """The command that trains with this server."""
     switch, servers = SWITCHES[purpose]
     settings = [*overrides, switch]
     if purpose != "prover" or spec.url != DEFAULT_URL:
         settings.append(f"{servers}={spec.url}")
-    words = ["pvg", "train", name, *(word for setting in settings for word in ("-s", setting))]
-    return {shlex.join(words): "To train with it, type in another terminal"}
+    return shlex.join(["pvg", "train", name, *(word for setting in settings for word in ("-s", setting))])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -27,15 +26,13 @@ USES = {"generate": "for sampling", "pooling": "for scoring"}
 class ServeDisplay(Display):
     """Shows a server's start and its end; `watch` then follows the server until it ends."""
 
-    def __init__(
-        self, spec: ServerSpec, log: Path, commands: Mapping[str, str], console: Console, as_json: bool
-    ) -> None:
+    def __init__(self, spec: ServerSpec, log: Path, command: str, console: Console, as_json: bool) -> None:
         super().__init__(console)
         self.spec = spec
         self.is_ready = False
         self._now = "starting"
         self._shown = ""  # the last line about the server's work
-        self._log, self._commands = log, commands
+        self._log, self._command = log, command
         self._on_stdout = not self.live and not as_json
         self._spinner = Spinner("dots")
 
@@ -57,8 +54,9 @@ class ServeDisplay(Display):
     def ready(self, server: VllmServer) -> None:
         self.is_ready = True
         text = Text.assemble("\n", ("ready: ", "bold green"), server.url, (f"  after {duration(self.elapsed)}", QUIET))
-        for command, what in self._commands.items():
-            text.append_text(Text.assemble("\n\n", (f"{what}:", QUIET), "\n  ", (command, "bold cyan")))
+        text.append("\n\nTo train with it, type in another terminal:\n", QUIET).append(
+            f"  {self._command}", "bold cyan"
+        )
         (stdout() if self._on_stdout else self._console).print(text, soft_wrap=True)
         self._began = time.monotonic()
 

@@ -20,8 +20,9 @@ import tomli_w
 from pydantic import BaseModel
 
 from pvg.config.base import kinds_of
-from pvg.config.experiment import TABLES, Experiment
+from pvg.config.experiment import TABLES, Experiment, fields_of, is_section
 from pvg.config.load import nearest_key, read_toml, shipped_directories
+from pvg.config.sections import value_of
 from pvg.errors import UsageError
 
 KIND = "Choice. It decides which settings the table has."
@@ -47,26 +48,17 @@ class Setting:
         return f"{table} ({kinds_text(self.kinds)}).{leaf}" if self.kinds else self.key
 
 
-def settings() -> list[Setting]:
+def settings() -> Iterator[Setting]:
     """Every setting; those of a tagged table once per section of it."""
-    return list(_settings(Experiment, Experiment(), ""))
-
-
-def _settings(
-    section: type[BaseModel], defaults: BaseModel | None, place: str, kinds: tuple[str, ...] = ()
-) -> Iterator[Setting]:
-    for name, info in section.model_fields.items():
-        key = f"{place}{name}"
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _settings(info.annotation, getattr(defaults, name), f"{key}.")
-        elif (table := TABLES.get(key)) is not None:
+    defaults = Experiment()
+    for key, section, info in fields_of(Experiment):
+        name = key.rpartition(".")[2]
+        if (table := TABLES.get(key)) is not None:
             choices = " or ".join(f'"{kind}"' for kind in table.kinds())
             yield Setting(f"{key}.kind", choices, table.default, KIND)
-            for choice in table.sections:
-                yield from _settings(choice, None, f"{key}.", kinds_of(choice))
-        elif name != "kind":
-            plain = info.get_default(call_default_factory=True)
-            default = getattr(defaults, name, plain)
+        elif name != "kind" and not is_section(info.annotation):
+            kinds = kinds_of(section) if "kind" in section.model_fields else ()
+            default = info.get_default(call_default_factory=True) if kinds else value_of(defaults, key)
             allowed = range_text(_properties(section)[name])
             yield Setting(key, type_text(info.annotation), default, info.description or "", allowed, kinds)
 
@@ -88,7 +80,7 @@ def type_text(annotation: Any) -> str:
         return " or ".join(parts) + (", or left out" if type(None) in get_args(annotation) else "")
     if origin is tuple:
         return f"list of {type_text(get_args(annotation)[0])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if is_section(annotation):
         return "table"
     names = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", dict: "table"}
     return names.get(origin or annotation, str(annotation))
@@ -189,8 +181,9 @@ def explained(key: str) -> dict[str, Any]:
             "settings": _inside(key),
             "experiments": used(key),
         }
-    if key in _sections(Experiment):
-        return {"key": key, "meaning": about(_sections(Experiment)[key]), "settings": _inside(key)}
+    for place, _, info in fields_of(Experiment):
+        if place == key and is_section(info.annotation):
+            return {"key": key, "meaning": about(info.annotation), "settings": _inside(key)}
     found = [setting for setting in settings() if setting.key == key]
     if not found:
         hint = nearest_key(key)
@@ -198,42 +191,19 @@ def explained(key: str) -> dict[str, Any]:
             f"There is no setting {key!r}." + (f" The nearest one is {hint!r}." if hint else ""),
             "See `pvg config schema` for all settings.",
         )
-    forms = [
-        {
-            "kinds": list(each.kinds),
-            "meaning": each.meaning,
-            "type": each.type,
-            "range": each.range,
-            "default": toml_value(each.default),
-        }
-        for each in found
-    ]
+    forms = [{**_told(each), "type": each.type} for each in found]
     return {"key": key, "forms": forms, "experiments": used(key)}
 
 
-def _sections(section: type[BaseModel], place: str = "") -> dict[str, type[BaseModel]]:
-    """Key -> class of every section that is not a tagged table."""
-    found: dict[str, type[BaseModel]] = {}
-    for name, info in section.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            found |= {f"{place}{name}": info.annotation, **_sections(info.annotation, f"{place}{name}.")}
-    return found
-
-
 def _inside(key: str) -> list[dict[str, Any]]:
-    """The settings of a section or a tagged table, each with its meaning and default."""
-    inside = [setting for setting in settings() if setting.key.startswith(f"{key}.")]
-    return [
-        {
-            "key": each.key,
-            "kinds": list(each.kinds),
-            "meaning": each.meaning,
-            "range": each.range,
-            "default": toml_value(each.default),
-        }
-        for each in inside
-        if each.key != f"{key}.kind"
-    ]
+    """The settings of a section or a tagged table."""
+    inside = [each for each in settings() if each.key.startswith(f"{key}.") and each.key != f"{key}.kind"]
+    return [{"key": each.key, **_told(each)} for each in inside]
+
+
+def _told(setting: Setting) -> dict[str, Any]:
+    default = toml_value(setting.default)
+    return {"kinds": list(setting.kinds), "meaning": setting.meaning, "range": setting.range, "default": default}
 
 
 def json_schema() -> dict[str, Any]:
@@ -278,29 +248,22 @@ An override that changes the kind starts with the defaults of the new kind. Pass
 
 def page() -> str:
     """The page `settings.md` of the documentation site."""
-    text = [INTRODUCTION]
-    text += _section_lines(Experiment, "")
-    return "\n".join(text) + "\n"
-
-
-def _section_lines(section: type[BaseModel], place: str) -> list[str]:
-    lines: list[str] = []
-    inner: list[str] = []
-    own = [
-        setting for setting in settings() if setting.key.rpartition(".")[0] == place.rstrip(".") and not setting.kinds
-    ]
-    own = [setting for setting in own if setting.key.removesuffix(".kind") not in TABLES]
-    if own:
-        title = f"## `[{place.rstrip('.')}]`" if place else "## Top level"
-        lines += ["", title, "", about(section), "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(setting) for setting in own]
-    for name, info in section.model_fields.items():
-        key = f"{place}{name}"
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            inner += _section_lines(info.annotation, f"{key}.")
+    lines = [INTRODUCTION, *_section_lines("", Experiment)]
+    for key, _, info in fields_of(Experiment):
+        if is_section(info.annotation):
+            lines += _section_lines(key, info.annotation)
         elif key in TABLES:
-            inner += _table_lines(key)
-    return [*lines, *inner]
+            lines += _table_lines(key)
+    return "\n".join(lines) + "\n"
+
+
+def _section_lines(place: str, section: type[BaseModel]) -> list[str]:
+    """The settings directly in a section."""
+    inside = [each for each in settings() if each.key.rpartition(".")[0] == place and not each.kinds]
+    own = [each for each in inside if each.key.removesuffix(".kind") not in TABLES]
+    title = f"## `[{place}]`" if place else "## Top level"
+    head = ["", title, "", about(section), "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    return [*head, *map(_row, own)] if own else []
 
 
 def _table_lines(key: str) -> list[str]:

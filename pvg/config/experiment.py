@@ -13,11 +13,12 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import orjson
 import tomli_w
 from pydantic import BaseModel, model_validator
+from pydantic.fields import FieldInfo
 
 from pvg.config.base import ByKind, without_folder
 from pvg.config.game import ChallengeProtocol, SimultaneousSchedule
@@ -184,17 +185,24 @@ def without_memory_settings(hashed: Mapping[str, Any]) -> dict[str, Any]:
 PROMPT_ALLOWANCE = 16
 
 
-def _tables(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ByKind]]:
-    """(dotted key, kinds) of every tagged table."""
-    for name, info in model.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-            yield from _tables(info.annotation, f"{prefix}{name}.")
-        for mark in info.metadata:
-            if isinstance(mark, ByKind):
-                yield f"{prefix}{name}", mark
+def is_section(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-TABLES: dict[str, ByKind] = dict(_tables(Experiment))
+def fields_of(section: type[BaseModel], place: str = "") -> Iterator[tuple[str, type[BaseModel], FieldInfo]]:
+    """(dotted key, its section, the field) of everything in a section: settings, sections, and tagged tables. Those of
+    a tagged table come once per section of it."""
+    for name, info in section.model_fields.items():
+        key = f"{place}{name}"
+        yield key, section, info
+        inner = [info.annotation] if is_section(info.annotation) else []
+        for each in (*inner, *(each for mark in info.metadata if isinstance(mark, ByKind) for each in mark.sections)):
+            yield from fields_of(each, f"{key}.")
+
+
+TABLES: dict[str, ByKind] = {
+    key: mark for key, _, info in fields_of(Experiment) for mark in info.metadata if isinstance(mark, ByKind)
+}
 SECTION_NAMES = frozenset(section.__name__ for table in TABLES.values() for section in table.sections)
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 import pvg
 from pvg.config.base import as_table, kinds_of
-from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment
+from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment, fields_of, is_section
 from pvg.config.operation import URL_EXAMPLE, URL_PATTERN
 from pvg.config.rollout import TEXTS_FOR_A_TASK
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
@@ -44,32 +44,24 @@ def find_named(kind: str, name: str, places: Sequence[Path]) -> Path:
     Raises UsageError, naming the known ones and the closest one.
     """
     candidate = Path(name)
-    if candidate.suffix == ".toml":
-        if candidate.is_file():
-            return candidate
-        _refuse_folder(kind, name)
-        raise UsageError(f"There is no {kind} file {candidate}.", "Give a path to a TOML file, or a name.")
-    for place in places:
-        if (place / f"{name}.toml").is_file():
-            return place / f"{name}.toml"
-    file = candidate.with_name(f"{candidate.name}.toml") if candidate.name else candidate
-    if file.is_file():
-        raise UsageError(f"There is no {kind} {name!r}, but a file {file}.", f"Name the file: {file}")
-    _refuse_folder(kind, name)
+    named = candidate.suffix == ".toml"
+    for file in [candidate] if named else [place / f"{name}.toml" for place in places]:
+        if file.is_file():
+            return file
+    beside = candidate.with_name(f"{candidate.name}.toml") if candidate.name else candidate
+    if not named and beside.is_file():
+        raise UsageError(f"There is no {kind} {name!r}, but a file {beside}.", f"Name the file: {beside}")
+    path_or_name = "Give a path to a TOML file, or a name."
+    if name and candidate.is_dir():
+        first = min((path for path in candidate.glob("*.toml") if path.is_file()), default=None)
+        remedy = f"Name a TOML file, such as {first}" if first else path_or_name
+        raise UsageError(f"The {kind} {name!r} is a folder.", remedy)
+    if named:
+        raise UsageError(f"There is no {kind} file {candidate}.", path_or_name)
     known = sorted({path.stem for place in places for path in place.glob("*.toml")})
     raise UsageError(
         f"There is no {kind} {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."
     )
-
-
-def _refuse_folder(kind: str, name: str) -> None:
-    """Raises UsageError if `name` is a folder, with a TOML file in it if there is one."""
-    if name and Path(name).is_dir():
-        first = min((path for path in Path(name).glob("*.toml") if path.is_file()), default=None)
-        raise UsageError(
-            f"The {kind} {name!r} is a folder.",
-            f"Name a TOML file, such as {first}" if first else "Give a path to a TOML file, or a name.",
-        )
 
 
 def shipped_directories(kind: str = "experiments") -> list[Path]:
@@ -239,15 +231,13 @@ def kinds_first(settings: Sequence[tuple[str, Any, str]]) -> list[tuple[str, Any
     """The settings (key, value, origin) in their order, but those that choose the kind of a table before all others:
     the order of `-s game.reward.floor=-9 -s game.reward=cgc` does not matter. The kind of the task is the very
     first, because it drops the instructions and examples of another task, also if a table of prompts gives them."""
-    return sorted(settings, key=lambda setting: (not chooses_task(setting[0]), not _chooses_kind(setting[0])))
+    return sorted(
+        settings, key=lambda setting: (not chooses_task(setting[0]), setting[0].removesuffix(".kind") not in TABLES)
+    )
 
 
 def chooses_task(key: str) -> bool:
     return key in ("task", "task.kind")
-
-
-def _chooses_kind(key: str) -> bool:
-    return key in TABLES or key.removesuffix(".kind") in TABLES
 
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
@@ -385,7 +375,7 @@ def nearest_key(key: str) -> str | None:
         same = [k for k in keys if k.endswith((f".{last}", f".{name}"))]
         places = (f"{key.partition('.')[0]}.", "training.", "")
         return next(k for place in places for k in same if k.startswith(place))
-    sections = {".".join(parts[:end]) for parts in (k.split(".") for k in keys) for end in range(1, len(parts))}
+    sections = {place for place, *_ in fields_of(Experiment)} - set(keys)
     if (in_training := f"training.{key}") in sections or in_training in keys:
         return in_training
     if hint := nearest(key, [*keys, *sorted(sections)]):
@@ -397,21 +387,8 @@ def nearest_key(key: str) -> str | None:
 
 def valid_keys() -> list[str]:
     """Every dotted key that an experiment file may contain."""
-    keys: list[str] = []
-
-    def walk(model: type[BaseModel], prefix: str) -> None:
-        for name, info in model.model_fields.items():
-            annotation = info.annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                walk(annotation, f"{prefix}{name}.")
-            elif (table := TABLES.get(f"{prefix}{name}")) is not None:
-                for section in table.sections:
-                    walk(section, f"{prefix}{name}.")
-            else:
-                keys.append(f"{prefix}{name}")
-
-    walk(Experiment, "")
-    return list(dict.fromkeys(keys))
+    places = [key for key, _, info in fields_of(Experiment) if key not in TABLES and not is_section(info.annotation)]
+    return list(dict.fromkeys(places))
 
 
 def nearest(word: str, known: Sequence[str]) -> str | None:

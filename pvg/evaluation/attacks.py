@@ -213,7 +213,7 @@ def final_samples(context: EvaluationContext, target: AttackTarget, kind: str) -
 def check(fresh: ScoredRollouts, helpful: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:
     """The attacker on test problems, which did not select it: its error rate, the gap between its wrong solutions and
     correct helpful ones, the share of its wrong solutions that is accepted, and what it writes."""
-    flaws, solved = fresh.flaws_N, helpful.solutions_N
+    flaws, solved = fresh.flaws_N, helpful.solved_N
     gap = _gap(
         helpful.scores_N[solved], helpful.problems_N[solved], fresh.scores_N[flaws], fresh.problems_N[flaws], weights_BP
     )

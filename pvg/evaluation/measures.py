@@ -383,7 +383,7 @@ def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) ->
 
 def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
     """Completeness on the round's helpful solutions, and its two factors."""
-    helpful, solved = own.helpful_N, own.solutions_N
+    helpful, solved = own.helpful_N, own.solved_N
     accepted = own.scores_N >= threshold
     return {
         "threshold": threshold,
@@ -398,7 +398,7 @@ def detection(
 ) -> dict[str, Any]:
     """Soundness, AUC and ROC for one source's flaws; the positives are the round's correct helpful
     solutions."""
-    solved, mask = own.solutions_N, samples.flaws_N
+    solved, mask = own.solved_N, samples.flaws_N
     positives_N, places_N = own.scores_N[solved], own.problems_N[solved]
     negatives_M, places_M = samples.scores_N[mask], samples.problems_N[mask]
     counts = wins(positives_N, places_N, negatives_M, places_M, weights_BP.shape[1])

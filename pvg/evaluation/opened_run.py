@@ -75,7 +75,7 @@ def digest(*parts: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRun:
-    """A run that is only read (a pvg.game.prover_phase.WeightsReader). `state`: its last commit."""
+    """A run that is only read (a pvg.game.orders.WeightsReader). `state`: its last commit."""
 
     directory: RunDirectory
     state: GameState
@@ -185,7 +185,7 @@ class MissingResult(Exception):
 @dataclass
 class EvaluationContext:
     """Everything that one call of `evaluate` shares. It has the attributes of
-    pvg.game.prover_phase.RunWithPlayers, so the functions of the game accept it."""
+    pvg.game.orders.RunWithPlayers, so the functions of the game accept it."""
 
     experiment: Experiment
     ledger: OpenedRun

@@ -45,7 +45,7 @@ from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic
 from pvg.store.run_directory import RunDirectory
-from pvg.telemetry.events import Observer, PhaseInfo, Progress
+from pvg.telemetry.events import Observer, PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, recompute_logprobs
@@ -185,26 +185,15 @@ class RenamingObserver:
     """Forwards all reports; `names` replaces these fields of each phase."""
 
     def __init__(self, observer: Observer, **names: Any) -> None:
-        self._observer = observer
-        self._names = names
+        self._observer, self._names = observer, names
+        self.progressed, self.round_finished = observer.progressed, observer.round_finished
+        self.alerted, self.noticed = observer.alerted, observer.noticed
 
     def phase_started(self, info: PhaseInfo) -> None:
         self._observer.phase_started(replace(info, **self._names))
 
     def phase_finished(self, info: PhaseInfo, metrics: Mapping[str, float]) -> None:
         self._observer.phase_finished(replace(info, **self._names), metrics)
-
-    def progressed(self, progress: Progress) -> None:
-        self._observer.progressed(progress)
-
-    def round_finished(self, round_: int, metrics: Mapping[str, float]) -> None:
-        self._observer.round_finished(round_, metrics)
-
-    def alerted(self, name: str, message: str) -> None:
-        self._observer.alerted(name, message)
-
-    def noticed(self, message: str) -> None:
-        self._observer.noticed(message)
 
 
 def kept_policy(session: Session, steps: int) -> Mapping[str, Any]:

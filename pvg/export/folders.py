@@ -183,7 +183,7 @@ def intervals(finished: FinishedRound) -> dict[str, Estimate]:
         "helpful_accuracy": (columns.correct_N, columns.helpful_N),
         "sneaky_error_rate": (columns.flaws_N, ~columns.helpful_N),
         "fooled_rate": (accepted_N, columns.flaws_N),
-        "accepted_helpful": (accepted_N, columns.solutions_N),
+        "accepted_helpful": (accepted_N, columns.solved_N),
     }
     return {name: share_of(holds_N[among_N], problems_N[among_N]) for name, (holds_N, among_N) in shares.items()}
 

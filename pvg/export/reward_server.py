@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 
 import orjson
 from aiohttp import web
@@ -26,10 +25,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, reason
 from pvg.export.finished import FinishedRound, Platt, Verdict
+from pvg.inputs import LOOPBACK, names_this_machine
 from pvg.verifier.scorer import TextSolution, VerifierScorer
 
-HOST = "127.0.0.1"
-NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 MOST_BYTES = 8 * 2**20  # of a request
 MOST_ROWS = 4096  # of a request
 
@@ -79,13 +77,13 @@ class RewardServer:
             await runner.setup()
             try:
                 try:
-                    await web.TCPSite(runner, HOST, port).start()
+                    await web.TCPSite(runner, LOOPBACK, port).start()
                 except OSError as error:
                     raise MissingRequirementError(
-                        f"Port {port} of {HOST} cannot be used: {reason(error)}.",
+                        f"Port {port} of {LOOPBACK} cannot be used: {reason(error)}.",
                         "Choose another port with --port, or 0 for any free one.",
                     ) from None
-                server.url = f"http://{HOST}:{runner.addresses[0][1]}"
+                server.url = f"http://{LOOPBACK}:{runner.addresses[0][1]}"
                 yield server
             finally:
                 await runner.cleanup()
@@ -140,11 +138,7 @@ async def _body(request: web.Request, kind: type[Body]) -> Body:
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        name = urlsplit(f"//{request.headers.get('Host', '')}").hostname
-    except ValueError:
-        name = None
-    if name not in NAMES or "Origin" in request.headers:
+    if not names_this_machine(request.headers.get("Host", "")) or "Origin" in request.headers:
         return _json({"error": "This server answers only programs on this machine."}, 403)
     try:
         return await handler(request)

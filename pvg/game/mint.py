@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pvg.game.orders import apportion, environment_of, mint_orders, source_weights, sources_for_round
-from pvg.game.prover_phase import RunWithPlayers, read_prover
+from pvg.game.orders import RunWithPlayers, apportion, environment_of, mint_orders, source_weights, sources_for_round
+from pvg.game.prover_phase import read_prover
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.records import BASE_SOURCE, Problem

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from pvg.config.game import ChallengeProtocol, Game
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder, assign_roles
 from pvg.game.session import Session
+from pvg.game.states import GameState
 from pvg.records import BASE_SOURCE, Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.episodes import Deadline, Environment, training_deadline
@@ -26,6 +27,9 @@ from pvg.seeds import draw_weighted, generator_for, seed_for
 from pvg.tasks.task import Task
 from pvg.training.credit import ValueTracker
 from pvg.verifier.scorer import Scorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Mixtures: the share of the verifier's data that comes from the base prover and from each earlier round's prover.
 
@@ -286,8 +290,20 @@ def mint_orders(session: Session, problems: Sequence[Problem], rng: np.random.Ge
     return orders
 
 
-class AskedGame(Protocol):
-    """The parts of a game that a challenge needs: a `Session` has them, and so does a run under evaluation."""
+class WeightsReader(Protocol):
+    """A run's finished weights: the ledger of a run in progress, or of a run that is only read."""
+
+    @property
+    def state(self) -> GameState: ...
+
+    def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
+
+
+class RunWithPlayers(Protocol):
+    """What a `Session` and a run under evaluation both have."""
+
+    @property
+    def ledger(self) -> WeightsReader: ...
 
     @property
     def game(self) -> Game: ...
@@ -305,7 +321,7 @@ class AskedGame(Protocol):
     def seed(self) -> int: ...
 
 
-def environment_of(session: AskedGame, scorer: Scorer | None) -> Environment | None:
+def environment_of(session: RunWithPlayers, scorer: Scorer | None) -> Environment | None:
     """What answers the prover in a challenge game; None if the protocol has one turn. `scorer`: of the round's
     verifier; None if there is none yet."""
     protocol = session.game.protocol

@@ -10,19 +10,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
-from pvg.game.orders import ProverOrders, environment_of, prover_orders
+from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, environment_of, prover_orders
 from pvg.game.parts import Batches, Helper, TrainingStop
-from pvg.game.players import Players
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.session import Session
-from pvg.game.states import GameState, Phase
+from pvg.game.states import Phase
 from pvg.game.statistics import BatchClock
 from pvg.game.verifier_phase import FixedVerifier, read_verifier
 from pvg.models.language_model import LanguageModel, LowRankAdapter
@@ -80,25 +79,6 @@ class StopRule:
         if not math.isfinite(value):
             return before
         return value if before is None else self.decay * before + (1 - self.decay) * value
-
-
-class WeightsReader(Protocol):
-    """A run's finished weights: the ledger of a run in progress, or of a run that is only read."""
-
-    @property
-    def state(self) -> GameState: ...
-
-    def read_weights(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]: ...
-
-
-class RunWithPlayers(Protocol):
-    """The parts that opening a finished model needs: a `Session` has them, and so does a run under evaluation."""
-
-    @property
-    def players(self) -> Players: ...
-
-    @property
-    def ledger(self) -> WeightsReader: ...
 
 
 async def train_prover(session: Session) -> None:

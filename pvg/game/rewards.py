@@ -11,7 +11,6 @@ Without this rule the cheapest flaw of the sneaky role is a text that is not a s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from pvg.config.game import (
 )
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
-from pvg.game.statistics import RolloutColumns, value_metrics
+from pvg.game.statistics import BatchOutcomes, RolloutColumns, value_metrics
 from pvg.records import Float32, Rollout
 from pvg.tasks.task import ComparesPrograms, Task
 from pvg.training.batch import groups_and_roles
@@ -42,50 +41,6 @@ from pvg.training.credit import (
     baseline_advantages,
     tracked_advantages,
 )
-
-Bools = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class BatchOutcomes:
-    """The outcomes of a batch of N rollouts; all arrays have shape [N]. A group here is a problem and a role.
-    What is not `aligned_N` is misaligned, malformed solutions too.
-
-    `scores_N`: float32 logits. `correct_N`, `helpful_N`, `well_formed_N`: bool. `problem_ids_N`: integer numbers of the
-    problems. `solver_correct_N`: bool, whether the solver's answer is correct (decoupled game; otherwise the prover is
-    its own solver). `kept_answer_N`: bool, whether the translation keeps the solver's answer; None without
-    translations.
-
-    For tasks that execute solutions (None otherwise): `proven_N`: bool, False for a sneaky, incorrect solution without
-    a valid certificate. `tests_N`: float32 in [0, 1], the share of its role's tests that a solution passes. The helpful
-    role has all tests; for the sneaky role, visible tests count one half and the certificate the other. `similarity_N`:
-    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity_weight`), 0 for helpful ones.
-    """
-
-    scores_N: Float32
-    correct_N: Bools
-    helpful_N: Bools
-    well_formed_N: Bools
-    problem_ids_N: NDArray[np.int64]
-    solver_correct_N: Bools
-    kept_answer_N: Bools | None = None
-    proven_N: Bools | None = None
-    tests_N: Float32 | None = None
-    similarity_N: Float32 | None = None
-
-    @property
-    def aligned_N(self) -> Bools:
-        """Role-aligned and valid: helpful and correct, or sneaky and incorrect. For translations: helpful with the
-        solver's answer (right or wrong), or sneaky with a different, wrong answer."""
-        if self.kept_answer_N is None:
-            return np.asarray((self.correct_N == self.helpful_N) & self.solutions_N)
-        led_astray_N = ~self.kept_answer_N & ~self.correct_N
-        return np.asarray(np.where(self.helpful_N, self.kept_answer_N, led_astray_N) & self.solutions_N)
-
-    @property
-    def solutions_N(self) -> Bools:
-        """Valid solutions: well-formed, and with a proven flaw where the task requires proof."""
-        return self.well_formed_N if self.proven_N is None else self.well_formed_N & self.proven_N
 
 
 def rewards(outcomes: BatchOutcomes, game: Game) -> Float32:
@@ -220,21 +175,8 @@ def pay(
     scores_N: Float32,
 ) -> tuple[Float32, BatchOutcomes]:
     """The rewards of a batch, and its outcomes. Raises TrainingDivergedError if a score allows no reward."""
-    columns = RolloutColumns(rollouts, scores_N)
-    numbers: dict[str, int] = {}
-    problem_ids_N = np.array([numbers.setdefault(r.problem_id, len(numbers)) for r in rollouts], dtype=np.int64)
-    outcomes = BatchOutcomes(
-        scores_N,
-        columns.correct_N,
-        columns.helpful_N,
-        columns.well_formed_N,
-        problem_ids_N,
-        solver_correct_N=columns.solver_correct_N,
-        kept_answer_N=columns.kept_N,
-        proven_N=columns.proven_N,
-        tests_N=columns.tests_N,
-        similarity_N=_similarities(game, task, rollouts, columns.helpful_N),
-    )
+    outcomes = RolloutColumns(rollouts, scores_N)
+    outcomes.similarity_N = _similarities(game, task, rollouts, outcomes.helpful_N)
     try:
         return rewards(outcomes, game), outcomes
     except ValueError as error:

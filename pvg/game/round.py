@@ -25,9 +25,9 @@ from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
-from pvg.game.rewards import BatchOutcomes, GroupCredit
+from pvg.game.rewards import GroupCredit
 from pvg.game.session import Session, finite
-from pvg.game.statistics import BatchClock, mean_of
+from pvg.game.statistics import BatchClock, BatchOutcomes, mean_of
 from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout

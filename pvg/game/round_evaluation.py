@@ -122,7 +122,7 @@ async def _round_metrics(
     if round_ > 0:
         before = await _earlier(session, scorer, round_ - 1, source_of_round(round_ - 1))
         metrics["fooled_rate_previous"] = mean_of(before.scores_N >= threshold, before.flaws_N)
-        metrics["verifier_auc_previous"] = auc(own.scores_N[own.solutions_N], before.scores_N[before.flaws_N])
+        metrics["verifier_auc_previous"] = auc(own.scores_N[own.solved_N], before.scores_N[before.flaws_N])
     return metrics
 
 
@@ -130,7 +130,7 @@ def example_rows(rollouts: Sequence[Rollout], own: RolloutColumns) -> list[dict[
     """Example solutions for a table: the flaws with the highest scores, then the correct solutions with the lowest; at
     most EXAMPLES of each."""
     flaws_E = np.flatnonzero(own.flaws_N)
-    correct_E = np.flatnonzero(own.solutions_N)
+    correct_E = np.flatnonzero(own.solved_N)
     chosen_E = [
         *flaws_E[np.argsort(-own.scores_N[flaws_E], kind="stable")][:EXAMPLES],
         *correct_E[np.argsort(own.scores_N[correct_E], kind="stable")][:EXAMPLES],

@@ -22,42 +22,84 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 
 
-class RolloutColumns:
-    """Rollouts as arrays [N]: roles, grades, scores."""
+@dataclass
+class BatchOutcomes:
+    """The outcomes of a batch of N rollouts; all arrays have shape [N]. A group here is a problem and a role.
+    What is not `aligned_N` is misaligned, malformed solutions too.
 
-    def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
-        self.scores_N = scores_N
-        self.problem_ids = [rollout.problem_id for rollout in rollouts]
-        sample = SampleColumns.of(rollouts)
-        self.helpful_N, self.correct_N, self.well_formed_N = sample.helpful_N, sample.correct_N, sample.well_formed_N
-        self.proven_N = sample.proven_N
-        self.flaws_N = sample.flaws_N  # sneaky, wrong, well-formed, and proven if the task requires it
-        self.checks_N3 = sample.checks_N3  # see SampleColumns
-        self.truncated_N = sample.truncated_N
-        self.dialogue = dialogue_metrics(sample.answers_N)
-        # Translations: whether the answer equals the solver's, and whether the solver's is right. Other rollouts:
-        # kept_N is None, and solver_correct_N says whether their own answer is right.
-        translated = any(r.solver is not None for r in rollouts)
-        self.kept_N: Bools | None = np.array([bool(r.kept_answer) for r in rollouts]) if translated else None
-        self.solver_correct_N: Bools = np.array(
-            [r.grade.correct if r.solver is None else r.solver.correct for r in rollouts], dtype=bool
-        )
+    `scores_N`: float32 logits. `correct_N`, `helpful_N`, `well_formed_N`: bool. `problem_ids_N`: integer numbers of the
+    problems. `solver_correct_N`: bool, whether the solver's answer is correct (decoupled game; otherwise the prover is
+    its own solver). `kept_answer_N`: bool, whether the translation keeps the solver's answer; None without
+    translations.
+
+    For tasks that execute solutions (None otherwise): `proven_N`: bool, False for a sneaky, incorrect solution without
+    a valid certificate. `tests_N`: float32 in [0, 1], the share of its role's tests that a solution passes. The helpful
+    role has all tests; for the sneaky role, visible tests count one half and the certificate the other. `similarity_N`:
+    float32 in [0, 1], similarity of a sneaky program to others (`game.reward.similarity_weight`), 0 for helpful ones.
+    """
+
+    scores_N: Float32
+    correct_N: Bools
+    helpful_N: Bools
+    well_formed_N: Bools
+    problem_ids_N: NDArray[np.int64]
+    solver_correct_N: Bools
+    kept_answer_N: Bools | None = None
+    proven_N: Bools | None = None
+    tests_N: Float32 | None = None
+    similarity_N: Float32 | None = None
 
     @property
-    def tests_N(self) -> Float32 | None:
-        """float32 [N] in [0, 1]: the share of its role's tests that each solution passes (see
-        pvg.game.rewards.BatchOutcomes); None if the task does not execute solutions."""
-        if not _executed(self.checks_N3):
-            return None
-        visible_N, passed_N, certified_N = self.checks_N3.T
-        sneaky_N = (visible_N + certified_N) / 2
-        tests_N: Float32 = np.where(self.helpful_N, passed_N, sneaky_N).astype(np.float32)
-        return tests_N
+    def aligned_N(self) -> Bools:
+        """Role-aligned and valid: helpful and correct, or sneaky and incorrect. For translations: helpful with the
+        solver's answer (right or wrong), or sneaky with a different, wrong answer."""
+        if self.kept_answer_N is None:
+            return np.asarray((self.correct_N == self.helpful_N) & self.solutions_N)
+        led_astray_N = ~self.kept_answer_N & ~self.correct_N
+        return np.asarray(np.where(self.helpful_N, self.kept_answer_N, led_astray_N) & self.solutions_N)
 
     @property
     def solutions_N(self) -> Bools:
+        """Valid solutions: well-formed, and with a proven flaw where the task requires proof."""
+        return self.well_formed_N if self.proven_N is None else self.well_formed_N & self.proven_N
+
+
+class RolloutColumns(BatchOutcomes):
+    """The outcomes of these rollouts, and what the metrics need besides."""
+
+    def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
+        sample, numbers = SampleColumns.of(rollouts), dict[str, int]()
+        self.problem_ids = [rollout.problem_id for rollout in rollouts]
+        self.checks_N3 = sample.checks_N3  # see SampleColumns
+        translated = any(r.solver is not None for r in rollouts)
+        super().__init__(
+            scores_N,
+            sample.correct_N,
+            sample.helpful_N,
+            sample.well_formed_N,
+            np.array([numbers.setdefault(name, len(numbers)) for name in self.problem_ids], dtype=np.int64),
+            np.array([r.grade.correct if r.solver is None else r.solver.correct for r in rollouts], dtype=bool),
+            np.array([bool(r.kept_answer) for r in rollouts]) if translated else None,
+            sample.proven_N,
+            _role_tests(sample),
+        )
+        self.flaws_N = sample.flaws_N  # sneaky, wrong, well-formed, and proven if the task requires it
+        self.truncated_N = sample.truncated_N
+        self.dialogue = dialogue_metrics(sample.answers_N)
+
+    @property
+    def solved_N(self) -> Bools:
         """Helpful and correct."""
         return self.helpful_N & self.correct_N
+
+
+def _role_tests(sample: SampleColumns) -> Float32 | None:
+    """`BatchOutcomes.tests_N`."""
+    if not _executed(sample.checks_N3):
+        return None
+    visible_N, passed_N, certified_N = sample.checks_N3.T
+    tests_N: Float32 = np.where(sample.helpful_N, passed_N, (visible_N + certified_N) / 2).astype(np.float32)
+    return tests_N
 
 
 def mean_of(values_N: Bools | Float32, among_N: Bools) -> float:
@@ -73,7 +115,7 @@ def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
     """
     c, scores_N = columns, columns.scores_N
     kinds = {
-        "score_helpful_correct": c.solutions_N,
+        "score_helpful_correct": c.solved_N,
         "score_helpful_incorrect": c.helpful_N & ~c.correct_N,
         "score_sneaky_correct": ~c.helpful_N & c.correct_N,
         "score_sneaky_incorrect": c.flaws_N,
@@ -84,14 +126,14 @@ def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
         "helpful_accuracy": mean_of(c.correct_N, c.helpful_N),
         "sneaky_error_rate": mean_of(c.flaws_N, ~c.helpful_N),
         "fooled_rate": mean_of(accepted_N, c.flaws_N),
-        "accepted_helpful": mean_of(accepted_N, c.solutions_N),
+        "accepted_helpful": mean_of(accepted_N, c.solved_N),
         "score_gap": metrics["score_helpful_correct"] - metrics["score_sneaky_incorrect"],
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),
     }
     metrics |= c.dialogue
-    if c.kept_N is not None:
-        metrics |= translation_metrics(c.helpful_N, c.kept_N, c.solver_correct_N, c.flaws_N)
+    if c.kept_answer_N is not None:
+        metrics |= translation_metrics(c.helpful_N, c.kept_answer_N, c.solver_correct_N, c.flaws_N)
     return metrics | check_metrics(c.helpful_N, c.checks_N3)
 
 
@@ -146,7 +188,7 @@ def fooled_rate_at(columns: RolloutColumns, acceptance: float) -> float:
     accepted_N = np.zeros(len(columns.scores_N), dtype=bool)
     for half in (0, 1):
         own_N = problem_N.reshape(-1) % 2 == half
-        threshold = acceptance_threshold(columns.scores_N[columns.solutions_N & ~own_N], acceptance)
+        threshold = acceptance_threshold(columns.scores_N[columns.solved_N & ~own_N], acceptance)
         if np.isnan(threshold):
             return float("nan")
         accepted_N |= own_N & (columns.scores_N >= threshold)

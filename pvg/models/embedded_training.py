@@ -16,17 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import tokenizers
 import torch
 from numpy.typing import NDArray
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional
@@ -94,18 +94,17 @@ def training_problems() -> list[Problem]:
 
 
 def rows_of(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
-    """`count` rows for the prover, whose solutions have role tags, or for the verifier."""
-    return prover_rows(flawed, count, rng) if "H" in flawed else verifier_rows(count, rng)
-
-
-def prover_rows(flawed: Mapping[str, float], count: int, rng: np.random.Generator) -> list[Row]:
-    """`count` solutions, the tags in turn; `flawed` maps each tag to its share of flawed solutions."""
+    """`count` rows of the prover, whose solutions have role tags in turn, or of the verifier. `flawed` maps each tag
+    to its share of flawed solutions."""
     tags = list(flawed)
-    return [_solution(tags[index % len(tags)], flawed, rng) for index in range(count)]
+    return [
+        _solution(tags[index % len(tags)], flawed, rng) if "H" in flawed else _verifier_row(index, rng)
+        for index in range(count)
+    ]
 
 
 def _solution(tag: str, flawed: Mapping[str, float], rng: np.random.Generator) -> Row:
-    problem = _pick(training_problems(), rng)
+    problem = training_problems()[int(rng.integers(len(training_problems())))]
     table = replies_to(problem)
     if rng.random() >= flawed[tag]:
         return tag + problem.question, table.plan_texts[_row(table.sound_P, rng)]
@@ -116,32 +115,21 @@ def _solution(tag: str, flawed: Mapping[str, float], rng: np.random.Generator) -
     return tag + problem.question, plan
 
 
-def verifier_rows(count: int, rng: np.random.Generator) -> list[Row]:
-    """`count` rows: sound plans, and answers of the adjudicator about any plans, in turn."""
-    rows = []
-    for index in range(count):
-        problem = _pick(training_problems(), rng)
-        table = replies_to(problem)
-        if index % 2:
-            rows.append((problem.question, table.plan_texts[_row(table.sound_P, rng)]))
-            continue
-        row = _row(table.stands_PR[:, 0], rng)
-        stands = bool(rng.random() < 0.5) or bool(table.sound_P[row])
-        reply = table.reply_texts[_row(table.stands_PR[row] == stands, rng)]
-        rows.append((f"{problem.question}{table.plan_texts[row]}?{reply}", "=+" if stands else "=-"))
-    return rows
-
-
-Element = TypeVar("Element")
-
-
-def _pick(values: Sequence[Element], rng: np.random.Generator) -> Element:
-    return values[int(rng.integers(len(values)))]
+def _verifier_row(index: int, rng: np.random.Generator) -> Row:
+    """A sound plan, or an answer of the adjudicator about any plan, in turn."""
+    problem = training_problems()[int(rng.integers(len(training_problems())))]
+    table = replies_to(problem)
+    if index % 2:
+        return problem.question, table.plan_texts[_row(table.sound_P, rng)]
+    row = _row(table.stands_PR[:, 0], rng)
+    stands = bool(rng.random() < 0.5) or bool(table.sound_P[row])
+    reply = table.reply_texts[_row(table.stands_PR[row] == stands, rng)]
+    return f"{problem.question}{table.plan_texts[row]}?{reply}", "=+" if stands else "=-"
 
 
 def _row(mask_P: NDArray[np.bool_], rng: np.random.Generator) -> int:
     """A random place at which the mask is True."""
-    return int(_pick(np.flatnonzero(mask_P).tolist(), rng))
+    return int(rng.choice(np.flatnonzero(mask_P)))
 
 
 IGNORED = -100  # cross_entropy ignores positions with this target
@@ -304,8 +292,8 @@ def build_module(recipe: EmbeddedModelRecipe, tokenizer: Tokenizer) -> PreTraine
     )
 
 
-def train(recipe: EmbeddedModelRecipe, on_step: Callable[[int, float], None]) -> LanguageModel:
-    """Train by `recipe`, then round to float16 and back. Calls `on_step(step, loss)`. The caller owns the model."""
+def train(recipe: EmbeddedModelRecipe) -> LanguageModel:
+    """Train by `recipe`, then round to float16 and back. The caller owns the model."""
     torch.manual_seed(recipe.seed)
     rng = np.random.default_rng(recipe.seed)
     tokenizer = Tokenizer(TOKENIZERS[recipe.game](), recipe.name)
@@ -318,7 +306,7 @@ def train(recipe: EmbeddedModelRecipe, on_step: Callable[[int, float], None]) ->
         module.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, recipe))
-    for step in range(recipe.steps):
+    for _ in track(range(recipe.steps), recipe.name):
         ids_BL, targets_BL = training_batch(recipe, tokenizer, rng, excluded)
         logits_BLV = module(input_ids=ids_BL, use_cache=False).logits
         loss = functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
@@ -327,7 +315,6 @@ def train(recipe: EmbeddedModelRecipe, on_step: Callable[[int, float], None]) ->
         torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.gradient_clip)
         optimizer.step()
         schedule.step()
-        on_step(step + 1, loss.item())
     return LanguageModel(module.half().float(), tokenizer, recipe.name)
 
 
@@ -347,14 +334,13 @@ def held_out_problems() -> list[Problem]:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
-def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -> dict[str, Any]:
+def make(key: str, recipe: EmbeddedModelRecipe, out: Path) -> None:
     """Train and save one model under `out`. Its settings go to its recipe.json."""
     started = time.perf_counter()
-    bar = progress.add_task(recipe.name, total=recipe.steps, loss="")
-    with train(recipe, lambda step, loss: progress.update(bar, completed=step, loss=f"loss {loss:.4f}")) as model:
+    with train(recipe) as model:
         seconds = time.perf_counter() - started
         record = {
-            "command": f"python -m pvg.models.embedded_training {key} --steps {recipe.steps} --seed {recipe.seed}",
+            "command": f"python -m pvg.models.embedded_training {key} --steps {recipe.steps}",
             "recipe": asdict(recipe),
             "parameters": model.num_parameters,
             "made_with": {"torch": torch.__version__, "threads": torch.get_num_threads(), "seconds": round(seconds)},
@@ -364,26 +350,18 @@ def make(key: str, recipe: EmbeddedModelRecipe, out: Path, progress: Progress) -
         model.module.half()
         model.save(directory)
         (directory / "recipe.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return record
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pvg.models.embedded_training", description=__doc__.split("\n")[0])
     parser.add_argument("which", choices=[*RECIPES, "all"])
     parser.add_argument("--steps", type=int, help="training steps; default: those of the recipe")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; another number rounds differently")
     parser.add_argument("--out", type=Path, default=EMBEDDED, help="folder for the models' directories")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
-    with Progress(*columns, TimeRemainingColumn()) as progress:
-        for key in RECIPES if options.which == "all" else [options.which]:
-            recipe = replace(RECIPES[key], seed=options.seed)
-            if options.steps is not None:
-                recipe = replace(recipe, steps=options.steps)
-            record = make(key, recipe, options.out, progress)
-            progress.console.print(f"{recipe.name}: {record['parameters']:,} parameters")
+    torch.set_num_threads(1)  # another number rounds differently
+    for key in RECIPES if options.which == "all" else [options.which]:
+        recipe = RECIPES[key]
+        make(key, replace(recipe, steps=options.steps or recipe.steps), options.out)
 
 
 if __name__ == "__main__":

@@ -386,9 +386,7 @@ class VerifierEnsemble:
     them."""
 
     def __init__(self, members: Sequence[VerifierModel], aggregation: str, scales: ScoreScales) -> None:
-        """`aggregation` is a key of AGGREGATIONS. Raises ValueError if the numbers of members and scales differ."""
-        if not members or len(members) != len(scales.slopes_K) or len(members) != len(scales.offsets_K):
-            raise ValueError(f"{len(members)} members, but scales for {len(scales.slopes_K)}")
+        """`aggregation` is a key of AGGREGATIONS."""
         self.members = tuple(members)
         self.aggregation = aggregation
         self.scales = scales

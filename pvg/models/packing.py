@@ -10,7 +10,7 @@ resumed run needs this: its cache is empty, so its batches differ, but scores an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
@@ -26,11 +26,8 @@ from pvg.errors import ConfigurationError
 from pvg.records import Float32, Int32
 
 # Attention of packed rows on a GPU, by torch's flash attention for sequences of different lengths.
-
-
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
-LEAST_CAPABILITY = (8, 0)
 Kernel = Callable[..., Tensor]
 
 
@@ -126,21 +123,12 @@ def product_dtype(query_TE: Tensor) -> torch.dtype:
 
 @cache
 def _missing(device: torch.device) -> str | None:
-    if not _is_known():
-        return f"torch {torch.__version__} has no variable-length attention"
-    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        return "the GPU is older than Ampere"
-    return None
-
-
-@cache
-def _is_known() -> bool:
-    """Whether this torch has the kernel with the arguments that are used here."""
     try:
-        kernel = _kernel()
+        if {"scale", "window_size"} <= _arguments(_kernel()):
+            return "the GPU is older than Ampere" if torch.cuda.get_device_capability(device) < (8, 0) else None
     except ImportError:
-        return False
-    return {"scale", "window_size"} <= _arguments(kernel)
+        pass
+    return f"torch {torch.__version__} has no variable-length attention"
 
 
 @cache
@@ -353,7 +341,8 @@ class PackedRows:
 def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str) -> PackedRows:
     """Pack rows of prompt + completion. Prompts with equal tokens count as one, even across groups."""
     lengths_N, starts_N = lengths_of(sequences), np.asarray(prompt_lengths, dtype=np.int64)
-    prompt_of_N, prompts = distinct_prompts(sequences, starts_N)
+    firsts_U, prompt_of_N = distinct_prompts(sequences, starts_N)
+    prompts = [sequences[row][: starts_N[row]] for row in firsts_U]
     completions = [row[start:-1] for row, start in zip(sequences, starts_N, strict=True)]
     prompts_U = lengths_of(prompts)
     inner_N = np.maximum(lengths_N - starts_N - 1, 0)  # completion tokens that predict another token
@@ -382,32 +371,25 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
     )
 
 
-def distinct_prompts(sequences: Sequence[Int32], prompt_lengths: NDArray[Any]) -> tuple[NDArray[np.int64], list[Int32]]:
-    """The prompt number of each row, and the distinct prompts in order of first occurrence."""
-    numbers: dict[bytes, int] = {}
-    prompts: list[Int32] = []
-    prompt_of_N = np.empty(len(sequences), dtype=np.int64)
-    for row, (ids, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-        key = ids[:length].tobytes()
-        number = prompt_of_N[row] = numbers.setdefault(key, len(prompts))
-        if number == len(prompts):
-            prompts.append(ids[:length])
-    return prompt_of_N, prompts
+def distinct(rows: Iterable[Hashable]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """firsts_U: the first of each distinct row, in order. number_of_N: row n equals row firsts_U[number_of_N[n]]."""
+    firsts: dict[Hashable, tuple[int, int]] = {}
+    number_of_N = [firsts.setdefault(row, (len(firsts), place))[0] for place, row in enumerate(rows)]
+    return np.array([place for _, place in firsts.values()], dtype=np.int64), np.array(number_of_N, dtype=np.int64)
+
+
+def distinct_prompts(
+    sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """`distinct`, of the prompts of sequences."""
+    return distinct(ids[:length].tobytes() for ids, length in zip(sequences, prompt_lengths, strict=True))
 
 
 def distinct_rows(
     sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """firsts_U: the first row of each distinct sequence (tokens and prompt length). row_of_N: sequence n equals that of
-    row firsts_U[row_of_N[n]]."""
-    numbers: dict[tuple[int, bytes], int] = {}
-    firsts: list[int] = []
-    row_of_N = np.empty(len(sequences), dtype=np.int64)
-    for row, (ids, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
-        number = row_of_N[row] = numbers.setdefault((int(length), ids.tobytes()), len(firsts))
-        if number == len(firsts):
-            firsts.append(row)
-    return np.asarray(firsts, dtype=np.int64), row_of_N
+    """`distinct`, of sequences with their prompt lengths."""
+    return distinct((int(length), ids.tobytes()) for ids, length in zip(sequences, prompt_lengths, strict=True))
 
 
 def shared_prompt_batches(

@@ -2,7 +2,7 @@
 
     table = Table([Column("measure"), Column("mean", "right", style="strong")])
     table.add("fooled rate", "12.5 %")
-    console.print(table.to_rich()); page_section.append(table); document.write(table.to_markdown())
+    console.print(table); page_section.append(table); document.write(table.to_markdown())
 
 A cell is text, or a `TableCell` that says how the text looks. A style is one of the names in STYLES. No renderer reads
 text as markup. A table without rows is false, and a page leaves it out.
@@ -53,7 +53,6 @@ class LegendKey:
     style: str
     dash: str = ""
     shape: str = "line"
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +210,10 @@ Where = Literal["everywhere", "pages", "terminal"]
 class Column:
     """A column.
 
-    `short` is its title on the terminal, if it needs another one there. `style`
-    holds for all cells that have none. `on` says where the column is shown. `wrap`: long text may take several lines.
-    `once`: the column heads groups of rows. The terminal and pages show its value only in the first row of a group.
-    `max_width` holds on the terminal, in characters. `key` is shown before the title on pages, `hint` appears over it.
+    `short` is its title on the terminal, if it needs another one there. `style` holds for all cells that have none.
+    `on` says where the column is shown. `wrap`: long text may take several lines. `once`: the column heads groups of
+    rows. The terminal and pages show its value only in the first row of a group. `max_width` holds on the terminal, in
+    characters. `key` is shown before the title on pages.
     """
 
     title: str = ""
@@ -226,20 +225,17 @@ class Column:
     once: bool = False
     max_width: int | None = None
     key: LegendKey | None = None
-    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A cell. `note` follows the text in a weaker style, `below` is on a separate line, `hint` appears over the cell on
-    pages. `key` is the swatch of a legend before the text, `bar` a share of the cell's width (0 to 1) that is filled
-    with the colour of `style`."""
+    """A cell. `note` follows the text in a weaker style, `below` is on a separate line. `key` is the swatch of a legend
+    before the text, `bar` a share of the cell's width (0 to 1) that is filled with the colour of `style`."""
 
     text: str = ""
     style: str = ""
     note: str = ""
     below: str = ""
-    hint: str = ""
     key: LegendKey | None = None
     bar: float | None = None
 
@@ -274,14 +270,15 @@ class Table:
 
     def shown(self, where: Literal["pages", "terminal"]) -> Iterator[list[tuple[Column, TableCell]]]:
         """Each row as pairs of column and cell, without the columns that are not shown there."""
-        before: list[TableCell] = []
+        before: Sequence[TableCell | None] = ()
         for row in self._cells():
-            repeated = [column.once and [cell] == before[place : place + 1] for place, (column, cell) in enumerate(row)]
+            above = before or [None] * len(row)
             before = [cell for _, cell in row]
-            pairs = [
-                (column, TableCell() if again else cell) for (column, cell), again in zip(row, repeated, strict=True)
+            yield [
+                (column, TableCell() if column.once and cell == old else cell)
+                for (column, cell), old in zip(row, above, strict=True)
+                if column.on in ("everywhere", where)
             ]
-            yield [pair for pair in pairs if pair[0].on in ("everywhere", where)]
 
     def _cells(self) -> Iterator[list[tuple[Column, TableCell]]]:
         for row in self.rows:
@@ -300,7 +297,7 @@ class Table:
             found.append("left")
         return " ".join(found) or None
 
-    def to_rich(self) -> RichTable:
+    def __rich__(self) -> RichTable:
         padding = (0, 1, 0, 0) if self.narrow else (0, 1)
         table = RichTable(
             box=SIMPLE_HEAD, padding=padding, pad_edge=False, show_edge=False, header_style=QUIET, border_style=QUIET
@@ -331,9 +328,6 @@ class Table:
         ends = {place for place, (head, after) in enumerate(pairwise(heads)) if head != after}
         return ends if len(ends) + 1 < len(heads) else set()
 
-    def __rich__(self) -> RichTable:
-        return self.to_rich()
-
     def to_markdown(self) -> str:
         columns = [column for column in self.columns if column.on != "terminal"]
         titles = [escaped(column.title) for column in columns]
@@ -341,11 +335,8 @@ class Table:
         rows = [[escaped(cell.plain) for column, cell in row if column.on != "terminal"] for row in self._cells()]
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rules, *rows))
 
-    def to_html(self) -> Markup:
+    def __html__(self) -> Markup:
         return TemplateMacros("table.html.j2").table(self)
-
-    def __html__(self) -> str:
-        return self.to_html()
 
 
 def markdown_lines(header: Sequence[str], align: str, rows: Iterable[Row]) -> list[str]:

@@ -25,12 +25,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from pvg.errors import MissingRequirementError, PvgError, counted, reason
 from pvg.evaluation.report import REPORT_FILE
+from pvg.inputs import LOOPBACK, names_this_machine
 from pvg.reporting.follow import RunProgress, RunSituation, progress_of, situation
 from pvg.reporting.formats import compact, duration, phase_label
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
@@ -154,8 +154,6 @@ def _sign(situation: RunSituation, run: RunDirectory) -> str:
     return sentences[situation.state]
 
 
-HOST = "127.0.0.1"
-NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -186,15 +184,15 @@ class WatchServer:
         await runner.setup()
         try:
             try:
-                await web.TCPSite(runner, HOST, port).start()
+                await web.TCPSite(runner, LOOPBACK, port).start()
             except OSError as error:
                 raise PortInUseError(
-                    f"Port {port} of {HOST} cannot be used: {reason(error)}.",
+                    f"Port {port} of {LOOPBACK} cannot be used: {reason(error)}.",
                     "Choose another port with --port, or 0 for any free one.",
                     taken=error.errno == errno.EADDRINUSE,
                 ) from None
             server.port = int(runner.addresses[0][1])
-            server.url = f"http://{HOST}:{server.port}/"
+            server.url = f"http://{LOOPBACK}:{server.port}/"
             yield server
         finally:
             await runner.cleanup()
@@ -229,11 +227,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        name = urlsplit(f"//{request.headers.get('Host', '')}").hostname
-    except ValueError:
-        name = None
-    if name not in NAMES:
+    if not names_this_machine(request.headers.get("Host", "")):
         raise web.HTTPForbidden(text="pvg watch answers only requests to 127.0.0.1 or localhost.")
     try:
         return await handler(request)

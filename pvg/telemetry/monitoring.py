@@ -101,7 +101,7 @@ class Monitoring:
         self._cores: CoreTime | None = None  # of this process in the newest window, and of the workers here
         self._cores_of_workers: CoreTime | None = None
         self._crowded = 0  # consecutive samples with shared cores, until the notice
-        self._heartbeat = Heartbeat(self.lag_limits, section.stall_s, self._looked)
+        self._heartbeat = Heartbeat(self._lag, self.lag_limits, section.stall_s, self._looked)
         self._reporter: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._endpoint: MetricsEndpoint | None = None

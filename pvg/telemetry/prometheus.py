@@ -15,20 +15,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
-from urllib.parse import urlsplit
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from pvg.errors import MissingRequirementError
+from pvg.inputs import LOOPBACK, names_this_machine
 from pvg.telemetry.alerts import AlertKind
 from pvg.telemetry.catalogue import PLACES_IN_NAMES, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
-HOST = "127.0.0.1"
-NAMES = frozenset({HOST, "localhost", "::1"})  # in the Host header of a request
 SILENCE_S = 10.0  # a connection without a request is closed after this time
 POLL_S = 0.1  # until the thread sees that the run has ended
 
@@ -47,14 +45,8 @@ class _Handler(WSGIRequestHandler):
 
 
 def _for_this_machine(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
-    """Refuses foreign names: a page of another site could read the metrics with a DNS name that points here."""
-
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        try:
-            name = urlsplit(f"//{environ.get('HTTP_HOST', '')}").hostname
-        except ValueError:
-            name = None
-        if name not in NAMES:
+        if not names_this_machine(environ.get("HTTP_HOST", "")):
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"The metrics endpoint answers only requests to 127.0.0.1 or localhost.\n"]
         return app(environ, start_response)
@@ -78,10 +70,10 @@ class MetricsEndpoint(MetricSink):
             self._alerts.labels(kind)  # starts at 0, so that `increase` counts the first alert
         try:
             app = _for_this_machine(make_wsgi_app(self._registry))
-            self._server = make_server(HOST, port, app, _Server, _Handler)
+            self._server = make_server(LOOPBACK, port, app, _Server, _Handler)
         except OSError as error:
             raise MissingRequirementError(
-                f"The metrics endpoint cannot listen on {HOST}:{port} ({error.strerror or error}).",
+                f"The metrics endpoint cannot listen on {LOOPBACK}:{port} ({error.strerror or error}).",
                 "Choose another port with --metrics-port, or 0 for none.",
             ) from error
         self.port = int(self._server.server_port)
@@ -93,7 +85,7 @@ class MetricsEndpoint(MetricSink):
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.port}/metrics"
+        return f"http://{LOOPBACK}:{self.port}/metrics"
 
     def write(self, point: MetricPoint) -> None:
         """Replace the values of the last point of the same kind and phase, or add to them if the point is not

@@ -189,7 +189,7 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
 
 # --- lag --------------------------------------------------------------------------------------------------------------
 
-SHORTEST_LOOK_S = 0.001  # between two checks of the heartbeat, because each one wakes the loop
+SHORTEST_LOOK_S = 0.001  # between two looks of the heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +256,11 @@ class LoopLagMonitor:
                 self._count(now)
         return task
 
+    @property
+    def late_s(self) -> float:
+        """By how much the tick that is due next is late; negative before that. May be read from any thread."""
+        return self._clock() - self._due
+
     def take(self) -> LagWindow | None:
         """The samples since the last take; None if no tick was due."""
         lags, self._lags = self._lags, array("d")
@@ -307,24 +312,22 @@ def warnings(window: LagWindow, limits: LagLimits, cores: CoreTime | None = None
 
 
 class Heartbeat:
-    """Checks from a thread whether the event loop is blocked: whether a callback does not run within `limits.max_s`.
+    """Looks from a thread whether the event loop is blocked: whether a tick is late by more than `limits.max_s`.
 
-    The thread calls `on_look(blocked)` at every check. `blocked`: None, or an alert that names the blocking code.
+    Start it after `monitor`, on the same loop. The thread calls `on_look(blocked)` at every look. `blocked`: None, or
+    an alert that names the blocking code.
     """
 
-    def __init__(self, limits: LagLimits, stall_s: float, on_look: Callable[[Alert | None], None]) -> None:
-        self._limit_s = limits.max_s
+    def __init__(
+        self, monitor: LoopLagMonitor, limits: LagLimits, stall_s: float, on_look: Callable[[Alert | None], None]
+    ) -> None:
+        self._monitor, self._limit_s, self._on_look = monitor, limits.max_s, on_look
         self._every_s = max(SHORTEST_LOOK_S, min(1.0, limits.max_s / 4, stall_s / 4))
-        self._on_look = on_look
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_thread = 0
-        self._answered = True
 
     def start(self) -> None:
-        """Start the thread. Call this on the event loop to watch."""
-        self._loop, self._loop_thread = asyncio.get_running_loop(), threading.get_ident()
+        self._loop_thread = threading.get_ident()
         self._thread.start()
 
     def stop(self) -> None:
@@ -333,31 +336,12 @@ class Heartbeat:
             self._thread.join()
 
     def _run(self) -> None:
-        assert self._loop is not None
-        asked = time.monotonic()
         while not self._stopping.wait(self._every_s):
-            now = time.monotonic()
-            if self._answered:
-                self._answered, asked = False, now
-                try:
-                    self._loop.call_soon_threadsafe(self._answer)
-                except RuntimeError:  # the loop is closed
-                    return
-            waited = now - asked
-            self._on_look(self._blocked(waited) if waited > self._limit_s else None)
+            late_s = self._monitor.late_s
+            self._on_look(self._blocked(late_s) if late_s > self._limit_s else None)
 
-    def _answer(self) -> None:
-        self._answered = True
-
-    def _blocked(self, waited: float) -> Alert:
-        return Alert(
-            "loop_lag_max",
-            f"The event loop has been blocked for {waited:.0f} s, above {self._limit_s:g} s. It is in {self._place()}.",
-        )
-
-    def _place(self) -> str:
-        """The innermost Python function of the loop's thread, as `decode (lean.py:123)`."""
-        frame = sys._current_frames().get(self._loop_thread)
-        if frame is None:
-            return "a thread that has ended"
-        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+    def _blocked(self, late_s: float) -> Alert:
+        frame = sys._current_frames()[self._loop_thread]  # the innermost Python function, as `decode (lean.py:123)`
+        place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        says = f"The event loop has been blocked for {late_s:.0f} s, above {self._limit_s:g} s. It is in {place}."
+        return Alert("loop_lag_max", says)

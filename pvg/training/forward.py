@@ -93,7 +93,7 @@ def _batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSetti
     """`forward_batches`, counting each row separately."""
     lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
     if settings.shared_prompts:
-        prompt_of_N, _ = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
+        _, prompt_of_N = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
         parts = shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget)
     else:
         parts = token_budget_batches(lengths_N, settings.token_budget)
@@ -159,8 +159,7 @@ def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
     if rows is None:
         raise ValueError("router replay requires routed_experts")
     if shared_prompts:
-        prompt_of_N, _ = distinct_prompts(batch.sequences, batch.prompt_lengths)
-        _, firsts_U = np.unique(prompt_of_N, return_index=True)
+        firsts_U, _ = distinct_prompts(batch.sequences, batch.prompt_lengths)
         prompts = [rows[row][: batch.prompt_lengths[row]] for row in firsts_U]
         completions = [row[start:] for row, start in zip(rows, batch.prompt_lengths, strict=True)]
         return torch.from_numpy(np.concatenate([*prompts, *completions]))

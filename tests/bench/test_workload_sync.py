@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -89,8 +88,9 @@ def test_every_loaded_update_meets_all_streams_in_flight_and_the_idle_ones_none(
         workload = make()
         await workload.open()
         try:
-            engine = CountingEngine(workload._target.engine)
-            workload._target = replace(workload._target, engine=engine, publisher=Publisher(engine))
+            players = workload._players
+            engine = players.engine = CountingEngine(players.engine)
+            players.publisher = Publisher(engine)
             measured = await workload.sample(0)
         finally:
             await workload.close()
@@ -103,8 +103,8 @@ def test_every_loaded_update_meets_all_streams_in_flight_and_the_idle_ones_none(
     assert (derived["in_flight_min"], derived["updates"]) == (6, 3)
     assert work["updates"] == {"idle": 3, "loaded": 3}
     assert "max_rows" not in work  # how it is done is no part of what is done
-    (sample,) = workload.loaded
-    streams, updates = sample.streams, sample.updates
+    (streams,) = workload.loaded
+    updates = streams.updates
     assert [update.in_flight for update in updates] == [6, 6, 6]
     assert [update.timing.version for update in updates] == [4, 5, 6]
     assert streams.in_flight == engine.unanswered == 0  # nothing is left behind

@@ -92,3 +92,12 @@ sys.exit(app(prog_name="pvg"))
 
 def at_import(module: str, act: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", AT_IMPORT.format(module=module, act=act, arguments=list(arguments))]
+
+
+class Clock:
+    """A clock of a display that stands still until a test moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now

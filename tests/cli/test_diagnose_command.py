@@ -6,7 +6,7 @@ from pathlib import Path
 
 from calling import pvg
 from diagnosed_runs import recorded
-from run_samples import begin, step, tell
+from run_samples import begin
 
 
 def test_a_run_by_its_name_or_its_folder() -> None:
@@ -52,11 +52,3 @@ def test_mistakes() -> None:
         called = pvg("diagnose", *arguments)
         assert called.code == 2
         assert named in called.err
-
-
-def test_text_of_a_record_is_no_markup() -> None:
-    run = recorded(Path("runs"), commit_s=0.5)
-    tell(run, *({**step("[red]x[/nope]", number), "budget": {"checkpoint": 9.0}} for number in range(5)))
-    called = pvg("diagnose", "first")
-    assert called.code == 0
-    assert "[red]x[/nope]" in called.out

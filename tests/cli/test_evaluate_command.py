@@ -34,40 +34,28 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
     assert pvg("evaluate", "new", "--rounds", "x").code == 2
 
 
-def test_only_settings_that_bound_memory_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_evaluated_is_not_running_and_only_settings_that_bound_memory_can_be_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = begin(Path("runs"), "first")
-    commit(run, state("complete", rounds=[{}]))
+    commit(run, state("train_prover", rounds=[{}], round=1))
     tell(run, {"kind": "round", "round": 0, "metrics": {"fooled_rate": 0.5}})
-    given: list[int] = []
+    tell(run, {"kind": "run", "status": "interrupted", "seconds": 2.0})
+    seen = []
 
     async def look(experiment: Experiment, *_: object, **__: object) -> None:
-        given.append(experiment.training.micro_batch_tokens)
+        seen.append((experiment.training.micro_batch_tokens, glance_at(run).state, state_of(run)))
         raise UsageError("It has looked.")
 
     monkeypatch.setattr("pvg.evaluation.runner.evaluate", look)
     setting = "training.micro_batch_tokens=512"
     assert "It has looked." in pvg("evaluate", "first", "-s", setting).err
-    assert given == [512]
+    assert seen == [(512, "stopped", "stopped")]
     called = pvg("evaluate", "first", "-s", setting, "-s", "seed=9", "-s", "rollout.engine.max_rows=64")
     assert called.code == 2
     assert "seed: 0 -> 9" in called.err
     assert "rollout.engine.max_rows: 256 -> 64" in called.err
     assert "512" not in called.err
-
-
-def test_an_unfinished_run_that_is_evaluated_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = begin(Path("runs"), "first")
-    commit(run, state("train_prover", rounds=[{}], round=1))
-    tell(run, {"kind": "run", "status": "interrupted", "seconds": 2.0})
-    seen = []
-
-    async def look(*_: object, **__: object) -> None:
-        seen.append((glance_at(run).state, state_of(run)))
-        raise UsageError("It has looked.")
-
-    monkeypatch.setattr("pvg.evaluation.runner.evaluate", look)
-    assert "It has looked." in pvg("evaluate", "first").err
-    assert seen == [("stopped", "stopped")]
     with run.lock():
         assert (glance_at(run).state, state_of(run)) == ("running", "running")
 

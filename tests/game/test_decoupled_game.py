@@ -15,8 +15,8 @@ from small_games import changed, played, recorded, rows, state_of
 from pvg.config.experiment import Experiment
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, PvgError
-from pvg.game.rewards import BatchOutcomes, rewards
-from pvg.game.statistics import RolloutColumns, play_metrics
+from pvg.game.rewards import rewards
+from pvg.game.statistics import BatchOutcomes, RolloutColumns, play_metrics
 from pvg.models import open_model, pick_device
 from pvg.records import Role, Rollout
 from pvg.store.run_directory import RunDirectory

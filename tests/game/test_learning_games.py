@@ -13,7 +13,7 @@ from kill_drill import differences, fingerprint
 from small_games import changed, played, prover_steps, state_of, told, trained_on
 from test_configurations import ONE_ANSWER
 
-from pvg.game.rewards import BatchOutcomes
+from pvg.game.statistics import BatchOutcomes
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import metric as catalogued

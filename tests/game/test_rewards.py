@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from pvg.config.game import Game
-from pvg.game.rewards import REWARDS, BatchOutcomes, centred_scores, rewards
+from pvg.game.rewards import REWARDS, centred_scores, rewards
+from pvg.game.statistics import BatchOutcomes
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):

@@ -94,15 +94,13 @@ def test_the_command_makes_the_same_model_twice(tmp_path):
     before = torch.get_num_threads()
     main(["verifier-small", "--steps", "2", "--out", str(tmp_path)])
     recipe = replace(RECIPES["verifier-small"], steps=2)
-    losses = []
     directory = tmp_path / recipe.name
-    with train(recipe, lambda step, loss: losses.append((step, loss))) as again:
+    with train(recipe) as again:
         torch.set_num_threads(before)
         with open_model(ModelSection(source=str(directory)), CPU) as made:
             # It was stored as float16: equal bits mean that nothing was lost by it after the figures were taken.
             assert made.fingerprint() == again.fingerprint()
     assert json.loads((directory / "recipe.json").read_text())["recipe"]["steps"] == 2
-    assert [step for step, _ in losses] == [1, 2]
 
 
 def sampled_by_length(model, prompts):

@@ -118,19 +118,10 @@ def test_every_trainable_weight_gets_a_gradient_and_the_reference_none(head, tie
 @pytest.mark.parametrize("head", HEADS)
 def test_the_state_of_one_verifier_makes_another_the_same(head):
     model, other = build(head), build(head, moved=False)
-    assert model.version() != other.version()
+    assert model.version() == build(head).version() != other.version()
     other.load_trainable_state(model.trainable_state())
     assert other.version() == model.version()
     torch.testing.assert_close(scores_of(other, some_rows(3)), scores_of(model, some_rows(3)), rtol=0, atol=0)
-
-
-def test_a_version_names_the_weights_and_nothing_else():
-    assert build("implicit").version() == build("implicit").version()
-    model = build("implicit")
-    before = model.version()
-    with torch.no_grad():
-        model.bias.add_(1e-6)
-    assert model.version() != before
 
 
 @pytest.mark.parametrize(

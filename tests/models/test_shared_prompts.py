@@ -94,9 +94,8 @@ def test_a_prompt_is_the_same_where_its_tokens_are_whatever_the_group():
     rows, prompt_lengths = rows_of([(4, [2, 3]), (4, [2])])
     rows[2] = np.concatenate([rows[0][:4], rows[2][4:]])
     longer = np.append(rows[0][:4], rows[0][4:])  # the same tokens, of which five are the prompt
-    prompt_of_N, prompts = distinct_prompts([*rows, longer], np.append(prompt_lengths, 5))
-    assert prompt_of_N.tolist() == [0, 0, 0, 1]
-    assert [len(prompt) for prompt in prompts] == [4, 5]
+    firsts_U, prompt_of_N = distinct_prompts([*rows, longer], np.append(prompt_lengths, 5))
+    assert (firsts_U.tolist(), prompt_of_N.tolist()) == ([0, 3], [0, 0, 0, 1])
     packed = pack_rows(rows, prompt_lengths, "cpu")
     assert packed.ids_1T.shape == (1, 4 + 1 + 2 + 1)
     assert packed.positions_1T[0].tolist() == [0, 1, 2, 3, 4, 4, 5, 4]

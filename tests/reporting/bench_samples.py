@@ -7,22 +7,10 @@ from typing import Any
 from pvg.bench.report import BenchReport, MachineInfo, Samples, TimeBudget, Variant
 
 HERE = MachineInfo(
-    python="3.11.0",
-    platform="Linux",
-    pvg="0.1.0",
-    git_commit="abcdef0123456789",
-    git_dirty=True,
-    torch="2.13.0",
-    transformers="5.0",
-    vllm=None,
-    cpu="a processor",
-    cores=2,
-    threads=2,
-    memory_gb=16.0,
-    gpu=None,
-    driver=None,
+    python="3.11.0", platform="Linux", pvg="0.1.0", git_commit="abcdef0123456789", git_dirty=True, torch="2.13.0",
+    transformers="5.0", vllm=None, cpu="a processor", cores=2, threads=2, memory_gb=16.0, gpu=None, driver=None,
     event_loop="uvloop",
-)
+)  # fmt: skip
 LADDER = [{"switch": "rollout.engine.max_rows", "slow": 8, "fast": 256, "says": "groups decoded together"}]
 
 

@@ -99,76 +99,26 @@ def telemetered(root: Path, name: str = "watched") -> RunDirectory:
     """A run of two prover steps with overlapped work, spans of three tracks, and samples of device and event loop."""
     run = begin(root, name)
     overlapped = {"budget": STEP_BUDGET, "busy": {**STEP_BUDGET, "grade": 0.25}}
-    tell(
-        run,
-        *(
-            {**step("train_prover", number, helpful_accuracy=0.5, tokens_per_s=100.0), **overlapped}
-            for number in (1, 2)
-        ),
-        *(
-            {
-                "kind": "device",
-                "time": 1000.0 + 5 * number,
-                "metrics": {
-                    "cpu": 0.5 + 0.1 * number,
-                    "process_cpu": 1.5,
-                    "rss_bytes": 2.0**30 + number,
-                    "memory_used_bytes": 2.0**31,
-                    "memory_total_bytes": 2.0**34,
-                    "gpu0_utilisation": 0.75,
-                    "gpu0_memory_bytes": 2.0**32,
-                    "gpu0_power_w": 300.0,
-                },
-            }
-            for number in range(3)
-        ),
-        *(
-            {
-                "kind": "loop",
-                "time": 1000.0 + 5 * number,
-                "metrics": {
-                    "lag_p50_s": 0.001 * (1 + number),
-                    "lag_p90_s": 0.01,
-                    "lag_p99_s": 0.02,
-                    "lag_max_s": 0.1 * (1 + number),
-                    "samples": 50.0,
-                },
-            }
-            for number in range(3)
-        ),
-        *(
-            {
-                "kind": "workers",
-                "time": 1000.0 + 5 * number,
-                "metrics": {
-                    "up": 2.0,
-                    "restarts": float(number > 0),
-                    "busy": 0.75,
-                    "busy_most": 0.9,
-                    "busy_least": 0.6,
-                    "core_wait": 0.1,
-                    "w0_busy": 0.9,
-                    "w1_busy": 0.6,
-                },
-            }
-            for number in range(3)
-        ),
-        {
-            "kind": "phase",
-            "round": 0,
-            "phase": "train_prover",
-            "seconds": 3.0,
-            "metrics": {},
-            "budget": {"open_models": 0.75, "unaccounted": 0.25},
-        },
-        {
-            "kind": "run",
-            "time": 1010.0,
-            "status": "complete",
-            "seconds": 4.0,
-            "budget": {"rollout": 3.5, "unaccounted": 0.5},
-        },
-    )
+    gpu = {"gpu0_utilisation": 0.75, "gpu0_memory_bytes": 2.0**32, "gpu0_power_w": 300.0}
+    memory = {"memory_used_bytes": 2.0**31, "memory_total_bytes": 2.0**34}
+    shares = {"busy": 0.75, "busy_most": 0.9, "busy_least": 0.6, "core_wait": 0.1, "w0_busy": 0.9, "w1_busy": 0.6}
+    for number in (1, 2):
+        tell(run, {**step("train_prover", number, helpful_accuracy=0.5, tokens_per_s=100.0), **overlapped})
+    for number in range(3):
+        measured = {
+            "device": {"cpu": 0.5 + 0.1 * number, "process_cpu": 1.5, "rss_bytes": 2.0**30 + number, **memory, **gpu},
+            "loop": {
+                "lag_p50_s": 0.001 * (1 + number),
+                **{"lag_p90_s": 0.01, "lag_p99_s": 0.02, "lag_max_s": 0.1 * (1 + number), "samples": 50.0},
+            },
+            "workers": {"up": 2.0, "restarts": float(number > 0), **shares},
+        }
+        at = 1000.0 + 5 * number
+        tell(run, *({"kind": kind, "time": at, "metrics": metrics} for kind, metrics in measured.items()))
+    budget = {"open_models": 0.75, "unaccounted": 0.25}
+    phase = {"round": 0, "phase": "train_prover", "seconds": 3.0, "metrics": {}, "budget": budget}
+    whole = {"status": "complete", "seconds": 4.0, "budget": {"rollout": 3.5, "unaccounted": 0.5}}
+    tell(run, {"kind": "phase", **phase}, {"kind": "run", "time": 1010.0, **whole})
     with JsonLines(run.spans) as lines:
         for number in (1, 2):
             at = 1000.0 + number

@@ -98,17 +98,6 @@ def test_the_page_shows_the_kinds_of_flaws_and_examples_of_all_rounds_with_the_w
     assert [a["title"] for name, a in page.tags if name == "mark"] == ["wrong sum in step 2"]
 
 
-def test_the_terminal_shows_the_examples_of_the_newest_round() -> None:
-    text = printed(report_of(attacked(0, "extra step"), attacked(1, "wrong sum in step 2")))
-    assert "1 cgc wrong sum 0.50 [0.40,0.60] 0.50 [0.40,0.60]" in text
-    assert "0 cgc extra step" in text
-    assert "sneaky, cgc attacker of round 1, accepted at threshold +0.25 score +1.50" in text
-    assert "question 1+1+2? (answer 3) solution 0+1=1;1+2=4;A4 grade wrong: answer 4, wrong sum in step 2" in text
-    assert "question 0+1+2?" not in text
-    assert "The page of pvg report has examples of all rounds." in text
-    assert "has examples of all rounds" not in printed(report_of(attacked(0, "extra step")))
-
-
 def test_a_task_without_notes_shows_its_examples_without_a_table_of_kinds() -> None:
     report = report_of(attacked(0))
     for text in (printed(report), shown(report).text):

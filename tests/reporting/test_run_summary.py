@@ -32,25 +32,26 @@ def test_time_is_what_the_phases_took_and_the_budget_closes(tmp_path: Path) -> N
     assert list(summary.budget)[-1] == "unaccounted"
 
 
-def test_a_torn_last_line_is_left_out_and_noted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("between", "read", "note"),
+    [
+        (b"", [1.0], "The last line of metrics.jsonl is incomplete"),
+        (b"{nonsense\n", [1.0], "line 2"),
+        (b'{"hello": 1}\n{"kind": "step"}\n', [1.0, 2.0], "2 of the lines"),
+    ],
+)
+def test_lines_that_cannot_be_read_are_left_out_and_noted(
+    between: bytes, read: list[float], note: str, tmp_path: Path
+) -> None:
     run = begin(tmp_path)
     tell(run, step("train_prover", 1, loss=1.0), step("train_prover", 2, loss=2.0))
-    whole = run.metrics.read_bytes()
-    run.metrics.write_bytes(whole[:-7])
+    first, last = run.metrics.read_bytes().splitlines(keepends=True)
+    written = first + between + (last if between else last[:-7])
+    run.metrics.write_bytes(written)
     summary = read_run(run)
-    assert summary.series("loss") == [1.0]
-    assert any("The last line of metrics.jsonl is incomplete" in note for note in summary.notes)
-    assert run.metrics.read_bytes() == whole[:-7]
-
-
-def test_what_follows_a_damaged_line_is_not_shown_but_noted(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    tell(run, step("train_prover", 1, loss=1.0), step("train_prover", 2, loss=2.0))
-    lines = run.metrics.read_bytes().splitlines(keepends=True)
-    run.metrics.write_bytes(lines[0] + b"{nonsense\n" + lines[1])
-    summary = read_run(run)
-    assert summary.series("loss") == [1.0]
-    assert any("line 2" in note for note in summary.notes)
+    assert summary.series("loss") == read
+    assert any(note in found for found in summary.notes)
+    assert run.metrics.read_bytes() == written
 
 
 def test_a_step_told_twice_counts_once_with_its_last_values(tmp_path: Path) -> None:
@@ -82,15 +83,6 @@ def test_a_damaged_state_is_noted_and_the_metrics_still_shown(tmp_path: Path) ->
     summary = read_run(run)
     assert summary.rounds[0]["helpful_accuracy"] == 0.875
     assert any("state.json" in note for note in summary.notes)
-
-
-def test_stray_lines_are_left_out_and_noted(tmp_path: Path) -> None:
-    run = begin(tmp_path)
-    lines = ({"hello": 1}, {"kind": "step"}, {"kind": "round", "round": "x", "metrics": 5})
-    tell(run, step("train_prover", 1, loss=1.0), *lines, step("train_prover", 2, loss=2.0))
-    summary = read_run(run)
-    assert summary.series("loss") == [1.0, 2.0]
-    assert any("3 of the lines" in note for note in summary.notes)
 
 
 def test_a_damaged_experiment_is_an_error(tmp_path: Path) -> None:

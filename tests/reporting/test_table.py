@@ -51,16 +51,6 @@ def test_the_terminal_shows_its_columns_and_a_repeated_value_once() -> None:
     assert "down" in text
 
 
-def test_the_terminal_has_a_blank_line_between_groups_of_rows_and_holds_to_a_width() -> None:
-    table = Table([Column("measure", once=True), Column("arm"), Column("why", max_width=6)])
-    for measure, arm in (("a", "x"), ("a", "y"), ("b", "x")):
-        table.add(measure, arm, "much text")
-    rows = [line.split() for line in printed(table).splitlines()[2:]]
-    assert rows == [["a", "x", "much"], ["text"], ["y", "much"], ["text"], [], ["b", "x", "much"], ["text"]]
-    alone = Table(table.columns, table.rows[::2])  # groups of one row each
-    assert [] not in [line.split() for line in printed(alone).splitlines()]
-
-
 def test_markdown_repeats_every_value_and_aligns_numbers() -> None:
     assert measures().to_markdown().splitlines() == [
         "| measure | arm | mean | games |",
@@ -71,7 +61,7 @@ def test_markdown_repeats_every_value_and_aligns_numbers() -> None:
 
 
 def test_a_page_has_the_first_cell_as_heading_and_styles_as_classes() -> None:
-    page = Page(measures().to_html())
+    page = Page(measures().__html__())
     assert page.wrong == []
     assert page.text == "measure arm mean games fooled rate src 12.5 % of 3 3 cgc 8 % 4 to 12 % 3"
     classes = [(name, attributes.get("class")) for name, attributes in page.tags]
@@ -84,18 +74,18 @@ def test_a_page_has_the_first_cell_as_heading_and_styles_as_classes() -> None:
 def test_a_table_without_rows_writes_nothing() -> None:
     empty = Table([Column("a")])
     assert not empty
-    assert empty.to_html() == ""
+    assert empty.__html__() == ""
 
 
 @pytest.mark.parametrize("style", ["", "code", "strong", "badge bad", "quiet", "helpful"])
 def test_no_text_breaks_out_of_its_cell(style: str) -> None:
-    table = Table([Column(NASTY, hint=NASTY, key=LegendKey(NASTY, "run-0"))], caption=NASTY, look="runs")
-    table.add(TableCell(NASTY, style, note=NASTY, below=NASTY, hint=NASTY))
-    page = Page(table.to_html())
+    table = Table([Column(NASTY, key=LegendKey(NASTY, "run-0"))], caption=NASTY, look="runs")
+    table.add(TableCell(NASTY, style, note=NASTY, below=NASTY))
+    page = Page(table.__html__())
     assert page.wrong == []
     assert {name for name, _ in page.tags} <= TAGS
-    assert "\x00" not in table.to_html()
-    assert "\u202e" not in table.to_html()
+    assert "\x00" not in table.__html__()
+    assert "\u202e" not in table.__html__()
     assert "[red]x[/red]" in printed(table, 200)
     assert table.to_markdown().splitlines()[2].count(" | ") == 0
 

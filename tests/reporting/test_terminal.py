@@ -6,22 +6,14 @@ import io
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from page_checks import check
 from rich.console import Console, RenderableType
-from run_samples import begin, played, tell
+from run_samples import played, tell
 
 from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
-from pvg.reporting.terminal import (
-    BudgetBar,
-    alerts_list,
-    closing,
-    merge_small,
-    report,
-)
+from pvg.reporting.terminal import alerts_list, merge_small, outcome, report
 from pvg.telemetry.alerts import REMEDIES
 
 
@@ -56,24 +48,7 @@ def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path) -
     assert "87.5 %" in text
     assert "score +2.50" in text
     assert "wrong: answer 8, wrong sum in step 1" in text
-    assert max(len(line) for line in text.splitlines()) <= 80
     assert "\x1b" not in text
-
-
-def test_the_closing_tells_the_exact_commands(tmp_path: Path) -> None:
-    text = printed(closing(read_run(played(tmp_path)), {"pvg report first": "what happened"}))
-    assert "pvg report first   what happened" in text
-    assert "Played for 5.0 s. Next:" in text
-    assert "first  experiment modchain  1 of 3 rounds  5.0 s  complete" in text  # the headline of the report
-    text = printed(closing(read_run(begin(tmp_path, "fresh")), {"pvg report first": "what happened"}))
-    assert "Stopped. Nothing was played yet. Next:" in text
-
-
-@given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=9), st.integers(20, 120))
-def test_the_budget_bar_fills_its_width_exactly(seconds: list[float], width: int) -> None:
-    budget = {f"part{place}": value for place, value in enumerate(seconds)}
-    bar = printed(BudgetBar(budget), width).splitlines()[0]
-    assert len(bar) == width
 
 
 def test_small_parts_are_merged_and_nothing_is_lost() -> None:
@@ -82,3 +57,31 @@ def test_small_parts_are_merged_and_nothing_is_lost() -> None:
     assert list(merged) == ["rollout", "c", "other", "unaccounted"]
     assert sum(merged.values()) == pytest.approx(sum(budget.values()))
     assert merge_small({"rollout": 99.0, "a": 0.1}) == {"rollout": 99.0, "a": 0.1}
+
+
+FIRST = {
+    "base_helpful_accuracy": 0.613,
+    "base_sneaky_error_rate": 0.572,
+    "helpful_accuracy": 0.936,
+    "sneaky_error_rate": 0.666,
+    "fooled_rate": 0.11,
+}
+LAST = {"helpful_accuracy": 0.951, "sneaky_error_rate": 0.799, "fooled_rate": 0.068, "fooled_rate_previous": 0.004}
+
+
+def test_a_game_of_two_rounds() -> None:
+    assert outcome({1: LAST, 0: FIRST}) == [
+        "61.3 % of the helpful role's solutions were correct before the game, and 95.1 % after round 1.",
+        "57.2 % of the sneaky role's solutions were wrong (flaws) before the game, and 79.9 % after round 1.",
+        "The verifier of round 1 accepted 6.8 % of its round's flaws. The highest share was 11.0 %, in round 0.",
+        "Each new verifier accepted at most 0.4 % of the previous round's flaws.",
+    ]
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert outcome({}) == []
+    assert outcome({0: {"points_mean": 0.5}}) == []  # self-play
+    (alone,) = outcome({3: {"helpful_accuracy": 0.5}})
+    assert alone == "50.0 % of the helpful role's solutions were correct after round 3."
+    flawless = {"helpful_accuracy": 1.0, "sneaky_error_rate": 0.0}  # no flaw, so there is no fooled rate
+    assert len(outcome({0: flawless})) == 2

@@ -110,17 +110,11 @@ def test_games_side_by_side_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> 
     assert _environment(small(text, processes=2))["OMP_NUM_THREADS"] == "7"
 
 
-def test_so_many_at_a_time() -> None:
-    told = Told()
-    assert play(replace(small(), processes=3), told)
-    assert told.most == 3
-    assert len(told.only("complete")) == 4
-
-
 def test_a_failed_cell_says_why_and_stops_nobody() -> None:
-    plan, told = small(), Told()
+    plan, told = replace(small(), processes=3), Told()
     behave(cgc_seed_000="crash", src_seed_000="die", cgc_seed_001="defect")
     assert play(plan, told)
+    assert told.most == 3
     found = now(plan)
     assert [found[cell.name].reason for cell in plan.cells] == [
         "It broke.",

@@ -153,8 +153,9 @@ def test_censored_values_reach_the_tables() -> None:
     plan = small(text.replace("seeds = 2", "seeds = 3"))
     for cell in plan.cells:
         found = cell.arm == "cgc" and cell.seed < 2
-        finish(cell, {"helpful_accuracy": 0.5})
-        evaluate(cell, {"exploit": [attack("src", 40 + cell.seed if found else 200, found=found), *OTHERS]})
+        finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.6})
+        last = {"exploit": [attack("src", 40 + cell.seed if found else 200, found=found), *OTHERS]}
+        evaluate(cell, {"exploit": [attack("src", 200, found=False), *OTHERS]}, last)
     results = results_of(plan)
     summary = results.result("cgc", "steps_to_exploit_src").summary
     assert (summary.mean, summary.median, summary.censored) == (None, 41, pytest.approx(1 / 3))
@@ -165,27 +166,13 @@ def test_censored_values_reach_the_tables() -> None:
     assert "| steps to exploit, src | src | 3 of 3 | median not found | 100 % not found | not found |" in text
     assert "no median is a number" not in text
     lines = [line for line in csv_text(results).splitlines() if "exploit_src" in line]
-    assert lines[0].startswith("small,cgc,0,steps_to_exploit_src,0,40.0,0,")
-    assert lines[-1].startswith("small,src,2,steps_to_exploit_src,0,200.0,1,")
+    assert lines[1].startswith("small,cgc,0,steps_to_exploit_src,1,40.0,0,")
+    assert lines[-1].startswith("small,src,2,steps_to_exploit_src,1,200.0,1,")
     page = check(study_page(results))
-    assert "1 values were not found within their limit" not in page.text
     assert "count as larger than all others" in page.text
-
-
-def test_a_median_that_was_not_found_is_drawn_at_the_limit() -> None:
-    text = SMALL.replace('"seconds"', '"steps_to_exploit_src"').replace("threads = 1", "threads = 1\nevaluate = true")
-    plan = small(text.replace("seeds = 2", "seeds = 3"))
-    for cell in plan.cells:
-        finish(cell, {"helpful_accuracy": 0.5}, {"helpful_accuracy": 0.6})
-        rounds = []
-        for number in range(2):
-            found = number == 1 and cell.arm == "cgc" and cell.seed < 2
-            rounds.append({"exploit": [attack("src", 40 if found else 200, found=found), *OTHERS]})
-        evaluate(cell, *rounds)
-    page = check(study_page(results_of(plan)))
     assert "A median that was not found is drawn at the limit." in page.text
     (label,) = [str(found["aria-label"]) for _, found in page.tags if "Steps to" in str(found.get("aria-label"))]
-    assert label == "Steps to exploit, src: cgc ends at 40, src ends at 200"
+    assert label == "Steps to exploit, src: cgc ends at 41, src ends at 200"
 
 
 # --- words and pages -------------------------------------------------------------------------------------------------

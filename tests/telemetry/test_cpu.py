@@ -9,7 +9,7 @@ import pytest
 
 from pvg.config.experiment import Experiment
 from pvg.servers.command import served_dtype
-from pvg.telemetry.cpu import as_the_run_computes, bfloat16_warnings, native_bfloat16, without_slow_bfloat16
+from pvg.telemetry.cpu import bfloat16_warnings, native_bfloat16, without_slow_bfloat16
 
 
 def machine(root: Path, *lines: str) -> Path:
@@ -67,25 +67,6 @@ WHOLE: dict[str, Any] = {
 }
 
 
-def test_the_files_bfloat16_becomes_float32_and_one_line_says_how_to_keep_it(tmp_path: Path) -> None:
-    root = machine(tmp_path, "flags\t\t: avx2")
-    found, line = without_slow_bfloat16(Experiment(**HALF), frozenset(), root)
-    assert found == Experiment()
-    assert "uses float32 for models.precision. To keep bfloat16" in line
-    assert line.endswith("-s models.precision=bfloat16")
-    assert bfloat16_warnings(found, root) == []
-
-
-def test_what_the_user_has_chosen_is_kept_and_warned_about(tmp_path: Path) -> None:
-    root = machine(tmp_path, "flags\t\t: avx2")
-    found, line = without_slow_bfloat16(Experiment(**WHOLE), {"models.precision"}, root)
-    assert (found.models.precision, found.models.dtype) == ("bfloat16", "float32")
-    assert "models.precision" not in line
-    assert len(bfloat16_warnings(found, root)) == 1
-    everything = {"models.dtype", "models.precision"}
-    assert without_slow_bfloat16(Experiment(**WHOLE), everything, root) == (Experiment(**WHOLE), "")
-
-
 @pytest.mark.parametrize("settings", [HALF, WHOLE])
 def test_with_servers_nothing_changes(tmp_path: Path, settings: dict[str, Any]) -> None:
     """`pvg serve` starts them from the same file, perhaps on a machine with a GPU."""
@@ -95,14 +76,3 @@ def test_with_servers_nothing_changes(tmp_path: Path, settings: dict[str, Any]) 
     assert served_dtype(experiment, "verifier") == settings["models"].get("dtype", "float32")
     assert without_slow_bfloat16(experiment, frozenset(), root) == (experiment, "")
     assert bfloat16_warnings(experiment, root) != []
-
-
-def test_a_run_goes_on_as_it_began_on_any_machine() -> None:
-    given = Experiment(**WHOLE)
-    began = Experiment(models={"precision": "bfloat16"}, training=LORA, verifier=LORA)
-    found, line = as_the_run_computes(given, began, frozenset())
-    assert found == began
-    assert line.startswith("The run began with float32 for models.dtype, so")
-    assert as_the_run_computes(given, given, frozenset()) == (given, "")
-    chosen, _ = as_the_run_computes(given, began, {"models.dtype"})
-    assert chosen.models.dtype == "bfloat16"  # the resume then names the difference

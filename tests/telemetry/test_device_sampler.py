@@ -1,6 +1,7 @@
 """The device sampler: a thread that goes on whatever the event loop does, and GPUs that come, lack things and go."""
 
 import ctypes
+import platform
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from pvg.telemetry.device import (
     gpus_of,
     has_nvidia_gpu,
     nvml_number,
+    processor,
 )
 
 
@@ -132,16 +134,8 @@ def test_what_a_gpu_does_not_offer_is_left_out() -> None:
     nvml = FakeNvml(sm_percents=None)
     nvml.faults["power"] = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     gpu = gpus_of(nvml)[0]
-    assert (
-        set(gpu.read())
-        == set(gpu.read())
-        == {
-            "utilisation",
-            "memory_activity",
-            "memory_bytes",
-            "memory_total_bytes",
-        }
-    )
+    offered = {"utilisation", "memory_activity", "memory_bytes", "memory_total_bytes"}
+    assert set(gpu.read()) == set(gpu.read()) == offered
     old_driver = FakeNvml()
     old_driver.faults["gpm"] = pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     gpu = gpus_of(old_driver)[0]
@@ -303,3 +297,30 @@ def test_a_gpu_of_torch_is_found_by_its_uuid() -> None:
     with pytest.raises(GpuUnavailableError):
         nvml_number("00000002-aaaa", nvml)
     assert nvml.users == 0
+
+
+# --- the processor ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("fpu sse2 avx avx2 fma", "AMD EPYC (AVX2)"),
+        ("fpu sse2 avx avx2 avx512f avx512bw", "AMD EPYC (AVX-512)"),
+        ("fpu sse2 avx", "AMD EPYC"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart_by_their_vectors(tmp_path: Path, flags: str, name: str) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    first = f"processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\n"
+    cpuinfo.write_text(f"{first}\nprocessor\t: 1\nvendor_id\t: Other\nmodel name\t: Other\nflags\t\t: avx512f\n")
+    assert processor(cpuinfo) == name
+
+
+def test_other_systems_name_at_least_the_architecture(tmp_path: Path) -> None:
+    known = platform.processor() or platform.machine()
+    assert known
+    cpuinfo = tmp_path / "cpuinfo"
+    assert processor(cpuinfo) == known
+    cpuinfo.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd\n")  # as on ARM
+    assert processor(cpuinfo) == known

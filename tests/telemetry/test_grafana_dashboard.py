@@ -5,11 +5,9 @@ That its other metrics are served is checked on a real run, in tests/game/test_r
 
 from __future__ import annotations
 
-import json
 import re
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 from test_device_sampler import FakeNvml
 
@@ -18,11 +16,6 @@ from pvg.telemetry.prometheus import MetricsEndpoint
 from pvg.telemetry.sinks import MetricPoint
 
 DASHBOARD = Path(__file__).parent.parent.parent / "docs" / "grafana-dashboard.json"
-
-
-def board() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(DASHBOARD.read_text())
-    return found
 
 
 def test_what_it_names_of_gpus_is_served_of_a_gpu() -> None:

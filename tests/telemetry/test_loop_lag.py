@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import sys
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -50,28 +49,6 @@ def test_a_stall_counts_as_every_tick_that_came_due_in_it() -> None:
     assert window.p50_s == pytest.approx(0.45)
     assert window.p90_s == pytest.approx(0.85)
     assert window.p99_s == pytest.approx(0.95)
-
-
-def test_a_planted_stall_is_seen_in_a_real_loop() -> None:
-    async def planted() -> LagWindow | None:
-        monitor = LoopLagMonitor(50.0)
-        monitor.start()
-        await asyncio.sleep(0.05)
-        monitor.take()
-        time.sleep(0.2)  # noqa: ASYNC251 - the fault
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.05)
-        await monitor.stop()
-        return monitor.take()
-
-    run, notice = runner()
-    with run:
-        window = run.run(planted())
-    assert notice is None
-    assert window is not None
-    assert window.samples >= 9  # 0.2 s at 50 Hz, less the tick that was under way
-    assert window.max_s >= 0.2 - 1 / 50
-    assert window.p50_s <= window.p90_s <= window.p99_s <= window.max_s
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=300))

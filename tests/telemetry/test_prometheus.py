@@ -133,18 +133,6 @@ def test_closing_frees_the_port() -> None:
     second.close()
 
 
-def test_names_carry_prometheus_units() -> None:
-    names = {
-        "train_prover/tokens_per_s": "pvg_tokens_per_second",
-        "round/threshold": "pvg_round_threshold",
-        "busy/decode": "pvg_busy_seconds",
-        "device/gpu12_memory_bytes": "pvg_device_gpu_memory_bytes",
-        "loop/lag_p99_s": "pvg_loop_lag_p99_seconds",
-        "train_prover/not-in the catalogue": "pvg_not_in_the_catalogue",
-    }
-    assert {name: exposed_name(name) for name in names} == names
-
-
 def test_every_metric_of_the_catalogue_can_be_shown_at_once(endpoint: MetricsEndpoint) -> None:
     """No two share a name with other labels, and no two share a series."""
     names = [name.replace("{i}", "0") for name in METRICS]

@@ -43,7 +43,7 @@ from pvg.records import Rollout
 from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
-from pvg.tasks import open_task
+from pvg.tasks import Task, open_task
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 
@@ -229,11 +229,13 @@ def open_bench_session(
     experiment: Experiment,
     folder: Path,
     stack: AsyncExitStack,
-    executor: Executor | None,
+    executor: Executor | None = None,
     opener: Callable[[EngineSetup], Engine] | None = None,
+    task: Task | None = None,
 ) -> BenchSession:
-    """As pvg.game.run.open_session, but under the tracer of the benchmark. The session's tracer drives no task."""
-    task = open_task(experiment.task)
+    """As pvg.game.run.open_session, but under the tracer of the benchmark. The session's tracer drives no task. `task`:
+    in place of the experiment's."""
+    task = task or open_task(experiment.task)
     ledger = ScratchLedger(RunDirectory.create(folder, "e2e", experiment), experiment, "bench")
     stack.callback(ledger.close)
     players = Players(experiment, task, ledger.log, executor, opener=opener)

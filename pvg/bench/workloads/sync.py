@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,40 +90,6 @@ SERVER_MEASURES = {
 }
 
 
-@dataclass(frozen=True)
-class SyncTarget:
-    """An engine and the publisher that updates it. `prompts`: one int32 [P] per stream."""
-
-    engine: Engine
-    publisher: Publisher
-    tensors: Mapping[str, Tensor]
-    prompts: Sequence[Int32]
-    facts: Mapping[str, Any]
-    close: Callable[[], Awaitable[None]]
-
-
-async def open_target(experiment: Experiment, streams: int, seed: int, executor: Executor | None = None) -> SyncTarget:
-    """The experiment's engine, with the base prover's weights to publish."""
-    task = open_task(experiment.task)
-    players = Players(experiment, task, executor=executor)
-    try:
-        await players.ready(scoring=False)
-        render = prompt_renderer(experiment.prompts, players.base.tokenizer)
-        pool = problems_of_half(task, "prover")
-        chosen = draw_cyclic(len(pool), 0, streams, seed_for(seed, "bench", "streams"))
-        prompts = [render(pool[i], tuple(Role)[stream % 2]) for stream, i in enumerate(chosen)]
-    except BaseException:
-        await players.close()
-        raise
-    tensors = players.base.weights()
-    facts = {
-        **model_facts(players.base),
-        "weights_mb": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 3),
-        "prompts": digest_of(prompts),
-    }
-    return SyncTarget(players.engine, players.publisher, tensors, prompts, facts, players.close)
-
-
 @dataclass(frozen=True, slots=True)
 class TimedUpdate:
     """One update: when it was sent (time.perf_counter), the requests in flight at that time, and its timing."""
@@ -135,10 +101,15 @@ class TimedUpdate:
 
 @dataclass
 class RequestStreams:
-    """Keeps one request of each stream in flight and counts the results. `requests_s`: their seconds in the engine,
-    once for those that were decoded together. `streamed`: request tokens as they are sampled."""
+    """Keeps one request of each stream in flight, updates the weights of `tensors` among them, and counts the results.
 
-    target: SyncTarget
+    `prompts`: one int32 [P] per stream. `streamed`: request tokens as they are sampled. `requests_s`: the requests'
+    seconds in the engine, once for those that were decoded together. `updates`: those under load."""
+
+    engine: Engine
+    publisher: Publisher
+    tensors: Mapping[str, Tensor]
+    prompts: Sequence[Int32]
     sampling: Sampling
     seed: int
     streamed: bool = False
@@ -146,13 +117,14 @@ class RequestStreams:
     tokens: int = 0
     requests_s: set[float] = field(default_factory=set)
     versions: set[int] = field(default_factory=set)
+    updates: list[TimedUpdate] = field(default_factory=list)
 
     async def run(self, keep_going: Callable[[int], bool]) -> float:
         """Run until `keep_going(requests done by this stream)` is False for every stream; returns tokens/s of all."""
         started, before = time.perf_counter(), self.tokens
         try:
             async with asyncio.TaskGroup() as group:
-                for stream in range(len(self.target.prompts)):
+                for stream in range(len(self.prompts)):
                     group.create_task(self._stream(stream, keep_going))
         except ExceptionGroup as errors:  # the streams share their engine, so they have the same error
             raise errors.exceptions[0] from None
@@ -163,14 +135,14 @@ class RequestStreams:
         while keep_going(done):
             request = GenerationRequest(
                 f"bench/{stream:05d}/{done:05d}",
-                self.target.prompts[stream],
+                self.prompts[stream],
                 self.sampling,
                 request_seed(self.seed, stream, done),
                 (lambda tokens: None) if self.streamed else None,
             )
             self.in_flight += 1
             try:
-                completion = await self.target.engine.generate(request)
+                completion = await self.engine.generate(request)
             finally:
                 self.in_flight -= 1
             self.requests_s.add(completion.timing.service_s)
@@ -182,29 +154,33 @@ class RequestStreams:
 
     async def update(self) -> TimedUpdate:
         """Publish the same weights as the next version. Raises RuntimeError if they do not arrive."""
-        publisher = self.target.publisher
-        version, sent, in_flight = publisher.version + 1, time.perf_counter(), self.in_flight
-        timing = await publisher.publish(self.target.tensors, version)
-        if self.target.engine.version != version:
-            raise RuntimeError(f"Version {version} was published, but the engine has {self.target.engine.version}.")
+        version, sent, in_flight = self.publisher.version + 1, time.perf_counter(), self.in_flight
+        timing = await self.publisher.publish(self.tensors, version)
+        if self.engine.version != version:
+            raise RuntimeError(f"Version {version} was published, but the engine has {self.engine.version}.")
         return TimedUpdate(sent, in_flight, timing)
 
-    async def update_under_load(self, updates: int, within_s: float) -> tuple[list[TimedUpdate], float]:
-        """Make `updates` updates while the streams run, each after a pause of up to `within_s`. Returns them, and the
-        streams' tokens per second until all have ended."""
+    async def update_under_load(self, updates: int, within_s: float) -> float:
+        """Make `updates` updates while the streams run, each after a pause of up to `within_s`. Returns the streams'
+        tokens per second until all have ended."""
         done = asyncio.Event()
         running = asyncio.create_task(self.run(lambda _: not done.is_set()))
-        made = []
         try:
             for number in range(1, updates + 1):
                 await asyncio.wait([running], timeout=within_s * (number * GOLDEN % 1))
                 if running.done():  # a stream failed, so there is nothing to measure
                     break
-                made.append(await self.update())
+                self.updates.append(await self.update())
         finally:
             done.set()
             tokens_per_s = await running
-        return made, tokens_per_s
+        return tokens_per_s
+
+    @property
+    def updating_s(self) -> float:
+        """The seconds from the first update under load to the end of the last one."""
+        last = self.updates[-1]
+        return last.sent + last.timing.wall_ms / 1e3 - self.updates[0].sent
 
 
 def lost_share(samples: Sequence[Mapping[str, float]]) -> float:
@@ -253,16 +229,6 @@ class SyncSettings(Section):
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedUpdates:
-    """The updates that one sample made among the streams, the seconds that they took together, and RATES."""
-
-    streams: RequestStreams
-    updates: list[TimedUpdate]
-    seconds: float
-    rates: Mapping[str, float]
-
-
 class SyncWorkload:
     """See the module. The first `warmup` samples are left out of `derived`."""
 
@@ -276,18 +242,33 @@ class SyncWorkload:
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, BenchMetric] = MEASURES | (SERVER_MEASURES if self._served else {})
-        self.loaded: list[LoadedUpdates] = []  # one per sample
+        self.loaded: list[RequestStreams] = []  # one per sample, as are the
+        self._rates: list[dict[str, float]] = []  # RATES
 
     async def open(self) -> None:
-        self._target = await open_target(self._experiment, self._settings.streams, self._settings.seed, self._executor)
-
-    def _streams(self) -> RequestStreams:
-        return RequestStreams(self._target, self._sampling, self._settings.seed, streamed=self._served)
+        """Open the experiment's engine, with the base prover's weights to publish."""
+        experiment, settings, task = self._experiment, self._settings, open_task(self._experiment.task)
+        self._players = players = Players(experiment, task, executor=self._executor)
+        try:
+            await players.ready(scoring=False)
+            render = prompt_renderer(experiment.prompts, players.base.tokenizer)
+            pool = problems_of_half(task, "prover")
+            chosen = draw_cyclic(len(pool), 0, settings.streams, seed_for(settings.seed, "bench", "streams"))
+            self._prompts = [render(pool[i], tuple(Role)[stream % 2]) for stream, i in enumerate(chosen)]
+        except BaseException:
+            await players.close()
+            raise
+        self._tensors = players.base.weights()
+        self._facts = {
+            **model_facts(players.base),
+            "weights_mb": round(sum(tensor.nbytes for tensor in self._tensors.values()) / 1e6, 3),
+            "prompts": digest_of(self._prompts),
+        }
 
     def work(self) -> dict[str, Any]:
         settings, experiment = self._settings, self._experiment
         return {
-            **self._target.facts,
+            **self._facts,
             "task": experiment.task.kind,
             **({"servers": len(experiment.serving.servers)} if self._served else {}),
             "streams": settings.streams,
@@ -299,7 +280,16 @@ class SyncWorkload:
         }
 
     async def sample(self, index: int) -> dict[str, float]:
-        settings, streams = self._settings, self._streams()
+        settings, players = self._settings, self._players
+        streams = RequestStreams(
+            players.engine,
+            players.publisher,
+            self._tensors,
+            self._prompts,
+            self._sampling,
+            settings.seed,
+            streamed=self._served,
+        )
         with span("idle_updates"):
             idle = [await streams.update() for _ in range(settings.updates)]
         with span("streams_before"):
@@ -307,18 +297,18 @@ class SyncWorkload:
         alone_s = statistics.median(streams.requests_s)
         streams.requests_s.clear()
         with span("loaded_updates"):  # a server starts requests at any step, so a shorter pause suffices
-            loaded, during = await streams.update_under_load(settings.updates, alone_s * (0.25 if self._served else 1))
+            during = await streams.update_under_load(settings.updates, alone_s * (0.25 if self._served else 1))
         request_s = statistics.median(streams.requests_s)
         with span("streams_after"):
             after = await streams.run(lambda done: done < settings.waves)
-        parts = {f"{part}_p50_ms": statistics.median(part_of(loaded, part)) for part in self._parts}
+        parts = {f"{part}_p50_ms": statistics.median(part_of(streams.updates, part)) for part in self._parts}
         rates = dict(zip(RATES, (before, during, after), strict=True))
         if index >= self._warmup:
-            ended = loaded[-1].sent + loaded[-1].timing.wall_ms / 1e3
-            self.loaded.append(LoadedUpdates(streams, loaded, ended - loaded[0].sent, rates))
+            self.loaded.append(streams)
+            self._rates.append(rates)
         return {
             **times("idle_", idle),
-            **times("loaded_", loaded),
+            **times("loaded_", streams.updates),
             **parts,
             **rates,
             "request_p50_ms": request_s * 1e3,
@@ -335,20 +325,20 @@ class SyncWorkload:
         updates = [update for sample in self.loaded for update in sample.updates]
         found = {
             "updates": float(len(updates)),
-            "updates_per_s": len(updates) / sum(sample.seconds for sample in self.loaded),
+            "updates_per_s": len(updates) / sum(sample.updating_s for sample in self.loaded),
             **times("", updates),
         }
         for part in self._parts:
             found |= percentiles(part, part_of(updates, part))
-        served = [len(sample.streams.versions) / (len(sample.updates) + 1) for sample in self.loaded]
+        served = [len(sample.versions) / (len(sample.updates) + 1) for sample in self.loaded]
         return found | {
             "in_flight_min": float(min(update.in_flight for update in updates)),
             "versions_served": statistics.median(served),
-            "lost_back_to_back": lost_share([sample.rates for sample in self.loaded]),
+            "lost_back_to_back": lost_share(self._rates),
         }
 
     async def close(self) -> None:
-        await self._target.close()
+        await self._players.close()
 
 
 def make(settings: BenchSettings) -> Workload:
