@@ -9,6 +9,7 @@ import pytest
 from pvg.config.describe import commented_toml, explained, json_schema, page, settings, used
 from pvg.config.experiment import TABLES, Experiment
 from pvg.config.load import build_experiment, find_experiment, load_experiment, valid_keys
+from pvg.config.sections import value_of
 from pvg.errors import UsageError
 
 
@@ -25,16 +26,8 @@ def test_every_setting_has_a_short_meaning() -> None:
     assert {setting.key for setting in settings()} == set(valid_keys())
 
 
-UNITS = {
-    "_s": "second",
-    "_ms": "ms",
-    "_mb": "MB",
-    "_kb": "kB",
-    "seconds": "second",
-    "_tokens": "token",
-    "_rollouts": "rollout",
-    "_share": "share",
-}
+UNITS = {"_s": "second", "seconds": "second", "_ms": "ms", "_mb": "MB", "_kb": "kB"}
+UNITS |= {"_tokens": "token", "_rollouts": "rollout", "_share": "share"}
 
 
 def test_a_setting_with_a_unit_in_its_name_says_it() -> None:
@@ -110,7 +103,4 @@ def test_a_setting_is_explained_with_its_use_in_the_experiments() -> None:
 
 def test_every_table_starts_with_its_default_kind() -> None:
     for key, table in TABLES.items():
-        node = Experiment()
-        for part in key.split("."):
-            node = getattr(node, part)
-        assert node.kind == table.default  # type: ignore[attr-defined]
+        assert value_of(Experiment(), key) == table.default

@@ -211,7 +211,7 @@ def gains(report: BenchReport) -> list[VariantGain]:
     """One gain per variant of a sweep or an ablation, in the report's order."""
     headline = headline_of(report)
     alike, in_turn = "by_variant" not in report.work, interleaved(report)
-    says = {f"{rung['switch']}={_word(rung['fast'])}": str(rung["says"]) for rung in report.config["profile"]["ladder"]}
+    says = {f"{rung['switch']}={word(rung['fast'])}": str(rung["says"]) for rung in report.config["profile"]["ladder"]}
     found: list[VariantGain] = []
     first = before = None
     for variant in report.variants:
@@ -236,10 +236,6 @@ def better_by(before: Samples | None, after: Samples | None, *, in_turn: bool = 
     if before.better == "higher":
         return ratio(before.values, after.values)
     return ratio(after.values, before.values)
-
-
-def _word(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # --- two reports ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import orjson
 
+from pvg.bench.compare import word
 from pvg.bench.workloads import (
     OWN_KEYS,
     SERVED,
@@ -45,8 +46,7 @@ from pvg.servers.control import ControlClient, ServerInfo, control_key
 from pvg.servers.pool import HttpPool, ServerFault
 from pvg.servers.process import VllmServer, free_port
 
-# The vLLM servers of a benchmark: running ones (`--server URL`), or one that pvg starts (`--serve`).
-
+# --- the vLLM servers of a benchmark: running ones (`--server URL`), or one that pvg starts (`--serve`) ---------------
 
 # Settings that `pvg serve` reads and a running server cannot change.
 FIXED_AT_START = frozenset(
@@ -114,16 +114,8 @@ def versions(infos: Iterable[ServerInfo]) -> str | None:
 
 def start_settings(experiment: Experiment) -> bytes:
     """Equal for variants that can share a server."""
-    plain = experiment.plain()
-    found = {key: _value(plain, key) for key in sorted(FIXED_AT_START)}
-    return orjson.dumps(found)
-
-
-def _value(plain: Mapping[str, Any], key: str) -> Any:
-    node: Any = plain
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
-    return node
+    changes = flattened(experiment.plain(), "the experiment")
+    return orjson.dumps({change.key: change.value for change in changes if change.key in FIXED_AT_START})
 
 
 @asynccontextmanager
@@ -145,6 +137,8 @@ def with_servers(experiment: Experiment, urls: tuple[str, ...]) -> Experiment:
     serving = experiment.serving.model_copy(update={"servers": urls})
     return experiment.model_copy(update={"serving": serving})
 
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
 
 Kind = Literal["bench", "sweep", "ablation"]
 
@@ -332,8 +326,7 @@ def _ladder(
 
 
 def _label(change: SettingChange) -> str:
-    value = change.value
-    return f"{change.key}={str(value).lower() if isinstance(value, bool) else value}"
+    return f"{change.key}={word(change.value)}"
 
 
 def _interleaved(kind: Kind, choices: Sequence[PlannedVariant], wanted: bool | None) -> bool:

@@ -149,10 +149,11 @@ async def torch_pass(
 ) -> tuple[SamplingPass, tuple[CostlyOperator, ...]]:
     """Write the trace and the table of operators; returns the operators with the most self time."""
     # Without this private option the profiler sees only the calling thread; our operators run in an executor's thread.
+    import torch
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
-    on_gpu = _cuda()
+    on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     config = _ExperimentalConfig(profile_all_threads=True)
     with profile(activities=activities, experimental_config=config) as profiler:
@@ -162,14 +163,9 @@ async def torch_pass(
 
 def _write_torch(profiler: Any, trace: Path, table: Path, on_gpu: bool) -> tuple[CostlyOperator, ...]:
     profiler.export_chrome_trace(str(trace))
-    averages = profiler.key_averages()
-    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    table.write_text(averages.table(sort_by=order, row_limit=OPERATORS_SHOWN, max_name_column_width=60))
-    return _operators(averages, on_gpu)
-
-
-def _operators(averages: Any, on_gpu: bool) -> tuple[CostlyOperator, ...]:
-    own_us = {row.key: row.self_device_time_total if on_gpu else row.self_cpu_time_total for row in averages}
+    averages, own_time = profiler.key_averages(), "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    table.write_text(averages.table(sort_by=own_time, row_limit=OPERATORS_SHOWN, max_name_column_width=60))
+    own_us = {row.key: getattr(row, own_time) for row in averages}
     whole = sum(own_us.values())
     costliest = sorted(own_us.items(), key=lambda item: -item[1])[:COSTLIEST]
     return tuple(CostlyOperator(name, us / 1e6, us / whole if whole else 0.0) for name, us in costliest)
@@ -183,12 +179,6 @@ async def _timed(workload: Workload, keep_going: Callable[[int, float], bool]) -
         await workload.sample(len(walls_s))
         walls_s.append(time.perf_counter() - started)
     return tuple(walls_s)
-
-
-def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def slowdowns(passes: Sequence[SamplingPass]) -> dict[str, float]:
@@ -319,8 +309,7 @@ def profile_stage(
     Without py-spy, or if `py_spy` is False, `missing` says so. `on_pass` receives the name of each pass before it runs.
     """
     made = ProfileResult(_new(folder), f"{stage} of {settings.experiment.name}, {counted(steps, 'step')}")
-    work = _passes(settings, stage, made, steps, py_spy, on_pass, workloads)
-    on_loop(work)
+    on_loop(_passes(settings, stage, made, steps, py_spy, on_pass, workloads))
     _write_figures(made)
     return made
 

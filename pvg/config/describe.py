@@ -191,32 +191,19 @@ def explained(key: str) -> dict[str, Any]:
             f"There is no setting {key!r}." + (f" The nearest one is {hint!r}." if hint else ""),
             "See `pvg config schema` for all settings.",
         )
-    forms = [
-        {
-            "kinds": list(each.kinds),
-            "meaning": each.meaning,
-            "type": each.type,
-            "range": each.range,
-            "default": toml_value(each.default),
-        }
-        for each in found
-    ]
+    forms = [{**_told(each), "type": each.type} for each in found]
     return {"key": key, "forms": forms, "experiments": used(key)}
 
 
 def _inside(key: str) -> list[dict[str, Any]]:
-    """The settings of a section or a tagged table, each with its meaning and default."""
-    return [
-        {
-            "key": each.key,
-            "kinds": list(each.kinds),
-            "meaning": each.meaning,
-            "range": each.range,
-            "default": toml_value(each.default),
-        }
-        for each in settings()
-        if each.key.startswith(f"{key}.") and each.key != f"{key}.kind"
-    ]
+    """The settings of a section or a tagged table."""
+    inside = [each for each in settings() if each.key.startswith(f"{key}.") and each.key != f"{key}.kind"]
+    return [{"key": each.key, **_told(each)} for each in inside]
+
+
+def _told(setting: Setting) -> dict[str, Any]:
+    default = toml_value(setting.default)
+    return {"kinds": list(setting.kinds), "meaning": setting.meaning, "range": setting.range, "default": default}
 
 
 def json_schema() -> dict[str, Any]:

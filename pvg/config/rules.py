@@ -207,11 +207,6 @@ def _dynamic_sampling(experiment: AllSections) -> Iterator[str]:
             f"training.dynamic_sampling replaces groups, but training.loss = {training.loss.kind!r} uses none; set it "
             "to 0, or use a loss with groups, such as 'dapo'"
         )
-    if rollout.group_size == 1:
-        yield (
-            "training.dynamic_sampling replaces groups with equal rewards, and with rollout.group_size = 1 all groups "
-            "are such; raise rollout.group_size"
-        )
     if rollout.deadline.kind == "continue":
         yield (
             "training.dynamic_sampling fills a batch before training, but rollout.deadline = 'continue' leaves groups "
@@ -377,16 +372,6 @@ def _diplomacy(experiment: AllSections) -> Iterator[str]:
         )
 
 
-def _challenge(experiment: AllSections) -> Iterator[str]:
-    if experiment.game.protocol.kind != "challenge":
-        return
-    several = "game.protocol = 'challenge' has several turns"
-    if experiment.rollout.deadline.kind == "continue":
-        yield f"rollout.deadline = 'continue' needs rollouts of one turn, but {several}; set it to 'none' or 'cut'"
-    if experiment.training.router_replay:
-        yield f"training.router_replay needs rollouts of one turn, but {several}; set it to false"
-
-
 def _play(experiment: AllSections) -> Iterator[str]:
     task, training, rollout = experiment.task, experiment.training, experiment.rollout
     if not isinstance(task, PlayTask):
@@ -407,8 +392,14 @@ def _play(experiment: AllSections) -> Iterator[str]:
         )
 
 
-def _translators(experiment: AllSections) -> Iterator[str]:
+def _protocols(experiment: AllSections) -> Iterator[str]:
     game, reward = experiment.game, experiment.game.reward
+    if game.protocol.kind == "challenge":
+        several = "game.protocol = 'challenge' has several turns"
+        if experiment.rollout.deadline.kind == "continue":
+            yield f"rollout.deadline = 'continue' needs rollouts of one turn, but {several}; set it to 'none' or 'cut'"
+        if experiment.training.router_replay:
+            yield f"training.router_replay needs rollouts of one turn, but {several}; set it to false"
     if not isinstance(game.protocol, DecoupledProtocol):
         return
     if not reward.for_translators:
@@ -527,7 +518,7 @@ def _warmup(experiment: AllSections) -> Iterator[str]:
 
 IMPOSSIBLE = (
     *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _translators, _challenge, _play, _workers),
+    *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _protocols, _play, _workers),
     *(_warmup, _attacks),
 )
 
@@ -540,17 +531,10 @@ def warnings_about(experiment: AllSections) -> list[str]:
     return [sentence for rule in ODD for sentence in rule(experiment)]
 
 
-def _reward_warnings(experiment: AllSections) -> Iterator[str]:
-    """Rewards that prefer a misaligned solution (pvg/game/rewards.py)."""
-    reward = experiment.game.reward
-    if experiment.task.kind == "play":  # its reward is a change in value
-        return
-    if isinstance(reward, DecoupledReward) and reward.floor >= 0:
-        yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
-
-
 def _switch_warnings(experiment: AllSections) -> Iterator[str]:
-    training, warmup = experiment.training, experiment.warmup
+    training, warmup, reward = experiment.training, experiment.warmup, experiment.game.reward
+    if experiment.task.kind != "play" and isinstance(reward, DecoupledReward) and reward.floor >= 0:
+        yield f"game.reward.floor = {reward.floor} is not below every aligned reward; set it below 0"
     if warmup.path is None and warmup != Warmup():
         yield "the settings of [warmup] have no effect without a file; set warmup.path"
     if training.loss.kind == "dapo" and training.kl.coefficient not in (0.0, Kl().coefficient):
@@ -560,9 +544,6 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
             "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
             "shows it"
         )
-
-
-def _server_warnings(experiment: AllSections) -> Iterator[str]:
     if experiment.weights.transport.kind == "nccl":
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
 
@@ -610,4 +591,4 @@ def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
         )
 
 
-ODD = (prompt_warnings, _reward_warnings, _switch_warnings, _server_warnings, _staleness_warnings, _protocol_warnings)
+ODD = (prompt_warnings, _switch_warnings, _staleness_warnings, _protocol_warnings)

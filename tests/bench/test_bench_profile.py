@@ -8,8 +8,8 @@ import pytest
 from bench_runs import load_profile
 from tiny_workload import PROFILE, Settings, write_profile
 
-from pvg.bench.workloads import WORKLOADS, make_workload, workload_settings
-from pvg.config.load import find_experiment, known_files, load_experiment, shipped_directories
+from pvg.bench.workloads import workload_settings
+from pvg.config.load import find_experiment, known_files, load_experiment
 from pvg.errors import ConfigurationError, PvgError
 
 
@@ -101,17 +101,3 @@ def test_a_profile_of_this_folder_hides_the_shipped_one_of_its_name(folder: Path
     other = next(name for name in shipped if name != "tiny")
     write_profile(folder, name=other)
     assert load_profile(other).profile.profile == "tiny"
-
-
-SHIPPED = shipped_directories("profiles")[0]
-PROFILES = [path for folder in (SHIPPED, SHIPPED.parent / "benchmarks") for path in sorted(folder.glob("*.toml"))]
-
-
-@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
-def test_every_shipped_profile_can_be_resolved(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SHIPPED.parent)  # the files of benchmarks/ name their code relative to it
-    settings = load_profile(str(path))
-    assert (settings.profile.profile in WORKLOADS) == (path.parent == SHIPPED)
-    assert path.stem == settings.profile.name
-    assert make_workload(settings).measures
-    assert settings.profile.repeats >= 5

@@ -27,18 +27,8 @@ from pvg.store.checkpoints import read_checkpoint, write_checkpoint
 from pvg.store.run_players import find_player, pinned_players, pinned_players_as
 
 CPU = torch.device("cpu")
-SMALL = {
-    "game.rounds": 1,
-    "verifier.steps": 2,
-    "training.steps": 2,
-    "game.mint_problems": 16,
-    "game.test.problems": 4,
-}
-LORA = {
-    "training.adapters.rank": 2,
-    "verifier.adapters.rank": 2,
-    "verifier.head": "scalar",
-}
+SMALL = {"verifier.steps": 2, "training.steps": 2, "game.rounds": 1, "game.mint_problems": 16, "game.test.problems": 4}
+LORA = {"training.adapters.rank": 2, "verifier.adapters.rank": 2, "verifier.head": "scalar"}
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +70,10 @@ def saved_weights(run: str, name: str) -> dict[str, torch.Tensor]:
     ("source", "wanted"),
     [
         ("run:mine", RunId("mine")),
-        ("run:mine/round-2", RunId("mine", 2)),
         ("run:mine/round-002/verifier", RunId("mine", 2, "verifier")),
         ("run:mine/verifier", RunId("mine", None, "verifier")),
         ("run:mine/warmup", RunId("mine", "warmup")),
-        (
-            "run:/a/b c/runs/mine/round-0/prover@0123456789abcdef",
-            RunId("/a/b c/runs/mine", 0, "prover", "0123456789abcdef"),
-        ),
+        ("run:/a/b c/mine/round-0/prover@0123456789abcdef", RunId("/a/b c/mine", 0, "prover", "0123456789abcdef")),
         ("run:verifier", RunId("verifier")),
     ],
 )

@@ -130,10 +130,8 @@ def test_all_wrong_arms_are_told_at_once() -> None:
         small(text)
     first, second = error.value.message.split(" | ")
     assert first.startswith("2 mistakes in small.toml: ")
-    assert "game.rewrad" in first
-    assert "arm 'cgc' of small.toml" in first
-    assert "game.rounds" in second
-    assert "arm 'src' of small.toml" in second
+    assert all(words in first for words in ("game.rewrad", "arm 'cgc' of small.toml"))
+    assert all(words in second for words in ("game.rounds", "arm 'src' of small.toml"))
 
 
 def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +141,6 @@ def test_a_measure_of_an_evaluation_needs_one(monkeypatch: pytest.MonkeyPatch) -
     text = SMALL.replace('"seconds"', '"attack"')
     with pytest.raises(ConfigurationError, match=r"'attack' needs an evaluation"):
         small(text)
-    assert small(text.replace("threads = 1", "threads = 1\nevaluate = true")).evaluate is not None
     with pytest.raises(ConfigurationError, match=r"needs the part 'exploit' of an evaluation, which arm 'cgc'"):
         small(text.replace("threads = 1", 'threads = 1\nevaluate = ["tax"]'))
     with pytest.raises(ConfigurationError, match=r"no part 'expliot' of an evaluation .* Did you mean 'exploit'"):
