@@ -37,10 +37,8 @@ def test_without_a_profile_it_lists_them_with_what_they_prove() -> None:
     line = next(line for line in called.out.splitlines() if line.startswith("tiny"))
     assert "sorts numbers" in line
     assert "rollout" in called.out
-    document = pvg("bench", "--json").document
-    assert {"name": "tiny", "workload": "tiny", "about": "sorts numbers", "path": "profiles/tiny.toml"} in document[
-        "profiles"
-    ]
+    listed = {"name": "tiny", "workload": "tiny", "about": "sorts numbers", "path": "profiles/tiny.toml"}
+    assert listed in pvg("bench", "--json").document["profiles"]
 
 
 def test_a_profile_writes_its_report_and_says_where_and_what_next() -> None:

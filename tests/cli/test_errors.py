@@ -78,6 +78,7 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
 def test_a_mistake_is_one_line_with_exit_code_2(arguments: tuple[str, ...], named: str) -> None:
     refused(pvg(*arguments, "--json"), 2, named)
     assert not Path("runs").exists()
+    assert "Traceback" in pvg(*arguments, "--debug").err
 
 
 # A setting, and the key or file that its error names.
@@ -112,26 +113,18 @@ def test_wrong_usage_is_exit_code_2_and_a_document_with_json(arguments: tuple[st
     assert (called.code, called.document["error"]["type"]) == (2, "UsageError")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "--resume", "drawn"),
-        ("score", "drawn", "rows.jsonl", "--out", "x"),
-        ("export", "drawn", "--player", "prover", "--out", "x"),
-    ],
-)
-def test_samples_without_a_game_are_no_run_to_go_on_with(arguments: tuple[str, ...]) -> None:
+def test_samples_without_a_game_are_no_run_to_go_on_with() -> None:
     run = RunDirectory.create(Path("runs"), "drawn", Experiment())
     FileStateStore(run.state).save({"phase": "init", "rounds": [], "shards": [{}]})
-    refused(pvg(*arguments, "--json"), 2, "pvg rollout")
+    for line in ("train --resume drawn", "score drawn rows.jsonl --out x", "export drawn --player prover --out x"):
+        refused(pvg(*line.split(), "--json"), 2, "pvg rollout")
 
 
-def test_a_file_in_place_of_the_folder_of_runs_is_named() -> None:
+def test_a_file_in_place_of_the_folder_of_runs_and_a_deleted_current_folder_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("runs").touch()
     refused(pvg("train", "--json"), 2, "runs is not a folder")
-
-
-def test_a_deleted_current_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -178,12 +171,6 @@ def test_an_error_of_a_path_that_the_user_named_is_no_defect(
 
     monkeypatch.setattr(Path, "is_file", fail)  # as in looking for the experiment
     refused(pvg("config", "show", "--json"), code, "runs/secret")
-
-
-def test_debug_shows_the_traceback_of_a_mistake() -> None:
-    called = pvg("train", "modchian", "--debug")
-    assert called.code == 2
-    assert "Traceback" in called.err
 
 
 FULL = Path("/dev/full")

@@ -130,21 +130,13 @@ def test_a_failed_game_is_told_tried_once_more_at_the_next_call_and_ends_with_1(
 def test_a_dry_run_plays_nothing_and_tells_the_work(small: str) -> None:
     called = pvg("study", small, "--dry-run")
     assert called.code == 0
-    for said in (
-        "2 arms x 2 seeds = 4 games",
-        "game.reward=src",
-        "64 of 64 optimizer steps remain",
-        "warning: 2 seeds cannot show a significant difference between arms",
-    ):
+    for said in ("2 arms x 2 seeds = 4 games", "game.reward=src", "64 of 64 optimizer steps remain"):
         assert said in called.out, said
     assert not Path("runs").exists()
     document = pvg("study", small, "--dry-run", "--json").document
-    assert [cell["steps"] for cell in document["cells"]] == [16] * 4
-    assert {cell["status"] for cell in document["cells"]} == {"new"}
-    assert [sentence.split(":")[0] for sentence in document["warnings"]] == [
-        "2 seeds cannot show a significant difference between arms",
-        "2 seeds cannot show a significant trend over the rounds",
-    ]
+    assert [(cell["steps"], cell["status"]) for cell in document["cells"]] == [(16, "new")] * 4
+    assert len(document["warnings"]) == 2
+    assert all(f"warning: {sentence.split(':')[0]}" in called.out for sentence in document["warnings"])
     assert pvg("study", small, "--dry-run", "--seeds", "7", "--json").document["warnings"] == []
     assert pvg("study", small, "--dry-run", "--only-table").code == 2
 

@@ -100,14 +100,9 @@ def test_each_check_fails_for_a_task_that_is_wrong_there(check: str, request: py
 
 def test_what_cannot_be_opened_is_an_error_and_not_a_failed_check() -> None:
     assert pvg("task", "check", "own.py:Sums").code == 2
-    assert "does not define" in pvg("task", "check", str(write("own.py", "x = 1\n")) + ":Sums").err
+    Path("own.py").write_text("x = 1\n")
+    assert "does not define" in pvg("task", "check", "own.py:Sums").err
     assert "There is no experiment 'modchian'" in pvg("task", "check", "modchian").err
-
-
-def write(name: str, text: str) -> Path:
-    path = Path(name)
-    path.write_text(text)
-    return path
 
 
 # --- pvg train --dry-run ----------------------------------------------------------------------------------------------
@@ -121,10 +116,9 @@ def test_a_dry_run_shows_prompts_the_verifiers_input_and_grades() -> None:
     found = pvg("train", "--dry-run", "--json").document["preview"]
     assert found["prompts"]["helpful"] == {"text": "H0+0+9+3+9?", "tokens": 11}
     assert found["verifier_input"]["text"].startswith("0+0+9+3+9?0+0=0;")
-    assert [(each["correct"], each["expected_correct"]) for each in found["graded"]][:2] == [
-        (True, True),
-        (False, False),
-    ]
+    assert found["challenge"] is None
+    graded = [(each["correct"], each["expected_correct"]) for each in found["graded"]]
+    assert graded[:2] == [(True, True), (False, False)]
 
 
 def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verifier_reads_them() -> None:
@@ -138,7 +132,6 @@ def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verif
     asked = {"question": "1?", "answer": "0+0=0;", "answered_by": "prover", "max_tokens": 16}
     assert found["challenge"] == asked
     assert found["verifier_input"]["text"].endswith(";A1<eos>1?0+0=0;<eos>")
-    assert pvg("train", "--dry-run", "--json").document["preview"]["challenge"] is None
 
 
 @pytest.mark.parametrize(
@@ -196,22 +189,16 @@ def test_a_real_chat_model_shows_its_template() -> None:
 # --- solutions that the models cannot write ---------------------------------------------------------------------------
 
 
-def few_characters(*more: str) -> list[str]:
-    """Overrides: sums in the characters of the embedded models, which have no `<` and no letters."""
-    write("sums.csv", "question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(100)))
-    return [part for setting in ("task.kind=data", "task.path=sums.csv", *more) for part in ("-s", setting)]
-
-
-CAN_WRITE = "the models can write a correct solution"
-
-
 @pytest.mark.usefixtures("no_other_process")
 @pytest.mark.parametrize(
     ("more", "passed"),
     [(["task.grader=number"], True), (["task.grader=regex", "task.pattern=A([0-9]+)$", "task.form=A"], None)],
 )
 def test_a_grader_that_reads_what_the_model_can_write_passes(more: list[str], passed: bool | None) -> None:
-    checked = pvg("task", "check", *few_characters(*more), "--json")
+    """The characters of the embedded models have no `<` and no letters."""
+    Path("sums.csv").write_text("question,answer\n" + "".join(f"{n}+1?,{n + 1}\n" for n in range(100)))
+    overrides = [part for setting in ("task.kind=data", "task.path=sums.csv", *more) for part in ("-s", setting)]
+    checked = pvg("task", "check", *overrides, "--json")
     assert checked.code == 0
-    assert checks(checked.document)[CAN_WRITE] is passed
+    assert checks(checked.document)["the models can write a correct solution"] is passed
     assert len(checked.document["preview"]["verifier_input"]["text"]) > len("0+1?<eos>")  # a solution is shown
