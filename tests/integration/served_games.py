@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_servers import vllm_python
+from vllm_servers import free_port, vllm_python
 
 PVG = Path(sys.executable).parent / "pvg"
 LONGEST_START_S = 600.0
@@ -42,12 +41,6 @@ class Served:
     def kill(self) -> None:
         """SIGKILL vLLM itself, as the kernel's out-of-memory killer would."""
         os.kill(self.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 @contextmanager

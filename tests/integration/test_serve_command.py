@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from vllm_servers import vllm_python
+from vllm_servers import free_port, vllm_python
 
 from pvg.servers import supervisor
 from pvg.servers.control import KEY_FILE, KEY_VARIABLE
@@ -54,7 +53,7 @@ class Serving:
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[Serving]:
-    port = _free_port()
+    port = free_port()
     command = [*ENTRY, "serve", "modchain", "--json", "--port", str(port), "-s", f"weights.root={folder / 'root'}"]
     environment = {**os.environ, "PVG_VLLM_PYTHON": vllm_python(), "OMP_NUM_THREADS": "1"}
     environment.pop(KEY_VARIABLE, None)
@@ -75,12 +74,6 @@ def serving(folder: Path, *options: str) -> Iterator[Serving]:
             yield Serving(process, document, os.getsid(document["server_pid"]), folder / "root")
         finally:
             process.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_prover_answers_and_sigterm_ends_it_in_order(tmp_path: Path) -> None:

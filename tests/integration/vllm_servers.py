@@ -63,7 +63,7 @@ def vllm_python() -> str:
 @contextmanager
 def started(model: Path, folder: Path, *options: str) -> Iterator[Server]:
     """A server of `model` in float32, with its log and its weights' root below `folder`. Ends with the block."""
-    python, port, key = vllm_python(), _free_port(), secrets.token_urlsafe(16)
+    python, port, key = vllm_python(), free_port(), secrets.token_urlsafe(16)
     root, log = folder / "weights", folder / "server.log"
     root.mkdir(parents=True)
     environment = {
@@ -100,7 +100,7 @@ def started(model: Path, folder: Path, *options: str) -> Iterator[Server]:
         _stop(process)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_policies import tiny_model
+from tiny_policies import TOKENIZER, orders
 from virtual_time import run_in_virtual_time
 
-from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
+from pvg.records import Grade, Group, Problem, Timing, VersionSpan
+from pvg.rollout.dispatcher import Dispatcher, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.episodes import Deadline
 
-TOKENIZER = tiny_model().tokenizer
 TOKENS_PER_S = 10
 
 
@@ -60,13 +59,6 @@ class TimedEngine:
             raise self.fails[key]
         ids = TOKENIZER.encode("7=")
         return Completion(request.id, ids, np.zeros(2, np.float32), (VersionSpan(0, 1),), "length", Timing())
-
-
-def orders(sizes: Sequence[int]) -> list[GroupOrder]:
-    return [
-        GroupOrder(Problem(f"p{group}", "1+1?", "2"), Role.HELPFUL, TOKENIZER.encode("H1+1?"), group, size)
-        for group, size in enumerate(sizes)
-    ]
 
 
 def play(
@@ -116,22 +108,6 @@ def test_a_group_is_used_with_what_has_arrived_and_the_rest_is_cancelled_and_cou
     assert (first.cancelled, first.lost_tokens) == (1, 4 * TOKENS_PER_S)
     assert (len(second.rollouts), second.cancelled, second.lost_tokens) == (4, 0, 0)
     assert engine.cancelled == [(0, 1)]
-
-
-def test_a_group_that_has_too_few_waits_until_it_has_them() -> None:
-    engine = TimedEngine(takes([1, 50, 20, 30]))
-    assert play(engine, [4], Deadline(4.5, least=3)) == [[(0, 0), (0, 2), (0, 3)]]
-    assert engine.cancelled == [(0, 1)]
-
-
-def test_a_batch_is_one_set_and_its_groups_may_be_left_with_nothing() -> None:
-    engine = TimedEngine(takes([1], [9], [2], [9]))
-    found = groups(engine, [1, 1, 1, 1], Deadline(4.5, least=2, over="batch"))
-    assert [len(group.rollouts) for group in found] == [1, 0, 1, 0]
-    assert [group.cancelled for group in found] == [0, 1, 0, 1]
-    assert play(TimedEngine(takes([1], [9], [2], [7])), [1] * 4, Deadline(4.5, 3, "batch")) == [
-        [(0, 0)], [], [(2, 0)], [(3, 0)],
-    ]  # fmt: skip
 
 
 def test_a_deadline_that_nobody_misses_changes_nothing() -> None:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_policies import tiny_model, with_engine
+from tiny_policies import TOKENIZER, with_engine
 
 from pvg.errors import ConfigurationError, StateError
-from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
+from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.episodes import STARTED_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = 1
-TOKENIZER = tiny_model().tokenizer
 
 
 class ParityTask:
     """Correct when the text has an even number of characters; well-formed when it has any."""
-
-    def problems(self, split: Split) -> Iterable[Problem]:
-        return []
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         if completion == problem.metadata.get("refuse"):

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dispatcher import EOS, TOKENIZER, ParityTask
-from tiny_policies import with_engine
+from test_dispatcher import EOS, ParityTask
+from tiny_policies import TOKENIZER, orders, tiny_model, with_engine
 
 from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
@@ -64,15 +65,10 @@ class Script:
         return found
 
 
-def orders(groups: int = 2, size: int = 2) -> list[GroupOrder]:
-    problems = [Problem(f"p{i}", f"{i}+1?", f"{i + 1}") for i in range(groups)]
-    return [GroupOrder(p, list(Role)[i % 2], TOKENIZER.encode(f"H{i}+1?"), i, size) for i, p in enumerate(problems)]
-
-
 def play(engine: Any, environment: Script, wanted: Sequence[GroupOrder] | None = None, **options: Any) -> list[Group]:
     dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
     call = SampleCall(0, "base", 3, 7, "e", environment=environment, **options)
-    return asyncio.run(dispatcher.sample(orders() if wanted is None else wanted, call))
+    return asyncio.run(dispatcher.sample(orders([2, 2]) if wanted is None else wanted, call))
 
 
 def rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -155,7 +151,7 @@ def test_a_solution_at_its_length_limit_makes_the_rollout_one_and_an_answer_does
 
 def test_a_deadline_gives_up_an_episode_whole_in_whatever_turn_it_is():
     engine = Talking(frozenset({"e/00000/01", "e/00001/00/1"}))
-    groups = play(engine, Script(["1?"]), orders(size=3), deadline=Deadline(0.01, 1))
+    groups = play(engine, Script(["1?"]), orders([3, 3]), deadline=Deadline(0.01, 1))
     assert [[rollout.id for rollout in group.rollouts] for group in groups] == [
         ["e/00000/00", "e/00000/02"],
         ["e/00001/01", "e/00001/02"],
@@ -171,7 +167,7 @@ def test_episodes_that_ended_in_an_earlier_turn_count_for_the_deadline():
     engine = Talking(frozenset({"e/00000/02/1"}))
     script = Script(["1?"], silent=frozenset({"e/00000/00", "e/00000/01"}))
     for over in ("group", "batch"):
-        (group,) = play(engine, script, orders(groups=1, size=3), deadline=Deadline(0.01, 2, over))
+        (group,) = play(engine, script, orders([3]), deadline=Deadline(0.01, 2, over))
         assert [rollout.id for rollout in group.rollouts] == ["e/00000/00", "e/00000/01"]
         assert group.cancelled == 1
 
@@ -184,7 +180,7 @@ def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
     async def work() -> None:
         dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
         with pytest.raises(RuntimeError, match="no answer"):
-            await dispatcher.sample(orders(), SampleCall(0, "base", 3, 7, "e", environment=Failing(["1?"])))
+            await dispatcher.sample(orders([2, 2]), SampleCall(0, "base", 3, 7, "e", environment=Failing(["1?"])))
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(work())
@@ -194,10 +190,9 @@ def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
 def test_the_torch_engine_plays_them_and_its_log_probs_are_those_of_the_whole_transcript(continuous: bool):
     async def use(engine: TorchEngine) -> list[Group]:
         dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
-        return await dispatcher.sample(orders(), SampleCall(0, "base", 3, 7, "e", environment=Script(["3?", "A"])))
-
-    import torch
-    from tiny_policies import tiny_model
+        return await dispatcher.sample(
+            orders([2, 2]), SampleCall(0, "base", 3, 7, "e", environment=Script(["3?", "A"]))
+        )
 
     found = rollouts(with_engine(use, continuous=continuous))
     module = tiny_model().module

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_policies import tiny_model, with_engine
+from tiny_policies import TOKENIZER, orders, with_engine
 
-from pvg.records import Grade, Group, Problem, Role, Split, Timing, VersionSpan
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
+from pvg.records import Grade, Group, Problem, Timing, VersionSpan
+from pvg.rollout.dispatcher import Dispatcher, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.episodes import Deadline, Grader
 from pvg.rollout.torch_engine import TorchEngine
 
-TOKENIZER = tiny_model().tokenizer
 EOS = TOKENIZER.eos_id
 PROBLEM = Problem("p", "1+1?", "2")
 LIMIT_S = 60.0
@@ -30,9 +29,6 @@ class LengthTask:
     def __init__(self, before: Any = None) -> None:
         self.before = before
         self.threads: list[str] = []
-
-    def problems(self, split: Split) -> Iterable[Problem]:
-        return []
 
     def grade(self, problem: Problem, completion: str) -> Grade:
         self.threads.append(threading.current_thread().name)
@@ -100,17 +96,9 @@ def test_what_a_task_raises_is_told_and_the_next_is_graded(thread: ThreadPoolExe
 # --- with the dispatcher -----------------------------------------------------------------------------------------
 
 
-def orders(count: int, size: int) -> list[GroupOrder]:
-    return [
-        GroupOrder(Problem(f"p{i}", f"{i}+1?", f"{i + 1}"), Role.HELPFUL, TOKENIZER.encode(f"H{i}+1?"), i, size)
-        for i in range(count)
-    ]
-
-
 async def sampled(engine: Any, executor: Any, task: Any, **options: Any) -> list[Group]:
     dispatcher = Dispatcher(engine, task, TOKENIZER, Sampling(8, (EOS,)), 16, executor)
-    wanted = orders(6, 8)
-    return await dispatcher.sample(wanted, SampleCall(0, "base", 0, 5, "r", **options))
+    return await dispatcher.sample(orders([8] * 6), SampleCall(0, "base", 0, 5, "r", **options))
 
 
 def test_where_it_is_graded_changes_no_bit_of_what_is_sampled(thread: ThreadPoolExecutor) -> None:

@@ -260,17 +260,6 @@ def test_what_prompts_begin_with_is_a_part_of_the_first_level() -> None:
     ]
 
 
-def test_short_common_beginnings_are_left_as_they_are() -> None:
-    prompts = [tokens((5, LEAST_SHARED - 1), (token, 3)) for token in (2, 1, 3)]
-    assert shared_parts(prompts) == [[SharedPart((number,), 0, len(prompts[0])) for number in range(3)]]
-    assert shared_parts([]) == [[]]
-
-
-def test_a_prompt_that_is_the_beginning_of_others_has_no_part_of_its_own() -> None:
-    prompts = [tokens((5, 40)), tokens((5, 40), (6, 2))]
-    assert shared_parts(prompts) == [[SharedPart((0, 1), 0, 40)], [SharedPart((1,), 40, 42)]]
-
-
 @given(
     st.lists(
         st.lists(st.tuples(st.integers(0, 2), st.sampled_from([1, 20, 32, 33, 70])), min_size=1, max_size=4),

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_deadlines import TOKENIZER, AnyTask
+from test_deadlines import AnyTask
+from tiny_policies import TOKENIZER
 from virtual_time import run_in_virtual_time
 
 from pvg.errors import StateError

@@ -89,20 +89,6 @@ def test_numbers_at_the_ends_of_the_unit_interval_never_give_a_token_of_probabil
     assert tokens.tolist() == [1, 1, 3, 3]
 
 
-def test_frequencies_follow_the_distribution() -> None:
-    probabilities = np.array([0.4, 0.05, 0.25, 0.1, 0.0, 0.15, 0.03, 0.02])
-    requests = [GenerationRequest("r", np.ones(1, np.int32), Sampling(10, ()), seed) for seed in range(2000)]
-    numbers = torch.from_numpy(uniform_numbers(requests, 10)).flatten()
-    logits = torch.log(torch.tensor(probabilities, dtype=torch.float32)).expand(len(numbers), 8)
-    tokens, _ = draw(logits, rows(*[(1.0, 0, 1.0)] * len(numbers)), numbers)
-    counts = np.bincount(tokens.numpy(), minlength=8)
-    assert counts[4] == 0
-    expected = probabilities * len(numbers)
-    used = expected > 0
-    chi_square = ((counts - expected)[used] ** 2 / expected[used]).sum()
-    assert chi_square < 22.46  # 99.9% of chi-square with 6 degrees of freedom
-
-
 @given(st.lists(st.integers(0, 2**128 - 1), min_size=1, max_size=40), st.integers(1, 70))
 @settings(max_examples=60, deadline=None)
 def test_the_numbers_of_many_requests_are_those_of_numpys_generator(seeds: list[int], count: int) -> None:

@@ -33,6 +33,7 @@ def test_requests_in_flight_go_on_under_new_weights_and_each_token_knows_its_ver
         asked = [request(i, 75, stops=False, on_tokens=noted.append if streamed else None) for i in range(16)]
         tasks = [asyncio.create_task(d.ask(wanted)) for wanted in asked]
         await until(lambda: d.running() == 16)
+        assert d.engine.requests_in_flight == 16
         for version in (1, 2):
             await asyncio.sleep(0.05)
             timing = await d.publish(version)

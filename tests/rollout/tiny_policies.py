@@ -15,12 +15,15 @@ from pvg.config.rollout import Rollouts
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
+from pvg.records import Problem, Role
 from pvg.rollout import EngineSetup
+from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.events import SilentEvents
 
 VOCABULARY = 20
+TOKENIZER = Tokenizer(modchain_tokenizer())
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -53,6 +56,14 @@ def prompts(count: int, shortest: int = 1, longest: int = 9, seed: int = 0) -> l
 
 def requests(prompts_: Sequence[np.ndarray], sampling: Sampling, seed: int = 100) -> list[GenerationRequest]:
     return [GenerationRequest(f"r{i}", prompt, sampling, seed + i) for i, prompt in enumerate(prompts_)]
+
+
+def orders(sizes: Sequence[int]) -> list[GroupOrder]:
+    """Groups of these sizes, numbered from 0, of the roles in turn."""
+    return [
+        GroupOrder(Problem(f"p{i}", f"{i}+1?", f"{i + 1}"), tuple(Role)[i % 2], TOKENIZER.encode(f"H{i}+1?"), i, size)
+        for i, size in enumerate(sizes)
+    ]
 
 
 def with_engine(

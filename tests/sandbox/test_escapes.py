@@ -18,11 +18,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="full isolation 
 
 
 @pytest.fixture(scope="module", params=list(FULL))
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox | None]:
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     found = opened(request.param)
-    yield found
-    if found is not None:
-        found.close()
+    if found is None:
+        pytest.skip("this kernel lacks these walls, and pvg was seen to refuse")
+    with found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,8 @@ def attack(most):
 """
 
 
-def test_no_process_is_started_unless_it_was_asked_for(sandbox: Sandbox | None) -> None:
-    if sandbox is not None:
-        assert attack(sandbox, FORK_BOMB, 60).value == 0
+def test_no_process_is_started_unless_it_was_asked_for(sandbox: Sandbox) -> None:
+    assert attack(sandbox, FORK_BOMB, 60).value == 0
 
 
 @pytest.mark.parametrize("kind", ["all walls", "no landlock"])
@@ -89,9 +89,7 @@ def attack(most):
 """
 
 
-def test_threads_are_few(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_threads_are_few(sandbox: Sandbox) -> None:
     bomb = sandbox.run(Program.of_function(THREADS, "attack", [[200]]))
     if "namespaces" in sandbox.isolation.walls:
         assert bomb.cases[0].value <= 16
@@ -105,9 +103,7 @@ MEMORY_BOMB = (
 )
 
 
-def test_a_memory_bomb_ends_at_the_limit(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_a_memory_bomb_ends_at_the_limit(sandbox: Sandbox) -> None:
     assert attack(sandbox, MEMORY_BOMB, 200, limits=Limits(memory_mb=64)).error.startswith("MemoryError")
     assert attack(sandbox, MEMORY_BOMB, 200, limits=Limits(memory_mb=512)).value == 200
     outside = Program(MEMORY_BOMB + "attack(200)\n", "attack", ("[1]",))
@@ -115,10 +111,8 @@ def test_a_memory_bomb_ends_at_the_limit(sandbox: Sandbox | None) -> None:
 
 
 @pytest.mark.parametrize("stream", [1, 2, 3])
-def test_endless_output_ends_at_the_limit(sandbox: Sandbox | None, stream: int) -> None:
+def test_endless_output_ends_at_the_limit(sandbox: Sandbox, stream: int) -> None:
     """3 is where results are reported: a program may write there, and gains nothing."""
-    if sandbox is None:
-        return
     endless = f"import os\ndef attack(most):\n    for _ in range(most):\n        os.write({stream}, b'x' * 1000)\n"
     program = Program.of_function(endless, "attack", [[10**9]])
     assert sandbox.run(program, Limits(output_kb=64)).status == "output"
@@ -127,18 +121,14 @@ def test_endless_output_ends_at_the_limit(sandbox: Sandbox | None, stream: int) 
     assert len(small.stdout) <= 10_000
 
 
-def test_endless_loops_and_waiting_end_at_their_limits(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_endless_loops_and_waiting_end_at_their_limits(sandbox: Sandbox) -> None:
     loop = sandbox.run(Program("while True: pass", None, ("",)), Limits(cpu_s=0.2))
     assert (loop.status, loop.cases[0].error) == ("timeout", "its CPU time was used up")
     wait = sandbox.run(Program("import time; time.sleep(1000)", None, ("",)), Limits(wall_s=0.3))
     assert wait.status == "stalled"
 
 
-def test_a_program_cannot_raise_its_limits(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_a_program_cannot_raise_its_limits(sandbox: Sandbox) -> None:
     source = """
 import resource
 def attack():
@@ -165,9 +155,7 @@ def attack(files, kb):
 """
 
 
-def test_files_fill_the_scratch_folder_and_no_disk(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_files_fill_the_scratch_folder_and_no_disk(sandbox: Sandbox) -> None:
     assert (
         "OSError" in attack(sandbox, FILL, 1000, 100).error
         or "PermissionError" in attack(sandbox, FILL, 1000, 100).error
@@ -215,14 +203,13 @@ def attack(secret, folder):
 """
 
 
-def test_files_outside_cannot_be_read(sandbox: Sandbox | None, control: Sandbox, tmp_path: Path) -> None:
+def test_files_outside_cannot_be_read(sandbox: Sandbox, control: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     assert {"plain", "upwards", "by proc", "symlink", "link"} <= set(
         attack(control, READ, str(secret), str(tmp_path)).value
     )
-    if sandbox is not None:
-        assert attack(sandbox, READ, str(secret), str(tmp_path)).value == []
+    assert attack(sandbox, READ, str(secret), str(tmp_path)).value == []
 
 
 WRITE = """
@@ -250,7 +237,7 @@ def attack(folder, theirs):
 LIBRARY = {"library", "source"}
 
 
-def test_files_outside_cannot_be_written(sandbox: Sandbox | None, control: Sandbox, tmp_path: Path) -> None:
+def test_files_outside_cannot_be_written(sandbox: Sandbox, control: Sandbox, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     theirs = tmp_path / "theirs"
 
@@ -261,9 +248,8 @@ def test_files_outside_cannot_be_written(sandbox: Sandbox | None, control: Sandb
         done = attack(box, WRITE, str(tmp_path), str(theirs)).value
         return done, theirs.read_text() if theirs.exists() else None
 
-    if sandbox is not None:
-        assert tried(sandbox) == ([], "theirs")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+    assert tried(sandbox) == ([], "theirs")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
     harmless = WRITE.replace('"library"', "#").replace('"source"', "#").replace('"fifo"', "#")
     # The control has no leave to write files at all (RLIMIT_FSIZE), but to make, move and cut them.
     theirs.write_text("theirs")
@@ -271,19 +257,15 @@ def test_files_outside_cannot_be_written(sandbox: Sandbox | None, control: Sandb
     assert {"create", "truncate", "folder", "rename"} <= set(done)
 
 
-def test_the_programs_before_leave_nothing(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_the_programs_before_leave_nothing(sandbox: Sandbox) -> None:
     leave = "import builtins\ndef attack():\n    builtins.len = lambda x: 7\n    open('left', 'w').write('left')\n"
     attack(sandbox, leave)
     look = "import os\ndef attack():\n    return [len([]), os.path.exists('left')]\n"
     assert attack(sandbox, look).value == [0, False]
 
 
-def test_other_peoples_packages_are_hidden(sandbox: Sandbox | None) -> None:
+def test_other_peoples_packages_are_hidden(sandbox: Sandbox) -> None:
     """Among them pvg, whose templates hold the references of the problems that it makes."""
-    if sandbox is None:
-        return
     source = """
 import importlib, os, sys
 def attack(place):
@@ -329,29 +311,27 @@ def attack(port, name):
 """
 
 
-def test_the_network_cannot_be_reached(sandbox: Sandbox | None, control: Sandbox) -> None:
+def test_the_network_cannot_be_reached(sandbox: Sandbox, control: Sandbox) -> None:
     name = f"pvg-test-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind("\0" + name)
         unix.listen()
         port = tcp.getsockname()[1]
         assert attack(control, CONNECT, port, name).value == ["AF_INET", "AF_UNIX"]
-        if sandbox is not None:
-            assert attack(sandbox, CONNECT, port, name).value == []
+        assert attack(sandbox, CONNECT, port, name).value == []
 
 
 SIGNAL = "import os\ndef attack(pid, number):\n    os.kill(pid, number)\n    return 'sent'\n"
 
 
-def test_other_processes_cannot_be_signalled(sandbox: Sandbox | None, control: Sandbox) -> None:
+def test_other_processes_cannot_be_signalled(sandbox: Sandbox, control: Sandbox) -> None:
     with bystander() as other:
-        if sandbox is not None:
-            for pid in (other.pid, os.getpid(), 1, -other.pid):
-                assert attack(sandbox, SIGNAL, pid, 0).value is None or pid == 1  # 1 may be the program itself
-            assert attack(sandbox, SIGNAL, other.pid, 9).value is None
-            own = "import os\ndef attack():\n    if os.getpid() == 1:\n        os.kill(-1, 9)\n    return 'alone'\n"
-            assert attack(sandbox, own).value in (None, "alone")
-            assert other.poll() is None
+        for pid in (other.pid, os.getpid(), 1, -other.pid):
+            assert attack(sandbox, SIGNAL, pid, 0).value is None or pid == 1  # 1 may be the program itself
+        assert attack(sandbox, SIGNAL, other.pid, 9).value is None
+        own = "import os\ndef attack():\n    if os.getpid() == 1:\n        os.kill(-1, 9)\n    return 'alone'\n"
+        assert attack(sandbox, own).value in (None, "alone")
+        assert other.poll() is None
         assert attack(control, SIGNAL, other.pid, 9).value == "sent"
         assert other.wait(30) == -9
 
@@ -368,11 +348,10 @@ def attack(pid):
 """
 
 
-def test_the_kernel_signals_nobody_for_a_program(sandbox: Sandbox | None, control: Sandbox) -> None:
+def test_the_kernel_signals_nobody_for_a_program(sandbox: Sandbox, control: Sandbox) -> None:
     """Nor where the system call filter stands alone: Landlock before version 6 lets signals pass."""
     with bystander() as other:
-        if sandbox is not None:
-            assert attack(sandbox, BY_FILE, other.pid).value is None
+        assert attack(sandbox, BY_FILE, other.pid).value is None
         with Sandbox("reduced", LIMITS, workers=1, mechanisms={"seccomp"}) as alone:
             if "seccomp" in alone.isolation.walls:
                 assert attack(alone, BY_FILE, other.pid).value is None
@@ -405,10 +384,9 @@ def ptrace_is_restricted() -> bool:
     return scope.exists() and scope.read_text().strip() != "0"
 
 
-def test_other_processes_cannot_be_traced(sandbox: Sandbox | None) -> None:
+def test_other_processes_cannot_be_traced(sandbox: Sandbox) -> None:
     with bystander() as other:
-        if sandbox is not None:
-            assert attack(sandbox, PTRACE, other.pid).value == ""
+        assert attack(sandbox, PTRACE, other.pid).value == ""
         if not ptrace_is_restricted():
             assert outside(PTRACE, other.pid) == "attached"
 
@@ -426,13 +404,12 @@ def attack(pid):
 """
 
 
-def test_no_environment_can_be_read(sandbox: Sandbox | None) -> None:
+def test_no_environment_can_be_read(sandbox: Sandbox) -> None:
     with bystander(PVG_TEST_SECRET="secret") as other:
         assert "PVG_TEST_SECRET" in outside(ENVIRONMENT, other.pid)
-        if sandbox is not None:
-            assert "PVG_TEST_SECRET" not in attack(sandbox, ENVIRONMENT, other.pid).value
-            names = set(attack(sandbox, ENVIRONMENT, other.pid).value.split())
-            assert names <= {"PYTHONHASHSEED", "LC_CTYPE"}
+        assert "PVG_TEST_SECRET" not in attack(sandbox, ENVIRONMENT, other.pid).value
+        names = set(attack(sandbox, ENVIRONMENT, other.pid).value.split())
+        assert names <= {"PYTHONHASHSEED", "LC_CTYPE"}
 
 
 DAEMON = """
@@ -486,22 +463,19 @@ def attack():
 """
 
 
-def test_system_calls_that_programs_do_not_need_are_denied(sandbox: Sandbox | None, control: Sandbox) -> None:
-    if sandbox is not None:
-        assert attack(sandbox, CALLS).value == []
+def test_system_calls_that_programs_do_not_need_are_denied(sandbox: Sandbox, control: Sandbox) -> None:
+    assert attack(sandbox, CALLS).value == []
     assert "EFAULT" in attack(control, CALLS.replace("execve=59, ", "").replace("setuid=105, ", "")).value
 
 
-def test_calls_of_another_kind_of_machine_end_the_program(sandbox: Sandbox | None) -> None:
-    if sandbox is None or os.uname().machine != "x86_64":
+def test_calls_of_another_kind_of_machine_end_the_program(sandbox: Sandbox) -> None:
+    if os.uname().machine != "x86_64":
         return
     x32 = "import ctypes\ndef attack():\n    return ctypes.CDLL(None).syscall(0x40000000 | 39)\n"
     assert sandbox.run(Program.of_function(x32, "attack", [[]])).status == "killed"
 
 
-def test_privileges_are_gone(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_privileges_are_gone(sandbox: Sandbox) -> None:
     source = """
 import ctypes, os
 def attack():
@@ -524,9 +498,7 @@ def attack():
     assert attack(sandbox, source).value == []
 
 
-def test_crashes_and_early_exits_are_no_answers(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_crashes_and_early_exits_are_no_answers(sandbox: Sandbox) -> None:
     crash = (
         "import ctypes\ndef attack(way):\n    if way:\n        ctypes.string_at(0)\n    import os\n    os._exit(0)\n"
     )
@@ -540,17 +512,13 @@ def test_crashes_and_early_exits_are_no_answers(sandbox: Sandbox | None) -> None
     assert attack(sandbox, "def attack():\n    return 'well'\n").value == "well"  # and the sandbox is
 
 
-def test_no_exit_code_speaks_for_pvg(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_no_exit_code_speaks_for_pvg(sandbox: Sandbox) -> None:
     for code in (1, 7, 80, 81, 84, 255):  # 81 once said that the walls do not stand, which ends the run
         ended = sandbox.run(Program(f"import os\nos._exit({code})", None, ("",)))
         assert (ended.status, ended.exit) == ("killed", code)
 
 
-def test_whoever_closes_its_outputs_is_watched_all_the_same(sandbox: Sandbox | None) -> None:
-    if sandbox is None:
-        return
+def test_whoever_closes_its_outputs_is_watched_all_the_same(sandbox: Sandbox) -> None:
     closed = "import os\nos.closerange(0, 64)\n"
     assert sandbox.run(Program(closed + "while True: pass", None, ("",)), Limits(cpu_s=0.2)).status == "timeout"
     waits = Program(closed + "import time\ntime.sleep(600)", None, ("",))

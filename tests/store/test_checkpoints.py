@@ -17,21 +17,9 @@ from pvg.store.atomic import DamagedFileError
 from pvg.store.checkpoints import META_FILE, TENSORS_FILE, prune, read_checkpoint, verify_checkpoint, write_checkpoint
 
 DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 ]
 
 

@@ -63,6 +63,14 @@ def commits(process: subprocess.Popen[str], count: int) -> list[int]:
     return steps
 
 
+def taken_over(run: RunDirectory) -> None:
+    """What a driver on another host does before its first commit."""
+    newest = newest_lease(run.path)
+    assert newest is not None
+    newest.with_name("lease-000099.json").write_text('{"host": "other", "boot": "other", "process": 7, "ended": false}')
+    newest.unlink()
+
+
 def test_a_driver_on_another_host_is_refused_until_the_first_one_is_silent(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,11 +141,7 @@ def test_a_commit_that_passed_its_check_before_the_run_was_taken_over_is_lost(
 
         def stopped_after_the_check() -> None:
             unchanged()
-            # What another driver does before its first commit.
-            newest = newest_lease(run.path)
-            assert newest is not None
-            newest.with_name("lease-000099.json").write_text("{}")
-            newest.unlink()
+            taken_over(run)
             run.remove_temporaries()
 
         store = FileStateStore(run.state, stopped_after_the_check)
@@ -146,14 +150,6 @@ def test_a_commit_that_passed_its_check_before_the_run_was_taken_over_is_lost(
         with pytest.raises(StateError, match="has taken over"):
             unchanged()
     assert not run.state.exists()
-
-
-def taken_over(run: RunDirectory) -> None:
-    """What a driver on another host does before its first commit."""
-    newest = newest_lease(run.path)
-    assert newest is not None
-    newest.with_name("lease-000099.json").write_text('{"host": "other", "boot": "other", "process": 7, "ended": false}')
-    newest.unlink()
 
 
 def test_a_driver_that_is_taken_over_before_it_opens_its_ledger_commits_nothing(run: RunDirectory) -> None:

@@ -56,6 +56,13 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is a file"):
         RunDirectory.create(tmp_path, "file", EXPERIMENT)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "experiment.toml").write_text('name = "mine"')
+    with pytest.raises(UsageError, match="has files, but is not a run"):
+        RunDirectory.create(tmp_path, "mine", EXPERIMENT)
+    assert (tmp_path / "mine" / "experiment.toml").read_text() == 'name = "mine"'
+    (tmp_path / "mine" / "checkpoints").mkdir()  # a copy of a run that lacks its logs
+    assert RunDirectory.open("mine", tmp_path).is_run
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", ".tmp-x", "-x", "a b"])
@@ -286,13 +293,3 @@ def test_only_temporaries_of_dead_writers_are_removed(tmp_path: Path) -> None:
         os.utime(report, (0, 0))
     assert sorted(run.remove_temporaries()) == sorted(dead)
     assert all(path.exists() for path in (*others, living))
-
-
-def test_a_users_own_folder_is_not_overwritten_by_a_new_run(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "experiment.toml").write_text('name = "mine"')
-    with pytest.raises(UsageError, match="has files, but is not a run"):
-        RunDirectory.create(tmp_path, "mine", Experiment())
-    assert (tmp_path / "mine" / "experiment.toml").read_text() == 'name = "mine"'
-    (tmp_path / "mine" / "checkpoints").mkdir()  # a copy of a run that lacks its logs
-    assert RunDirectory.open("mine", tmp_path).is_run

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_samples import flip_byte, rollout, translating, write_shards
+from store_samples import rollout, translating, write_shards
 
 from pvg.records import Checks, Grade, Rollout, Turn
-from pvg.store.atomic import DamagedFileError
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards
 
@@ -77,12 +76,3 @@ def test_rollouts_are_found_by_the_beginning_of_their_ids(tmp_path: Path) -> Non
     found = shards.read_where(info, ["000/fresh/00001", "000/fresh/00010"])
     assert [repr(row) for row in found] == [repr(row) for row in rows if not row.id.startswith("000/fresh/00000")]
     assert shards.read_where(info, ["000/fresh/00002"]) == []
-
-
-def test_damage_is_noticed(tmp_path: Path) -> None:
-    shards, (info,) = write_shards(tmp_path, PLAIN, 1)
-    flip_byte(tmp_path / info.path, info.bytes // 2)
-    with pytest.raises(DamagedFileError):
-        shards.sample_columns([info])
-    with pytest.raises(DamagedFileError):
-        shards.read_where(info, ["r/"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +19,8 @@ from store_samples import flip_byte, names_below, rollout, write_shards
 from pvg.errors import StateError
 from pvg.records import Checks, Grade, Role, Rollout, SolverSolution, Timing, Turn, VersionSpan
 from pvg.store.atomic import DamagedFileError
-from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.shards import EXPERTS as EXPERTS_COLUMN
+from pvg.store.shards import RolloutShards, ShardInfo, routed_experts
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 TOKENS = hnp.arrays(np.int32, st.integers(0, 6))
@@ -96,6 +98,8 @@ def test_a_shard_is_never_overwritten(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"routed_experts": np.zeros((2, 2), np.uint8)},
+        {"routed_experts": np.zeros((2, 2, 2), np.int32)},
         {"logprobs": np.zeros(2, np.float64)},
         {"completion_ids": np.zeros(2, np.int64)},
         {"prompt_ids": np.zeros((1, 2), np.int32)},
@@ -111,9 +115,16 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     shards, (info,) = write_shards(tmp_path, [rollout(i) for i in range(3)], parts=1)
     path = tmp_path / info.path
     whole = path.read_bytes()
+
+    def columns(info: ShardInfo) -> object:
+        return shards.sample_columns([info])
+
+    def where(info: ShardInfo) -> object:
+        return shards.read_where(info, ["r/"])
+
     for place in range(0, len(whole), 297):
         flip_byte(path, place)
-        for use in (shards.verify, shards.read, shards.map):
+        for use in (shards.verify, shards.read, shards.map, columns, where):
             with pytest.raises(DamagedFileError, match=r"mint-00000\.arrow is damaged: its checksum"):
                 use(info)
         path.write_bytes(whole)
@@ -130,9 +141,15 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
             use(info)
 
 
+def numbers(tokens: int, layers: int = 2, k: int = 2, dtype: Any = np.uint8) -> Any:
+    return np.random.default_rng(tokens).integers(0, 200, (tokens, layers, k)).astype(dtype)
+
+
 def test_a_path_alone_never_brings_the_process_down(tmp_path: Path) -> None:
     """Without a checksum a flipped byte may go unnoticed, but offsets that point outside are refused, not followed."""
-    shards, (info,) = write_shards(tmp_path, [rollout(i) for i in range(3)], parts=1)
+    shards, (info,) = write_shards(
+        tmp_path, [dataclasses.replace(rollout(i), routed_experts=numbers(3 + i)) for i in range(3)], parts=1
+    )
     path = tmp_path / info.path
     whole = path.read_bytes()
     refused = 0
@@ -177,3 +194,24 @@ def test_a_mask_says_which_tokens_were_sampled() -> None:
     talk = dataclasses.replace(rollout(4), turns=(Turn(0, True, "a"), Turn(1, False, "?"), Turn(2, True, "")))
     assert talk.sampled_mask.tolist() == [True, False, True, True, True]
     assert (talk.sampled_tokens, rollout(4).sampled_tokens) == (4, 5)
+
+
+def test_a_mapped_shard_gives_them_where_they_lie_and_takes_no_memory_for_them(tmp_path: Path) -> None:
+    shards, large = RolloutShards(tmp_path), numbers(4096, 16, 8)
+    info = shards.write(
+        0, "train_prover-00000", [dataclasses.replace(rollout(i), routed_experts=large) for i in range(16)]
+    )
+    batch = shards.map(info)
+    data = batch.column(EXPERTS_COLUMN).buffers()[2]
+    tracemalloc.start()
+    try:
+        found = routed_experts(batch)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < large.nbytes / 4  # of 16 times as much
+    places = [row.__array_interface__["data"][0] for row in found if row is not None]
+    assert places == [data.address + i * large.nbytes for i in range(16)]
+    with pytest.raises(ValueError, match="read-only"):
+        found[0][:] = 0  # type: ignore[index]
+    assert info.bytes < 16 * large.nbytes + 20_000  # nothing but themselves on the disk
