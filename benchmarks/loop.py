@@ -55,6 +55,7 @@ from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import Kl
+from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.ledger import Ledger
 from pvg.game.orders import prover_orders
 from pvg.game.players import Players
@@ -289,7 +290,9 @@ class LoopWorkload:
             reading=players.batching,
         )
         objective = PolicyObjective(self._experiment.training, self._experiment.rollout, tokenizer.pad_id)
-        return open_batches(session, scorer, FixedVerifier(THRESHOLD), objective, players.base)
+        return open_batches(
+            session, scorer, FixedVerifier(THRESHOLD), objective, BatchLogprobs(players, objective, players.base)
+        )
 
     def derived(self) -> dict[str, float]:
         """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive

@@ -117,13 +117,13 @@ def command_of(report: BenchReport) -> str:
 
 def removed(command: str, *settings: str) -> str:
     """ " (removed)" if today's pvg refuses the command, or one of these settings of its profile."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--profile")
+    options = argparse.ArgumentParser(allow_abbrev=False)
+    options.add_argument("-p", "--profile")
     options.add_argument("--sweep")
     options.add_argument("-s", "--set", action="append", default=[])
     for flag in ("ablate", "interleave", "serve"):
         options.add_argument(f"--{flag}", action="store_true")
-    given = options.parse_args(shlex.split(command)[2:])
+    given, _ = options.parse_known_args(shlex.split(command)[2:])  # --beside and --server change no setting's name
     try:
         if settings:
             plan_bench(given.profile, settings, serve=given.serve)

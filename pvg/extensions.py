@@ -99,21 +99,18 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
 
 def digests(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     """SHA-256 of every `named` file, by its path as written there."""
-    found = {}
-    for key, name in named:
-        path, _ = split_reference(name)
-        found[str(path)] = hashlib.sha256(_source(key, path)).hexdigest()
-    return found
+    return {str(path): hashlib.sha256(source).hexdigest() for path, source in _files(named)}
 
 
 def sources(named: Iterable[tuple[str, str]]) -> dict[str, bytes]:
     """The content of every such file, under a name that distinguishes files with the same name and other content."""
-    found = {}
+    return {f"{path.stem}-{hashlib.sha256(source).hexdigest()[:12]}.py": source for path, source in _files(named)}
+
+
+def _files(named: Iterable[tuple[str, str]]) -> Iterator[tuple[Path, bytes]]:
     for key, name in named:
         path, _ = split_reference(name)
-        source = _source(key, path)
-        found[f"{path.stem}-{hashlib.sha256(source).hexdigest()[:12]}.py"] = source
-    return found
+        yield path, _source(key, path)
 
 
 def _source(key: str, path: Path) -> bytes:

@@ -24,6 +24,7 @@ from pvg.bench.runner import on_loop
 from pvg.bench.workloads.e2e import open_bench_session
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.prover_phase import open_batches
 from pvg.game.round import GameBatches
 from pvg.game.verifier_phase import FixedVerifier
@@ -89,7 +90,9 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             await workers.prepare()
         objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, experiment.models.precision)
         scorer: Any = Unscored()
-        source = TimedSource(open_batches(session, scorer, FixedVerifier(0.0), objective, learner, workers))
+        recomputed = experiment.rollout.logprobs == "recomputed"
+        logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
+        source = TimedSource(open_batches(session, scorer, FixedVerifier(0.0), objective, logprobs))
         trainer = Trainer(
             learner.module,
             objective,

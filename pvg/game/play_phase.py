@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules, GameRules
-from pvg.models.language_model import LanguageModel
 from pvg.records import BASE_SOURCE, Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, Opponent, PlayedGame, SeatDecision, game_record, game_start, play_games
@@ -39,10 +38,6 @@ from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import advantages, zero_signal_groups
 from pvg.training.losses import PolicyObjective
-
-if TYPE_CHECKING:
-    from pvg.workers.training import ModelInWorkers
-
 
 # CHECKPOINT of self-play: rate the round's policy by matches against fixed references.
 
@@ -215,13 +210,14 @@ def phase_statistics(played: Sequence[Sequence[PlayedGame[Any]]]) -> list[dict[s
     """One row per phase, ordered by name: the number of decisions, the mean number of decisions requested together,
     mean tokens of prompts and completions, and the median and largest latency in seconds. Scripts are left out."""
     by_phase: dict[str, dict[str, tuple[Rollout, int]]] = {}
-    for continuations in played:
-        for one in continuations:
-            for decision in one.decisions:
-                if decision.rollout is not None:
-                    rows = by_phase.setdefault(decision.phase, {})
-                    rows[decision.rollout.id] = (decision.rollout, decision.batch)
+    for decision in _decisions(played):
+        if decision.rollout is not None:
+            by_phase.setdefault(decision.phase, {})[decision.rollout.id] = (decision.rollout, decision.batch)
     return [_phase_row(phase, list(rows.values())) for phase, rows in sorted(by_phase.items())]
+
+
+def _decisions(played: Sequence[Sequence[PlayedGame[Any]]]) -> Iterator[SeatDecision[Any]]:
+    return (decision for continuations in played for one in continuations for decision in one.decisions)
 
 
 def _phase_row(phase: str, rows: Sequence[tuple[Rollout, int]]) -> dict[str, Any]:
@@ -294,7 +290,7 @@ async def train_player(session: Session) -> None:
                     opponent = await stack.enter_async_context(session.players.base_policy())
                 elif named != "self":
                     opponent = named
-            phase = open_phase(session, info, learner, partial(_open_batches, session, learner, opponent))
+            phase = open_phase(session, info, learner, partial(PlayBatches, session, opponent))
             await phase.play()
         with span("checkpoint"):
             names = await save_prover(session, learner, phase.done)
@@ -303,18 +299,6 @@ async def train_player(session: Session) -> None:
         await session.leave_phase(replace(entered, weights=(*entered.weights, *names), version=phase.version))
     finally:
         learner.close()
-
-
-def _open_batches(
-    session: Session,
-    learner: LanguageModel,
-    opponent: Opponent | None,
-    objective: PolicyObjective,
-    workers: ModelInWorkers[PolicyBatch] | None,
-) -> PlayBatches:
-    recomputed = session.rollout.logprobs == "recomputed"
-    logprobs = BatchLogprobs(session.players, objective, learner, workers=workers, recomputed=recomputed)
-    return PlayBatches(session, objective, logprobs, opponent)
 
 
 @dataclass
@@ -326,9 +310,9 @@ class PlayBatches(Batches):
     """
 
     session: Session
+    opponent: Opponent | None
     objective: PolicyObjective
     logprobs: BatchLogprobs
-    opponent: Opponent | None
     done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 

@@ -40,8 +40,6 @@ from pvg.verifier.scorer import ScoringModel, VerifierScorer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.workers.training import ModelInWorkers
-
 
 # Batches before score_parity can end a phase: the averages need about as many (StopRule.decay).
 MIN_STEPS = 10
@@ -122,10 +120,7 @@ def open_prover_phase(
     """The training of `learner` against `verifier`, from the last commit on. `current`: what the verifier does
     meanwhile. `stop_rule`: None takes the rule of the session's game. The caller owns both models."""
     scorer = session.players.scorer(verifier, beside_trainer=True)
-
-    def batches(objective: PolicyObjective, workers: ModelInWorkers[PolicyBatch] | None) -> GameBatches:
-        return open_batches(session, scorer, current, objective, learner, workers)
-
+    batches = partial(open_batches, session, scorer, current)
     return open_phase(session, info, learner, batches, stop_rule, session.players.scoring_copies(verifier))
 
 
@@ -133,7 +128,7 @@ def open_phase(
     session: Session,
     info: PhaseInfo,
     learner: LanguageModel,
-    open_batches: Callable[[PolicyObjective, ModelInWorkers[PolicyBatch] | None], Batches],
+    open_batches: Callable[[PolicyObjective, BatchLogprobs], Batches],
     stop_rule: TrainingStop | None = None,
     helpers: Sequence[Helper] = (),
 ) -> TrainingPhase:
@@ -145,7 +140,9 @@ def open_phase(
     optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
     workers = players.prover_workers(training, session.rollout, learner.module)
     ranks = players.prover_ranks(training, session.rollout, learner.module, optimizer, session.ledger.read_checkpoint)
-    batches = open_batches(objective, workers)
+    recomputed = session.rollout.logprobs == "recomputed"
+    logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
+    batches = open_batches(objective, logprobs)
     minibatches = MinibatchSource(batches, training.minibatches)
     trainer: Trainer[PolicyBatch] = Trainer(
         learner.module,
@@ -176,14 +173,11 @@ def open_batches(
     scorer: VerifierScorer,
     verifier: FixedVerifier,
     objective: PolicyObjective,
-    learner: LanguageModel,
-    workers: ModelInWorkers[PolicyBatch] | None = None,
+    logprobs: BatchLogprobs,
 ) -> GameBatches:
-    """The batches of the session's game for `learner`. `workers`: compute its log-probs, if given."""
-    players, rollout, training = session.players, session.rollout, session.training
+    """The batches of the session's game."""
+    players, training = session.players, session.training
     orders = prover_orders(session, environment_of(session, scorer))
-    recomputed = rollout.logprobs == "recomputed"
-    logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
     return GameBatches(
         session,
         -(-training.steps // training.minibatches),

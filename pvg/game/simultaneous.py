@@ -105,13 +105,9 @@ class VerifierUpdates(FixedVerifier):
         helpful_R: NDArray[np.bool_],
         fresh: dict[int, list[Rollout]],
     ) -> None:
-        self._session = session
-        self._schedule = schedule
-        self._verifier = verifier
         super().__init__(threshold)
-        self._calibrating = calibrating
-        self._helpful_R = helpful_R
-        self._fresh = fresh
+        self._session, self._schedule, self._verifier = session, schedule, verifier
+        self._calibrating, self._helpful_R, self._fresh = calibrating, helpful_R, fresh
         self._done = 0
         self._excluded: Mapping[str, str] = {}
         self._told_excluded = False
@@ -139,7 +135,9 @@ class VerifierUpdates(FixedVerifier):
         self._drop_old_samples()
         with span("draw_pairs"):
             self._pairs.source = await session.players.compute(self._open_source)
-        self._tell_excluded()
+        if self._excluded and not self._told_excluded:  # after a role has collapsed, no update has fresh pairs
+            self._told_excluded = True
+            session.tell_about_excluded_sources(self._excluded)
         metrics: Mapping[str, float] = {}
         for _ in range(self._schedule.every):
             report = await self._trainer.step()
@@ -191,12 +189,6 @@ class VerifierUpdates(FixedVerifier):
         self._excluded = stream.excluded
         start = steps_of_member(session) + self._done * self._schedule.every
         return session.players.pair_source(stream, self._verifier, start)
-
-    def _tell_excluded(self) -> None:
-        """Alert once per process: after a role has collapsed, no update has fresh pairs."""
-        if self._excluded and not self._told_excluded:
-            self._told_excluded = True
-            self._session.tell_about_excluded_sources(self._excluded)
 
     async def _calibrate(self, scorer: VerifierScorer) -> dict[str, float]:
         """Calibrate on held-out problems, with solutions of the mint and of the window."""

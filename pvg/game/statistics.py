@@ -133,7 +133,11 @@ def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
     }
     metrics |= c.dialogue
     if c.kept_answer_N is not None:
-        metrics |= translation_metrics(c.helpful_N, c.kept_answer_N, c.solver_correct_N, c.flaws_N)
+        metrics |= {  # how translations changed the solver's answers (decoupled game)
+            "solver_accuracy": float(c.solver_correct_N.mean()),
+            "faithful": mean_of(c.kept_answer_N, c.helpful_N),
+            "led_astray": mean_of(c.flaws_N & ~c.kept_answer_N, ~c.helpful_N),
+        }
     return metrics | check_metrics(c.helpful_N, c.checks_N3)
 
 
@@ -151,15 +155,6 @@ def check_metrics(helpful_N: Bools, checks_N3: NDArray[np.float64]) -> dict[str,
         "tests_passed": mean_of(passed_N, helpful_N),
         "sneaky_visible_rate": mean_of(visible_N == 1.0, ~helpful_N),
         "certified_rate": mean_of(certified_N == 1.0, ~helpful_N),
-    }
-
-
-def translation_metrics(helpful_N: Bools, kept_N: Bools, solver_correct_N: Bools, flaws_N: Bools) -> dict[str, float]:
-    """How translations changed the solver's answers (decoupled game)."""
-    return {
-        "solver_accuracy": float(solver_correct_N.mean()),
-        "faithful": mean_of(kept_N, helpful_N),
-        "led_astray": mean_of(flaws_N & ~kept_N, ~helpful_N),
     }
 
 
@@ -268,22 +263,6 @@ def sync_metrics(timing: SyncTiming, in_flight: int) -> dict[str, float]:
     return {**times, "weights_in_flight": float(in_flight), **gap}
 
 
-def cache_metrics(before: ScorerStats, after: ScorerStats) -> dict[str, float]:
-    """Metrics of the score cache between two snapshots; the three counts are totals since the cache was created.
-
-    `cache_hit_rate`: the share of solutions that needed no computation, because they were cached or repeated in a
-    batch.
-    """
-    hits = after.hits + after.shared - before.hits - before.shared
-    asked = hits + after.misses - before.misses
-    return {
-        "cache_hit_rate": hits / asked if asked else 0.0,
-        "cache_hits": float(after.hits),
-        "cache_misses": float(after.misses),
-        "cache_evictions": float(after.evictions),
-    }
-
-
 # --- of a training batch ----------------------------------------------------------------------------------------------
 
 
@@ -324,8 +303,19 @@ class BatchClock:
         return self._until.engine.since(self._since.engine)
 
     def end(self) -> dict[str, float]:
-        """Metrics of the score cache for this batch. The next batch begins where this one's sampling has ended."""
-        scorer = self._now().scorer
-        found = cache_metrics(self._since.scorer, scorer)
-        self._since = replace(self._until, scorer=scorer)
-        return found
+        """Metrics of the score cache for this batch; the three counts are totals since the cache was created. The next
+        batch begins where this one's sampling has ended.
+
+        `cache_hit_rate`: the share of solutions that needed no computation, because they were cached or repeated in a
+        batch.
+        """
+        before, after = self._since.scorer, self._now().scorer
+        self._since = replace(self._until, scorer=after)
+        hits = after.hits + after.shared - before.hits - before.shared
+        asked = hits + after.misses - before.misses
+        return {
+            "cache_hit_rate": hits / asked if asked else 0.0,
+            "cache_hits": float(after.hits),
+            "cache_misses": float(after.misses),
+            "cache_evictions": float(after.evictions),
+        }

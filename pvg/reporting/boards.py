@@ -163,8 +163,8 @@ def _stroke(board: Board, position: Position, centres: Sequence[Point], result: 
 # --- games ----------------------------------------------------------------------------------------------------------
 
 
-def games_section(run: RunDirectory, kind: str, thresholds: Mapping[int, float], each: int) -> PageSection:
-    """At most `each` games of the newest round that has recorded games. `kind` and `thresholds` are not needed.
+def games_section(run: RunDirectory, each: int) -> PageSection:
+    """At most `each` games of the newest round that has recorded games.
 
     Raises DamagedFileError for a damaged metrics.jsonl.
     """
@@ -335,11 +335,3 @@ def _plan(position: Position, board: Board, own: int, target: str, orders: str, 
 
 
 READERS: dict[str, Callable[[Rollout], DrawnPlan | None]] = {"diplomacy_mini": mini_plan, "diplomacy_plan": full_plan}
-
-
-# Task kind -> the section of its problems or games: `section(run, kind, thresholds, examples)`.
-SECTIONS: dict[str, Callable[[RunDirectory, str, Mapping[int, float], int], PageSection]] = {
-    "diplomacy_mini": plans_section,
-    "diplomacy_plan": plans_section,
-    "play": games_section,
-}

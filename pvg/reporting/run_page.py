@@ -122,9 +122,13 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
         if examples:
             data = replace(data, pairs=solution_pairs(run, examples))
         if examples and kind in DRAWN_TASKS:
-            from pvg.reporting.boards import SECTIONS
+            from pvg.reporting.boards import games_section, plans_section
 
-            data = replace(data, drawing=SECTIONS[kind](run, kind, thresholds_of(data.scores), examples))
+            if kind == "play":
+                data = replace(data, drawing=games_section(run, examples))
+            else:
+                thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
+                data = replace(data, drawing=plans_section(run, kind, thresholds, examples))
     except DamagedFileError as error:
         data.problems.append(str(error))
     try:
@@ -132,10 +136,6 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
     except StateError as error:
         data.problems.append(str(error))
         return data
-
-
-def thresholds_of(scores: Sequence[RoundScores]) -> dict[int, float]:
-    return {found.round: found.threshold for found in scores if found.threshold is not None}
 
 
 def run_page(data: RunData, now: Sequence[object] = (), kind: PageKind | None = None) -> str:

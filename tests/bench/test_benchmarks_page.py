@@ -111,4 +111,4 @@ def test_what_pvg_no_longer_takes_is_marked() -> None:
     assert removed("pvg bench --profile cluster --ablate") == " (removed)"
     assert removed("pvg bench --profile rollout --serve --sweep serving.share_prefix=false,true") == " (removed)"
     assert removed("pvg bench --profile trainer", "training.fused_layers=true") == " (removed)"
-    assert removed("pvg bench --profile trainer", "training.shared_prompts=true") == ""
+    assert removed("pvg bench --profile trainer --ablate --beside 1", "training.shared_prompts=true") == ""

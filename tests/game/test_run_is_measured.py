@@ -354,7 +354,7 @@ def test_every_metric_that_the_grafana_dashboard_names_is_served(measured: tuple
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     named = set(re.findall(r"\bpvg_\w+", " ".join(queries)))
     assert len(named) > 30
-    here = {name for name in named if not name.startswith("pvg_device_gpu_")}  # those: test_grafana_dashboard.py
+    here = {name for name in named if not name.startswith("pvg_device_gpu_")}  # those: test_prometheus.py
     assert sorted(here - observer.served) == []
 
 

@@ -87,7 +87,7 @@ def test_each_rating_records_a_game_that_the_report_shows(finished: RunDirectory
     for game in games:
         assert sorted(game.players.values()).count("policy") == 1
         assert all(phase.decisions for phase in game.phases[:-1])
-    shown = games_section(finished, "play", {}, 2)
+    shown = games_section(finished, 2)
     assert shown.anchor == "games"
     assert any(shown.body)
 

@@ -165,7 +165,7 @@ def test_a_game_of_diplomacy_is_drawn_phase_by_phase(tmp_path: Path) -> None:
     run = begin(tmp_path)
     old, new = (record("diplomacy", Diplomacy(last_year=1901), round_, "France") for round_ in (0, 1))
     tell(run, *({"kind": "game", **game.plain()} for game in (old, new)))
-    shown = check(page("games", [], [games_section(run, "play", {}, 2)]))
+    shown = check(page("games", [], [games_section(run, 2)]))
     assert "Round 1: diplomacy" in shown.text
     assert "Round 0" not in shown.text
     assert "France: policy" in shown.text
@@ -179,5 +179,5 @@ def test_another_game_has_tables(tmp_path: Path) -> None:
     run = begin(tmp_path)
     game = record("negotiation", Negotiation())
     tell(run, {"kind": "game", **game.plain()})
-    shown = check(page("games", [], [games_section(run, "play", {}, 2)]))
+    shown = check(page("games", [], [games_section(run, 2)]))
     assert game.phases[0].decisions[0].text in shown.text

@@ -17,10 +17,9 @@ from pvg.reporting.terminal import alerts_list, merge_small, outcome, report
 from pvg.telemetry.alerts import REMEDIES
 
 
-def printed(renderable: RenderableType, width: int = 80, colours: bool = False) -> str:
+def printed(renderable: RenderableType, width: int = 80) -> str:
     stream = io.StringIO()
-    system = "truecolor" if colours else None
-    Console(file=stream, width=width, force_terminal=colours, color_system=system).print(renderable)
+    Console(file=stream, width=width, color_system=None).print(renderable)
     return stream.getvalue()
 
 

@@ -2,16 +2,20 @@
 
 import http.client
 import math
+import re
 import socket
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from test_device_sampler import FakeNvml
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry import prometheus
 from pvg.telemetry.catalogue import METRICS, exposed_name
+from pvg.telemetry.device import gpus_of
 from pvg.telemetry.prometheus import MetricsEndpoint, _labels
 from pvg.telemetry.sinks import MetricPoint
 
@@ -144,3 +148,14 @@ def test_every_metric_of_the_catalogue_can_be_shown_at_once(endpoint: MetricsEnd
         labels = _labels(place, short, MetricPoint(0.0, 0, 0, phase, {}))
         series.add((exposed_name(name), tuple(sorted(labels.items()))))
     assert len(series) == len(names)
+
+
+def test_the_dashboard_names_only_what_is_served_of_a_gpu(endpoint: MetricsEndpoint) -> None:
+    """That its other metrics are served is checked on a real run, in tests/game/test_run_is_measured.py."""
+    gpu = gpus_of(FakeNvml(sm_percents=(50.0, 50.0)))[0]
+    gpu.read()  # GPM's shares lie between two reads
+    write(endpoint, "mint", {f"device/gpu0_{name}": value for name, value in gpu.read().items()})
+    dashboard = Path(__file__).parent.parent.parent / "docs" / "grafana-dashboard.json"
+    named = set(re.findall(r"\bpvg_device_gpu_\w+", dashboard.read_text()))
+    assert len(named) >= 7
+    assert named <= {name for name, _ in scrape(endpoint)}
