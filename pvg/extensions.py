@@ -87,7 +87,11 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
     for key, name in named:
         path, attribute = split_reference(name)
         tree = _parsed(key, path, _source(key, path))
-        defined, imported = set(_defined(tree)), set(_imported(tree))
+        defined, imports = (
+            set(_defined(tree)),
+            [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)],
+        )
+        imported = {alias.asname or alias.name for node in imports for alias in node.names}  # "*" for a star import
         if complaint := _unusable(key, attribute, tree):
             raise ConfigurationError(f"{key} = {name!r}: {attribute!r} of {path} {complaint}.")
         if not {attribute, "*"} & (defined | imported):
@@ -99,21 +103,18 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
 
 def digests(named: Iterable[tuple[str, str]]) -> dict[str, str]:
     """SHA-256 of every `named` file, by its path as written there."""
-    found = {}
-    for key, name in named:
-        path, _ = split_reference(name)
-        found[str(path)] = hashlib.sha256(_source(key, path)).hexdigest()
-    return found
+    return {str(path): hashlib.sha256(source).hexdigest() for path, source in _files(named)}
 
 
 def sources(named: Iterable[tuple[str, str]]) -> dict[str, bytes]:
     """The content of every such file, under a name that distinguishes files with the same name and other content."""
-    found = {}
+    return {f"{path.stem}-{hashlib.sha256(source).hexdigest()[:12]}.py": source for path, source in _files(named)}
+
+
+def _files(named: Iterable[tuple[str, str]]) -> Iterator[tuple[Path, bytes]]:
     for key, name in named:
         path, _ = split_reference(name)
-        source = _source(key, path)
-        found[f"{path.stem}-{hashlib.sha256(source).hexdigest()[:12]}.py"] = source
-    return found
+        yield path, _source(key, path)
 
 
 def _source(key: str, path: Path) -> bytes:
@@ -161,13 +162,6 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
     if isinstance(found[-1], ast.FunctionDef) and key == "training.loss":
         return f"is a function, but must be {wanted}"
     return ""
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """The names that the file imports; "*" for a star import."""
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
 
 
 def _module(key: str, path: Path) -> ModuleType:

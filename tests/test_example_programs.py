@@ -14,14 +14,8 @@ import pvg
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GAME = EXAMPLES / "game_in_one_file.py"
-TINY = {
-    "task.problems": 256,
-    "task.test_problems": 32,
-    "game.mint_problems": 24,
-    "verifier.steps": 3,
-    "training.steps": 2,
-    "training.groups": 4,
-}
+TINY = {"task.problems": 256, "task.test_problems": 32, "game.mint_problems": 24}
+TINY |= {"verifier.steps": 3, "training.steps": 2, "training.groups": 4}
 
 
 def test_the_game_in_one_file_is_played(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,12 +24,8 @@ def test_the_game_in_one_file_is_played(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", [str(GAME), *given])
     runpy.run_path(str(GAME), run_name="__main__")
     head, *rows = capsys.readouterr().out.splitlines()
-    assert [head[i : i + 18].strip() for i in range(5, 77, 18)] == [
-        "helpful accuracy",
-        "sneaky error rate",
-        "fooled rate",
-        "AUC",
-    ]
+    titles = ["helpful accuracy", "sneaky error rate", "fooled rate", "AUC"]
+    assert [head[i : i + 18].strip() for i in range(5, 77, 18)] == titles
     assert [row.split()[0] for row in rows] == ["base", "0", "1"]
     assert all(0.0 <= float(cell) <= 1.0 for row in rows for cell in row.split()[1:3])
 

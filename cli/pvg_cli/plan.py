@@ -44,7 +44,7 @@ def plan(
 
     Loads no model: it reads their config.json.
     """
-    from pvg.config.load import nearest
+    from pvg.config.load import did_you_mean
     from pvg.planning.memory import read_shape
     from pvg.planning.plan import MACHINES, Inputs, plan_of
     from pvg.store.run_players import base_source, pinned_players
@@ -56,9 +56,8 @@ def plan(
     on_cpu = resolved.models.device == "cpu" or all(source.startswith("embedded:") for source in sources)
     name = gpu or ("cpu" if on_cpu else "h100")
     if name not in MACHINES:
-        hint = nearest(name, list(MACHINES))
         raise UsageError(
-            f"There is no GPU {name!r} in the planner's list." + (f" Did you mean {hint!r}?" if hint else ""),
+            f"There is no GPU {name!r} in the planner's list.{did_you_mean(name, list(MACHINES))}",
             f"Known: {', '.join(MACHINES)}. For another one, give the nearest and set its times with --input.",
         )
     machine = MACHINES[name]

@@ -35,7 +35,7 @@ from pvg.evaluation.opened_run import (
     first_version,
 )
 from pvg.evaluation.report import KINDS, attacker_experiment
-from pvg.evaluation.training import PolicyTraining, kept_policy, train, training_session
+from pvg.evaluation.training import PolicyTraining, policy_name, train, training_session
 from pvg.records import Role, Rollout, flaw_kind, source_of_round
 from pvg.verifier.scorer import ScoringModel
 
@@ -174,7 +174,7 @@ async def attack(context: EvaluationContext, target: AttackTarget, kind: str, ve
             await train(session, training, verifier, target.threshold, aim)
         except TrainingDivergedError as error:
             return {**result, "status": "diverged", "reason": str(error)}
-        saved = kept_policy(session, section.attack_steps)
+        _, saved = session.ledger.read_weights(policy_name(section.attack_steps))
         aim.load_state(saved["rule"])
     return {**result, **ended(aim, saved["steps"])}
 

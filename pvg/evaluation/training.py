@@ -196,12 +196,6 @@ class RenamingObserver:
         self._observer.phase_finished(replace(info, **self._names), metrics)
 
 
-def kept_policy(session: Session, steps: int) -> Mapping[str, Any]:
-    """The metadata that `train` stored with the policy of `steps` steps."""
-    _, meta = session.ledger.read_weights(policy_name(steps))
-    return meta
-
-
 def probe_steps(total: int, probes: int, minibatches: int) -> tuple[int, ...]:
     """At most `probes` numbers of steps up to `total`, evenly spaced, none within a batch (except the last)."""
     steps: Sequence[int] = [round(total * (number + 1) / probes) for number in range(probes)]

@@ -12,11 +12,13 @@ settings, not their values.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,23 +56,9 @@ WORST = 3  # pieces of evidence per finding
 UNSAMPLED = frozenset({"train_verifier", "warmup"})  # the steps of these phases do not wait for rollouts
 NOTHING_TO_SET = "pvg knows no setting that would help."
 
-# The timings, and their rows in the table: short, so that it fits into 80 columns.
-TIMINGS = {
-    "weights_wall_s": "weight update",
-    "weights_queue_s": "  queued",
-    "weights_load_s": "  loading",
-    "checkpoint_s": "checkpoint",
-    "step_s": "step",
-    "train_s": "  training",
-    "idle_s": "  idle",
-    "latency_p50_s": "rollout, p50",
-    "latency_p99_s": "  p99",
-    "group_wait_p50_s": "middle group",
-    "group_wait_max_s": "  slowest group",
-    "lag_p90_s": "loop lag, p90",
-    "lag_p99_s": "  p99",
-    "lag_max_s": "  max",
-}
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TIMINGS: dict[str, str] = _DATA["timings"]  # quantity -> its row of the table
+ADVICE: dict[str, tuple[str, str]] = _DATA["advice"]  # cause -> what to change, and the keys of settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,51 +296,6 @@ def _chosen(metrics: Mapping[str, float], *names: str) -> dict[str, float]:
 
 
 # --- advice -----------------------------------------------------------------------------------------------------------
-
-# What to change for each cause: a sentence, and the keys of the settings, if one helps.
-ADVICE: dict[str, tuple[str, str]] = {
-    "fewer-requests": ("Allow fewer requests in flight.", "rollout.concurrency"),
-    "fewer-rows": (
-        "The engine is in this process, and an update waits until no row is decoded: decode fewer rows together.",
-        "rollout.engine.max_rows",
-    ),
-    "smaller-weights": (
-        "Send less (bfloat16 is half of float32, but slow on most CPUs; adapters are less than whole weights).",
-        "models.precision weights.transport.kind",
-    ),
-    "weights-in-memory": ("Let model servers read the weights from memory, not from a disk.", "weights.root"),
-    "larger-batches": ("Update the weights less often, with larger batches.", "training.groups"),
-    "more-minibatches": ("Train more on each batch, with more optimizer steps.", "training.minibatches"),
-    "rarer-commits": ("Commit less often.", "store.commit_every"),
-    "faster-disk": ("Put the runs on a faster disk.", "store.root"),
-    "more-requests": ("Allow more requests in flight.", "rollout.concurrency"),
-    "more-rows": ("With the torch engine, decode more rows together.", "rollout.engine.max_rows"),
-    "shorter-solutions": ("Cut very long completions earlier, if the task allows it.", "rollout.max_tokens"),
-    "whole-groups": (
-        "With the torch engine, let the number of rows be a multiple of rollout.group_size.",
-        "rollout.engine.max_rows",
-    ),
-    "deadline": ("Give groups a deadline.", "rollout.deadline.kind rollout.deadline.seconds"),
-    "sample-ahead": (
-        "With workers or model servers, sample ahead (rollout.prefetch), so that sampling and training overlap.",
-        "rollout.prefetch.kind",
-    ),
-    "budget": ("The time budget of `pvg report` shows what the steps wait for.", ""),
-    "profile": ("To see which functions run on the event loop: pvg profile EXPERIMENT --stage e2e", ""),
-    "fewer-idle-workers": ("Fewer worker processes cost no time here.", "cluster.max_workers"),
-    "equal-shares": (
-        "Let the number of groups be a multiple of the number of workers, because whole groups are shared out.",
-        "training.groups",
-    ),
-    "slow-machine": ("If one machine is slower or busy, take it out of the cluster.", ""),
-    "own-cores": ("Stop other programs on this machine, or give pvg cores of its own (another machine, taskset).", ""),
-    "fewer-threads": ("pvg has more compute threads than cores: lower their number.", "models.threads"),
-    "one-thread": ("With one thread, no operation waits for a second thread.", "models.threads"),
-    "fewer-workers": (
-        "There are more workers than cores. Fewer processes give the same results.",
-        "cluster.max_workers",
-    ),
-}
 
 
 def _for_cores(times: RunTimes) -> list[str]:

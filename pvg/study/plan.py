@@ -351,14 +351,10 @@ def load_study(
         folder=runs / file.name,
         overrides=tuple(overrides),
     )
-    chosen = threads is not None or file.threads is not None
-    return plan if chosen else replace(plan, threads=_threads_so_far(plan))
-
-
-def _threads_so_far(plan: StudyPlan) -> int:
-    """The setting of the existing games, 0 without games: a study keeps the setting of its first games."""
-    games = (_first_game(plan, arm) for arm in plan.arms)
-    return next((game.models.threads for game in games if game is not None), 0)
+    if threads is not None or file.threads is not None:
+        return plan
+    games = (_first_game(plan, arm) for arm in plan.arms)  # a study keeps the setting of its first games
+    return replace(plan, threads=next((game.models.threads for game in games if game is not None), 0))
 
 
 def read_study(path: Path) -> StudyFile:

@@ -62,7 +62,7 @@ def test_a_profile_writes_its_report_and_says_where_and_what_next() -> None:
     assert called.document["command"].startswith("pvg bench -p tiny --json -s repeats=2")
 
 
-def test_beside_keeps_other_processes_busy_during_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ablation_says_what_each_switch_bought_beside_busy_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
 
     def busy() -> list[psutil.Process]:
@@ -78,6 +78,9 @@ def test_beside_keeps_other_processes_busy_during_all_samples(monkeypatch: pytes
     assert called.code == 0, called.err
     assert found == [2] * 12  # three variants, four samples each
     assert "beside 2 busy processes" in called.out
+    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.engine.max_rows=128", "gain"):
+        assert words in called.out
+    assert called.out.count("x  ") >= 2
     assert not busy()
     (path,) = reports()
     assert read_report(path).config["profile"]["beside"] == 2
@@ -92,14 +95,6 @@ def test_a_sweep_prints_a_line_for_each_value() -> None:
     for value in ("stable", "quicksort"):
         assert any(line.strip().startswith(value) for line in table.splitlines())
     assert "samples taken in turn" in called.out
-
-
-def test_an_ablation_prints_what_each_switch_bought() -> None:
-    called = pvg("bench", "-p", "tiny", "--ablate")
-    assert called.code == 0, called.err
-    for words in ("all slow", "workload.kind=quicksort", "the faster algorithm", "rollout.engine.max_rows=128", "gain"):
-        assert words in called.out
-    assert called.out.count("x  ") >= 2
 
 
 def test_a_failed_variant_is_said_written_and_exits_with_its_code() -> None:

@@ -81,19 +81,19 @@ def test_no_escape_codes_in_pipes() -> None:
     assert "\x1b" not in called.out + called.err
 
 
-def test_a_closed_pipe_is_success() -> None:
-    called = f"{shlex.join(ENTRY)} --help | head -n 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr.replace(LOADING, "")) == ("0\n", "")
-
-
-@pytest.mark.parametrize(("arguments", "closed", "code"), [("runs", ">&-", 0), ("train nosuch", "2>&-", 2)])
-def test_a_closed_stream_is_dev_null(arguments: str, closed: str, code: int) -> None:
-    """As a service manager or a careless script starts a command."""
-    called = f"{shlex.join(ENTRY)} {arguments} {closed}; echo $?"
-    done = subprocess.run(["bash", "-c", called], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("--help | head -n 1 > /dev/null; echo ${PIPESTATUS[0]}", 0),
+        ("runs >&-; echo $?", 0),
+        ("train x 2>&-; echo $?", 2),
+    ],
+)
+def test_a_stream_may_be_closed_and_its_reader_may_end(line: str, code: int) -> None:
+    """As `head` ends, and as a service manager or a careless script starts a command."""
+    done = subprocess.run(["bash", "-c", f"{shlex.join(ENTRY)} {line}"], capture_output=True, text=True, check=False)
     assert done.stdout == f"{code}\n"
-    assert "Traceback" not in done.stderr
+    assert not {"Traceback", "Exception", "BrokenPipeError"} & set(done.stderr.replace(":", " ").split())
 
 
 def reader_and_writer(kind: str) -> tuple[int, int]:

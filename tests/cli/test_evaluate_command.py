@@ -66,14 +66,9 @@ def test_train_then_evaluate_then_report(small_game: Path) -> None:
     called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")
     assert called.code == 0, called.err
     begun = re.findall(r"(part \d of \d, [\w ]+): (\w+) begins", called.err)
-    assert begun == [
-        ("part 1 of 3, samples of the base prover", "sampling"),
-        ("part 2 of 3, samples of round 0", "sampling"),
-        ("part 3 of 3, attacks and measures of round 0", "sampling"),
-        ("part 3 of 3, attacks and measures of round 0", "attack"),
-        ("part 3 of 3, attacks and measures of round 0", "sampling"),
-        ("part 3 of 3, attacks and measures of round 0", "measuring"),
-    ]
+    measured = "part 3 of 3, attacks and measures of round 0"
+    assert begun[0] == ("part 1 of 3, samples of the base prover", "sampling")
+    assert begun[2:] == [(measured, work) for work in ("sampling", "attack", "sampling", "measuring")]
     found = called.document
     assert found["status"] == found["evaluation"]["status"] == "complete"
     assert found["evaluation"]["rounds"][0]["exploit"][0]["kind"] == "goodhart"

@@ -133,10 +133,8 @@ def test_a_study_chooses_once_for_all_of_its_games(monkeypatch: pytest.MonkeyPat
 
 def test_arms_that_would_become_the_same_game_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cpu(monkeypatch, bfloat16=False)
-    precise = "models.dtype = 'float32', models.precision = 'float32'"
-    Path("both.toml").write_text(
-        STUDY.partition('[[arm]]\nname = "kept"')[0] + f"[[arm]]\nname = 'precise'\nset = {{ {precise} }}\n"
-    )
+    precise = "name = 'precise'\nset = { models.dtype = 'float32', models.precision = 'float32' }\n"
+    Path("both.toml").write_text(STUDY.partition('name = "kept"')[0] + precise)
     called = pvg("study", "both.toml", "--dry-run")
     assert called.code == 2
     assert "The arms 'as-it-is' and 'precise' of both.toml, in float32 instead of bfloat16, are the same" in called.err

@@ -12,7 +12,7 @@ from calling import ENTRY, pvg
 from in_terminal import in_terminal
 from run_samples import begin, commit, played, state, tell
 
-from pvg.store.run_directory import RunDirectory, runs_in
+from pvg.store.run_directory import runs_in
 
 RUNS = Path("runs")
 HOLD = """
@@ -126,17 +126,11 @@ def test_a_kill_half_way_leaves_no_folder_that_looks_like_a_run() -> None:
     assert list(RUNS.iterdir()) == []
 
 
-def test_without_a_terminal_it_does_not_ask() -> None:
-    played(RUNS)
-    called = pvg("runs", "remove", "first")
-    assert called.code == 2
-    assert "--yes" in called.err
-    assert RunDirectory.open("first", RUNS).experiment().name
-
-
 @pytest.mark.parametrize(("answer", "left"), [("n", ["first"]), ("y", [])])
-def test_on_a_terminal_it_asks(answer: str, left: list[str]) -> None:
+def test_it_asks_on_a_terminal_only(answer: str, left: list[str]) -> None:
     played(RUNS)
+    refused = pvg("runs", "remove", "first")  # without a terminal
+    assert (refused.code, "--yes" in refused.err, runs_in(RUNS)) == (2, True, ["first"])
     code, shown = in_terminal([*ENTRY, "runs", "remove", "first"], answer=answer)
     assert "Delete 1 run with all files?" in shown
     assert code == (1 if left else 0)

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.evaluation.intervals import draws
-from pvg.evaluation.measures import (
-    calibration_error,
-    cross_fitted,
-    ece,
-    equal_mass,
-    fit,
-)
+from pvg.evaluation.measures import calibration_error, cross_fitted, ece, equal_mass, fit
 
 
 @settings(max_examples=30, deadline=None)

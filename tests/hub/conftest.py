@@ -15,14 +15,7 @@ from pvg.config.load import EMBEDDED
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
-VARIABLES = (
-    "HF_TOKEN",
-    "HUGGING_FACE_HUB_TOKEN",
-    "HF_HUB_OFFLINE",
-    "TRANSFORMERS_OFFLINE",
-    "HF_HUB_CACHE",
-    "HF_ENDPOINT",
-)
+VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE")
 
 
 @pytest.fixture
@@ -38,7 +31,7 @@ def hub() -> Iterator[Hub]:
 def here(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This process uses the hub on loopback and an empty cache, which is returned. huggingface_hub reads its
     environment when it is imported, so its constants are changed."""
-    for variable in VARIABLES:
+    for variable in (*VARIABLES, "HF_ENDPOINT"):
         monkeypatch.delenv(variable, raising=False)
     cache = tmp_path / "cache"
     monkeypatch.chdir(tmp_path)

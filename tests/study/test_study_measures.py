@@ -6,14 +6,7 @@ import pytest
 from run_samples import begin, commit, state, step, tell
 
 from pvg.errors import StateError
-from pvg.study.measures import (
-    DEFAULT_MEASURES,
-    MEASURES,
-    MeasuredValue,
-    RunFacts,
-    measures_named,
-    read_facts,
-)
+from pvg.study.measures import DEFAULT_MEASURES, MEASURES, MeasuredValue, RunFacts, measures_named, read_facts
 from pvg.telemetry.catalogue import METRICS
 
 

@@ -15,13 +15,7 @@ from pvg.study.measures import MeasuredValue
 from pvg.study.plan import StudyPlan
 from pvg.study.playing import note_failure
 from pvg.study.results import StudyResults, collect, csv_text, write_results
-from pvg.study.text import (
-    cautions,
-    change_text,
-    markdown_text,
-    plan_cautions,
-    study_page,
-)
+from pvg.study.text import cautions, change_text, markdown_text, plan_cautions, study_page
 
 OTHERS = [attack(kind, 200, found=False) for kind in ("cgc", "goodhart")]
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
@@ -197,13 +191,7 @@ def test_the_page_is_whole_offline_and_says_what_made_it() -> None:
     note_failure(plan.cells[-1], folder_of(plan), "It <b>broke</b>.")
     page = check(study_page(results_of(plan)))
     assert page.anchors() == {"table", "rounds", "curves", "comparisons", "trends", "arms", "games", "made"}
-    for said in (
-        "+30.0 pp",
-        "pvg study small.toml",
-        "[[arm]]",
-        "It <b>broke</b>.",
-        "1 of 14 games",
-    ):
+    for said in ("+30.0 pp", "pvg study small.toml", "[[arm]]", "It <b>broke</b>.", "1 of 14 games"):
         assert said in page.text, said
     bands = [one for chart in page.charts for one in chart["intervals"]]
     assert len(bands) == 2  # helpful accuracy, of either arm
