@@ -127,8 +127,6 @@ def answering(*replies: str | bytes | None) -> Iterator[str]:
     ("reply", "message"),
     [
         ("{", "does not speak OpenEnv's protocol"),
-        ("[]", "does not speak OpenEnv's protocol"),
-        ('{"data": {}}', "does not speak OpenEnv's protocol"),
         ('{"type": "observation", "data": []}', "does not speak OpenEnv's protocol"),
         ('{"type": "observation", "data": {}}', "no observation of OpenEnv's protocol"),
         ('{"type": "observation", "data": {"observation": {}, "done": 1}}', "no observation of OpenEnv's protocol"),

@@ -108,15 +108,8 @@ def test_nothing_survives_when_pvg_serve_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_classifier_scores_zero_untrained_and_nothing_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    options = [
-        "--for",
-        "verifier",
-        "-s",
-        "verifier.head=scalar",
-        "-s",
-        "models.verifier.source=embedded:modchain-prover",
-    ]
-    with serving(tmp_path, *options) as server:
+    options = "--for verifier -s verifier.head=scalar -s models.verifier.source=embedded:modchain-prover"
+    with serving(tmp_path, *options.split()) as server:
         assert server.document["runner"] == "pooling"
         body = {"model": server.document["model"], "input": [2, 3, 4], "use_activation": False}
         assert server.post("/classify", body)["data"][0]["probs"] == [0.0]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
-from tiny_policies import generate, prompts, requests, tiny_model, with_engine
+from tiny_policies import Gate, generate, prompts, requests, tiny_model, with_engine
 from torch import Tensor
 
 from pvg.rollout.engine import GenerationRequest, Sampling
@@ -16,15 +15,12 @@ from pvg.rollout.lean import LeanDecoder
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
 
-PATIENCE_S = 30.0
 
-
-class StepGate:
+class StepGate(Gate):
     """Counts the rows of every decoding step, and holds the thread at step `hold` until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, hold: int = 0) -> None:
-        self.rows: list[int] = []
-        self._reached, self._opened = threading.Event(), threading.Event()
+        super().__init__()
         step, compare = LeanDecoder.step, LeanDecoder._compare
         comparing = False
 
@@ -32,8 +28,7 @@ class StepGate:
             if not comparing:
                 self.rows.append(len(token_R))
                 if len(self.rows) == hold:
-                    self._reached.set()
-                    assert self._opened.wait(PATIENCE_S), "the gate stays closed: the event loop does not run"
+                    self.hold()
             return step(decoder, token_R, *rest)
 
         def unwatched(decoder: LeanDecoder, module: Any) -> None:
@@ -44,12 +39,6 @@ class StepGate:
 
         monkeypatch.setattr(LeanDecoder, "step", watched)
         monkeypatch.setattr(LeanDecoder, "_compare", unwatched)
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, PATIENCE_S), "decoding never came so far"
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 def uneven(count: int, seed: int = 0) -> list[GenerationRequest]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_continuous_batching import StepGate
-from test_torch_engine import Gate, turns
+from test_torch_engine import ModuleGate, turns
 from tiny_policies import generate, prompts, requests, teacher_forced, tiny_llama, tiny_model, with_engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -62,7 +62,7 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
     cut = {"r1", "r4", "r5"}
     undisturbed = {completion.request_id: completion for completion in generate(wanted, lean=lean)}
     model, newer = tiny_model(), tiny_llama(seed=9)
-    gate = StepGate(monkeypatch, hold=5) if lean else Gate(model.module, step=5)
+    gate = StepGate(monkeypatch, hold=5) if lean else ModuleGate(model.module, step=5)
 
     async def use(engine: TorchEngine) -> None:
         tasks = {r.id: asyncio.create_task(engine.generate(r)) for r in wanted}
@@ -111,7 +111,7 @@ def test_a_cut_hands_back_what_there_is_and_it_goes_on_under_the_next_weights(
 def test_a_cut_hands_back_the_experts_too() -> None:
     model = tiny_model(module=tiny_experts())
     (request,) = requests(prompts(1, shortest=3), Sampling(12, ()))
-    gate = Gate(model.module, step=5)
+    gate = ModuleGate(model.module, step=5)
 
     async def use(engine: TorchEngine) -> None:
         task = asyncio.create_task(engine.generate(request))

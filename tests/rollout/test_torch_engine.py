@@ -6,12 +6,11 @@ Tests that hold a batch at one of its steps go through the module; test_continuo
 from __future__ import annotations
 
 import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_policies import generate, prompts, requests, tiny_llama, tiny_model, with_engine
+from tiny_policies import Gate, generate, prompts, requests, tiny_llama, tiny_model, with_engine
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import VersionSpan
@@ -19,31 +18,19 @@ from pvg.rollout.engine import Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
 
-PATIENCE_S = 30.0
 
-
-class Gate:
-    """Holds the decoding thread at its `step`-th forward pass until it is opened."""
+class ModuleGate(Gate):
+    """At the module's `step`-th forward pass."""
 
     def __init__(self, module: torch.nn.Module, step: int = 3) -> None:
-        self._left = step
-        self._reached = threading.Event()
-        self._opened = threading.Event()
-        self.rows: list[int] = []
+        super().__init__()
+        self._step = step
         module.register_forward_pre_hook(self._hook, with_kwargs=True)
 
     def _hook(self, _module: torch.nn.Module, _args: object, kwargs: dict[str, torch.Tensor]) -> None:
         self.rows.append(len(kwargs["input_ids"]))
-        self._left -= 1
-        if self._left == 0:
-            self._reached.set()
-            assert self._opened.wait(PATIENCE_S), "the gate stays closed: the event loop does not run"
-
-    async def reached(self) -> None:
-        assert await asyncio.to_thread(self._reached.wait, PATIENCE_S), "decoding never came so far"
-
-    def open(self) -> None:
-        self._opened.set()
+        if len(self.rows) == self._step:
+            self.hold()
 
 
 async def turns(count: int = 20) -> None:
@@ -66,7 +53,7 @@ def test_concurrent_calls_are_decoded_together_and_no_more_than_max_rows() -> No
 
 def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> None:
     model = tiny_model()
-    gate = Gate(model.module)
+    gate = ModuleGate(model.module)
     freed = tiny_model()
 
     async def use(engine: TorchEngine) -> None:

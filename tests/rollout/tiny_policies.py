@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +24,7 @@ from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.events import SilentEvents
 
 VOCABULARY = 20
+PATIENCE_S = 30.0
 TOKENIZER = Tokenizer(modchain_tokenizer())
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -64,6 +66,24 @@ def orders(sizes: Sequence[int]) -> list[GroupOrder]:
         GroupOrder(Problem(f"p{i}", f"{i}+1?", f"{i + 1}"), tuple(Role)[i % 2], TOKENIZER.encode(f"H{i}+1?"), i, size)
         for i, size in enumerate(sizes)
     ]
+
+
+class Gate:
+    """Holds the decoding thread where it calls `hold` until it is opened."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+        self.rows: list[int] = []  # of every step
+
+    def hold(self) -> None:
+        self._reached.set()
+        assert self._opened.wait(PATIENCE_S), "the gate stays closed: the event loop does not run"
+
+    async def reached(self) -> None:
+        assert await asyncio.to_thread(self._reached.wait, PATIENCE_S), "decoding never came so far"
+
+    def open(self) -> None:
+        self._opened.set()
 
 
 def with_engine(

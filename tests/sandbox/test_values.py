@@ -37,14 +37,11 @@ def test_a_value_is_the_same_as_itself_on_the_other_side_of_a_pipe(value) -> Non
     [
         (1, 1.0, True),
         (1, True, False),
-        (0, False, False),
         (0.1 + 0.2, 0.3, True),
-        (1.0, 1.001, False),
         (10**30, 10**30 + 1, False),
         (10**400, 1e308, False),
         (10**16 + 1, 1e16, False),
         (3, 3.0000000000000004, True),
-        (123456 * 1000003 + 7, 123456 * 1000003.0 + 6.5, False),
         (1, 1.0000001, False),
         (1.0, 1.0000001, True),
         (7, math.inf, False),
@@ -54,11 +51,9 @@ def test_a_value_is_the_same_as_itself_on_the_other_side_of_a_pipe(value) -> Non
         ({1: 2, 3: 4}, {3: 4, 1: 2}, True),
         ({1: 2}, {"1": 2}, False),
         ({1}, [1], False),
-        ("1", 1, False),
         (None, 0, False),
         (math.nan, math.nan, True),
         (math.inf, -math.inf, False),
-        ([], (), True),
     ],
 )
 def test_by_hand(left, right, alike) -> None:

@@ -64,6 +64,13 @@ def read_weights(path: Path) -> Weights:
     return Weights(found)
 
 
+def mark_stable(folder: Path, sizes: Mapping[str, Any], version: object = 1) -> Path:
+    """Mark a folder of published weights as whole, with files of these sizes."""
+    content = {"version": version, "files": {file: {"bytes": size} for file, size in sizes.items()}}
+    (folder / "STABLE").write_text(json.dumps(content))
+    return folder
+
+
 def sampled(
     fingerprint: str, prompt: Sequence[int], seed: int, position: int, stop_ids: Sequence[int] = ()
 ) -> tuple[int, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from fake_model import AS_STARTED, Weights
+from fake_model import AS_STARTED, Weights, mark_stable
 from fake_vllm import FakeOptions, FakeVllm, serving
 from safetensors.numpy import save_file
 
@@ -34,8 +33,7 @@ def publish(root: Path, version: int, file: str = "model.safetensors") -> str:
     folder.mkdir(parents=True)
     save_file(tensors(version), folder / file)
     (folder / "adapter_config.json").write_text("{}")
-    stable = {"version": 1, "files": {file: {"bytes": (folder / file).stat().st_size}}}
-    (folder / "STABLE").write_text(json.dumps(stable))
+    mark_stable(folder, {file: (folder / file).stat().st_size})
     return f"run/{folder.name}"
 
 

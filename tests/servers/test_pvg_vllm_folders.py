@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from fake_model import mark_stable
 from safetensors.torch import save_file
 
 from pvg.servers.server_side.pvg_vllm.accepted_weights import Refusal, adapter_folder, weight_files
@@ -26,13 +25,7 @@ def publish(folder: Path, *files: str) -> Path:
     folder.mkdir(parents=True)
     for number, file in enumerate(files):
         save_file({f"tensor{number}": torch.full((4, 3), float(number))}, folder / file)
-    return stable(folder, {file: (folder / file).stat().st_size for file in files})
-
-
-def stable(folder: Path, sizes: dict[str, Any], version: object = 1) -> Path:
-    content = {"version": version, "files": {file: {"bytes": size} for file, size in sizes.items()}}
-    (folder / "STABLE").write_text(json.dumps(content))
-    return folder
+    return mark_stable(folder, {file: (folder / file).stat().st_size for file in files})
 
 
 def code_of(check: Callable[[Path, str], object], root: Path, name: str) -> tuple[int, str]:
@@ -78,15 +71,15 @@ def test_no_link_leads_out_of_the_root(root: Path, tmp_path: Path) -> None:
 CHANGES: dict[str, tuple[Change, tuple[int, str]]] = {
     "no STABLE": (lambda v: (v / "STABLE").unlink(), (422, "not_stable")),
     "STABLE is no JSON": (lambda v: (v / "STABLE").write_bytes(b"\xff{"), (422, "not_stable")),
-    "STABLE of another version": (lambda v: stable(v, {"a.safetensors": 1}, version=2), (422, "not_stable")),
-    "STABLE names nothing": (lambda v: stable(v, {}), (422, "not_stable")),
-    "STABLE with a size of true": (lambda v: stable(v, {"a.safetensors": True}), (422, "not_stable")),
+    "STABLE of another version": (lambda v: mark_stable(v, {"a.safetensors": 1}, version=2), (422, "not_stable")),
+    "STABLE names nothing": (lambda v: mark_stable(v, {}), (422, "not_stable")),
+    "STABLE with a size of true": (lambda v: mark_stable(v, {"a.safetensors": True}), (422, "not_stable")),
     "STABLE is a folder": (lambda v: ((v / "STABLE").unlink(), (v / "STABLE").mkdir()), (422, "not_stable")),
-    "another size": (lambda v: stable(v, {"a.safetensors": 7}), (422, "not_stable")),
-    "a file that is missing": (lambda v: stable(v, {"b.safetensors": 7}), (422, "not_stable")),
-    "a file that cannot be": (lambda v: stable(v, {"\ud800.safetensors": 7}), (422, "not_stable")),
-    "a file elsewhere": (lambda v: stable(v, {"../v/a.safetensors": 7}), (403, "foreign_path")),
-    "a named pickle": (lambda v: stable(v, {"model.bin": 7}), (422, "not_safetensors")),
+    "another size": (lambda v: mark_stable(v, {"a.safetensors": 7}), (422, "not_stable")),
+    "a file that is missing": (lambda v: mark_stable(v, {"b.safetensors": 7}), (422, "not_stable")),
+    "a file that cannot be": (lambda v: mark_stable(v, {"\ud800.safetensors": 7}), (422, "not_stable")),
+    "a file elsewhere": (lambda v: mark_stable(v, {"../v/a.safetensors": 7}), (403, "foreign_path")),
+    "a named pickle": (lambda v: mark_stable(v, {"model.bin": 7}), (422, "not_safetensors")),
     "a pickle beside": (lambda v: (v / "training_args.bin").write_bytes(b"\x80"), (422, "not_safetensors")),
     "a pickle in capitals": (lambda v: (v / "MODEL.PT").write_bytes(b"\x80"), (422, "not_safetensors")),
 }
@@ -102,7 +95,7 @@ def test_a_folder_that_is_not_whole_is_refused(root: Path, what: str) -> None:
 def test_a_pickle_under_the_name_of_a_safetensors_file_is_refused(root: Path) -> None:
     folder = publish(root / "v", "a.safetensors")
     torch.save({"tensor": torch.zeros(3)}, folder / "a.safetensors")
-    stable(folder, {"a.safetensors": (folder / "a.safetensors").stat().st_size})
+    mark_stable(folder, {"a.safetensors": (folder / "a.safetensors").stat().st_size})
     assert code_of(weight_files, root, "v") == (422, "not_safetensors")
 
 
@@ -111,7 +104,7 @@ def test_a_file_cut_short_and_then_marked_is_refused(root: Path, keep: int) -> N
     folder = publish(root / "v", "a.safetensors")
     content = (folder / "a.safetensors").read_bytes()[:keep]
     (folder / "a.safetensors").write_bytes(content)
-    stable(folder, {"a.safetensors": len(content)})
+    mark_stable(folder, {"a.safetensors": len(content)})
     assert code_of(weight_files, root, "v") == (422, "not_safetensors")
 
 
@@ -119,7 +112,7 @@ def test_the_same_tensor_in_two_files_is_refused(root: Path) -> None:
     folder = publish(root / "v", "a.safetensors")
     (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
     size = (folder / "a.safetensors").stat().st_size
-    stable(folder, {"a.safetensors": size, "b.safetensors": size})
+    mark_stable(folder, {"a.safetensors": size, "b.safetensors": size})
     assert code_of(weight_files, root, "v") == (422, "not_safetensors")
 
 

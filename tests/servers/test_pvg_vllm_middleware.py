@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_model import mark_stable
 from safetensors.torch import save_file
 
 from pvg.servers.server_side.pvg_vllm import middleware as routes
@@ -125,13 +126,8 @@ class Server:
             sent.append(message)
 
         raw = [(key.encode(), value.encode()) for key, value in headers.items()]
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": raw,
-            "app": SimpleNamespace(state=self._state),
-        }
+        app = SimpleNamespace(state=self._state)
+        scope = {"type": "http", "method": method, "path": path, "headers": raw, "app": app}
         await self.middleware({**scope, **extra}, receive, send)
         start, content = sent
         found = {bytes(key).decode(): bytes(value).decode() for key, value in start["headers"]}
@@ -154,8 +150,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, file in [("v1", "model.safetensors"), ("v2", "model.safetensors"), ("a1", "adapter_model.safetensors")]:
         (tmp_path / name).mkdir()
         save_file({"tensor": torch.zeros(3)}, tmp_path / name / file)
-        size = (tmp_path / name / file).stat().st_size
-        (tmp_path / name / "STABLE").write_text(json.dumps({"version": 1, "files": {file: {"bytes": size}}}))
+        mark_stable(tmp_path / name, {file: (tmp_path / name / file).stat().st_size})
     (tmp_path / "a1" / "adapter_config.json").write_text("{}")
     return tmp_path
 
@@ -222,15 +217,7 @@ def test_an_open_server_asks_for_the_key_everywhere(root: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        "/collective_rpc",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        "/adapters",
-        "/adapters/x",
-        "/collective_rpc/",
-    ],
+    "path", ["/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/adapters/x"]
 )
 def test_what_is_closed_is_closed_with_the_key_too(server: Server, path: str) -> None:
     status, found, _ = server.ask("POST", path)
@@ -310,12 +297,8 @@ def test_an_update_pauses_loads_labels_and_goes_on(server: Server, capsys: pytes
     load = "pvg_load_weights ['model.safetensors']"
     assert server.engine.calls == ["pause keep True", load, "label 1-a/1", "resume"]
     lines = [line for line in capsys.readouterr().err.splitlines() if "trace=7f" in line]
-    assert [line.split("event=")[1].split()[0] for line in lines] == [
-        "server.recv",
-        "rpc.start",
-        "rpc.done",
-        "server.reply",
-    ]
+    told = [line.split("event=")[1].split()[0] for line in lines]
+    assert told == ["server.recv", "rpc.start", "rpc.done", "server.reply"]
     assert "version=1 rpc_ms=" in lines[2]
 
 

@@ -21,9 +21,12 @@ GPU = Interpreter(Path(sys.executable), "0.32.0", "gpu", "a test")
 
 
 @pytest.fixture(autouse=True)
-def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (KEY_VARIABLE, "PVG_OPEN_TO_NETWORK", "PYTHONPATH"):
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No vLLM anywhere: pvg's checkout is not looked at, and this environment has none."""
+    for name in (KEY_VARIABLE, "PVG_OPEN_TO_NETWORK", "PYTHONPATH", VARIABLE):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pvg.__file__", str(tmp_path / "checkout" / "pvg" / "__init__.py"))
 
 
 def experiment_of(root: Path, *overrides: str) -> Experiment:
@@ -165,14 +168,6 @@ def test_addresses(tmp_path: Path, host: str, url: str, is_open: bool) -> None:
     spec = spec_for(tmp_path, host=host)
     assert (spec.url, spec.open_to_network) == (url, is_open)
     assert ("PVG_OPEN_TO_NETWORK" in spec.environment) == is_open
-
-
-@pytest.fixture(autouse=True)
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No vLLM anywhere: pvg's checkout is not looked at, and this environment has none."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pvg.__file__", str(tmp_path / "checkout" / "pvg" / "__init__.py"))
 
 
 def python_with(folder: Path, name: str = "", version: str = "") -> Path:

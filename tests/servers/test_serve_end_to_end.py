@@ -37,19 +37,9 @@ def stand_in_python(folder: Path, mode: str) -> Path:
 
 def command(folder: Path, mode: str, *options: str) -> list[str]:
     python = stand_in_python(folder, mode)
-    settings = ["-s", f"weights.root={folder / 'root'}"]
     (folder / "small.toml").write_text('name = "small"\n')
-    return [
-        "env",
-        f"PVG_VLLM_PYTHON={python}",
-        *ENTRY,
-        "serve",
-        str(folder / "small.toml"),
-        "--port",
-        str(free_port()),
-        *settings,
-        *options,
-    ]
+    given = ["--port", str(free_port()), "-s", f"weights.root={folder / 'root'}", *options]
+    return ["env", f"PVG_VLLM_PYTHON={python}", *ENTRY, "serve", str(folder / "small.toml"), *given]
 
 
 @pytest.mark.parametrize(("number", "ignored"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
@@ -86,10 +76,12 @@ def test_a_signal_ends_it_with_the_server(tmp_path: Path, number: signal.Signals
     assert not supervisor.members(session)
 
 
+def ended(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+
+
 def test_a_server_that_does_not_start_is_exit_3_with_its_last_lines_and_one_document(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, "fail", "--json"), capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
+    done = ended(command(tmp_path, "fail", "--json"))
     assert done.returncode == 3
     document = orjson.loads(done.stdout)
     check_document(("serve",), document)
@@ -100,13 +92,7 @@ def test_a_server_that_does_not_start_is_exit_3_with_its_last_lines_and_one_docu
 
 def test_a_server_that_dies_later_is_exit_3_and_no_second_document(tmp_path: Path) -> None:
     log = tmp_path / "mine.log"
-    done = subprocess.run(
-        command(tmp_path, "die", "--json", "--log", str(log)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-    )
+    done = ended(command(tmp_path, "die", "--json", "--log", str(log)))
     assert done.returncode == 3
     document = orjson.loads(done.stdout)
     assert document["log"] == str(log)
