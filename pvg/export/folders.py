@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 import tomli_w
 import torch
-from jinja2 import ChainableUndefined, Environment
+from jinja2 import ChainableUndefined, Environment, PackageLoader
 
 from pvg import __version__
 from pvg.config.base import is_hub_id, is_run_id, parse, shown_source
@@ -60,112 +60,6 @@ LABELS = {
     "accepted_helpful": "Correct helpful solutions that the verifier accepts",
 }
 PROMPT_CHARACTERS = 4_000  # of an example prompt; enough to see its form
-LOAD = """
-{%- if player == "verifier" and repository -%}
-from huggingface_hub import snapshot_download
-
-folder = snapshot_download("{{ repository }}")
-
-{% endif -%}
-{%- if player == "prover" -%}
-{%- set kind = "AutoPeftModelForCausalLM" if form == "adapter" else "AutoModelForCausalLM" -%}
-from {{ "peft" if form == "adapter" else "transformers" }} import {{ kind }}
-from transformers import AutoTokenizer
-
-model = {{ kind }}.from_pretrained({{ place }}{% if form == "adapter" %}, dtype="{{ dtype }}"{% endif %})
-tokenizer = AutoTokenizer.from_pretrained({{ place }})
-{% else -%}
-{%- if head != "implicit" -%}
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-model = AutoModelForSequenceClassification.from_pretrained({{ place }})
-tokenizer = AutoTokenizer.from_pretrained({{ place }})
-# A score is model(input_ids).logits[0, 0] + model.config.pvg["score_bias"].
-
-{% endif -%}
-import sys
-
-sys.path.insert(0, {{ place }})
-from pvg_verifier import ExportedVerifier  # renders a question and a solution as in the run
-
-verifier = ExportedVerifier({{ place }})
-# verifier.score(question, solution) >= verifier.threshold
-{% endif -%}
-"""
-CARD = """---
-library_name: {{ "peft" if form == "adapter" else "transformers" }}
-{% if hub_base -%}
-base_model: {{ hub_base }}
-{% endif -%}
-tags:
-- prover-verifier-game
-- pvg
----
-# {{ player | capitalize }} of the run {{ run }}, round {{ round }}
-
-The {{ player }} of a prover-verifier game on the task `{{ task }}`, exported by pvg {{ pvg_version }}. It was trained \
-from `{{ base }}`. This is round {{ round }} of {{ rounds }}, counted from 0.
-
-## Load it
-
-```python
-{{ code }}```
-
-{% if player == "verifier" -%}
-The verifier accepts a solution with a score of at least {{ "%.6g" | format(threshold) }}. A score is a logit, and \
-higher is better.
-{%- if head == "implicit" %} The score is the scaled difference between the log-probs of the solution under two \
-models: the one in this folder, and the one in `reference/`.
-{%- endif %}
-{%- if calibration %} P(correct) = 1 / (1 + exp(-({{ "%.6g" | format(calibration.slope) }} * score \
-{{ "-" if calibration.offset < 0 else "+" }} {{ "%.6g" | format(calibration.offset | abs) }}))).
-{%- else %} There is no calibration: `pvg evaluate` was not run before the export.
-{%- endif %}
-{%- if conceals_text %} The task hides a part of each solution from the verifier. Pass only the visible part, or score \
-with `pvg score`, which removes the rest.
-{%- endif %}
-{% elif example_prompts -%}
-## Prompts
-
-The prover learned from prompts of this form.
-{% for role, text in example_prompts.items() %}
-The prompt of the {{ role }} role for one problem:
-
-{{ text | fenced("text") }}
-{% endfor -%}
-{% endif %}
-## Measurements
-
-{% if shares -%}
-From solutions on test problems at the end of the round. Solutions of one problem count as one cluster.
-
-| Share | Value | 95 % interval | Solutions | Problems |
-|---|---|---|---|---|
-{% for label, found in shares.items() -%}
-{%- set ends = (100 * found.low, 100 * found.high) if found.low is not none else () -%}
-| {{ label }} | {{ "%.1f %%" | format(100 * found.value) }} \
-| {{ "%.1f %% to %.1f %%" | format(*ends) if ends else "none" }} | {{ found.n }} | {{ found.problems }} |
-{% endfor -%}
-{% else -%}
-The run has no stored solutions of this round on test problems.
-{% endif -%}
-{% if auc is not none %}
-AUC of the verifier on these solutions: {{ "%.3f" | format(auc) }}.
-{% endif %}
-## Settings
-
-{{ settings | fenced("toml") }}
-
-## Licence
-
-{% if hub_base -%}
-These weights derive from {{ hub_base }}. Its licence applies to them.
-{% elif base.startswith("embedded:") -%}
-These weights derive from `{{ base }}`, which comes with pvg under the Apache License 2.0.
-{% else -%}
-These weights derive from `{{ base }}`. The licence of that model applies to them.
-{% endif -%}
-"""
 
 
 def intervals(finished: FinishedRound) -> dict[str, Estimate]:
@@ -206,7 +100,8 @@ def example_prompts(finished: FinishedRound, tokenizer: Tokenizer) -> dict[str, 
 
 def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repository: str = "") -> str:
     """README.md of an export with these facts. The code of the card loads `folder`, or `repository` of the hub."""
-    templates = Environment(undefined=ChainableUndefined, keep_trailing_newline=True)  # an export has no HTML
+    loader = PackageLoader("pvg.export")
+    templates = Environment(loader=loader, undefined=ChainableUndefined, keep_trailing_newline=True)  # no HTML
     templates.filters["fenced"] = _fenced
     place = "folder" if repository and facts["player"] == "verifier" else f'"{repository or folder}"'
     plain = finished.experiment.model_dump(mode="json", exclude_none=True)
@@ -214,12 +109,12 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
         **facts,
         "hub_base": parse(facts["base"]).repository if is_hub_id(facts["base"]) else "",
         "rounds": finished.experiment.game.rounds,
-        "code": templates.from_string(LOAD).render(facts, place=place, repository=repository),
+        "code": templates.get_template("load.py.j2").render(facts, place=place, repository=repository),
         "shares": {LABELS[name]: found for name, found in intervals(finished).items() if found.value is not None},
         "auc": finished.metrics.get("verifier_auc"),
         "settings": tomli_w.dumps({name: _public(plain[name]) for name in SECTIONS if name in plain}),
     }
-    return templates.from_string(CARD.replace("\\\n", "")).render(values)
+    return templates.get_template("card.md.j2").render(values)
 
 
 def _fenced(text: str, language: str) -> str:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from markupsafe import Markup
 
@@ -30,20 +32,7 @@ from pvg.store.state import read_json_lines
 Point = tuple[float, float]
 
 # Centres of the tiles, in steps of the grid.
-PLACES = {
-    "standard": """
-    nao 1.5 1.6, nwg 4.9 0.5, bar 11 0.3, nwy 7.2 1.9, swe 8.5 2.6, fin 10 1.8, stp 11.9 2.2, bot 9.7 3.2, ska 7 3.1,
-    nth 5.6 3.8, bal 8.9 4.3, lvn 10.7 4.2, mos 13 4, cly 3.2 1.9, edi 4.3 2.5, lvp 3.1 3.1, yor 4.3 3.6, wal 3 4.3,
-    lon 4.2 4.7, iri 1.8 3.9, eng 3.3 5.6, mao 1.2 7.3, bre 2.8 6.9, pic 4.1 6.6, par 4.2 7.6, gas 3.1 8.4,
-    bur 5.4 7.4, mar 4.7 8.8, spa 2.4 9.8, por 1.1 9.6, hel 6.2 4.7, den 7.4 4.3, hol 5.9 5.6, bel 4.9 5.7, kie 7 5.5,
-    ber 8.1 5.3, pru 9.4 5.3, ruh 6.2 6.5, mun 7.2 6.7, sil 9.1 6.2, boh 8.3 7, tyr 7.4 7.7, vie 9.3 7.4,
-    war 10.6 5.6, gal 10.4 6.7, bud 10.5 7.8, ukr 12 6.1, rum 11.7 8.2, sev 13.6 6.7, pie 5.8 8.7, ven 6.9 8.7,
-    tus 6.2 9.7, rom 7 10.4, apu 8 10.1, nap 8 11.1, tri 8.9 8.3, adr 8.3 9.2, ser 10.3 8.9, alb 9.5 9.9,
-    gre 10.2 10.8, bul 11.5 9.4, aeg 11.4 11.4, con 12.6 9.9, bla 13.4 8.6, ank 14.2 9.7, smy 13.7 10.9, arm 15.2 8.9,
-    syr 15.2 10.7, eas 13.2 12.1, ion 9 12.1, tys 6.3 11.4, lyo 4.4 10.3, wes 3.2 11.3, tun 5.2 12.3, naf 2.4 12.3
-    """,
-    "mini": "a 0 0, b 1 0, c 2 0, d 0 1, e 1 1, f 2 1, g 0.5 2, h 1.5 2",
-}
+PLACES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 STEPS = {"standard": (70, 58), "mini": (112, 82)}  # pixels of a step
 MARGIN = (42, 36)  # pixels around the outermost centres
 LOWER = 7  # pixels from the centre of a tile to its unit, so that the name fits above
