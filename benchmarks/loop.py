@@ -42,13 +42,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from benchmarks.loop_engine import (
-    CallingThreadExecutor,
-    RecordedScores,
-    RecordedScoringModel,
-    recorded,
-    some_experts,
-)
+from benchmarks.loop_engine import CallingThreadExecutor, RecordedScores, RecordedScoringModel, recorded, some_experts
 from benchmarks.stand_in import StandInEngine
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.bench.workloads.rollout import check_work, digest_of, model_facts

@@ -38,10 +38,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 COMMAND = "python -m benchmarks.make_page"
 BEGIN, END = f"<!-- reports: {COMMAND} -->", "<!-- end of the reports -->"
 PEERS = "peers"
-ORDER = (
-    *("rollout", "rollout-vllm"),
-    *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "pipeline", PEERS),
-)
+ORDER = (*("rollout", "rollout-vllm"), *("trainer", "e2e", "verifier", "sync", "sync-vllm", "loop", "pipeline", PEERS))
 KINDS = {"bench": 0, "ablation": 1, "sweep": 2}  # the order of one profile's reports
 SHOWN_PARTS = 6  # of a time budget
 LEAST_PART = 0.01

@@ -8,12 +8,7 @@ Each `# %%` begins a cell. VS Code, PyCharm and Spyder run the cells one by one;
 # %% Play a small game. Settings are the keys of the experiment file. Without settings, pvg plays the whole game.
 import pvg
 
-SMALL = {
-    "game.rounds": 1,
-    "game.mint_problems": 256,
-    "verifier.steps": 40,
-    "training.steps": 20,
-}
+SMALL = {"game.rounds": 1, "game.mint_problems": 256, "verifier.steps": 40, "training.steps": 20}
 
 run = pvg.play("modchain", SMALL)
 print(f"{run.path} is {run.status}.")
@@ -31,11 +26,7 @@ for example in run.examples(each=1):
 
 # %% Score texts with the verifier of the last round. It accepts scores at or above its threshold.
 PROBLEM = "7+5+8+3+6?"
-SOLUTIONS = {
-    "correct": "7+5=2;2+8=0;0+3=3;3+6=9;A9",
-    "wrong sum": "7+5=2;2+8=0;0+3=4;4+6=0;A0",
-    "no solution": "A9",
-}
+SOLUTIONS = {"correct": "7+5=2;2+8=0;0+3=3;3+6=9;A9", "wrong sum": "7+5=2;2+8=0;0+3=4;4+6=0;A0", "no solution": "A9"}
 
 with pvg.VerifierScorer.load(run) as scorer:
     scores = scorer.score_texts(PROBLEM, list(SOLUTIONS.values()))

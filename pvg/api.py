@@ -121,7 +121,7 @@ def evaluate(
     watching = observer or SilentObserver()
     with run.directory.lock(work="evaluate"):
         outcome = run_to_end(
-            lambda: measure(experiment, run.directory, wanted, rounds, observer=watching, stop=asyncio.Event()),
+            lambda: measure(experiment, run.directory, wanted, rounds, observer=watching, stop=asyncio.Event())
         )
     return outcome.report
 
@@ -218,7 +218,5 @@ def _played(directory: RunDirectory, experiment: Experiment, observer: Observer,
     from pvg.game.run import play as play_run
 
     with directory.lock(discard=lambda: not resume and not directory.has_state):
-        run_to_end(
-            lambda: play_run(experiment, directory, observer=observer, stop=asyncio.Event(), resume=resume),
-        )
+        run_to_end(lambda: play_run(experiment, directory, observer=observer, stop=asyncio.Event(), resume=resume))
     return Run(directory.path)

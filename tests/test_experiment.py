@@ -314,10 +314,7 @@ IMPOSSIBLE = [
     (["game.sneaky_share=0.0"], "game.sneaky_share = 0.0 leaves one"),
     (["game.reward=decoupled", "game.sneaky_share=1.0"], "game.sneaky_share = 1.0 leaves one"),
     (["training.loss=spo", "rollout.group_size=1"], "game.reward = 'src' compares a score"),
-    (
-        ["rollout.deadline=cut", "training.minibatches=128"],
-        "training.minibatches = 128 is above the 64 rollouts",
-    ),
+    (["rollout.deadline=cut", "training.minibatches=128"], "training.minibatches = 128 is above the 64 rollouts"),
     (
         ["rollout.deadline=cut", "training.loss=spo", "game.reward=cgc", "training.minibatches=4"],
         "training.minibatches = 4 is above the 2 rollouts",
@@ -470,13 +467,7 @@ def test_a_setting_of_another_kind_of_task_is_named_as_such():
         build_experiment({"task": {"kind": "modchain", "path": "/data"}})
 
 
-@pytest.mark.parametrize(
-    ("given", "sinks"),
-    [
-        ("tensorboard, wandb,tensorboard", ("tensorboard", "wandb")),
-        ("[]", ()),
-    ],
-)
+@pytest.mark.parametrize(("given", "sinks"), [("tensorboard, wandb,tensorboard", ("tensorboard", "wandb")), ("[]", ())])
 def test_sinks_are_named_in_any_of_the_usual_ways_and_once_each(given: str, sinks: tuple[str, ...]) -> None:
     assert load_experiment(find_experiment("modchain"), [f"telemetry.sinks={given}"]).telemetry.sinks == sinks
     with pytest.raises(ConfigurationError, match=r"telemetry\.sinks"):

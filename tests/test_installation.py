@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 import pvg
-from pvg.installation import (
-    DISTRIBUTION,
-    install_extra,
-    install_packages,
-    pvg_command,
-    python_command,
-)
+from pvg.installation import DISTRIBUTION, install_extra, install_packages, pvg_command, python_command
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

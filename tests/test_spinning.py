@@ -22,8 +22,7 @@ def say(code: str, **variables: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("variables", "turns"),
-    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "-")],
+    ("variables", "turns"), [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "-")]
 )
 def test_the_command_bounds_spinning_unless_the_user_decided(variables: dict[str, str], turns: str) -> None:
     assert say(COMMAND, **variables) == turns

@@ -59,10 +59,7 @@ def test_a_setting_with_its_default_never_warns() -> None:
     assert build_experiment({}).warnings() == []
 
 
-OWN_WORDS = [
-    "task.path=d.jsonl",
-    *(f"models.{player}.source=hf:o/n@{'0' * 40}" for player in ("prover", "verifier")),
-]
+OWN_WORDS = ["task.path=d.jsonl", *(f"models.{player}.source=hf:o/n@{'0' * 40}" for player in ("prover", "verifier"))]
 PROMPTS = 'prompts={kind="chat",helpful="MINE",sneaky="BAD"}'
 
 

@@ -176,13 +176,7 @@ async def serve(orders: Orders, side: VerifierSide) -> None:
         await side.open_workers(stack)
         gc.collect()
         gc.freeze()
-        orders.answer(
-            {
-                "parameters": side.parameters,
-                "threads": side.threads,
-                "solution_tokens": side.solution_tokens,
-            }
-        )
+        orders.answer({"parameters": side.parameters, "threads": side.threads, "solution_tokens": side.solution_tokens})
         while orders.wait():
             orders.answer(await side.sample())
 

@@ -33,10 +33,7 @@ def busy_processes(count: int) -> Iterator[list[int]]:
 @contextmanager
 def _busy_process() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
+        [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     with process:  # closes the pipes and waits, last of all
         try:

@@ -283,10 +283,7 @@ def run_plan(
         | ({"servers": described(infos)} if infos else {}),
         work=common_work(works),
         environment=environment.model_copy(
-            update={
-                "threads": torch_threads(experiment.models.threads),
-                "vllm": versions(infos) or environment.vllm,
-            }
+            update={"threads": torch_threads(experiment.models.threads), "vllm": versions(infos) or environment.vllm}
         ),
         warmup=profile.warmup,
         repeats=profile.repeats,

@@ -30,10 +30,7 @@ from pvg.extensions import EXTENSIBLE, is_reference
 UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "evaluate", "cluster"})
 # Settings that bound memory. They change the last bits of results and nothing else, so a resumed run may have other
 # values, for example after it ran out of memory.
-MEMORY_SETTINGS = {
-    "training": ("micro_batch_tokens", "gradient_checkpointing"),
-    "verifier": ("micro_batch_tokens",),
-}
+MEMORY_SETTINGS = {"training": ("micro_batch_tokens", "gradient_checkpointing"), "verifier": ("micro_batch_tokens",)}
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
 # commit counts chunks. So it is not one of MEMORY_SETTINGS.
 

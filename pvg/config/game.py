@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from pvg.config.base import ByKind, Count, Fraction, Section, Weight
 from pvg.extensions import Reference

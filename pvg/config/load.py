@@ -90,8 +90,7 @@ def embedded_model(name: str) -> Path:
     known = embedded_names()
     if name not in known:
         raise UsageError(
-            f"No embedded model is called {name!r}.{did_you_mean(name, known)}",
-            f"Known: {', '.join(known) or 'none'}.",
+            f"No embedded model is called {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."
         )
     return EMBEDDED / name
 

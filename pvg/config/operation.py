@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-)
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from pvg.config.base import ByKind, Count, Folder, Fraction, NotEmpty, Positive, Section, _names
 
@@ -159,8 +155,7 @@ class Serving(Section):
         (), description='Addresses of the verifier\'s servers, for verifier.engine = "vllm".'
     )
     reference_servers: Urls = Field(
-        (),
-        description="Addresses of servers of the verifier's initial weights. Empty: this process.",
+        (), description="Addresses of servers of the verifier's initial weights. Empty: this process."
     )
     max_num_seqs: Count = Field(
         256,
@@ -222,10 +217,7 @@ class Evaluate(Section):
         8, description="Solutions per problem and role. More of them make intervals narrower, and take longer."
     )
     attacks: Annotated[tuple[Literal["src", "cgc", "goodhart"], ...], Field(strict=False), BeforeValidator(_names)] = (
-        Field(
-            ("src", "cgc", "goodhart"),
-            description="Rewards of the attackers.",
-        )
+        Field(("src", "cgc", "goodhart"), description="Rewards of the attackers.")
     )
     attack_steps: Annotated[int, Field(ge=1, le=100_000)] = Field(
         200,
@@ -255,8 +247,7 @@ class Telemetry(Section):
         0, description="Port of the Prometheus endpoint on 127.0.0.1. 0: none."
     )
     alert_command: Annotated[tuple[NotEmpty, ...], Field(strict=False)] = Field(
-        (),
-        description="Program to run for each alert, with its arguments. It reads the alert as JSON. Empty: none.",
+        (), description="Program to run for each alert, with its arguments. It reads the alert as JSON. Empty: none."
     )
 
 

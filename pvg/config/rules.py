@@ -6,13 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.game import (
-    CompositeReward,
-    DecoupledProtocol,
-    DecoupledReward,
-    GatedReward,
-    SimultaneousSchedule,
-)
+from pvg.config.game import CompositeReward, DecoupledProtocol, DecoupledReward, GatedReward, SimultaneousSchedule
 from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers, ranks_of, shards_of
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of

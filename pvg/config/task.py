@@ -6,11 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from pvg.config.base import ByKind, Count, DataFolder, Folder, Fraction, NotEmpty, Positive, Section, is_hub_id
 from pvg.extensions import REFERENCE_PATTERN, Reference
@@ -148,13 +144,11 @@ class CodeTask(Section):
 
     kind: Literal["code"] = "code"
     path: Annotated[Folder | None, AfterValidator(_local)] = Field(
-        None,
-        description="Folder with train.jsonl and test.jsonl (pvg/tasks/code.py). Unset: pvg makes problems.",
+        None, description="Folder with train.jsonl and test.jsonl (pvg/tasks/code.py). Unset: pvg makes problems."
     )
     limit: Count | None = Field(None, description="Maximum number of problems that pvg reads per split. Unset: all.")
     unusable: Literal["refuse", "skip"] = Field(
-        "refuse",
-        description="What pvg does with an unusable problem, for example one whose reference fails a test.",
+        "refuse", description="What pvg does with an unusable problem, for example one whose reference fails a test."
     )
     problems: Count = Field(
         320, description="Number of training problems that pvg makes. With more of them, each repeats less often."

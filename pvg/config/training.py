@@ -6,12 +6,7 @@ import re
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from pvg.config.base import ByKind, Count, Folder, Player, Positive, Section, Source, Weight, with_player
 from pvg.extensions import Reference

@@ -37,18 +37,7 @@ from scipy.special import expit
 
 from pvg.config.operation import Evaluate
 from pvg.config.training import Verifier
-from pvg.evaluation.intervals import (
-    CONFIDENCE,
-    Estimate,
-    Float64,
-    Ints,
-    auc_of,
-    mean_of,
-    ratio,
-    roc,
-    share_of,
-    wins,
-)
+from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, auc_of, mean_of, ratio, roc, share_of, wins
 from pvg.evaluation.opened_run import ScoredRollouts
 
 # --- logistic regression ----------------------------------------------------------------------------------------------

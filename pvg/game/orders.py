@@ -255,12 +255,7 @@ class ProverOrders:
         self, orders: Sequence[GroupOrder], number: int, gate: AbstractAsyncContextManager[None] | None = None
     ) -> list[Group]:
         """Sample and grade groups of batch `number`. `gate`: see `SampleCall`."""
-        call = replace(
-            self.call(number),
-            deadline=self.deadline,
-            gate=gate,
-            environment=self.environment,
-        )
+        call = replace(self.call(number), deadline=self.deadline, gate=gate, environment=self.environment)
         return await self.session.players.dispatcher.sample(orders, call)
 
 

@@ -132,13 +132,7 @@ def match_metrics(results: Sequence[Sequence[float]], gains: Sequence[Sequence[f
     gain = {"gain": float(gains_S.mean()), "gain_low": gain_low, "gain_high": gain_high}
     if math.isnan(share):
         return gain
-    return {
-        "points": share,
-        "points_low": max(0.0, low),
-        "points_high": min(1.0, high),
-        **gain,
-        "elo": elo(share),
-    }
+    return {"points": share, "points_low": max(0.0, low), "points_high": min(1.0, high), **gain, "elo": elo(share)}
 
 
 def interval(means_S: NDArray[np.float64]) -> tuple[float, float]:

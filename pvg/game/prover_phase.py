@@ -204,12 +204,7 @@ def _groups_of(session: Session, orders: ProverOrders, scorer: VerifierScorer) -
         if session.verifier.engine != "torch":
             scored = "arrival"
         return Prefetcher(
-            orders,
-            scorer,
-            ahead,
-            budget=rollout.staleness_budget,
-            concurrency=rollout.concurrency,
-            scored=scored,
+            orders, scorer, ahead, budget=rollout.staleness_budget, concurrency=rollout.concurrency, scored=scored
         )
     carried = partial_sampling(rollout, session.training, session.game.reward.kind, players.dispatcher)
     return FreshGroups(orders) if carried is None else CarriedGroups(orders, carried)

@@ -34,13 +34,7 @@ from pvg.records import Float32, Rollout
 from pvg.tasks.task import ComparesPrograms, Task
 from pvg.training.batch import groups_and_roles
 from pvg.training.credit import Credit as CreditFunction
-from pvg.training.credit import (
-    RoleBaseline,
-    ValueTracker,
-    advantages,
-    baseline_advantages,
-    tracked_advantages,
-)
+from pvg.training.credit import RoleBaseline, ValueTracker, advantages, baseline_advantages, tracked_advantages
 
 
 def rewards(outcomes: BatchOutcomes, game: Game) -> Float32:
@@ -168,12 +162,7 @@ REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
 # --- from rollouts and scores to rewards ------------------------------------------------------------------------------
 
 
-def pay(
-    game: Game,
-    task: Task,
-    rollouts: Sequence[Rollout],
-    scores_N: Float32,
-) -> tuple[Float32, BatchOutcomes]:
+def pay(game: Game, task: Task, rollouts: Sequence[Rollout], scores_N: Float32) -> tuple[Float32, BatchOutcomes]:
     """The rewards of a batch, and its outcomes. Raises TrainingDivergedError if a score allows no reward."""
     outcomes = RolloutColumns(rollouts, scores_N)
     outcomes.similarity_N = _similarities(game, task, rollouts, outcomes.helpful_N)

@@ -67,10 +67,7 @@ PHASES = {
     Phase.CHECKPOINT: "pvg.game.round_evaluation:checkpoint",
 }
 # Self-play has no verifier.
-SELF_PLAY = {
-    Phase.TRAIN_PROVER: "pvg.game.play_phase:train_player",
-    Phase.CHECKPOINT: "pvg.game.play_phase:rate",
-}
+SELF_PLAY = {Phase.TRAIN_PROVER: "pvg.game.play_phase:train_player", Phase.CHECKPOINT: "pvg.game.play_phase:rate"}
 
 
 @dataclass(frozen=True)
@@ -124,10 +121,7 @@ async def play(
         )
         session.finish_run(status)
         return GameOutcome(
-            status=status,
-            run=run.path,
-            rounds=list(ledger.state.rounds),
-            seconds=time.perf_counter() - started,
+            status=status, run=run.path, rounds=list(ledger.state.rounds), seconds=time.perf_counter() - started
         )
 
 

@@ -425,11 +425,7 @@ def _can_be_written(experiment: Experiment, found: CheckedProblems, models: Play
             ""
             if teaches or experiment.task.kind == "play"
             else writable_solution(
-                experiment.sources(),
-                found.task,
-                found.train,
-                *tokenizers,
-                own_data=experiment.task.kind == "data",
+                experiment.sources(), found.task, found.train, *tokenizers, own_data=experiment.task.kind == "data"
             )
         )
     except ConfigurationError as error:

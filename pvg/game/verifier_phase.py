@@ -38,14 +38,7 @@ from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import BatchSource
 from pvg.training.trainer import GradientWorkers, OptimizerSettings, Trainer
-from pvg.verifier.calibration import (
-    ACCEPTANCE,
-    acceptance_threshold,
-    auc,
-    common_scales,
-    disagreement,
-    member_scores,
-)
+from pvg.verifier.calibration import ACCEPTANCE, acceptance_threshold, auc, common_scales, disagreement, member_scores
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
@@ -289,12 +282,7 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
 
 def optimizer_settings(section: Verifier, steps: int) -> OptimizerSettings:
     """Optimizer settings from the verifier's section, for `steps` optimizer steps."""
-    return OptimizerSettings(
-        learning_rate=section.learning_rate,
-        warmup=WARMUP,
-        schedule="linear",
-        total_steps=steps,
-    )
+    return OptimizerSettings(learning_rate=section.learning_rate, warmup=WARMUP, schedule="linear", total_steps=steps)
 
 
 def verifier_trainer(

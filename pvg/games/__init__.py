@@ -13,10 +13,7 @@ __all__ = ["GAMES", "OTHER_PROJECTS", "is_game", "open_game"]
 # `task.game` -> the class of a game: MODULE:NAME.
 GAMES = {"negotiation": "pvg.games.negotiation:Negotiation", "diplomacy": "pvg.games.diplomacy:Diplomacy"}
 # The beginning of a name -> the function that opens the game of another project, given the rest of the name.
-OTHER_PROJECTS = {
-    "textarena:": "pvg.games.textarena:open_textarena",
-    "openenv:": "pvg.games.openenv:open_openenv",
-}
+OTHER_PROJECTS = {"textarena:": "pvg.games.textarena:open_textarena", "openenv:": "pvg.games.openenv:open_openenv"}
 
 
 def is_game(name: str) -> bool:

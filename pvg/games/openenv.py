@@ -111,8 +111,7 @@ class OpenEnvClient:
         except TimeoutError:
             await self._close()
             raise ServerUnavailableError(
-                f"The environment at {self.url} did not answer within {self._timeout_s:g} s.",
-                "Check the server.",
+                f"The environment at {self.url} did not answer within {self._timeout_s:g} s.", "Check the server."
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             await self._close()

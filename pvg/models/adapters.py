@@ -31,12 +31,7 @@ PREFIX = "base_model.model."  # peft's prefix of module names in saved files
 
 
 def attach_adapters(
-    model: LanguageModel,
-    rank: int,
-    alpha: float,
-    seed: int,
-    *,
-    section: Literal["training", "verifier"] = "training",
+    model: LanguageModel, rank: int, alpha: float, seed: int, *, section: Literal["training", "verifier"] = "training"
 ) -> AdaptedModel:
     """Attach adapters to all linear layers of `model` except the output head. The caller closes the result.
 
@@ -193,8 +188,7 @@ def _peft(section: str) -> Any:
         import peft
     except ImportError as error:
         raise MissingRequirementError(
-            f"Training low-rank adapters ({section}.adapters) needs the package peft: {error}.",
-            install_extra("lora"),
+            f"Training low-rank adapters ({section}.adapters) needs the package peft: {error}.", install_extra("lora")
         ) from None
     return peft
 

@@ -222,12 +222,7 @@ def completion_logprobs(
     and ValueError for inconsistent lengths.
     """
     return completion_outputs(
-        module,
-        input_ids_BL,
-        lengths_B,
-        prompt_lengths_B,
-        temperature=temperature,
-        logits_chunk=logits_chunk,
+        module, input_ids_BL, lengths_B, prompt_lengths_B, temperature=temperature, logits_chunk=logits_chunk
     ).logprobs_BL
 
 

@@ -393,10 +393,7 @@ def distinct_rows(
 
 
 def shared_prompt_batches(
-    prompt_of_N: NDArray[np.int64],
-    prompt_lengths: NDArray[Any],
-    lengths: NDArray[np.int64],
-    budget: int,
+    prompt_of_N: NDArray[np.int64], prompt_lengths: NDArray[Any], lengths: NDArray[np.int64], budget: int
 ) -> list[NDArray[np.int64]]:
     """Row numbers in batches where distinct prompts x longest prompt + rows x longest completion <= `budget`. This is
     attention's work, including padding.

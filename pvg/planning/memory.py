@@ -40,12 +40,7 @@ from pvg.store.run_players import find_player
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 # Decoders with three MLP matrices and two norms per layer: (biases of queries, keys and values; norms of queries and
 # keys).
-FAMILIES = {
-    "llama": (False, False),
-    "mistral": (False, False),
-    "qwen2": (True, False),
-    "qwen3": (False, True),
-}
+FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,7 @@ from rich.text import Text
 
 from pvg.errors import counted
 from pvg.evaluation.intervals import CONFIDENCE, Estimate
-from pvg.evaluation.report import (
-    AttackRecord,
-    EvaluationReport,
-    FlawDetection,
-    RoundEvaluation,
-)
+from pvg.evaluation.report import AttackRecord, EvaluationReport, FlawDetection, RoundEvaluation
 from pvg.records import Role, source_of_round
 from pvg.reporting.charts import ChartLine, Interval, ReferenceLine, XAxis, line_chart, round_axis
 from pvg.reporting.formats import ABSENT

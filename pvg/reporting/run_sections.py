@@ -25,12 +25,7 @@ from pvg.reporting.charts import (
     line_chart,
     mirrored_histogram,
 )
-from pvg.reporting.formats import (
-    NumberStyle,
-    duration,
-    metric_display,
-    percent,
-)
+from pvg.reporting.formats import NumberStyle, duration, metric_display, percent
 from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import PageSection, elements

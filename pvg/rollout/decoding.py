@@ -228,11 +228,7 @@ class _Batch:
     most. The extra last column of a completion takes the samples of ended requests."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        requests: Sequence[GenerationRequest],
-        device: torch.device,
-        experts: RowExperts | None,
+        self, module: nn.Module, requests: Sequence[GenerationRequest], device: torch.device, experts: RowExperts | None
     ) -> None:
         def whole(numbers: Sequence[int]) -> Tensor:
             return torch.tensor(numbers, device=device)

@@ -57,14 +57,7 @@ from pvg.servers.control import Connections
 from pvg.servers.fleet import Server, StaleWeights
 from pvg.servers.pool import connections_for, together
 from pvg.servers.publishing import PublishingSession, SyncTiming, WeightLabel, WeightUpdate, salt
-from pvg.servers.served_model import (
-    UNPUBLISHED,
-    Prove,
-    RequestFailed,
-    ServedModel,
-    ServerRequirements,
-    was_sent,
-)
+from pvg.servers.served_model import UNPUBLISHED, Prove, RequestFailed, ServedModel, ServerRequirements, was_sent
 from pvg.servers.transports.opening import open_transport
 from pvg.telemetry.events import Events
 from pvg.telemetry.spans import run_in
@@ -253,10 +246,7 @@ def open_vllm_engine(
         transport=open_transport(weights, run, executor, dtype, session, base.device),
     )
     return VllmEngine(
-        served,
-        canary=canary,
-        routed_experts=experiment.training.router_replay,
-        deadline_s=rollout.engine.timeout_s,
+        served, canary=canary, routed_experts=experiment.training.router_replay, deadline_s=rollout.engine.timeout_s
     )
 
 

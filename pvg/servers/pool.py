@@ -190,9 +190,7 @@ class HttpPool:
             raise RuntimeError("The pool is closed.")
         if self._session is None:
             connector = aiohttp.TCPConnector(
-                limit=self.connections,
-                keepalive_timeout=None if self._fresh else KEEP_ALIVE_S,
-                force_close=self._fresh,
+                limit=self.connections, keepalive_timeout=None if self._fresh else KEEP_ALIVE_S, force_close=self._fresh
             )
             self._session = aiohttp.ClientSession(
                 connector=connector,

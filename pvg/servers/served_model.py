@@ -255,8 +255,7 @@ class ServedModel:
         """
         if update.version <= self.version:
             raise StateError(
-                f"Version {update.version} of the weights cannot follow version {self.version}.",
-                "Versions only go up.",
+                f"Version {update.version} of the weights cannot follow version {self.version}.", "Versions only go up."
             )
         transport, label = self._transport(), WeightLabel(self.session, update.version)
         self.fleet.interrupt_catching_up()

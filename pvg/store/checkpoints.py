@@ -178,8 +178,7 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise damaged(path, "it does not match its checksum")
     if body["format"] != FORMAT:
         raise StateError(
-            f"{path} has format {body['format']}, but this pvg reads {FORMAT}.",
-            "Read it with the pvg that wrote it.",
+            f"{path} has format {body['format']}, but this pvg reads {FORMAT}.", "Read it with the pvg that wrote it."
         )
     return body
 

@@ -147,8 +147,7 @@ def _stage(run_id: RunId, run: RunDirectory) -> tuple[Stage, State]:
     state = run.load_state().state or {}
     if WARMED_PROVER not in state.get("weights", ()):
         raise UsageError(
-            f"{run_id}: the run {run.name!r} has no finished warm start.",
-            "Name one of its rounds: run:NAME/round-0",
+            f"{run_id}: the run {run.name!r} has no finished warm start.", "Name one of its rounds: run:NAME/round-0"
         )
     return "warmup", state
 

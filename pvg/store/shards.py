@@ -21,17 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
-from pvg.records import (
-    Checks,
-    Grade,
-    Role,
-    Rollout,
-    RoutedExperts,
-    SolverSolution,
-    Timing,
-    Turn,
-    VersionSpan,
-)
+from pvg.records import Checks, Grade, Role, Rollout, RoutedExperts, SolverSolution, Timing, Turn, VersionSpan
 from pvg.store.atomic import (
     atomic_file,
     check_file,

@@ -94,8 +94,7 @@ def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
     for name in names:
         if name not in MEASURES:
             raise ConfigurationError(
-                f"There is no measure {name!r}.{did_you_mean(name, list(MEASURES))}",
-                f"Known: {', '.join(MEASURES)}.",
+                f"There is no measure {name!r}.{did_you_mean(name, list(MEASURES))}", f"Known: {', '.join(MEASURES)}."
             )
     if twice := next((name for name in names if list(names).count(name) > 1), None):
         raise ConfigurationError(f"The measure {twice!r} is named twice.", "Name each measure once.")

@@ -166,9 +166,7 @@ def trend(series: Sequence[Sequence[MeasuredValue]]) -> PairedComparison:
     first, last = ({seed: values[place] for seed, values in enumerate(long_enough)} for place in (0, -1))
     taus = [kendall_tau(capped(values, cap_of(values))) for values in long_enough]
     return replace(
-        compare(first, last),
-        tau=statistics.fmean(taus) if taus else None,
-        p=sign_flip_p(taus) if taus else None,
+        compare(first, last), tau=statistics.fmean(taus) if taus else None, p=sign_flip_p(taus) if taus else None
     )
 
 

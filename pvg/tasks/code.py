@@ -288,10 +288,7 @@ class Code:
             for split in ("train", "test"):
                 if not self._file(section.path, split).is_file():
                     raise MissingRequirementError(f"There is no file {self._file(section.path, split)}.", REMEDY)
-        limits = Limits(
-            cpu_s=section.cpu_s,
-            wall_s=LEAST_WALL_S + WALL_PER_CPU * section.cpu_s,
-        )
+        limits = Limits(cpu_s=section.cpu_s, wall_s=LEAST_WALL_S + WALL_PER_CPU * section.cpu_s)
         self._sandbox = Sandbox(section.sandbox, limits)
         self._read: dict[Split, list[Problem]] = {}
 

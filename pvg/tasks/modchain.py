@@ -136,10 +136,7 @@ def chain_wording(modulus: int) -> Wording:
             ),
         },
         f"{'+'.join(map(str, terms))}?",
-        {
-            Role.HELPFUL: _written(right, answer),
-            Role.SNEAKY: _written([(first, second, stated), *rest], wrong),
-        },
+        {Role.HELPFUL: _written(right, answer), Role.SNEAKY: _written([(first, second, stated), *rest], wrong)},
     )
 
 

@@ -181,10 +181,7 @@ class ReasoningGym:
         import reasoning_gym
 
         section = self._section
-        decisive: dict[str, Any] = {
-            "settings": section.settings,
-            "version": reasoning_gym.__version__,
-        }
+        decisive: dict[str, Any] = {"settings": section.settings, "version": reasoning_gym.__version__}
         if section.dataset in ORDERED_BY_HASH:
             decisive["hash_seed"] = os.environ["PYTHONHASHSEED"]
         if section.dataset in ORDERED_BY_SIZE:

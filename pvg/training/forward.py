@@ -19,12 +19,7 @@ from torch import Tensor, nn
 from pvg.config.training import Training
 from pvg.errors import MissingRequirementError, counted
 from pvg.models.compute import autocast
-from pvg.models.logprobs import (
-    CompletionOutputs,
-    check_logits,
-    completion_outputs,
-    shared_prompt_outputs,
-)
+from pvg.models.logprobs import CompletionOutputs, check_logits, completion_outputs, shared_prompt_outputs
 from pvg.models.packing import distinct_prompts, distinct_rows, pad_right, shared_prompt_batches, token_budget_batches
 from pvg.models.shared_prompts import check_packing
 from pvg.records import Float32

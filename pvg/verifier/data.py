@@ -48,11 +48,7 @@ class VerifierTemplate:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        style: Style,
-        head: Head,
-        shown: Callable[[str], str] | None = None,
+        self, tokenizer: Tokenizer, style: Style, head: Head, shown: Callable[[str], str] | None = None
     ) -> None:
         """`shown`: returns the visible part of a completion, if the task conceals something. Then all completions are
         encoded from text, because otherwise the tokenization would reveal which ones were cut.

@@ -33,10 +33,7 @@ def cross_entropy(correct_M: Tensor, incorrect_M: Tensor) -> Tensor:
 PairLoss = Callable[[Tensor, Tensor], Tensor]
 KEY = "verifier.loss"
 
-LOSSES: dict[str, PairLoss] = {
-    "bradley_terry": bradley_terry,
-    "cross_entropy": cross_entropy,
-}
+LOSSES: dict[str, PairLoss] = {"bradley_terry": bradley_terry, "cross_entropy": cross_entropy}
 
 
 def pair_loss(name: str) -> PairLoss:

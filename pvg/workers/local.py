@@ -152,8 +152,7 @@ class LocalSupply:
                     or f"the first process did not answer within {self._patience_s:g} s"
                 )
                 raise MissingRequirementError(
-                    f"No worker process could be started: {why}.",
-                    "Play without workers: -s cluster=none",
+                    f"No worker process could be started: {why}.", "Play without workers: -s cluster=none"
                 ) from None
 
     async def _forked(self, connection: socket.socket) -> int:

@@ -105,8 +105,7 @@ def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
         raise UsageError(f"{started}, but the experiment has no trainer ranks.", f"Use {wanted}, or {ALONE}")
     if not isinstance(cluster, LocalCluster):
         raise UsageError(
-            f"{started}, but cluster = {cluster.kind!r} starts its ranks itself.",
-            f"Use {wanted}, or {ALONE}",
+            f"{started}, but cluster = {cluster.kind!r} starts its ranks itself.", f"Use {wanted}, or {ALONE}"
         )
     if ranks != launch.processes:
         raise UsageError(

@@ -186,6 +186,5 @@ class TorchrunSupply:
 
 def _lost(why: str) -> WorkerLostError:
     return WorkerLostError(
-        f"A process of torchrun was lost: {why}.",
-        "Start torchrun again on all machines, with pvg train --resume",
+        f"A process of torchrun was lost: {why}.", "Start torchrun again on all machines, with pvg train --resume"
     )

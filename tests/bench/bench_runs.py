@@ -21,10 +21,7 @@ from pvg.bench.workloads import (
 
 
 def load_profile(
-    name_or_file: str,
-    overrides: Sequence[str] = (),
-    *,
-    changes: Sequence[SettingChange] = (),
+    name_or_file: str, overrides: Sequence[str] = (), *, changes: Sequence[SettingChange] = ()
 ) -> BenchSettings:
     """The settings of a profile and its experiment, with `key=value` overrides and then `changes`."""
     path = find_profile(name_or_file)
@@ -39,11 +36,7 @@ async def run_variant(make: Callable[[], Workload], **settings: Any) -> tuple[Va
 
 
 def use(
-    profile: str,
-    overrides: Sequence[str],
-    look: Callable[[Any, list[dict[str, float]]], Any],
-    *,
-    samples: int = 1,
+    profile: str, overrides: Sequence[str], look: Callable[[Any, list[dict[str, float]]], Any], *, samples: int = 1
 ) -> Any:
     """What `look(workload, measured samples)` finds, after the samples and before the workload is closed."""
     settings = load_profile(profile, ["models.threads=1", *overrides])

@@ -16,13 +16,7 @@ import pytest
 from tiny_workload import TinyWorkload, write_profile
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.report import (
-    BenchReport,
-    git_state,
-    read_report,
-    version_of,
-    write_report,
-)
+from pvg.bench.report import BenchReport, git_state, read_report, version_of, write_report
 from pvg.bench.runner import run_plan
 from pvg.bench.workloads import trainer as machine
 from pvg.errors import UsageError
@@ -45,10 +39,7 @@ def schema() -> Any:
     return BenchReport.model_json_schema(mode="serialization")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"ablate": True}, {"sweep": "workload.fault=sample,close,''"}],
-)
+@pytest.mark.parametrize("options", [{}, {"ablate": True}, {"sweep": "workload.fault=sample,close,''"}])
 def test_real_reports_are_valid_and_come_back_as_they_were(folder: Path, options: dict[str, Any]) -> None:
     written = report(**options)
     write_report(folder / "r.json", written)

@@ -26,16 +26,8 @@ from pvg.bench.planning import BenchPlan, plan_bench  # noqa: E402
 from pvg.bench.runner import run_plan  # noqa: E402
 from pvg.bench.workloads import WORKLOADS  # noqa: E402
 from pvg.config.experiment import Experiment  # noqa: E402
-from pvg.errors import (  # noqa: E402
-    ConfigurationError,
-    PvgError,
-    ServerUnavailableError,
-    UsageError,
-)
-from pvg.servers.command import (  # noqa: E402
-    Interpreter,
-    ServerSpec,
-)
+from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, UsageError  # noqa: E402
+from pvg.servers.command import Interpreter, ServerSpec  # noqa: E402
 from pvg.servers.control import KEY_VARIABLE  # noqa: E402
 
 KEY = "the-key-of-the-benchmarks"

@@ -49,13 +49,7 @@ def misses(shape: str, n: int, m: int, confidence: float, trials: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("shape", "n", "m"),
-    [
-        ("normal", 4, 4),
-        ("stray", 6, 6),
-        ("tail", 5, 20),
-        ("clusters", 10, 10),
-    ],
+    ("shape", "n", "m"), [("normal", 4, 4), ("stray", 6, 6), ("tail", 5, 20), ("clusters", 10, 10)]
 )
 def test_the_interval_misses_at_most_at_its_nominal_rate(shape: str, n: int, m: int) -> None:
     assert misses(shape, n, m, 0.95, trials=400) <= 0.05

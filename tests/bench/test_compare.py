@@ -192,8 +192,7 @@ def test_environments_and_settings_are_named_field_by_field() -> None:
 def test_a_sweep_against_a_sweep_matches_by_label_and_names_the_rest() -> None:
     a = made_report(*[variant({"s": lower(BASE)}, f"k={value}") for value in (1, 2, 3)])
     slow = made_report(
-        *[variant({"s": lower(times(1 + (value == 2)))}, f"k={value}") for value in (3, 2, 4)],
-        command="another",
+        *[variant({"s": lower(times(1 + (value == 2)))}, f"k={value}") for value in (3, 2, 4)], command="another"
     )
     comparison = compare_reports(a, slow)
     assert {(metric.variant, metric.verdict) for metric in comparison.metrics} == {

@@ -60,10 +60,7 @@ def test_a_python_with_all_packages_is_used_as_it_is(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("requirement", "met"),
-    [("numpy>=99", False), ("numpy", True), (DUMMY, False)],
-)
+@pytest.mark.parametrize(("requirement", "met"), [("numpy>=99", False), ("numpy", True), (DUMMY, False)])
 def test_which_requirements_are_met(requirement: str, met: bool) -> None:
     assert (missing(sys.executable, [requirement]) == []) == met
 

@@ -17,14 +17,7 @@ import pytest
 from profiled_work import ProfiledWork
 
 from pvg.bench import profiling
-from pvg.bench.profiling import (
-    ProfileResult,
-    PySpyError,
-    profile_stage,
-    py_spy_pass,
-    stage_of,
-    stage_settings,
-)
+from pvg.bench.profiling import ProfileResult, PySpyError, profile_stage, py_spy_pass, stage_of, stage_settings
 from pvg.errors import ConfigurationError, UsageError
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))

@@ -55,10 +55,7 @@ def test_ways_of_doing_it_do_the_same_work() -> None:
         [],
         ["training.micro_batch_tokens=256", "rollout.logprobs=recomputed"],
         ["training.micro_batch_tokens=128"],
-        [
-            "training.shared_prompts=false",
-            "training.micro_batch_tokens=128",
-        ],
+        ["training.shared_prompts=false", "training.micro_batch_tokens=128"],
     ]
 
     def look(workload: Any, measured: list[dict[str, float]]) -> Any:

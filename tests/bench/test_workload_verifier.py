@@ -77,10 +77,7 @@ def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["workload.solutions=12"], "not a multiple of 8, the solutions per problem"),
-    ],
+    ("overrides", "message"), [(["workload.solutions=12"], "not a multiple of 8, the solutions per problem")]
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_opened(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -21,14 +21,7 @@ from page_checks import check
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, TrainingDivergedError, UsageError
-from pvg.evaluation.report import (
-    PARTS,
-    REPORT_FILE,
-    EvaluationReport,
-    parse_parts,
-    parse_rounds,
-    report_of,
-)
+from pvg.evaluation.report import PARTS, REPORT_FILE, EvaluationReport, parse_parts, parse_rounds, report_of
 from pvg.evaluation.runner import evaluate
 from pvg.game.run import play
 from pvg.reporting.run_page import collect, run_page

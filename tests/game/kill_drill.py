@@ -79,11 +79,7 @@ def read_manifests(run: RunDirectory) -> list[SimpleNamespace]:
 def play_experiment() -> Experiment:
     """Two rounds of self-play, in which half of the games begin at states that earlier batches reached."""
     plain = small_experiment().plain()
-    plain["task"] = {
-        "kind": "play",
-        "warmup": 2,
-        "groups": "phase",
-    }
+    plain["task"] = {"kind": "play", "warmup": 2, "groups": "phase"}
     plain["rollout"]["max_tokens"] = 6
     return build_experiment(plain)
 

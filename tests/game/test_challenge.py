@@ -291,10 +291,7 @@ def test_a_verifier_that_has_never_seen_an_answer_gets_a_warning_which_the_event
 
 
 def test_what_counts_completions_of_one_turn_is_refused():
-    for settings in (
-        {"rollout.deadline": "continue"},
-        {"training.router_replay": True},
-    ):
+    for settings in ({"rollout.deadline": "continue"}, {"training.router_replay": True}):
         with pytest.raises(ConfigurationError, match="challenge"):
             changed(TALKING | settings)
     assert changed(TALKING).completion_room() == 40 + 16 + 16

@@ -140,10 +140,7 @@ def test_a_stop_in_the_last_commit_of_a_phase_keeps_its_manifest(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"verifier.head": "yes_token"}, "no single tokens"),
-        ({"rollout.max_tokens": 125}, "takes at most 128 tokens"),
-    ],
+    [({"verifier.head": "yes_token"}, "no single tokens"), ({"rollout.max_tokens": 125}, "takes at most 128 tokens")],
 )
 def test_what_the_models_cannot_do_is_refused_before_anything_is_committed(
     settings: dict[str, Any], message: str, tmp_path: Path

@@ -168,11 +168,7 @@ def test_a_solver_that_is_none_is_refused_before_anything_is_sampled(run: RunDir
         ({"game.reward": "src"}, r"game\.reward"),
         ({"prompts": "plain", "game.reward": "goodhart"}, r"prompts = 'plain'"),
         (
-            {
-                "game.protocol.solver": "runs/x",
-                "weights.transport": "lora",
-                "training.adapters": {"rank": 4},
-            },
+            {"game.protocol.solver": "runs/x", "weights.transport": "lora", "training.adapters": {"rank": 4}},
             r"game\.protocol\.solver",
         ),
     ],

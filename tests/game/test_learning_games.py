@@ -45,11 +45,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "training.minibatches": 2,
         "training.steps": 8,
     },
-    "dynamic sampling by priority": {
-        **DYNAMIC,
-        "training.curriculum": "prioritised",
-        "training.dynamic_sampling": 2,
-    },
+    "dynamic sampling by priority": {**DYNAMIC, "training.curriculum": "prioritised", "training.dynamic_sampling": 2},
 }
 
 
@@ -236,9 +232,7 @@ def test_a_curriculum_and_rae_go_with_rollouts_sampled_ahead(tmp_path: Path) -> 
     assert len({rollout.id for rollout in kept}) == len(kept) == 16 * experiment.training.steps
 
 
-def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the_user_is_told(
-    tmp_path: Path,
-) -> None:
+def test_where_nothing_has_a_signal_the_batch_is_what_it_would_have_been_and_the_user_is_told(tmp_path: Path) -> None:
     hopeless = {**DYNAMIC, **ONE_ANSWER, "verifier.loss": "cross_entropy", "training.dynamic_sampling": 2}
     _, run, notices = told(changed({**hopeless, "training.steps": 2}), tmp_path)
     for step in prover_steps(run):

@@ -29,11 +29,7 @@ from pvg.verifier.scorer import VerifierScorer
 
 RANK = 4
 ON_BASE = {"models.verifier": {"source": TINY_PROVER}}
-BOTH = {
-    "training.adapters": {"rank": RANK},
-    "verifier.adapters": {"rank": RANK},
-    **ON_BASE,
-}
+BOTH = {"training.adapters": {"rank": RANK}, "verifier.adapters": {"rank": RANK}, **ON_BASE}
 CPU = torch.device("cpu")
 
 

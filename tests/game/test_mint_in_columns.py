@@ -13,10 +13,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 
 GAMES = {
-    "a verifier that learns on": {
-        "game.schedule": "simultaneous",
-        "game.schedule.every": 2,
-    },
+    "a verifier that learns on": {"game.schedule": "simultaneous", "game.schedule.every": 2},
     "a frozen ensemble": {"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}},
 }
 

@@ -416,10 +416,7 @@ def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch
 
 
 def test_of_a_synchronous_game_nothing_is_stale_and_nothing_new_is_told(tmp_path: Path) -> None:
-    _, run = played(
-        changed({**AHEAD, "rollout.prefetch": "none", "training.importance": "decoupled"}),
-        tmp_path,
-    )
+    _, run = played(changed({**AHEAD, "rollout.prefetch": "none", "training.importance": "decoupled"}), tmp_path)
     told = prover_rows(run)
     assert len(told) == STEPS
     for step in told:

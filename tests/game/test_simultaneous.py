@@ -22,12 +22,7 @@ from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.verifier.scorer import VerifierScorer
 
-TURNS = {
-    "game.schedule": "simultaneous",
-    "game.schedule.every": 2,
-    "verifier.steps": 3,
-    "game.test.problems": 4,
-}
+TURNS = {"game.schedule": "simultaneous", "game.schedule.every": 2, "verifier.steps": 3, "game.test.problems": 4}
 
 
 def fresh(run: RunDirectory) -> list[Rollout]:

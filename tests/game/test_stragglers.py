@@ -15,12 +15,7 @@ from pvg.records import Role
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine
 
-SPO = {
-    "training.loss": "spo",
-    "rollout.group_size": 1,
-    "training.groups": 16,
-    "game.reward": "cgc",
-}
+SPO = {"training.loss": "spo", "rollout.group_size": 1, "training.groups": 16, "game.reward": "cgc"}
 
 
 @pytest.mark.drill

@@ -202,10 +202,7 @@ def test_an_evaluation_measures_against_the_warmed_prover(warm: pvg.Run, monkeyp
 
 def test_adapters_are_merged_into_the_base(folder: Path, warm: pvg.Run) -> None:
     """Adapters cannot teach random weights, so this warm start continues the other one."""
-    settings = {
-        "training.adapters.rank": 8,
-        "models.prover.source": "run:warm/warmup",
-    }
+    settings = {"training.adapters.rank": 8, "models.prover.source": "run:warm/warmup"}
     run = pvg.play("warm.toml", settings, name="lora")
     base, _ = read_checkpoint(run.directory.weights, "warmup-prover")
     start, _ = read_checkpoint(warm.directory.weights, "warmup-prover")

@@ -115,9 +115,7 @@ app(["train", "-s", "models.prover.source=hf:tiny/prover"], prog_name="pvg")
 
 
 @pytest.mark.parametrize(
-    ("number", "ignored"),
-    [(signal.SIGINT, False), (signal.SIGTERM, True)],
-    ids=["SIGINT", "SIGTERM in the background"],
+    ("number", "ignored"), [(signal.SIGINT, False), (signal.SIGTERM, True)], ids=["SIGINT", "SIGTERM in the background"]
 )
 def test_a_download_is_stopped_by_a_signal(
     hub: Hub, environment: Path, model: dict[str, bytes], number: signal.Signals, ignored: bool

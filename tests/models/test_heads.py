@@ -21,8 +21,7 @@ def open_tiny(dtype: torch.dtype = torch.float32, seed: int = 0, *, tied: bool =
 
 def build(head: str, dtype: torch.dtype = torch.float32, *, moved: bool = True, beta: float = 1.0, tied: bool = False):
     model = build_verifier(
-        Verifier(head={"kind": head, "beta": beta} if head == "implicit" else head),
-        open_tiny(dtype, tied=tied),
+        Verifier(head={"kind": head, "beta": beta} if head == "implicit" else head), open_tiny(dtype, tied=tied)
     )
     if moved:
         generator = torch.Generator().manual_seed(5)

@@ -135,10 +135,7 @@ def test_rows_longer_than_a_sliding_window_are_refused():
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(0, 20)), max_size=40),
-    st.integers(29, 120),
-)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 9), st.integers(0, 20)), max_size=40), st.integers(29, 120))
 def test_batches_keep_their_limits(drawn, budget):
     sizes = {prompt: length for prompt, length, _ in drawn}  # a prompt has one length
     numbers = {prompt: number for number, prompt in enumerate(sizes)}

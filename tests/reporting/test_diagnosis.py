@@ -36,8 +36,7 @@ def test_nothing_stands_out_in_a_healthy_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "settings"),
-    [("torch", ("rollout.engine.max_rows",)), ("vllm", ("rollout.concurrency",))],
+    ("engine", "settings"), [("torch", ("rollout.engine.max_rows",)), ("vllm", ("rollout.concurrency",))]
 )
 def test_a_front_end_queue_is_told_by_its_growth_with_the_load(
     engine: str, settings: tuple[str, ...], tmp_path: Path

@@ -76,11 +76,7 @@ def test_final_metrics_are_those_of_the_last_round_and_medians_of_rates(tmp_path
     assert final["prover_step_s"] == pytest.approx(1.0)
     assert final_names(
         [{"zebra": 1.0, "tokens_per_s": 1.0}, {"helpful_accuracy": 1.0, "base_helpful_accuracy": 1.0}]
-    ) == [
-        "helpful_accuracy",
-        "tokens_per_s",
-        "zebra",
-    ]
+    ) == ["helpful_accuracy", "tokens_per_s", "zebra"]
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:

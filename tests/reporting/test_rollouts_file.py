@@ -19,13 +19,7 @@ from run_samples import begin, commit, rollout, state, tell
 
 from pvg.records import Grade, Role, Rollout, SolverSolution, Turn
 from pvg.reporting.run_summary import read_run
-from pvg.reporting.solutions import (
-    LONGEST_STORED,
-    rollouts_file,
-    stored_rollouts,
-    threshold_of,
-    verdict_word,
-)
+from pvg.reporting.solutions import LONGEST_STORED, rollouts_file, stored_rollouts, threshold_of, verdict_word
 from pvg.reporting.table import showable
 from pvg.store.run_directory import RunDirectory
 

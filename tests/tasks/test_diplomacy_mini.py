@@ -19,14 +19,7 @@ from pvg.games.diplomacy_phases import orders_of as legal_orders
 from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role
-from pvg.tasks.diplomacy_mini import (
-    PROVINCES,
-    DiplomacyMini,
-    listed_problems,
-    orders_of,
-    plan_problem,
-    replies_to,
-)
+from pvg.tasks.diplomacy_mini import PROVINCES, DiplomacyMini, listed_problems, orders_of, plan_problem, replies_to
 
 TASK = DiplomacyMini(DiplomacyMiniTask())
 NAMES = listed_problems()

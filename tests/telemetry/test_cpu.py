@@ -60,11 +60,7 @@ def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(tmp_path: Path) 
 
 LORA: dict[str, Any] = {"adapters": {"rank": 16}}
 HALF: dict[str, Any] = {"models": {"precision": "bfloat16"}}
-WHOLE: dict[str, Any] = {
-    "models": {"precision": "bfloat16", "dtype": "bfloat16"},
-    "training": LORA,
-    "verifier": LORA,
-}
+WHOLE: dict[str, Any] = {"models": {"precision": "bfloat16", "dtype": "bfloat16"}, "training": LORA, "verifier": LORA}
 
 
 @pytest.mark.parametrize("settings", [HALF, WHOLE])

@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.telemetry.waits import (
-    CalmCollector,
-    LagLimits,
-    LagWindow,
-    LoopLagMonitor,
-    runner,
-    warnings,
-)
+from pvg.telemetry.waits import CalmCollector, LagLimits, LagWindow, LoopLagMonitor, runner, warnings
 
 
 class Hands:

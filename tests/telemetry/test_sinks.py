@@ -14,15 +14,7 @@ import pytest
 from full_disk import files_up_to
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pvg.telemetry.sinks import (
-    AlertPoint,
-    ExamplesPoint,
-    MetricPoint,
-    MetricSink,
-    SinkBoard,
-    SinkContext,
-    open_sinks,
-)
+from pvg.telemetry.sinks import AlertPoint, ExamplesPoint, MetricPoint, MetricSink, SinkBoard, SinkContext, open_sinks
 
 
 def point(step: int, **metrics: float) -> MetricPoint:

@@ -146,10 +146,7 @@ class Bench:
         resolved = experiment.Experiment.model_validate(
             {
                 "verifier": {"head": head_table(head), "engine": "vllm", "micro_batch_tokens": 1024},
-                "serving": {
-                    "verifier_servers": list(urls),
-                    "reference_servers": list(references),
-                },
+                "serving": {"verifier_servers": list(urls), "reference_servers": list(references)},
                 "weights": {"root": str(tmp_path / "weights"), **dict(weights)},
             }
         )

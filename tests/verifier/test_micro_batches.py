@@ -35,10 +35,7 @@ def test_clusters_are_what_chains_of_pairs_connect(pairs):
     assert len(np.unique(numbers)) == len(expected)
 
 
-@given(
-    problems=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
-    data=st.data(),
-)
+@given(problems=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6), data=st.data())
 def test_each_solution_is_forwarded_once_where_problems_fit(problems, data):
     pairs, rows = all_pairs(*problems)
     lengths = np.array(data.draw(st.lists(st.integers(1, 20), min_size=rows, max_size=rows)), dtype=np.int64)

@@ -121,12 +121,7 @@ def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor, 
     ("precision", "pairing"), [("float32", "random"), ("bfloat16", "random"), ("float32", "problem")]
 )
 def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision, pairing):
-    section = SECTION.model_copy(
-        update={
-            "pairing": pairing,
-            "steps": 60,
-        }
-    )
+    section = SECTION.model_copy(update={"pairing": pairing, "steps": 60})
     model = open_verifier()
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 60)), model, executor, section, precision=precision)
     settings = OptimizerSettings(learning_rate=3e-3, total_steps=section.steps, warmup=5)

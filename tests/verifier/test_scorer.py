@@ -3,15 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from tiny_verifiers import (
-    GatedHead,
-    digits_tokenizer,
-    language_model,
-    perturb,
-    random_texts,
-    rollout,
-    verifier,
-)
+from tiny_verifiers import GatedHead, digits_tokenizer, language_model, perturb, random_texts, rollout, verifier
 
 from benchmarks.loop_engine import CallingThreadExecutor
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError

@@ -47,13 +47,7 @@ def beginning_tokenizer() -> Tokenizer:
 
 
 def language_model(
-    tokenizer: Tokenizer,
-    seed: int = 0,
-    *,
-    context: int = 96,
-    tied: bool = False,
-    spread: float = 0.3,
-    width: int = 32,
+    tokenizer: Tokenizer, seed: int = 0, *, context: int = 96, tied: bool = False, spread: float = 0.3, width: int = 32
 ) -> LanguageModel:
     """Two layers, by default with weights so large that predictions differ before any training."""
     torch.manual_seed(seed)

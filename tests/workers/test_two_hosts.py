@@ -101,10 +101,7 @@ def test_a_host_that_does_not_know_the_other_by_name_says_so_at_once(tmp_path: P
     with two_hosts(tmp_path / "hosts", names=False) as hosts:
         first, second = hosts
         options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:29500"]
-        agents = [
-            torchrun(first, [*options, "--rdzv-conf", "is_host=true"]),
-            torchrun(second, options),
-        ]
+        agents = [torchrun(first, [*options, "--rdzv-conf", "is_host=true"]), torchrun(second, options)]
         told = agents[1].communicate(timeout=PATIENCE_S)[1]
         assert agents[1].returncode == 1
         assert "error: This machine cannot reach first: " in told

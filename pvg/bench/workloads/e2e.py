@@ -84,8 +84,7 @@ def check(experiment: Experiment, steps: int) -> None:
         )
     if experiment.game.stop != "steps":
         raise ConfigurationError(
-            f"game.stop = {experiment.game.stop!r} may end a sample early.",
-            "Set game.stop = 'steps' for a benchmark.",
+            f"game.stop = {experiment.game.stop!r} may end a sample early.", "Set game.stop = 'steps' for a benchmark."
         )
 
 

@@ -33,14 +33,7 @@ import numpy as np
 import torch
 
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
-from pvg.bench.workloads.rollout import (
-    check_work,
-    digest_of,
-    drawn_rewards,
-    fixed_orders,
-    model_facts,
-    policy_batch,
-)
+from pvg.bench.workloads.rollout import check_work, digest_of, drawn_rewards, fixed_orders, model_facts, policy_batch
 from pvg.config.base import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players

@@ -78,12 +78,7 @@ def filter_supported() -> bool:
 def filter_program(pid: int, *, processes: bool) -> list[Instruction]:
     """The filter for the process `pid`, as (code, jump if true, jump if false, k)."""
     column, architecture = ARCHITECTURES[platform.machine()]
-    made = [
-        (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, architecture),
-        (RETURN, 0, 0, KILL_PROCESS),
-        (LOAD, 0, 0, NUMBER),
-    ]
+    made = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL_PROCESS), (LOAD, 0, 0, NUMBER)]
     if column == 0:
         made += [(AT_LEAST, 0, 1, X32_BIT), (RETURN, 0, 0, KILL_PROCESS)]
     for numbers in (CALLS | FORKS if processes else CALLS).values():

@@ -285,13 +285,7 @@ class TransferTransport:
 
     adapters = False
 
-    def __init__(
-        self,
-        executor: Executor | None,
-        device: torch.device,
-        dtype: torch.dtype,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, executor: Executor | None, device: torch.device, dtype: torch.dtype, timeout_s: float) -> None:
         self._executor = executor
         self._source = TransferSource(device, dtype)
         self._timeout_s = timeout_s

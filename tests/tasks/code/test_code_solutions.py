@@ -70,13 +70,7 @@ PIECES = st.lists(st.sampled_from(["```python\n", "def f(): pass\n", "words\n", 
     "".join
 )
 CERTIFICATES = st.sampled_from(
-    [
-        "CERTIFICATE: [1]",
-        "certificate:",
-        "> **Certificate:** x",
-        "# CERTIFICATE: [1]\nand more",
-        "\tCertificate :[2]\n",
-    ]
+    ["CERTIFICATE: [1]", "certificate:", "> **Certificate:** x", "# CERTIFICATE: [1]\nand more", "\tCertificate :[2]\n"]
 )
 
 

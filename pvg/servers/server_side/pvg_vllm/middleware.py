@@ -24,15 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .accepted_weights import (
-    BROKEN,
-    Refusal,
-    ServedLabel,
-    adapter_folder,
-    check_order,
-    check_session,
-    weight_files,
-)
+from .accepted_weights import BROKEN, Refusal, ServedLabel, adapter_folder, check_order, check_session, weight_files
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
