@@ -96,6 +96,7 @@ MEASURES: dict[str, BenchMetric] = {
 }
 MEMORY_MEASURE = BenchMetric("1", "lower", "growth of the peak memory over a sample, in multiples of the payload")
 STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # of Linux
+HAS_PEAK = PEAK_RESET.exists()
 
 
 class LoopSettings(Section):
@@ -121,10 +122,6 @@ def make(settings: BenchSettings) -> Workload:
     workload, profile = workload_settings(LoopSettings, settings), settings.profile
     check_work(settings.experiment, workload.rollouts)
     return LoopWorkload(settings.experiment, workload, profile.warmup + profile.repeats, settings.executor)
-
-
-def has_peak() -> bool:
-    return PEAK_RESET.exists()
 
 
 def reset_peak() -> None:
@@ -165,7 +162,7 @@ class LoopWorkload:
         self._stalls: list[dict[str, float]] = []  # of each sample: the longest of each part, in ms
         self._before = 0  # resident bytes when opened
         self.measures: Mapping[str, BenchMetric] = MEASURES
-        if has_peak():
+        if HAS_PEAK:
             self.measures = {**MEASURES, "memory_over_payload": MEMORY_MEASURE}
 
     async def open(self) -> None:
@@ -193,7 +190,7 @@ class LoopWorkload:
             # again, 0.2 s each time.
             gc.collect()
             gc.freeze()
-            if has_peak():
+            if HAS_PEAK:
                 self._before = resident_bytes("VmRSS")
             self._stack = stack.pop_all()
 
@@ -238,7 +235,7 @@ class LoopWorkload:
 
     async def sample(self, index: int) -> dict[str, float]:
         source, watched = self._source(), self._dispatcher
-        if has_peak():
+        if HAS_PEAK:
             reset_peak()
         started = time.perf_counter()
         async with LoopLagMonitor(self._settings.lag_hz) as whole:
@@ -268,7 +265,7 @@ class LoopWorkload:
         }
 
     def _memory(self) -> dict[str, float]:
-        if not has_peak():
+        if not HAS_PEAK:
             return {}
         settings = self._settings
         payload = self._tokens * (ID_AND_LOGPROB + settings.expert_layers * settings.experts_per_token)

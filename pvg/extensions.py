@@ -87,7 +87,11 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
     for key, name in named:
         path, attribute = split_reference(name)
         tree = _parsed(key, path, _source(key, path))
-        defined, imported = set(_defined(tree)), set(_imported(tree))
+        defined, imports = (
+            set(_defined(tree)),
+            [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)],
+        )
+        imported = {alias.asname or alias.name for node in imports for alias in node.names}  # "*" for a star import
         if complaint := _unusable(key, attribute, tree):
             raise ConfigurationError(f"{key} = {name!r}: {attribute!r} of {path} {complaint}.")
         if not {attribute, "*"} & (defined | imported):
@@ -158,13 +162,6 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
     if isinstance(found[-1], ast.FunctionDef) and key == "training.loss":
         return f"is a function, but must be {wanted}"
     return ""
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    """The names that the file imports; "*" for a star import."""
-    for node in tree.body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
 
 
 def _module(key: str, path: Path) -> ModuleType:

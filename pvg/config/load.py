@@ -309,7 +309,10 @@ def _explain(
         return ConfigurationError(f"{message}{suffix}.")
     if first["type"].startswith("union_tag"):
         choices = ", ".join(TABLES[key].kinds())
-        return ConfigurationError(f"{key}: {_kind_problem(first['input'])}; its kinds are {choices}{suffix}.")
+        value = first["input"]
+        shown = f"there is no kind {str(value.get('kind'))[:60]!r}" if isinstance(value, dict) else ""
+        problem = shown or f"{str(value)[:60]} is no kind, and it is a table"
+        return ConfigurationError(f"{key}: {problem}; its kinds are {choices}{suffix}.")
     given = repr(first["input"])
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == URL_PATTERN:
         return ConfigurationError(f"{key}: {given[:60]} is not a server address{suffix}.", URL_EXAMPLE)
@@ -337,12 +340,6 @@ def _first(error: ValidationError) -> Any:
 def _overlap(key: str, other: str) -> bool:
     """Whether two dotted keys are equal or one contains the other."""
     return bool(key) and (f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}."))
-
-
-def _kind_problem(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"there is no kind {str(value.get('kind'))[:60]!r}"
-    return f"{str(value)[:60]} is no kind, and it is a table"
 
 
 def _of_another_kind(key: str, data: dict[str, Any]) -> str:

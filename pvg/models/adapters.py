@@ -48,7 +48,9 @@ def attach_adapters(
     peft = _peft(section)
     layers = tuple(_linear_layers(model.module))
     _check(model, rank, section)
-    module = _on_the_same_weights(model.module)
+    # A new tree of modules and a new configuration over the same tensors.
+    tensors = [*model.module.parameters(), *model.module.buffers()]
+    module = copy.deepcopy(model.module, {id(tensor): tensor for tensor in tensors})
     config = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -62,12 +64,6 @@ def attach_adapters(
     with torch.random.fork_rng(devices=[]):  # peft draws random weights, which are replaced below
         module = peft.inject_adapter_in_model(config, module, KEY)
     return AdaptedModel(module, model, layers, _plain_config(config), seed)
-
-
-def _on_the_same_weights(module: PreTrainedModel) -> PreTrainedModel:
-    """A new tree of modules and a new configuration over the same parameter and buffer tensors."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 class AdaptedModel(LanguageModel):

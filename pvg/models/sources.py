@@ -42,9 +42,6 @@ from pvg.store.run_players import SavedPlayer, find_player
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.config.training import ModelSection
-    from pvg.models.language_model import LanguageModel
-
 
 # Opens a player of another run as a model: `run:RUN[/round-N][/prover|/verifier]`.
 
@@ -63,7 +60,9 @@ def open_saved_player(section: ModelSection, open_base: Callable[[ModelSection],
         base = open_base(saved.section)
     try:
         with torch.no_grad():
-            model = _prover(base, tensors) if saved.player == "prover" else _verifier(saved, base, tensors)
+            if saved.player == "prover":
+                base.load_weights(tensors)
+            model = base if saved.player == "prover" else _verifier(saved, base, tensors)
     except BaseException:
         base.close()
         raise
@@ -79,11 +78,6 @@ def naming_the_run(source: str, saved: SavedPlayer) -> Iterator[None]:
         raise type(error)(
             f"{shown_source(source)} was trained from {saved.section.source!r}: {error.message}", error.remedy
         ) from error
-
-
-def _prover(base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:
-    base.load_weights(tensors)
-    return base
 
 
 def _verifier(saved: SavedPlayer, base: LanguageModel, tensors: Mapping[str, Tensor]) -> LanguageModel:

@@ -164,7 +164,7 @@ def test_a_stall_while_committing_is_seen_where_it_happened(monkeypatch: pytest.
     assert measured["write_s"] > STALL_S
 
 
-@pytest.mark.skipif(not loop.has_peak(), reason="needs the peak memory of Linux")
+@pytest.mark.skipif(not loop.HAS_PEAK, reason="needs the peak memory of Linux")
 def test_a_batch_takes_at_most_twice_its_size_in_memory() -> None:
     """With 384 bytes of experts per token: 100 MB in 16 rollouts."""
     large = ("workload.tokens=16384", "workload.expert_layers=48", "workload.experts_per_token=8", "workload.chunk=256")

@@ -42,11 +42,11 @@ import orjson
 import psutil
 from kill_drill import children_of, differences, fingerprint, finish, small_experiment, start, was_killed
 
-from benchmarks.simulated_nodes import simulated_nodes
 from pvg.bench.report import git_state
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.operation import ranks_of
+from tests.workers.simulated_nodes import simulated_nodes
 
 ROOT = Path(__file__).parents[2]
 # What is killed, with its weight among the random choices. "stopped" gets SIGSTOP, everything else SIGKILL.

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 from new_process import in_new_process
+from simulated_nodes import SimulatedNodes, simulated_nodes
 from test_ray_servers import KEY, Servers, stand_in
 from test_ray_workers import QUICK, weights
 from test_trainer_ranks import SETTINGS, Training, addresses, batch, experiment, model_folder, training
 
-from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.errors import PvgError
 from pvg.models import open_model
 from pvg.training.trainer import trainable_parameters

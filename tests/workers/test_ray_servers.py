@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 from new_process import in_new_process
+from simulated_nodes import SimulatedNodes, simulated_nodes
 
-from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.operation import RayCluster, Weights

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from new_process import in_new_process
+from simulated_nodes import SimulatedNodes, simulated_nodes
 from test_worker_processes import experiment, sampled, workers_of
 from worker_stand_ins import RecordedEvents
 
-from benchmarks.simulated_nodes import SimulatedNodes, simulated_nodes
 from pvg.errors import MissingRequirementError
 from pvg.models import open_model
 from pvg.workers import pool as pool_module

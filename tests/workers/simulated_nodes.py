@@ -1,6 +1,6 @@
 """A Ray cluster whose nodes all run on this machine, on 127.0.0.1: to try a cluster, to test it and to measure it.
 
-    python -m benchmarks.simulated_nodes 1 1        # two nodes with one CPU each, until Ctrl-C
+    python tests/workers/simulated_nodes.py 1 1     # two nodes with one CPU each, until Ctrl-C
 
 Each node is a Ray node with its own name, processes and CPUs. The CPUs are only numbers, which Ray counts; the cores of
 the machine are shared. Needs the extra `cluster`.
