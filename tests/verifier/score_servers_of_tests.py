@@ -81,13 +81,13 @@ class Told:
 
 
 class Scoring(FakeVllm):
-    """`asked` counts requests for scores; `before_reply(number)` runs before each reply."""
+    """`scored` counts requests for scores; `before_reply(number)` runs before each reply."""
 
     def __init__(self, root, head, **options):
         self.told = Told(head)
         runner = "pooling" if head == "scalar" else "generate"
         super().__init__(FakeOptions(root, KEY, **{"runner": runner, **options}), scorer=self.told.logprobs)
-        self.asked = Counter()
+        self.scored = Counter()
         self.before_reply = None
         self.lies = False  # takes every label, and loads nothing
         self.claims = None  # the label that it says it has, whatever it was sent
@@ -104,9 +104,9 @@ class Scoring(FakeVllm):
     @web.middleware
     async def _guard(self, request, handler):
         if request.path in ("/classify", "/inference/v1/generate"):
-            self.asked[request.path] += 1
+            self.scored[request.path] += 1
             if self.before_reply is not None:
-                self.before_reply(sum(self.asked.values()))
+                self.before_reply(sum(self.scored.values()))
         return await FakeVllm._guard(self, request, self._classify if request.path == "/classify" else handler)
 
     async def _classify(self, request):

@@ -26,7 +26,7 @@ def test_scores_are_torchs_and_servers_share_the_work(head, tmp_path, executor):
             assert max(proofs) < 1e-3
             assert bench.serving.last_sync.canary_gap == max(proofs)
             for fake in fakes:
-                assert sum(fake.asked.values()) > 64 / bench.serving.head.inputs_per_request / 4
+                assert sum(fake.scored.values()) > 64 / bench.serving.head.inputs_per_request / 4
                 assert fake.stale_hits == 0
             stats = scorer.stats
             assert (stats.hits, stats.misses) == (0, 64)
@@ -67,9 +67,9 @@ def test_a_score_under_way_when_the_version_changes_is_the_new_ones(head, tmp_pa
         async with scored(tmp_path, head, executor, token_ms=100) as (fake, bench):
             scorer, rollouts = bench.scorer(version="a"), some(6)
             await scorer.score(rollouts[:1])  # published
-            begun = sum(fake.asked.values())
+            begun = sum(fake.scored.values())
             straddling = asyncio.create_task(scorer.score(rollouts[1:]))
-            while sum(fake.asked.values()) == begun:  # noqa: ASYNC110
+            while sum(fake.scored.values()) == begun:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             for version, seed in (("b", 2), ("a", 3)):
                 bench.train(seed)
@@ -93,11 +93,11 @@ def test_references_come_from_their_servers_once(tmp_path, executor):
             await bench.assert_right(scorer, rollouts)
             (proof,) = bench.heard.weights("canary", of="reference")
             assert proof["gap"] < 1e-3
-            asked = sum(reference.asked.values())
+            asked = sum(reference.scored.values())
             bench.train(2)
             scorer.set_version(bench.model.version())
             await bench.assert_right(scorer, rollouts)
-            assert sum(reference.asked.values()) == asked
+            assert sum(reference.scored.values()) == asked
             assert reference.label == "default"
             await reference.restart()
             await bench.assert_right(scorer, some(20, seed=2))

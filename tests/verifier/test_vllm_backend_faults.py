@@ -42,7 +42,7 @@ def test_what_a_server_said_with_other_weights_is_asked_again(head, tmp_path, ex
         async with scored(tmp_path, head, executor, probe_every_s=60.0) as (fake, bench):
             scorer, rollouts = bench.scorer(), some(64)
             await bench.assert_right(scorer, rollouts[:4])
-            begun = sum(fake.asked.values())
+            begun = sum(fake.scored.values())
             fake.before_reply = lambda number: fake.forget() if number == begun + 3 else None
             await bench.assert_right(scorer, rollouts[4:])
             assert len(bench.heard.weights("canary")) == 2
