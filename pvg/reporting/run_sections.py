@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from markupsafe import Markup
@@ -60,82 +62,15 @@ class MetricAxis(Protocol):
     def line(self, metric: str, name: str, style: str, dash: str = "") -> ChartLine: ...
 
 
-CHANCE = (ReferenceLine(0.5, "chance"),)
-ROLES = "helpful_accuracy helpful, sneaky_error_rate sneaky dashed"
-BY_ROUND = (
-    ChartOf("Both roles by round", ROLES),
-    ChartOf(
-        "Fooled rates by round (share of flaws accepted)",
-        "fooled_rate sneaky, fooled_rate_at_90 sneaky dotted, "
-        "fooled_rate_previous sneaky dashed, fooled_rate_base ink dotted",
-        zero=True,
-        whole=False,
-    ),
-    ChartOf(
-        "Verifier AUC by round",
-        "verifier_auc verifier, verifier_auc_previous ink dashed, verifier_auc_minted verifier dotted",
-        at=CHANCE,
-    ),
-)
-LEARNING: dict[str, tuple[ChartOf, ...]] = {
-    PROVER: (
-        ChartOf("Both roles", ROLES),
-        ChartOf("Accepted solutions", "accepted_helpful helpful, fooled_rate sneaky dashed"),
-        ChartOf(
-            "Mean score by kind",
-            "score_helpful_correct helpful, score_helpful_incorrect helpful dashed, "
-            "score_sneaky_incorrect sneaky, score_sneaky_correct sneaky dashed",
-        ),
-        ChartOf("Score gap: helpful correct − sneaky flaw", "score_gap ink", at=(ReferenceLine(0.0, ""),)),
-        ChartOf("Reward, mean over both roles", "reward_mean ink"),
-        ChartOf("KL to the start, nats per token", "kl ink", zero=True),
-        ChartOf(
-            "Malformed, truncated, no signal",
-            "malformed trouble-0, truncated trouble-1 dashed, zero_signal trouble-2 dotted",
-        ),
-        ChartOf("Prover's gradient norm before clipping", "grad_norm ink", zero=True),
-    ),
-    VERIFIER: (
-        ChartOf("Verifier: pairs in order", "pair_accuracy verifier", at=CHANCE),
-        ChartOf("Verifier: score gap, correct − incorrect", "score_gap verifier", zero=True),
-    ),
-}
-THROUGHPUT: dict[str, tuple[ChartOf, ...]] = {
-    PROVER: (
-        ChartOf("Sampling rate", "tokens_per_s part-sampling-0, prompt_tokens_per_s part-sampling-2 dashed", zero=True),
-        ChartOf(
-            "Latency of a rollout: queue and service",
-            "latency_p50_s quantile-0, latency_p90_s quantile-1 dashed, latency_p99_s quantile-2 dotted",
-            zero=True,
-        ),
-        ChartOf("Engine's batch", "engine_batch ink", zero=True),
-        ChartOf("Saved work", "cache_hit_rate verifier, prefix_share part-sampling-0 dashed"),
-        ChartOf("Wasted work", "padding part-training-0, trainer_idle trouble-1 dashed"),
-        ChartOf(
-            "Score cache, since the phase began",
-            "cache_hits quantile-2, cache_misses quantile-1 dashed, cache_evictions trouble-1 dotted",
-            zero=True,
-        ),
-        ChartOf(
-            "Staleness, in policy versions",
-            "staleness ink, staleness_max trouble-1 dashed, staleness_in_queue quantile-1 dotted",
-            zero=True,
-        ),
-        ChartOf("Stale rollouts per batch", "dropped_stale trouble-1, stale_cancelled quantile-2 dashed", zero=True),
-    ),
-    VERIFIER: (ChartOf("Verifier's training", "pairs_per_s verifier", zero=True),),
-}
-DEVICE = (
-    ChartOf("Processors: share of the machine's cores", "cpu ink", "share"),
-    ChartOf("Cores used by pvg", "process_cpu ink", zero=True),
-    ChartOf("Memory in use", "memory_used_bytes quantile-0 dashed, rss_bytes quantile-2", "bytes", zero=True),
-)
-# For every GPU; GPU stands for its name in metrics.
-GPU_CHARTS = (
-    ChartOf("GPU: share of the time or of the SMs", "GPU_utilisation, GPU_sm_activity, GPU_sm_occupancy", "share"),
-    ChartOf("GPU memory traffic", "GPU_memory_bandwidth, GPU_memory_activity", "share"),
-    ChartOf("GPU memory in use", "GPU_memory_bytes", "bytes", zero=True),
-    ChartOf("GPU power, W", "GPU_power_w", zero=True),
+def _charts(rows: Sequence[dict[str, Any]]) -> tuple[ChartOf, ...]:
+    return tuple(ChartOf(**row | {"at": [ReferenceLine(*line) for line in row.get("at", ())]}) for row in rows)
+
+
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+BY_ROUND, DEVICE, GPU_CHARTS = (_charts(_DATA[name]) for name in ("by_round", "device", "gpu"))
+# By phase.
+LEARNING, THROUGHPUT = (
+    {phase: _charts(rows) for phase, rows in _DATA[name].items()} for name in ("learning", "throughput")
 )
 DASHES = ("", "dashed", "dotted")
 LAG = ChartOf(

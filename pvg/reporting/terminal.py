@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -43,7 +43,7 @@ from pvg.reporting.run_summary import (
     workers_text,
 )
 from pvg.reporting.table import Column, LegendKey, Table, TableCell
-from pvg.telemetry.alerts import REMEDIES, AlertKind
+from pvg.telemetry.catalogue import REMEDIES
 from pvg.telemetry.spans import UNACCOUNTED
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def alerts_told(summary: RunSummary) -> list[tuple[str, str, str, str]]:
     for alert in summary.alerts:
         step = "" if alert.step is None else f", step {alert.step}"
         when = f"round {alert.round}, {phase_label(alert.phase)}{step}"
-        remedy = REMEDIES.get(cast(AlertKind, alert.name), "")  # of a kind that this pvg does not know: nothing
+        remedy = REMEDIES.get(alert.name, "")  # of a kind that this pvg does not know: nothing
         found.append((alert.name, alert.message, when, "" if remedy in explained else remedy))
         explained.add(remedy)
     return found

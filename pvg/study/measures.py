@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pvg.config.load import did_you_mean
@@ -213,39 +215,13 @@ OF_A_RUN: list[tuple[str, str, NumberStyle, bool | None, str, Read]] = [
     ("prover_steps", "prover steps", "number", None, "The prover's steps.",
      by_round(lambda facts, number: float(len(_prover_steps(facts, number))))),
 ]  # fmt: skip
-# Of `pvg evaluate`: name, label, style, whether higher is better, meaning, part, path in a round of its document.
-OF_AN_EVALUATION: list[tuple[str, str, NumberStyle, bool | None, str, str, str]] = [
-    ("completeness", "completeness", "share", True, "Helpful solutions that are correct and accepted.",
-     "detection", "detection.completeness.value"),
-    ("soundness", "soundness", "share", True, "Own flaws that the round's verifier rejects.",
-     "detection", "detection.sources[source={own}].soundness.value"),
-    ("soundness_base", "soundness, base", "share", True, "The base prover's flaws that it rejects.",
-     "detection", "detection.sources[source=base].soundness.value"),
-    ("detection_auc", "detection AUC", "auc", True, "P(a correct helpful solution scores above an own flaw).",
-     "detection", "detection.sources[source={own}].auc.value"),
-    ("separability", "separability", "auc", False, "AUC of a probe that separates helpful and sneaky solutions.",
-     "separability", "separability.overall.value"),
-    ("calibration_error", "calibration error", "share", False, "Of the fitted probabilities.",
-     "calibration", "calibration.fitted.ece.value"),
-    ("localisation_gain", "localisation gain", "share", True, "Accuracy of locating flaws, minus that of guessing.",
-     "localisation", "localisation.gain.value"),
-    ("legibility_tax", "legibility tax", "share", False, "Accuracy lost against the baseline at no more KL.",
-     "tax", "tax.tax.value"),
-    # One small n for all arms: with a large n only few problems have enough solutions of both kinds, and these problems
-    # differ between arms.
-    ("best_of_n", "best of 4, balanced", "share", True, "Verifier's choice among 4, half of them correct.",
-     "best-of-n", "best_of_n[source={own}].balanced[n=4].accuracy.value"),
-    ("best_of_n_excluded", "left out of best of 4", "number", None,
-     "Test problems without 2 correct and 2 incorrect solutions.",
-     "best-of-n", "best_of_n[source={own}].balanced[n=4].excluded"),
-    ("best_of_n_natural", "best of 4", "share", True, "Verifier's choice among 4 helpful samples.",
-     "best-of-n", "best_of_n[source={own}].natural[n=4].accuracy.value"),
-]  # fmt: skip
+_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 LEAST_SAMPLES = {"best_of_n": 2, "best_of_n_excluded": 2, "best_of_n_natural": 4}
 
 
 def _of_evaluations() -> Iterator[StudyMeasure]:
-    for name, label, style, higher, meaning, part, path in OF_AN_EVALUATION:
+    for name, label, style, better, meaning, part, path in _DATA["of_an_evaluation"]:
+        higher = None if better == "" else better
         read, least = of_evaluation(partial(_at, path)), LEAST_SAMPLES.get(name, 0)
         compared = higher is not None
         yield StudyMeasure(name, label, style, higher, meaning, read, parts=(part,), compared=compared, samples=least)

@@ -36,24 +36,6 @@ AlertKind = Literal[
     "weights_queue",
     "zero_signal",
 ]
-# What to do first, as one line. docs/runbook.md says more, and when to do nothing.
-REMEDIES: dict[AlertKind, str] = {
-    "calibration": "Raise game.mint_problems or verifier.held_out.",
-    "collapse": "Read its solutions. If they are malformed, lower training.learning_rate or raise "
-    "training.kl.coefficient.",
-    "goodharting": "Early in a round: raise verifier.steps or game.mint_problems. Late in a round it is expected.",
-    "loop_lag_max": "If the cores are shared, stop other programs. Otherwise move the named code into a thread.",
-    "loop_lag_p90": "Stop other programs on the machine. pvg diagnose RUN shows the worst moments.",
-    "loop_lag_p99": "Stop other programs on the machine. pvg diagnose RUN shows the worst moments.",
-    "nan": "Start a new run with a lower training.learning_rate.",
-    "source_excluded": "Raise game.mint_samples or game.mint_problems, unless that prover is always right or wrong.",
-    "stall": "Read the newest lines of events.log. If your steps take that long, raise telemetry.stall_s.",
-    "truncation": "Raise rollout.max_tokens.",
-    "unpaired": "Raise game.mint_samples, or choose problems that the prover solves only sometimes.",
-    "verifier_at_chance": "Raise verifier.steps or verifier.learning_rate. If its loss fell: raise game.mint_problems.",
-    "weights_queue": "pvg diagnose RUN shows the reason. With the torch engine, lower rollout.concurrency.",
-    "zero_signal": "Raise rollout.group_size, or choose problems that the prover solves only sometimes.",
-}
 # Thresholds, each of an average over about ten batches. With fewer role-aligned samples than COLLAPSE, the verifier
 # sees hardly any examples of one kind. With more groups of equal rewards than ZERO_SIGNAL, the prover learns nearly
 # nothing. With more rollouts at the length limit than TRUNCATION, most have no final answer.

@@ -22,6 +22,7 @@ NEITHER: Better = "neither"
 _DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 KINDS: dict[str, str] = _DATA["kinds"]  # place -> when its metrics are recorded
 LABELS: dict[str, str] = _DATA["labels"]  # name -> label on terminals and pages, for names that say too little
+REMEDIES: dict[str, str] = _DATA["remedies"]  # kind of alert -> what to do first
 UNITS: dict[str, list[str]] = _DATA["units"]  # unit -> explanation, ending of names, Prometheus's suffix
 
 

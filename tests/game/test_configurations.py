@@ -18,7 +18,7 @@ from pvg.models import open_model
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import closing
 from pvg.store.shards import RolloutShards
-from pvg.telemetry.alerts import REMEDIES
+from pvg.telemetry.catalogue import REMEDIES
 
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
 

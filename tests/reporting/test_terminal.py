@@ -14,7 +14,7 @@ from pvg.reporting.run_page import collect, run_page
 from pvg.reporting.run_summary import read_run
 from pvg.reporting.solutions import choose_examples
 from pvg.reporting.terminal import alerts_list, merge_small, outcome, report
-from pvg.telemetry.alerts import REMEDIES
+from pvg.telemetry.catalogue import REMEDIES
 
 
 def printed(renderable: RenderableType, width: int = 80) -> str:

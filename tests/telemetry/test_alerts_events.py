@@ -8,7 +8,8 @@ from typing import get_args
 import pytest
 from full_disk import files_up_to
 
-from pvg.telemetry.alerts import REMEDIES, AlertKind, Alerts
+from pvg.telemetry.alerts import AlertKind, Alerts
+from pvg.telemetry.catalogue import REMEDIES
 from pvg.telemetry.events import EventLog, format_event
 
 HEALTHY = {
