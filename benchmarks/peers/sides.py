@@ -244,7 +244,7 @@ def _side(
     if table.trainer == "TRL" and not PEER.exists():
         raise MissingRequirementError("TRL's environment is not there.", "make peers")
     threads = experiment.models.threads or usable_cores()
-    python, script = (PEER, f"trl_{row}.py") if table.trainer == "TRL" else (Path(sys.executable), f"pvg_{row}.py")
+    python, script = (PEER, f"trl_{row}.py") if table.trainer == "TRL" else (Path(sys.executable), f"pvg_{row}_side.py")
     versions = dict(line.split("==") for line in (HERE / "constraints.txt").read_text().split() if "==" in line)
     shared |= {"context": CONTEXT, "threads": threads, "peer": {"versions": versions}}
     work = own | {"threads": threads, "trl": table.trl}

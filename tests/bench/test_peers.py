@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
 sys.path[:0] = [str(PEERS), str(ROOT)]
 
-import pvg_grpo  # noqa: E402
-import pvg_verifier  # noqa: E402
+import pvg_grpo_side  # noqa: E402
+import pvg_verifier_side  # noqa: E402
 import work  # noqa: E402
 
 from benchmarks.peers import sides  # noqa: E402
@@ -81,7 +81,7 @@ def test_both_sides_have_the_same_work_and_trl_its_own_python(monkeypatch: pytes
         sides.grpo(load_profile(str(PEERS / "grpo.toml"), [*SMALL["grpo"], f"workload.trainer={name}"]))
         for name in ("TRL", "pvg")
     )
-    assert (theirs.name, theirs.script.name, ours.script.name) == ("TRL", "trl_grpo.py", "pvg_grpo.py")
+    assert (theirs.name, theirs.script.name, ours.script.name) == ("TRL", "trl_grpo.py", "pvg_grpo_side.py")
     assert theirs.shared == ours.shared
 
 
@@ -111,7 +111,7 @@ def prepared(name: str, folder: Path, *more: str) -> Any:
 
 def test_a_step_of_ours_is_a_whole_one(tmp_path: Path) -> None:
     experiment, orders = prepared("grpo", tmp_path, "training.kl.coefficient=0"), Asked(2)
-    asyncio.run(pvg_grpo.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
+    asyncio.run(pvg_grpo_side.serve(orders, experiment, tmp_path))  # type: ignore[arg-type]
     facts, *steps = orders.answers
     assert facts == {"parameters": work.PARAMETERS, "threads": 1, "prompt_tokens": 11}
     assert len(steps) == 2
@@ -123,10 +123,10 @@ def test_a_step_of_ours_is_a_whole_one(tmp_path: Path) -> None:
 
 def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(tmp_path: Path) -> None:
     experiment, orders = prepared("verifier", tmp_path), Asked(2)
-    with pvg_verifier.compute_executor(1) as executor:
-        side = pvg_verifier.VerifierSide(experiment, tmp_path, executor)
+    with pvg_verifier_side.compute_executor(1) as executor:
+        side = pvg_verifier_side.VerifierSide(experiment, tmp_path, executor)
         start = side.verifier.version()
-        asyncio.run(pvg_verifier.serve(orders, side))  # type: ignore[arg-type]
+        asyncio.run(pvg_verifier_side.serve(orders, side))  # type: ignore[arg-type]
         assert side.verifier.version() != start
         side.verifier.close()
     facts, *samples = orders.answers

@@ -1,6 +1,6 @@
 """pvg's side of verifier training: as many pairs of the stored solutions as they form, per sample.
 
-    .venv/bin/python benchmarks/peers/pvg_verifier.py FOLDER      # started by sides.py
+    .venv/bin/python benchmarks/peers/pvg_verifier_side.py FOLDER      # started by sides.py
 
 A sample begins with the solutions in the rollout store, where a mint leaves them, and a model that is loaded; it opens
 the store, draws and renders the pairs, and ends with the optimizer step by which as many pairs are trained on as the

@@ -1,6 +1,6 @@
 """pvg's side of a GRPO step: sample, grade, credit, reference, train, publish, as the game's prover phase does it.
 
-    .venv/bin/python benchmarks/peers/pvg_grpo.py FOLDER      # started by sides.py
+    .venv/bin/python benchmarks/peers/pvg_grpo_side.py FOLDER      # started by sides.py
 
 Only the verifier is left out, for the other side has none: the reward is the grade. A step begins with the choice of
 its problems and ends when the engine has the new weights.
