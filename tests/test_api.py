@@ -20,6 +20,8 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.events import SilentObserver
 
+pytestmark = pytest.mark.slow
+
 PROBLEM = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
 

@@ -20,6 +20,8 @@ from pvg.study.plan import find_study
 from pvg.workers.choice import cluster_settings
 from pvg_cli.main import PLACES, app, load_command
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 # These pages show commands and settings of the commits that their figures come from.
 OF_OTHER_COMMITS = {"benchmarks.md"}

@@ -12,6 +12,8 @@ import pytest
 
 import pvg
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GAME = EXAMPLES / "game_in_one_file.py"
 TINY = {"task.problems": 256, "task.test_problems": 32, "game.mint_problems": 24}

@@ -294,6 +294,7 @@ def test_a_task_of_ones_own_that_holds_a_resource_is_entered_and_left() -> None:
 # --- a run and its code ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_code_and_is_not_resumed_with_another(tmp_path: Path) -> None:
     reward = written("import numpy as np\ndef mine(outcomes, game):\n    return np.tanh(outcomes.scores_N)\n")
     plain = small_experiment().plain()

@@ -17,6 +17,8 @@ from pvg.game.rewards import REWARDS
 from pvg.store.shards import SCHEMA
 from pvg.telemetry.catalogue import LABELS, METRICS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # These modules write the tables and the curves of a run and of its evaluation.

@@ -30,6 +30,8 @@ from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, Usa
 from pvg.servers.command import Interpreter, ServerSpec  # noqa: E402
 from pvg.servers.control import KEY_VARIABLE  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 KEY = "the-key-of-the-benchmarks"
 URL = "http://127.0.0.1:9"
 TINY = ("task.problems=64", "task.test_problems=8", "rollout.max_tokens=8")

@@ -21,6 +21,8 @@ from pvg.bench.compare import (
     ratio_of_pairs,
 )
 
+pytestmark = pytest.mark.slow
+
 Draw = Callable[[np.random.Generator, tuple[int, ...]], NDArray[np.float64]]
 
 # What timings look like: around a value, with a tail of slow ones, with stray ones, and in two clusters (a cache that

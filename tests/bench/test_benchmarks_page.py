@@ -29,6 +29,7 @@ def made(reports: Path, *arguments: str) -> tuple[int, str, str]:
     return code, page.read_text(encoding="utf-8"), told.getvalue()
 
 
+@pytest.mark.slow
 def test_the_page_in_the_repository_is_what_the_reports_give() -> None:
     assert main(["--check"]) == 0
 

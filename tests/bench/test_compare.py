@@ -39,6 +39,7 @@ def ten_metrics(random: np.random.Generator, count: int, slowdown: float = 1.0) 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5])
 def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(count: int) -> None:
     random, trials = np.random.default_rng(count), 100
@@ -53,6 +54,7 @@ def test_two_reports_of_one_distribution_cry_wolf_at_most_at_the_nominal_rate(co
     assert wolves <= 0.05 * trials
 
 
+@pytest.mark.slow
 def test_a_planted_slowdown_of_ten_percent_is_found() -> None:
     random, trials = np.random.default_rng(11), 40
     found = failed = others = 0

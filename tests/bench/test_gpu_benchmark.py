@@ -15,6 +15,8 @@ from benchmarks.gpu.__main__ import main as gpu
 from benchmarks.gpu.environment import EnvironmentProblemError, missing, prepared, requirements, torch_of
 from benchmarks.gpu.results import Results, page_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 DUMMY, INNER = "pvg-dummy-of-a-test", "pvg-inner-of-a-test"
 

@@ -33,6 +33,8 @@ import work  # noqa: E402
 from benchmarks.peers import sides  # noqa: E402
 from benchmarks.peers.sides import Side, SideFailedError  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "grpo": ["training.groups=2", "rollout.group_size=4", "rollout.max_tokens=5", "workload.prompts=8"],
     "verifier": ["workload.problems=4", "workload.solutions=4", "verifier.pairs=8"],

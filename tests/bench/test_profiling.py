@@ -38,6 +38,7 @@ def profiled(folder: Path, **options: Any) -> tuple[ProfileResult, ProfiledWork]
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_py_spy
 def test_a_folder_with_everything_in_it(tmp_path: Path) -> None:
     told: list[str] = []

@@ -17,6 +17,8 @@ from pvg.bench.workloads.e2e import EndToEnd
 from pvg.errors import ConfigurationError
 from pvg.telemetry.spans import Tracer
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 
 PARTS = {"reset", "sync", "prefill", "decode", "grade", "score_service", "credit", "reference", "pack"}

@@ -24,6 +24,8 @@ from pvg.game.ledger import Ledger
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.verifier.data import VerifierTemplate
 
+pytestmark = pytest.mark.slow
+
 PROFILE = "benchmarks/loop.toml"
 TINY = (
     "workload.rollouts=16",

@@ -6,6 +6,8 @@ from bench_runs import load_profile, use
 from pvg.bench.workloads import WORKLOADS
 from pvg.errors import ConfigurationError
 
+pytestmark = pytest.mark.slow
+
 FEW = ["workload.rollouts=24", "rollout.group_size=4"]
 
 

@@ -14,6 +14,8 @@ from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.models import open_model
 
+pytestmark = pytest.mark.slow
+
 FEW = ["workload.rollouts=24", "rollout.group_size=4"]
 
 

@@ -16,6 +16,8 @@ from pvg.bench.workloads.verifier import VerifierWork
 from pvg.errors import ConfigurationError
 from pvg.telemetry.spans import Tracer
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "workload.solutions=64",
     "workload.steps=2",

@@ -17,6 +17,8 @@ from tiny_workload import TinyWorkload, write_profile
 from pvg.bench.report import read_report
 from pvg.bench.workloads import WORKLOADS
 
+pytestmark = pytest.mark.slow
+
 BENCH_TESTS = Path(__file__).parent.parent / "bench"
 
 

@@ -144,6 +144,7 @@ def with_a_fifo_for(path: Path) -> None:
     os.mkfifo(path)  # to open it for reading waits for a writer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["state.json", "metrics.jsonl", "lease-000001.json"])
 def test_no_command_waits_for_the_writer_of_a_fifo_in_a_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     run = unfinished(monkeypatch)

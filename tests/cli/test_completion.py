@@ -11,6 +11,8 @@ from calling import ENTRY
 
 from pvg_cli import completion
 
+pytestmark = pytest.mark.slow
+
 
 def offered(line: str, folder: Path | None = None) -> list[str]:
     """What bash is offered for the last word of `line`."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import orjson
+import pytest
 from calling import pvg
 from run_samples import begin, played
 from shipped_schemas import GROUPS, schemas
@@ -18,6 +19,8 @@ from pvg.store.state import STATE_SCHEMA
 from pvg_cli.boundary import EXIT_DEFECT, EXIT_STOPPED
 from pvg_cli.documents import FILES, documents
 from pvg_cli.main import PLACES, load_command
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,8 @@ from calling import pvg, pvg_process
 
 from pvg_cli import doctor
 
+pytestmark = pytest.mark.slow
+
 
 def test_packages_that_cannot_be_loaded_or_are_too_old_are_named() -> None:
     facts = Path("broken/transformers-4.40.0.dist-info/METADATA")

@@ -19,6 +19,8 @@ from pvg import __version__
 from pvg.bench.report import write_report
 from pvg_cli.main import PLACES
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "ray", "transformers", "pyarrow", "numpy", "pydantic", "safetensors", "aiohttp", "jinja2")
 # Each of these takes 3 to 20 ms, for every command and every press of the tab key.
 SLOW = ("asyncio", "importlib.metadata", "orjson", "pvg.config", "pvg.reporting", "socket", "tempfile")

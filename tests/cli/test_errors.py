@@ -18,6 +18,8 @@ from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, PvgE
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 BIG = "9" * 5000
 

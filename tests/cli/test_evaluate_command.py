@@ -15,6 +15,8 @@ from pvg.config.load import embedded_names
 from pvg.errors import UsageError
 from pvg.reporting.follow import glance_at, state_of
 
+pytestmark = pytest.mark.slow
+
 LITTLE = [
     word
     for setting in ("problems=4", "samples=2", "attacks=goodhart", "attack_steps=1", "attack_window=1")

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from calling import SMALL, pvg
 
 from pvg.config.load import load_experiment
+
+pytestmark = pytest.mark.slow
 
 FILES = ["data.jsonl", "experiment.toml", "task.py", "test_task.py"]
 

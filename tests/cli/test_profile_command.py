@@ -12,6 +12,8 @@ from run_samples import begin, tell
 
 from pvg.store.state import JsonLines
 
+pytestmark = pytest.mark.slow
+
 
 def with_spans(name: str = "first") -> None:
     run = begin(Path("runs"), name)

@@ -12,6 +12,8 @@ from calling import SMALL, pvg
 from pvg.config.load import embedded_names
 from pvg.store.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
 def test_train_then_report_then_rollout(small_game: Path) -> None:

@@ -36,6 +36,7 @@ def test_the_page_of_a_run_lies_in_its_folder_and_the_terminal_says_so() -> None
 ENDED = {"kind": "run", "time": 1.0, "status": "interrupted", "seconds": 1.0, "budget": {}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["empty", "samples", "stopped", "failed", "damaged", "complete"])
 def test_a_state_of_a_run_has_one_word(word: str) -> None:
     run = played(Path("runs")) if word == "complete" else begin(Path("runs"))

@@ -14,6 +14,8 @@ from run_samples import begin, commit, played, state, tell
 
 from pvg.store.run_directory import runs_in
 
+pytestmark = pytest.mark.slow
+
 RUNS = Path("runs")
 HOLD = """
 import sys

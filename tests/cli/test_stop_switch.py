@@ -18,6 +18,8 @@ from pvg_cli.boundary import handled
 from pvg_cli.driving import SIGNALS, StopSwitch
 from pvg_cli.run_display import RunDisplay
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import asyncio, sys
 from pvg.telemetry.events import PhaseInfo

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "study"))
 
 from study_samples import PVG, SMALL
 
+pytestmark = pytest.mark.slow
+
 TINY = """
 name = "tiny"
 seeds = 1

@@ -13,6 +13,8 @@ from calling import pvg
 from pvg.config.task import TaskSection
 from pvg.tasks import digest_of, open_task
 
+pytestmark = pytest.mark.slow
+
 SUMS = """
 from pvg.records import Grade, Problem, Role, Wording
 

@@ -54,6 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return made
 
 
+@pytest.mark.slow
 def test_the_workers_start_before_this_process_imports_torch() -> None:
     code = (
         "import sys\n"

@@ -26,6 +26,8 @@ from pvg.store.run_directory import RunDirectory
 sys.path.insert(0, str(Path(__file__).parent.parent / "reporting"))
 from page_checks import Page
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 300.0
 
 

@@ -35,6 +35,8 @@ from pvg.store.run_players import verifier_weights_name
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.tasks import open_task
 
+pytestmark = pytest.mark.slow
+
 
 def samples_of(run: RunDirectory) -> dict[str, list[Rollout]]:
     """What an evaluation has sampled, by the name of the set."""

@@ -30,6 +30,8 @@ from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
+pytestmark = pytest.mark.slow
+
 
 class StopIn(SilentObserver):
     """Asks to stop at the first progress of a phase, as Ctrl-C does; remembers the phases."""

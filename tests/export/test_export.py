@@ -37,6 +37,8 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.verifier.data import VerifierTemplate
 
+pytestmark = pytest.mark.slow
+
 QUESTION_OF_TEST = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
 

@@ -25,6 +25,8 @@ from pvg.export.finished import FinishedRound
 from pvg.export.reward_server import RewardServer
 from pvg.telemetry.waits import run_to_end
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 URL = "http://127.0.0.1:8000"
 QUESTION, SOLUTION = "7+5+8+3+6?", "7+5=2;2+8=0;0+3=3;3+6=9;A9"

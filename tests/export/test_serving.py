@@ -28,6 +28,8 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import find_player, open_round
 from pvg.verifier.scorer import VerifierScorer
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
 

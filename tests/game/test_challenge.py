@@ -202,6 +202,7 @@ def test_without_a_verifier_a_seed_draws_the_question():
     assert len(set(told[0])) > 10
 
 
+@pytest.mark.slow
 def test_a_plan_game_in_which_the_task_answers(tmp_path: Path):
     small = ["game.rounds=1", "training.steps=2", "training.groups=4", "rollout.group_size=4", "verifier.steps=3"]
     small += ["game.mint_problems=16", "game.test.problems=8", "game.protocol=challenge", "verifier.pairs=8"]
@@ -239,6 +240,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return played(changed(TALKING), tmp_path_factory.mktemp("challenge"))[1]
 
 
+@pytest.mark.slow
 def test_every_phase_plays_dialogues_and_the_verifier_reads_them_whole(run: RunDirectory):
     kept = recorded(run)
     assert {rollout.id.split("/")[1] for rollout in kept} == {"mint", "train_prover", "evaluation"}
@@ -273,6 +275,7 @@ def test_its_metrics_count_what_was_sampled_and_are_in_the_catalogue(run: RunDir
     assert told["ratio_max"] == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["rollout.deadline", "rollout.prefetch"])
 def test_deadlines_and_sampling_ahead_play_dialogues_too(tmp_path: Path, setting: str):
     settings = {setting: "cut" if "deadline" in setting else "fresh"}

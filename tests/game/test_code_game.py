@@ -23,6 +23,8 @@ from pvg.tasks.code import Code
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.verifier.data import VerifierTemplate
 
+pytestmark = pytest.mark.slow
+
 
 def experiment_of(problems: Path, model: Path, **game: Any) -> Experiment:
     plain = {

@@ -20,6 +20,8 @@ from pvg.reporting.terminal import closing
 from pvg.store.shards import RolloutShards
 from pvg.telemetry.catalogue import REMEDIES
 
+pytestmark = pytest.mark.slow
+
 PHASES = ["mint", "train_verifier", "train_prover", "checkpoint"]
 
 

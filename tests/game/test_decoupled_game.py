@@ -22,6 +22,8 @@ from pvg.records import Role, Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import metric as catalogued
 
+pytestmark = pytest.mark.slow
+
 TRANSLATING: dict[str, Any] = {
     "game.protocol": "decoupled",
     "game.reward": "decoupled",

@@ -28,6 +28,8 @@ from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.verifier.calibration import auc
 
+pytestmark = pytest.mark.slow
+
 MEMBERS = [f"round-000-verifier-member-{number}" for number in range(3)]
 
 

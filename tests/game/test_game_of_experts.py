@@ -20,6 +20,8 @@ from pvg.records import Grade
 from pvg.store.shards import RolloutShards, ShardInfo, routed_experts
 from pvg.tasks.modchain import Modchain
 
+pytestmark = pytest.mark.slow
+
 
 def experiment_of_experts(folder: Path) -> Experiment:
     tokenizer = modchain_tokenizer()

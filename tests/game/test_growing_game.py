@@ -16,6 +16,8 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
 from pvg.verifier.data import PairSource
 
+pytestmark = pytest.mark.slow
+
 GROWING: dict[str, Any] = {
     "game.rounds": 3,
     "game.growing": True,

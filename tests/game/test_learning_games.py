@@ -20,6 +20,8 @@ from pvg.telemetry.catalogue import metric as catalogued
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 
+pytestmark = pytest.mark.slow
+
 # Little of everything but the prover's training.
 SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "game.test.problems": 2}
 RAE = {**SHORT, "training.loss": "rae", "rollout.group_size": 1, "training.groups": 16, "game.reward": "cgc"}

@@ -20,6 +20,8 @@ from pvg.models.language_model import LowRankAdapter
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 RANK = 4
 
 

@@ -27,6 +27,8 @@ from pvg.tasks import open_task
 from pvg.verifier.data import VerifierTemplate
 from pvg.verifier.scorer import VerifierScorer
 
+pytestmark = pytest.mark.slow
+
 RANK = 4
 ON_BASE = {"models.verifier": {"source": TINY_PROVER}}
 BOTH = {"training.adapters": {"rank": RANK}, "verifier.adapters": {"rank": RANK}, **ON_BASE}

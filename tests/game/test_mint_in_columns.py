@@ -12,6 +12,8 @@ from pvg.game import verifier_phase
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 
+pytestmark = pytest.mark.slow
+
 GAMES = {
     "a verifier that learns on": {"game.schedule": "simultaneous", "game.schedule.every": 2},
     "a frozen ensemble": {"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}},

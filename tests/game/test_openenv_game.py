@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from kill_drill import small_experiment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "games"))
@@ -15,6 +16,8 @@ from small_games import completed
 from pvg.config.load import build_experiment
 from pvg.records import Split
 from pvg.tasks import open_task
+
+pytestmark = pytest.mark.slow
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 

@@ -14,6 +14,8 @@ from test_stragglers import SPO
 from pvg.config.rollout import ContinuingDeadline
 from pvg.store.run_directory import RunDirectory
 
+pytestmark = pytest.mark.slow
+
 # Fewer rows than requests and turns of one step: some groups are complete while others have not begun. The deadline has
 # always passed, so what is cut is up to min_rollouts, on every machine.
 SHORT = {"game.mint_problems": 12, "game.mint_samples": 2, "verifier.steps": 2, "game.test.problems": 2}

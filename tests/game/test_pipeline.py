@@ -17,6 +17,8 @@ from pvg.errors import StateError
 from pvg.game.prefetch import AdmissionGate, BufferedGroup, Pipeline, Prefer, Shares
 from pvg.records import Group, Role
 
+pytestmark = pytest.mark.slow
+
 
 class Sampler:
     """Group n, counted over all roles, takes `seconds[n]` (the last of them for all others) once its request is in;

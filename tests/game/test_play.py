@@ -24,6 +24,8 @@ from pvg.store.state import FileStateStore, read_json_lines
 from pvg.tasks import half_of, open_task
 from pvg.telemetry.events import SilentObserver
 
+pytestmark = pytest.mark.slow
+
 
 def run_game(experiment: Experiment, root: Path, *, resume: bool = False, until: str = ""):
     """`until`: the phase that is stopped at its first progress, as by Ctrl-C."""

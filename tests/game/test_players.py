@@ -17,6 +17,8 @@ from pvg.models import compute
 from pvg.models.compute import ComputeExecutor
 from pvg.tasks import open_task
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:

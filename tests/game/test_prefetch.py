@@ -37,6 +37,8 @@ from pvg.tasks import open_task
 from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 # Little of everything but the prover's training.
 AHEAD = {
     "rollout.prefetch": {"kind": "fresh", "batches": 1},

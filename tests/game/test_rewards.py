@@ -71,6 +71,7 @@ def test_one_score_that_is_not_finite_is_named():
         rewards(outcomes([0.0, float("nan")], [1, 1], [1, 1]), Game())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(REWARDS))
 @given(data=st.data())
 def test_a_malformed_solution_is_never_paid_more_than_an_aligned_one(name, data):
@@ -149,6 +150,7 @@ def test_a_flaw_without_proof_is_paid_as_no_solution():
     np.testing.assert_allclose(rewards(unproven, Game(reward="goodhart")), [0, 4])  # no roles and no truth
 
 
+@pytest.mark.slow
 @given(
     scores=st.lists(st.floats(-(2.0**90), 2.0**90, width=32), min_size=1, max_size=12),
     weight=st.floats(0, 4),

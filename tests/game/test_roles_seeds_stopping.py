@@ -63,6 +63,7 @@ def test_weighted_draws_repeat_nothing_while_others_remain(weights, size, seed):
         assert set(turn) <= allowed
 
 
+@pytest.mark.slow
 def test_weighted_draws_follow_the_weights_in_every_place():
     # The probability of an order: each draw by its share of what is left. Weights 1, 2, 5, so (2, 1, 0) has 5/8 * 2/3.
     weights_P, draws = np.array([1.0, 2.0, 5.0, 0.0]), 6000

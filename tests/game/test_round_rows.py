@@ -16,6 +16,8 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import verifier_weights_name
 from pvg.tasks import open_task
 
+pytestmark = pytest.mark.slow
+
 Scored = list[tuple[Rollout, float]]
 
 # Enough test problems that no share is a half or nothing by accident.

@@ -46,6 +46,8 @@ from pvg.telemetry.waits import runner
 from pvg.verifier.scorer import VerifierScorer
 from pvg.workers import pool
 
+pytestmark = pytest.mark.slow
+
 SLOW_S = 0.05
 UNACCOUNTED_AT_MOST = 0.1  # of a game of steps as small as these; the embedded game's share is in docs/benchmarks.md
 

@@ -15,6 +15,8 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
 from pvg.telemetry.events import SilentObserver
 
+pytestmark = pytest.mark.slow
+
 CHUNKS, GROUP_SIZE = 8, 2
 
 

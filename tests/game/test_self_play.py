@@ -25,6 +25,8 @@ from pvg.reporting.boards import games_section, newest_games
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import metric
 
+pytestmark = pytest.mark.slow
+
 
 def changed(**task: Any) -> Experiment:
     plain = play_experiment().plain()

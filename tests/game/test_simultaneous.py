@@ -22,6 +22,8 @@ from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.verifier.scorer import VerifierScorer
 
+pytestmark = pytest.mark.slow
+
 TURNS = {"game.schedule": "simultaneous", "game.schedule.every": 2, "verifier.steps": 3, "game.test.problems": 4}
 
 

@@ -15,6 +15,8 @@ from pvg.records import Role
 from pvg.rollout.engine import Completion, GenerationRequest
 from pvg.rollout.torch_engine import TorchEngine
 
+pytestmark = pytest.mark.slow
+
 SPO = {"training.loss": "spo", "rollout.group_size": 1, "training.groups": 16, "game.reward": "cgc"}
 
 

@@ -38,6 +38,8 @@ from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg_cli.main import app
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ENTRY = [sys.executable, "-m", "pvg"]
 EXPERIMENT = """

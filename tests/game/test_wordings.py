@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "verifier"))
 from tiny_verifiers import english_tokenizer
 
@@ -14,6 +16,8 @@ from pvg.records import Problem, Role
 from pvg.sandbox import Limits, Sandbox
 from pvg.tasks.code_problems import CodeProblem, CodeTest, grade_solutions, make_problem
 from pvg.tasks.task import EXAMPLE_QUESTION, WORDINGS
+
+pytestmark = pytest.mark.slow
 
 LARGEST = CodeProblem(
     "largest",

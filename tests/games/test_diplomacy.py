@@ -15,6 +15,8 @@ from pvg.games.diplomacy_board import Board, Position, mini_board, packed, place
 from pvg.games.diplomacy_movement import LONGEST_ORDER, Order, adjudicate, parse, parse_orders, write
 from pvg.games.diplomacy_phases import Legality, deciders, orders_of, step
 
+pytestmark = pytest.mark.slow
+
 BOARD = standard_board()
 WORDS = ["A", "F", "par", "bur", "stp/nc", "a", "f", "h", "S", "C", "-", "->", "to", "H", "via", "build", "D"]
 seeds = st.integers(0, 2**32)

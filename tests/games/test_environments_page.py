@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 (OF_TEXTARENA,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 

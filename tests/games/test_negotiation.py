@@ -71,6 +71,7 @@ def test_the_greedy_script_takes_every_gain() -> None:
     assert GAME.scripted("greedy", after(Bargain(8, 2, first=0), "2"), "seller", 0) == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GAMES)
 def test_games_keep_the_promises_of_the_protocol(name: str) -> None:
     """Random play to the end: openings are distinct, no state changes, prompts and phases are text, seats are in

@@ -163,6 +163,7 @@ def test_a_client_connects_again_for_a_reset_but_not_within_an_episode() -> None
             client.step({"message": "5"})
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_its_clients_ends_quietly() -> None:
     with served(Counting()) as server:
         program = (

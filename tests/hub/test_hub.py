@@ -18,6 +18,8 @@ from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, Us
 from pvg.hub import HubId, fetch, fetch_config, hub_ids, parse, pinned, pinned_as
 from pvg.planning.memory import read_shape
 
+pytestmark = pytest.mark.slow
+
 QUIET = [].append
 
 

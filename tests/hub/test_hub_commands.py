@@ -25,6 +25,8 @@ from pvg.store.run_directory import RunDirectory
 from pvg.study.plan import load_study
 from pvg.tasks import open_task
 
+pytestmark = pytest.mark.slow
+
 PROVER = ("-s", "models.prover.source=hf:tiny/prover")
 WANTED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 

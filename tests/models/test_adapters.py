@@ -15,6 +15,8 @@ from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.language_model import LanguageModel
 from pvg.training.trainer import checkpoint_layers
 
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 4, 6.0
 
 

@@ -26,6 +26,8 @@ from pvg.records import flaw_kind
 from pvg.tasks.diplomacy_mini import DiplomacyMini
 from pvg.tasks.modchain import Modchain
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SAMPLES = 256
 VERIFIERS = [name for name in embedded_names() if name.startswith("modchain-verifier") and "tiny" not in name]

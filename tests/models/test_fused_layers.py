@@ -14,6 +14,8 @@ from pvg.models.packing import pack_rows, packed_attention, pad_right
 from pvg.models.shared_prompts import fused_hidden, knows, packed_hidden, why_not_last
 from pvg.training.trainer import checkpoint_layers
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 37,
     "hidden_size": 16,

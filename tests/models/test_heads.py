@@ -11,6 +11,8 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_right
 from pvg.models.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 PROMPT = 4
 
 

@@ -14,6 +14,7 @@ def logits(model: LanguageModel) -> torch.Tensor:
         return model.module(torch.arange(2, 19)[None]).logits
 
 
+@pytest.mark.slow
 def test_close_frees_the_weights_and_every_use_afterwards_raises():
     gc.collect()
     gc.disable()  # reference counting alone must free it: a cycle would keep gigabytes until some later collection

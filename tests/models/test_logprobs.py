@@ -79,6 +79,7 @@ def gradients(model, logprobs_BL):
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens_per_chunk", [1, 5, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_those_of_the_full_matrix(family, tokens_per_chunk):

@@ -26,6 +26,8 @@ from pvg.servers.command import make_folder
 from pvg.store.checkpoints import read_checkpoint, write_checkpoint
 from pvg.store.run_players import find_player, pinned_players, pinned_players_as
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SMALL = {"verifier.steps": 2, "training.steps": 2, "game.rounds": 1, "game.mint_problems": 16, "game.test.problems": 4}
 LORA = {"training.adapters.rank": 2, "verifier.adapters.rank": 2, "verifier.head": "scalar"}

@@ -16,6 +16,8 @@ from pvg.models.adapters import AdaptedModel, attach_adapters
 from pvg.models.heads import HEADS, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel, ModelClosedError
 
+pytestmark = pytest.mark.slow
+
 RANK, ALPHA = 4, 8.0
 IDS = torch.arange(2, 19)[None]
 

@@ -150,6 +150,7 @@ def test_batches_keep_their_limits(drawn, budget):
         assert prompts * starts[rows].max() + len(rows) * (lengths - starts)[rows].max() <= budget
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=8).filter(any))
 def test_rectangles_hold_the_rows_and_give_their_gradients_back(lengths):

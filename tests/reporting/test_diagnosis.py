@@ -105,6 +105,7 @@ SLOW: list[tuple[dict[str, Any], str, float, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slow", "signatures", "cost_s", "settings"), SLOW)
 def test_what_is_slow_is_found_with_its_cost_and_its_settings(
     slow: dict[str, Any], signatures: str, cost_s: float, settings: str, tmp_path: Path

@@ -15,6 +15,8 @@ from pvg.rollout.lean import LeanDecoder
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
 
+pytestmark = pytest.mark.slow
+
 
 class StepGate(Gate):
     """Counts the rows of every decoding step, and holds the thread at step `hold` until it is opened."""

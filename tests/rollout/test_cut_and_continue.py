@@ -22,6 +22,8 @@ from pvg.rollout.engine import Completion, CutShort, PartialCompletion, Sampling
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.servers.publishing import WeightUpdate
 
+pytestmark = pytest.mark.slow
+
 LONG = Sampling(24, (1,))
 WAYS = {"lean, continuous": {}, "lean, whole batches": {"continuous": False}, "module": {"lean": False}}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policies import TOKENIZER, orders
@@ -16,6 +17,8 @@ from pvg.records import Grade, Group, Problem, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.episodes import Deadline
+
+pytestmark = pytest.mark.slow
 
 TOKENS_PER_S = 10
 

@@ -33,6 +33,8 @@ from pvg.rollout import decoding, open_engine
 from pvg.rollout.decoding import DecodedRow, check_decoding, decode
 from pvg.rollout.engine import GenerationRequest, Sampling
 
+pytestmark = pytest.mark.slow
+
 NO_STOP = ()
 
 

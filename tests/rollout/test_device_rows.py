@@ -25,6 +25,8 @@ from pvg.rollout.lean import LeanCache, LeanDecoder
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.events import SilentEvents
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["sparse", "kernel"])
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Completion]]:

@@ -89,6 +89,7 @@ def test_the_prompt_of_a_turn_is_every_token_before_it():
     assert TOKENIZER.decode(own[1].prompt_ids[-2:]) == "3?"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.text("0123456789+=;?", min_size=1, max_size=4), max_size=3),

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from pvg.config.task import ModchainTask
 from pvg.config.training import ModelSection
 from pvg.games.negotiation import Bargain, Negotiation
@@ -17,6 +19,8 @@ from pvg.rollout.episodes import SampleCall
 from pvg.rollout.games import Fork, Opponent, PlayedGame, game_start, play_games
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.tasks.modchain import Modchain
+
+pytestmark = pytest.mark.slow
 
 GAME = Negotiation()
 STARTS = [game_start(GAME, GAME.opening("train", number)) for number in range(6)]

@@ -35,6 +35,8 @@ from pvg.rollout.lean_rows import LEAST_SHARED, MOST_SHARED, SharedPart, shared_
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.events import SilentEvents
 
+pytestmark = pytest.mark.slow
+
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 

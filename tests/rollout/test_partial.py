@@ -205,6 +205,7 @@ def test_what_the_engine_raises_when_it_shall_cut_fails_the_batch(
     run_in_virtual_time(work())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=23),

@@ -97,6 +97,7 @@ def test_the_numbers_of_many_requests_are_those_of_numpys_generator(seeds: list[
     np.testing.assert_array_equal(uniform_numbers(requests, count), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [7, 513, 1024, 2049])
 @pytest.mark.parametrize("how", [(1.0, 0, 1.0), (0.7, 40, 1.0), (1.3, 0, 0.9)])
 def test_drawing_by_blocks_takes_the_tokens_of_the_whole_sums(vocabulary: int, how: tuple[float, int, float]) -> None:

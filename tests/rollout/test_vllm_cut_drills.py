@@ -17,6 +17,8 @@ from pvg.records import VersionSpan
 from pvg.rollout.engine import Completion, CutShort, GenerationRequest, PartialCompletion
 from pvg.rollout.vllm_requests import SEED_BITS, joined, remainder
 
+pytestmark = pytest.mark.slow
+
 
 def live(d: Drill, name: str) -> list[Any]:
     """What the servers have sampled for a request."""

@@ -18,6 +18,8 @@ from pvg.rollout import vllm_engine
 from pvg.rollout.vllm_requests import StreamedCompletion
 from pvg.servers import fleet
 
+pytestmark = pytest.mark.slow
+
 # --- the network -----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,8 @@ from vllm_drills import KEY, Drill, FakeOptions, FakeVllm, fingerprint, request,
 
 from pvg.errors import ServerUnavailableError
 
+pytestmark = pytest.mark.slow
+
 
 @asynccontextmanager
 async def another(root: Path, *, start: bool = True, max_model_len: int = 2048) -> AsyncIterator[FakeVllm]:

@@ -13,6 +13,8 @@ from pvg.errors import ConfigurationError, ServerUnavailableError, WeightsNotArr
 from pvg.records import VersionSpan
 from pvg.servers.publishing import PublishingSession, WeightUpdate
 
+pytestmark = pytest.mark.slow
+
 
 async def lose_the_first(d: Drill) -> None:
     """The first server goes away, and misses version 1."""

@@ -14,7 +14,10 @@ from walled import FULL, LIMITS, attack, bystander, opened, outside, without_wal
 
 from pvg.sandbox import Limits, Program, Sandbox, probe
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="full isolation exists on Linux alone")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="full isolation exists on Linux alone"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module", params=list(FULL))

@@ -17,6 +17,8 @@ from pvg.sandbox import Execution, Limits, Program, Sandbox, probe
 from pvg.sandbox import sandbox as sandbox_module
 from pvg.sandbox.sandbox import TAIL, Isolation, WardenFailedError, WardenProcess
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from pvg.sandbox import plain, same
 from pvg.sandbox.inside.program import NotPlainError
 
+pytestmark = pytest.mark.slow
+
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 VALUES = st.recursive(
     LEAVES,

@@ -112,6 +112,7 @@ def test_weights_that_give_no_number_are_not_blamed_on_a_server() -> None:
         asyncio.run(canary_.expect({}, 3))
 
 
+@pytest.mark.slow
 def test_a_server_that_never_loads_is_found_out_however_small_the_steps_are() -> None:
     """Each step is a tenth of the noise, and most versions are no longer remembered."""
     generator = np.random.default_rng(0)

@@ -98,6 +98,7 @@ FAULTS: list[tuple[Fault, type[ServerFault], type[ServerFault]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "of_whole", "of_stream"), FAULTS)
 def test_each_fault_of_a_reply_has_its_class(fault: Fault, of_whole: type, of_stream: type) -> None:
     timeout_s = 0.3 if of_whole is ReplyTimeout else PATIENCE_S

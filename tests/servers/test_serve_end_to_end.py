@@ -19,6 +19,8 @@ from pvg.servers import supervisor
 sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from shipped_schemas import check_document
 
+pytestmark = pytest.mark.slow
+
 ENTRY = [sys.executable, "-c", "import sys; from pvg_cli.main import app; sys.exit(app(prog_name='pvg'))"]
 
 

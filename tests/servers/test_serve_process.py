@@ -23,6 +23,8 @@ from pvg.servers.command import Interpreter, ServerSpec
 from pvg.servers.control import KEY_VARIABLE
 from pvg.servers.process import FIRST_REQUEST, LAST_LINES, STARTING, LogTail, ServerFailedError, VllmServer, check_port
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0  # for what takes a second on a quiet machine
 TREE = 3  # processes of the stand-in
 

@@ -145,6 +145,7 @@ FAULTS: dict[str, tuple[dict[str, list[str]], type, bool, list[str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_fault_is_found_out_and_hinders_no_other_server(tmp_path: Path, what: str) -> None:
     faults, kind, known, paths = FAULTS[what]

@@ -246,6 +246,7 @@ def test_one_servers_fault_is_its_own_outcome_and_all_are_resumed(vllm: Vllm, ro
     with_servers(2, play)
 
 
+@pytest.mark.slow
 def test_a_collective_that_hangs_is_given_up_in_time(vllm: Vllm) -> None:
     vllm.never_ends = threading.Event()
 

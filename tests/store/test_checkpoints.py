@@ -28,6 +28,7 @@ def raw(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return tensor.dtype, tensor.shape, flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape_comes_back_in_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     """Random bytes as contents: NaNs with payloads and negative zeros included."""

@@ -16,6 +16,8 @@ from store_samples import flip_byte
 from pvg.store.atomic import DamagedFileError
 from pvg.store.state import JournalMark, JsonLines, read_json_lines, verify
 
+pytestmark = pytest.mark.slow
+
 RECORDS = st.lists(st.dictionaries(st.text(), st.integers(-(2**53), 2**53) | st.text() | st.none(), max_size=3))
 
 

@@ -71,6 +71,7 @@ def taken_over(run: RunDirectory) -> None:
     newest.unlink()
 
 
+@pytest.mark.slow
 def test_a_driver_on_another_host_is_refused_until_the_first_one_is_silent(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from store_samples import labelled, rollout, write_shards
 from pvg.errors import ConfigurationError
 from pvg.store.pairs import MissingPairsError, PairStream, PairView, is_held_out
 
+pytestmark = pytest.mark.slow
+
 ROWS = st.lists(
     st.tuples(st.sampled_from(["base", "round-000", "round-001"]), st.sampled_from("abcdef"), st.booleans()),
     min_size=8,

@@ -69,6 +69,7 @@ def bits(value: Any) -> Any:
     return (type(value), np.float64(value).tobytes() if isinstance(value, float) else value)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ROLLOUTS, max_size=5))
 def test_every_field_comes_back_in_every_bit(rollouts: list[Rollout]) -> None:

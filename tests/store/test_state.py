@@ -28,6 +28,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(), JSON, max_size=4))
 def test_what_is_saved_is_loaded(state) -> None:
@@ -60,6 +61,7 @@ def test_the_commit_before_is_kept(store: FileStateStore) -> None:
     assert store.commits() == [{"step": 3, "loss": 0.1}, {"step": 2, "loss": 0.1}]
 
 
+@pytest.mark.slow
 def test_any_flipped_byte_and_any_cut_goes_back_one_commit(store: FileStateStore) -> None:
     whole = store.path.read_bytes()
     meaning = orjson.loads(whole)

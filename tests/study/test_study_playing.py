@@ -33,6 +33,8 @@ from pvg.study.playing import (
 )
 from pvg.study.results import collect
 
+pytestmark = pytest.mark.slow
+
 
 class Told:
     """An observer that records its calls, and requests a stop after enough of them."""

@@ -58,6 +58,7 @@ def test_means_comparisons_and_trends_come_from_the_runs() -> None:
     assert (results.family, results.complete, results.failed) == (1, 14, [])
 
 
+@pytest.mark.slow
 def test_a_seed_without_a_value_in_the_first_or_the_last_round_has_no_trend() -> None:
     plan = small(SMALL.replace("seeds = 2", "seeds = 7"))
     folder_of(plan)

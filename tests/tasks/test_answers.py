@@ -20,6 +20,8 @@ from pvg.tasks.answers import MOST_DIGITS, NO_ANSWER, UNCLEAR, extract, parse_nu
 from pvg.tasks.data import grader_of
 from pvg.tasks.expressions import value_of_latex
 
+pytestmark = pytest.mark.slow
+
 FORMS = [orjson.loads(line) for line in Path(__file__).with_name("answer_forms.jsonl").read_bytes().splitlines()]
 
 

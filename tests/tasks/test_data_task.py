@@ -188,6 +188,7 @@ def test_a_grader_survives_hostile_lengths() -> None:
 numbers = st.fractions(max_denominator=50).map(lambda value: (f"({value})", value))
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         numbers,

@@ -21,6 +21,8 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role
 from pvg.tasks.diplomacy_mini import PROVINCES, DiplomacyMini, listed_problems, orders_of, plan_problem, replies_to
 
+pytestmark = pytest.mark.slow
+
 TASK = DiplomacyMini(DiplomacyMiniTask())
 NAMES = listed_problems()
 OWN, ENEMY = 0, 1  # powers of the engine's board

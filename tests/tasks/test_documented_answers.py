@@ -27,6 +27,8 @@ from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import ORDERED_BY_HASH, UNSAFE_GRADERS, WORDING
 from pvg.tasks.task import KnownSolution, Task, correct_solution, wording_of, wrong_solutions
 
+pytestmark = pytest.mark.slow
+
 WORDS, ALL = ("chat", "text"), ("tag", "plain", "chat", "text")
 GSM8K = [{"question": f"Ann has {n} nuts and finds 3. How many?", "answer": f"Sum.\n#### {n + 3}"} for n in range(60)]
 ROWS = {

@@ -253,6 +253,7 @@ def test_a_driver_that_hangs_does_not_keep_the_run(monkeypatch: pytest.MonkeyPat
         thread.join(30)
 
 
+@pytest.mark.slow
 def test_children_count_in_memory_and_cpu() -> None:
     reader = HostReader()
     alone = reader.read()

@@ -89,6 +89,7 @@ def collector_of_python() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("collector_of_python")
 def test_rollouts_in_flight_cause_no_full_garbage_collection() -> None:
     """The objects of 20,000 waiting rollouts: Python's own thresholds give several full collections."""

@@ -22,6 +22,8 @@ from pvg.telemetry.catalogue import metric as catalogued
 from pvg.telemetry.monitoring import CROWDED_SAMPLES, Monitoring
 from pvg.telemetry.waits import LagLimits
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 60.0
 
 

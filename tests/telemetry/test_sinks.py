@@ -118,6 +118,7 @@ ALERT = AlertPoint(1001.0, 1, 0, "train_prover", "collapse", "The sneaky role ha
 ROWS = ({"role": "sneaky", "solution": "2 + 2 = 5", "score": 0.25}, {"role": "helpful", "solution": "4", "score": 2.0})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_network")
 def test_wandb_writes_offline_into_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)

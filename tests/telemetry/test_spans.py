@@ -220,6 +220,7 @@ def test_a_task_over_several_steps_is_counted_once_in_each(clock):
     assert budgets[-1].exposed[UNACCOUNTED] == 8
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_the_budget_closes_whatever_runs_beside_the_driver(data):
     """Random tasks in random nesting, on a clock that moves at every switch."""

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from pvg.errors import TrainingDivergedError
 from pvg.training.credit import CREDIT, advantages, zero_signal_groups
 
+pytestmark = pytest.mark.slow
+
 HELPFUL, SNEAKY = 1, 0
 NORMALISED = ("grpo", "dapo", "gspo", "cispo")
 

@@ -16,6 +16,8 @@ from pvg.training.credit import RoleBaseline, ValueTracker, advantages, baseline
 from pvg.training.losses import LOSSES, PolicyObjective
 from pvg.training.trainer import OptimizerSettings, Trainer
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY, WANTED, PROMPT, LENGTH = 8, 5, [1, 2], 4
 
 

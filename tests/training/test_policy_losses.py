@@ -16,6 +16,8 @@ from pvg.errors import TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
 from pvg.training.losses import LOSSES, WEIGHT_BOUNDS, PolicyObjective
 
+pytestmark = pytest.mark.slow
+
 NAMES = tuple(LOSSES)
 
 

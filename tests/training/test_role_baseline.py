@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from pvg.records import Role
 from pvg.training.credit import RoleBaseline
 
+pytestmark = pytest.mark.slow
+
 H, S = Role.HELPFUL, Role.SNEAKY
 
 

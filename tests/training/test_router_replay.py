@@ -24,6 +24,8 @@ from pvg.training.batch import PolicyBatch  # noqa: E402
 from pvg.training.forward import ForwardSettings, batch_logprobs  # noqa: E402
 from pvg.training.losses import PolicyObjective  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 HOW = Sampling(7, (1,))
 SHARED, PADDED = (ForwardSettings(1.0, 4096, 0, shared_prompts=shared, router_replay=True) for shared in (True, False))
 

@@ -79,6 +79,7 @@ def bits(module):
 # --- resuming ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_resumed_training_is_bit_identical(executor, tmp_path, tied):
     batches = [random_batch(seed) for seed in range(6)]

@@ -91,6 +91,7 @@ def test_a_tie_is_half_a_win():
     assert metrics["pair_accuracy"] == 0.25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @settings(deadline=None, max_examples=25)
 @given(

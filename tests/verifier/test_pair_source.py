@@ -17,6 +17,8 @@ from pvg.verifier.data import PairSource, VerifierTemplate
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import VerifierScorer
 
+pytestmark = pytest.mark.slow
+
 SECTION = Verifier(pairs=16, micro_batch_tokens=2048, score_penalty=0.005)
 
 

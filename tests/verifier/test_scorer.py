@@ -51,6 +51,7 @@ async def began(model):
     await asyncio.get_running_loop().run_in_executor(None, model.began.acquire)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_scores_are_those_of_a_forward_pass_of_ones_own(head, executor):
     model = verifier(head)
@@ -247,6 +248,7 @@ def test_references_outlive_a_version(executor):
     np.testing.assert_allclose(fresh, asyncio.run(make_scorer(again, executor).score(rollouts)), atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["scalar", "implicit"])
 def test_a_score_is_the_same_bits_whatever_it_is_batched_with(head, executor):
     """What makes a resumed run, whose cache and batches are others, end with the same weights."""

@@ -11,7 +11,7 @@ from score_servers_of_tests import Bench, scored, servers, some
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
 
 HEADS = ["scalar", "implicit"]
-pytestmark = pytest.mark.usefixtures("control_key")
+pytestmark = [pytest.mark.usefixtures("control_key"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("head", HEADS)

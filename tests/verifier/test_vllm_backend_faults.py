@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from fault_proxy import Fault, FaultProxy
 
 HEADS = ["scalar", "implicit"]
-pytestmark = pytest.mark.usefixtures("control_key")
+pytestmark = [pytest.mark.usefixtures("control_key"), pytest.mark.slow]
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -11,6 +11,8 @@ from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError
 from pvg.workers.pool import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 TRAINING = {"gradient", "logprobs"}
 SAMPLING = {"generate", "score"}
 

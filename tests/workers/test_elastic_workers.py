@@ -20,6 +20,8 @@ from pvg.workers.frames import Frame
 from pvg.workers.local import LocalSupply, Member
 from pvg.workers.pool import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 SHARDS = 4
 
 

@@ -36,6 +36,7 @@ async def through_a_socket(frame: Frame) -> Frame | None:
     return received
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4), st.dictionaries(st.text(), st.integers(0, 2**53)))
 def test_a_frame_arrives_as_it_was_sent(arrays, plain):
     received = asyncio.run(through_a_socket(Frame("kind", plain, arrays)))

@@ -24,6 +24,8 @@ from pvg.workers.ray_cluster import RayConnection
 from pvg.workers.ray_supply import RaySupply
 from pvg.workers.shared import SharedTensors
 
+pytestmark = pytest.mark.slow
+
 NODE = "a-node"
 PATIENCE_S = 20.0
 

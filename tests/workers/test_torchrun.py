@@ -29,6 +29,8 @@ from pvg.workers.torchrun import Launch, Meeting, News, driver_address, driving,
 from pvg.workers.torchrun_supply import TorchrunSupply
 from pvg_cli.main import app
 
+pytestmark = pytest.mark.slow
+
 GAME = (
     "game.rounds=1",
     "training.steps=5",

@@ -357,6 +357,7 @@ def test_a_checkpoint_of_any_number_of_ranks_continues_with_any_other(model_fold
 # --- ranks that end ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_folder: Path) -> None:
     """The steps since the commit are repeated; the error keeps its type."""
 

@@ -18,6 +18,8 @@ from pvg.workers.load import MOST_NAMED, LoadMeter
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import WorkerPool
 
+pytestmark = pytest.mark.slow
+
 
 def test_shares_of_the_time_between_reports_by_hand() -> None:
     meter = LoadMeter(2, began=90.0)

@@ -44,6 +44,8 @@ from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of
 from pvg.workers.training import ModelInWorkers, policy_shards
 
+pytestmark = pytest.mark.slow
+
 
 def experiment(workers: int, trainers: int = 0) -> Experiment:
     cluster: dict = {"kind": "local", "workers": workers} if workers else {"kind": "none"}

@@ -13,6 +13,8 @@ from pvg.records import Checks, Grade, Problem
 from pvg.tasks.code import Code
 from pvg.tasks.code_problems import CODE, code_of
 
+pytestmark = pytest.mark.slow
+
 STDIN = {
     "id": "double",
     "question": "Print twice the number.",

@@ -12,6 +12,8 @@ from pvg.records import Problem
 from pvg.tasks.code_problems import code_of
 from pvg.tasks.code_templates import HIDDEN_TESTS, made_problems, templates
 
+pytestmark = pytest.mark.slow
+
 SECTION = CodeTask()
 
 

@@ -14,6 +14,8 @@ from pvg.errors import ConfigurationError
 from pvg.tasks.code import Code, CodeEntry, UnusableError, read_entries
 from pvg.tasks.code_problems import code_of
 
+pytestmark = pytest.mark.slow
+
 APPS_CALL: dict[str, Any] = {
     "problem_id": 7,
     "question": "Return the number doubled.",

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from pvg.tasks.code_problems import Certificate, extract_code, read_certificate, shown
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("completion", "code"),

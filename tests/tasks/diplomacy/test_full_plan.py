@@ -20,6 +20,8 @@ from pvg.tasks import LocatesFlaws, open_task
 from pvg.tasks.diplomacy_claims import Contest
 from pvg.tasks.diplomacy_plan import DiplomacyPlan, plan_problem, plan_wording
 
+pytestmark = pytest.mark.slow
+
 BOARD = standard_board()
 
 

@@ -13,6 +13,8 @@ from pvg.games.diplomacy_movement import Order, parse
 from pvg.games.diplomacy_phases import orders_of
 from pvg.tasks.diplomacy_claims import ClaimedPlan, Contest, judge, read_plan, reply_space
 
+pytestmark = pytest.mark.slow
+
 MOST_REPLIES = 4000
 
 
