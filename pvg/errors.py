@@ -110,6 +110,8 @@ PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.EPERM: (MissingRequirementError, "Get the permission, or give another path."),
     errno.EISDIR: (UsageError, "pvg needs a file there. Move the folder away."),
     errno.ENOTDIR: (UsageError, "pvg needs a folder there. Move the file away."),
+    errno.ENOENT: (UsageError, "Give a path in a folder that exists and takes files."),
+    errno.EROFS: (MissingRequirementError, "Give a path on a file system that can be written."),
     errno.EEXIST: (UsageError, "Move it away: pvg needs this path."),
 }
 

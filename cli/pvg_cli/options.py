@@ -78,6 +78,8 @@ def check_output(option: str, path: Path | None, *inputs: Path) -> None:
         return
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder.", f"Give a file: {option} FILE")
+    if path.parent.is_file():
+        raise UsageError(f"{path.parent} is a file, not a folder.", f"Give another file: {option} FILE")
     if not path.parent.is_dir():
         raise UsageError(f"The folder {path.parent} does not exist.", f"mkdir -p {shlex.quote(str(path.parent))}")
     if path.is_file() and any(each.exists() and path.samefile(each) for each in inputs):

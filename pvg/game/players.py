@@ -270,8 +270,8 @@ class Players:
     @asynccontextmanager
     async def base_policy(self) -> AsyncIterator[Dispatcher]:
         """The base prover, which samples on a torch engine of its own."""
-        rollout, sampling = self._experiment.rollout, self.dispatcher.sampling
-        engine = open_engine(EngineSetup(rollout, self.base, self.executor, SilentEvents()))
+        rollout, sampling, dtype = self._experiment.rollout, self.dispatcher.sampling, self.models.sampling_dtype
+        engine = open_engine(EngineSetup(rollout, self.base, self.executor, SilentEvents(), dtype=dtype))
         try:
             yield Dispatcher(engine, self.task, self.base.tokenizer, sampling, rollout.concurrency)
         finally:

@@ -488,12 +488,13 @@ class Question(NamedTuple):
         count = max(times.quantities[name].n for name in self.of)
         if count >= self.least:
             return ""
-        return f"{counted(count, self.lacks)}; {self.least} are needed" if self.least > 1 else self.lacks
+        noun, space, more = self.lacks.partition(" ")
+        return f"{counted(count, noun)}{space}{more}; {self.least} are needed" if self.least > 1 else self.lacks
 
 
 SIGNATURES = {
-    "front-end-queue": Question(front_end_queue, ["weights_queue_s"], "weight update"),
-    "engine-reload": Question(engine_reload, ["weights_load_s"], "weight update"),
+    "front-end-queue": Question(front_end_queue, ["weights_queue_s"], "update of weights"),
+    "engine-reload": Question(engine_reload, ["weights_load_s"], "update of weights"),
     "checkpoint": Question(checkpoint, ["checkpoint_s"], "wait for a commit"),
     "starved-trainer": Question(starved_trainer, ["step_s"], "step with an idle time"),
     "stragglers": Question(stragglers, ["group_wait_max_s"], "step with waits of groups"),

@@ -377,7 +377,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
     correct, well_formed, answer, note = pop("correct", "well_formed", "answer", "note")
     return Rollout(
         role=Role(row.pop("role")),
-        spans=tuple(map(VersionSpan, *pop("span_starts", "span_versions"))),
+        spans=tuple(VersionSpan(*span) for span in zip(*pop("span_starts", "span_versions"), strict=True)),
         grade=Grade(correct, well_formed, answer, note, None if checks[-1] is None else Checks(*checks)),
         timing=Timing(*pop("queued_s", "service_s")),
         solver=None if solver[0] is None else SolverSolution(*solver),

@@ -173,3 +173,11 @@ def test_a_relation_to_the_load_splits_at_its_median(slope: float, rises: bool, 
 
 def test_a_load_that_never_changes_tells_nothing(tmp_path: Path) -> None:
     assert of(tmp_path, loads=(7,)).with_load == {}
+
+
+def test_what_is_lacking_is_counted_in_words_that_are_right(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    times = RunTimes(run.experiment(), read_run(run))
+    lacking = [question.unknown(times) for question in SIGNATURES.values()]
+    assert "0 steps with waits of groups; 5 are needed" in lacking
+    assert "0 updates of weights; 5 are needed" in lacking
