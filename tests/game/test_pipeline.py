@@ -144,13 +144,27 @@ def roles_of(taken: list[BufferedGroup]) -> Counter[Role]:
     return Counter(arrival.group.role for arrival in taken)
 
 
+def test_the_role_with_the_lowest_share_of_its_target_begins_next() -> None:
+    async def work() -> None:
+        sampler = Sampler([9.0])
+        pipeline = opened(sampler, count=lambda number: {Role.HELPFUL: 3, Role.SNEAKY: 1}, ahead=1)
+        await asyncio.sleep(1)
+        assert Counter(sampler.roles[:4]) == {Role.HELPFUL: 3, Role.SNEAKY: 1}
+        await pipeline.close()
+
+    run(work())
+
+
 def test_what_can_only_come_too_late_is_cancelled_and_its_place_is_free() -> None:
     async def work() -> None:
         sampler = Sampler([100.0, 1.0])
         pipeline = opened(sampler, ahead=1, budget=1)
-        for version in (1, 2):
-            await pipeline.take()
-            pipeline.published(version)
+        await pipeline.take()
+        pipeline.published(1)
+        await asyncio.sleep(0.1)
+        assert sampler.cancelled == []  # one version behind is within the budget
+        await pipeline.take()
+        pipeline.published(2)
         await asyncio.sleep(1)
         assert sampler.cancelled == [0]
         assert pipeline.lost.groups_cancelled == 1

@@ -23,6 +23,11 @@ def test_roles_are_shared_out_to_within_one(count, share, seed):
     assert abs(roles.count(Role.SNEAKY) - count * share) < 1
 
 
+def test_roles_come_in_random_order():
+    first = [assign_roles(2, 0.5, np.random.default_rng(seed))[0] for seed in range(200)]
+    assert 60 < first.count(Role.SNEAKY) < 140
+
+
 def test_odd_groups_round_stochastically_to_the_right_mean():
     rng = np.random.default_rng(0)
     mean = np.mean([assign_roles(1, 0.3, rng).count(Role.SNEAKY) for _ in range(2000)])

@@ -12,8 +12,9 @@ from run_samples import begin
 
 from pvg.config.load import valid_keys
 from pvg.errors import UsageError
-from pvg.reporting.diagnosis import ADVICE, SIGNATURES, Diagnosis, Evidence, Quantity, RunTimes, diagnose
+from pvg.reporting.diagnosis import ADVICE, SIGNATURES, TICK_S, Diagnosis, Evidence, Quantity, RunTimes, diagnose
 from pvg.reporting.run_summary import read_run
+from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.waits import LagLimits, LagWindow
 
 
@@ -173,6 +174,18 @@ def test_a_relation_to_the_load_splits_at_its_median(slope: float, rises: bool, 
 
 def test_a_load_that_never_changes_tells_nothing(tmp_path: Path) -> None:
     assert of(tmp_path, loads=(7,)).with_load == {}
+
+
+def test_a_tick_is_as_long_as_the_monitor_makes_it() -> None:
+    assert pytest.approx(1.0) == TICK_S * Monitoring.lag_hz
+
+
+@pytest.mark.parametrize(("queue_s", "seen"), [(0.4, False), (0.6, True)])
+def test_an_update_that_waits_for_more_than_half_of_its_time_waits_in_a_queue(
+    queue_s: float, seen: bool, tmp_path: Path
+) -> None:
+    run = recorded(tmp_path, queue_s=queue_s, load_s=1.0 - queue_s)
+    assert ("front-end-queue" in [finding.signature for finding in diagnose(run).findings]) == seen
 
 
 def test_what_is_lacking_is_counted_in_words_that_are_right(tmp_path: Path) -> None:

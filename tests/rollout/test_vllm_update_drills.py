@@ -89,7 +89,7 @@ def test_tokens_of_older_or_foreign_weights_are_not_delivered(label: str, tmp_pa
         await d.publish(0)
         old = d.servers[0].label
         await d.publish(1)
-        d.servers[0].label = old if label == "0" else "18f-aa/1"  # it was put back, and nobody has noticed yet
+        d.servers[0].label = old if label == "0" else "18f-aa/1"  # pvg does not know of this yet
         found = await d.ask_all([request(i) for i in range(4)])
         assert {completion.spans for completion in found} == {(VersionSpan(0, 1),)}
         told = {retry["server"] for retry in d.events.named("retry") if "its tokens come from weights" in retry["why"]}
@@ -217,7 +217,7 @@ def test_a_server_that_loads_for_longer_than_a_step_joins_with_the_second_update
         await d.proxies[0].accept()
         await until(lambda: began == [1])
         await d.publish(2)
-        turns.release()  # a server does not answer while it loads, also if nobody waits for it any more
+        turns.release()  # the server answers again only when the load is over
         await until(lambda: began == [1, 2])
         third = asyncio.create_task(d.publish(3))
         await until(lambda: d.engine.served.fleet.servers[0].interruptions == 2)
