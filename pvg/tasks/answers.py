@@ -128,7 +128,7 @@ SPOKEN = dict(zip(WORDS.split(), (0, *range(2, 20), *range(20, 100, 10)), strict
 # A marker announces an answer, although none that pvg can read, if the text after it denies one or says it in words.
 DENIED = (
     r"\b(?:no|not|none|never|nothing|neither|nor|cannot|undefined|impossible|unknown|unclear|unsure|indeterminate|"
-    r"infinit\w+|wrong|incorrect|idk)\b|n't\b"
+    r"infinit\w+|wrong|incorrect|idk|(?:any(?:thing)?|all) but)\b|n't\b"
 )
 UNREAD = re.compile(
     rf"{DENIED}|^\W*(?:an? )?(?:one|half|third|quarter|dozen|hundred|thousand|million)\b(?! of)|"
@@ -295,8 +295,12 @@ def _written(segment: str, *, solution: bool) -> tuple[str, Fraction] | None:
     it."""
     tidy = DENIED_FIRST.sub("", _tidy(segment))
     equals = tidy.rfind("=")
-    if equals >= 0 and _may_equal(tidy[:equals], solution) and (match := ANSWER.match(tidy, equals + 1)):
-        return _alone(match, tidy)
+    if equals >= 0 and (match := ANSWER.match(tidy, equals + 1)):
+        left, right = tidy[:equals], _alone(match, tidy)
+        if _may_equal(left, solution):
+            return right
+        if solution and right and (same := _written(left, solution=True)) and same[1] == right[1]:  # 0.5 = 1/2
+            return right
     if match := ANSWER.match(tidy):
         return _alone(match, tidy)
     match = ANYWHERE.search(tidy)
@@ -420,7 +424,8 @@ SPELLED = {
     "\u2015": "\u2014",  # the horizontal bar
     **dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff", ""),  # invisible
     "\u2044": "/",  # the fraction slash
-    "\u2019": "'",
+    **dict.fromkeys("\u2018\u2019", "'"),
+    **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
 }
 TAG = r"</?[A-Za-z|][^<>\n]{0,30}>"
 # What LaTeX, Markdown and HTML put around a number and its units.
