@@ -74,7 +74,7 @@ def play(
     """
     from pvg.hub import fetch_all, pinned
     from pvg.store.run_players import pinned_players
-    from pvg.telemetry.cpu import bfloat16_warnings, without_slow_bfloat16
+    from pvg.telemetry.cpu import precision_warnings, without_slow_bfloat16
     from pvg.workers.choice import with_workers
 
     watching = observer or SilentObserver()
@@ -84,7 +84,7 @@ def play(
         raise UsageError("Settings cannot be changed in an Experiment.", "Give its name or its file instead.")
     else:
         chosen, note = experiment, ""
-    for line in [note] if note else bfloat16_warnings(chosen):
+    for line in [note] if note else precision_warnings(chosen):
         watching.noticed(line)
     sources = pinned_players(pinned(chosen.sources(), watching.noticed))
     chosen = with_workers(chosen.with_sources(sources))

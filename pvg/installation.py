@@ -9,6 +9,7 @@ index. The import name and the command are `pvg`.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -25,6 +26,13 @@ CONSTRAINTS = "constraints.txt"
 def in_checkout() -> bool:
     """Whether pvg runs from a checkout, which has a Makefile."""
     return (_root() / "pyproject.toml").is_file()
+
+
+def has_usable_gpu(root: Path = Path("/")) -> bool:
+    """Whether torch will find an NVIDIA GPU here, without loading it: the driver shows one, and torch is not a build
+    for CPUs. `root`: the root of the file system."""
+    driver = any((root / "dev").glob("nvidia[0-9]*")) or (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
+    return driver and "+cpu" not in importlib.metadata.version("torch")
 
 
 def install_extra(name: str) -> str:

@@ -99,11 +99,11 @@ def measure_adapters(
     ):
         trainer = Trainer(
             learner.module,
-            PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, experiment.models.precision),
+            PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, experiment.models.compute_dtype),
             OptimizerSettings(learning_rate=1e-5),
             RepeatedBatch(batch),
             executor=executor,
-            precision=experiment.models.precision,
+            precision=experiment.models.compute_dtype,
             gradient_checkpointing=checkpointing,
             waits_for="batches",
         )

@@ -88,7 +88,8 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         if workers is not None:
             stack.push_async_callback(workers.close)
             await workers.prepare()
-        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, experiment.models.precision)
+        precision = experiment.models.compute_dtype
+        objective = PolicyObjective(training, experiment.rollout, learner.tokenizer.pad_id, precision)
         scorer: Any = Unscored()
         recomputed = experiment.rollout.logprobs == "recomputed"
         logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
@@ -99,7 +100,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
             OptimizerSettings(learning_rate=training.learning_rate),
             MinibatchSource(source, training.minibatches),
             executor=players.executor,
-            precision=experiment.models.precision,
+            precision=precision,
             gradient_checkpointing=training.gradient_checkpointing,
             workers=workers,
         )

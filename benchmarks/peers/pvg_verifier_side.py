@@ -117,7 +117,7 @@ class VerifierSide:
                     section,
                     executor=self._executor,
                     source_fingerprint=self.verifier.tokenizer.fingerprint,
-                    precision=self._experiment.models.precision,
+                    precision=self._experiment.models.compute_dtype,
                 )
             )
             trainer = Trainer(
@@ -126,7 +126,7 @@ class VerifierSide:
                 OptimizerSettings(section.learning_rate),  # constant and without a warmup, as TRL's here
                 source,
                 executor=self._executor,
-                precision=self._experiment.models.precision,
+                precision=self._experiment.models.compute_dtype,
                 waits_for="pairs",
                 workers=self._workers,
             )

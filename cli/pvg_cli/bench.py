@@ -82,7 +82,7 @@ def bench(
     from pvg.bench.planning import plan_bench
     from pvg.bench.report import write_report
     from pvg.bench.runner import run_plan
-    from pvg.telemetry.cpu import bfloat16_warnings
+    from pvg.telemetry.cpu import precision_warnings
     from pvg_cli.output import stdout
 
     if profile is None:
@@ -93,7 +93,7 @@ def bench(
     given = [*(overrides or []), *([] if beside is None else [f"beside={beside}"])]
     urls = [url for words in server or [] for url in words.split(",")]
     plan = plan_bench(profile, given, sweep=sweep, ablate=ablate, interleave=interleave, server_urls=urls, serve=serve)
-    for notice in filter(None, [plan.base.note, *(f"warning: {w}." for w in bfloat16_warnings(plan.base.experiment))]):
+    for notice in filter(None, [plan.base.note, *(f"warning: {w}." for w in precision_warnings(plan.base.experiment))]):
         say(notice)
     path = _output(out, plan)
     try:

@@ -61,6 +61,8 @@ def plan(
             f"Known: {', '.join(MACHINES)}. For another one, give the nearest and set its times with --input.",
         )
     machine = MACHINES[name]
+    if machine.memory_gb and resolved.models.device == "auto":  # what "auto" will be there, not here
+        resolved = resolve(experiment, [*(overrides or []), "models.device=cuda"])
     prover, verifier = (read_shape(source, say) for source in sources)
     values = Inputs.assumed(resolved, prover, verifier, machine)
     values.assign(inputs or [])

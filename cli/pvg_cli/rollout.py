@@ -45,7 +45,7 @@ def rollout(
     The prover writes rollout.group_size solutions per problem and role.
     """
     from pvg.config.load import chosen_keys
-    from pvg.telemetry.cpu import bfloat16_warnings
+    from pvg.telemetry.cpu import precision_warnings
     from pvg_cli.driving import drive_run
     from pvg_cli.output import stderr
     from pvg_cli.run_display import RunDisplay
@@ -55,7 +55,7 @@ def rollout(
     resolved = resolve(experiment, settings, cluster)
     plan = plan_new(resolved, run_name, suffix="-samples", chosen=chosen_keys(settings))
     resolved = plan.experiment
-    for warning in bfloat16_warnings(resolved):
+    for warning in precision_warnings(resolved):
         say(f"warning: {warning}.")
     if plan.notice:
         say(plan.notice)

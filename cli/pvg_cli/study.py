@@ -161,12 +161,12 @@ def _play(plan: StudyPlan, todo: list[Cell], now: dict[str, CellProgress]) -> bo
     """Play the remaining games under the display. False if the user stopped the study."""
     from pvg.study.playing import play_cells
     from pvg.study.text import plan_cautions
-    from pvg.telemetry.cpu import bfloat16_warnings
+    from pvg.telemetry.cpu import precision_warnings
     from pvg_cli.output import stderr
     from pvg_cli.study_display import StudyDisplay
 
     experiments = [cell.experiment for cell in todo]
-    found = [warning for each in experiments for warning in (*each.warnings(), *bfloat16_warnings(each))]
+    found = [warning for each in experiments for warning in (*each.warnings(), *precision_warnings(each))]
     for warning in dict.fromkeys(found):
         say(f"warning: {warning}.")
     for sentence in plan_cautions(plan):

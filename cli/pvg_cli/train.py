@@ -112,14 +112,14 @@ def _planned(
 ) -> RunPlan:
     """The run to play. Warns about its settings."""
     from pvg.config.load import chosen_keys
-    from pvg.telemetry.cpu import bfloat16_warnings
+    from pvg.telemetry.cpu import precision_warnings
     from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None:
         plan = plan_resume(name, settings, resume, cluster, clean=clean)
     else:
         plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen_keys(settings))
-    for warning in [*plan.experiment.warnings(), *bfloat16_warnings(plan.experiment, resumed=plan.resume)]:
+    for warning in [*plan.experiment.warnings(), *precision_warnings(plan.experiment, resumed=plan.resume)]:
         say(f"warning: {warning}.")
     return plan
 

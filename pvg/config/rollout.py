@@ -228,6 +228,11 @@ class Rollouts(Section):
         return self.max_staleness or 4
 
     @property
+    def default_importance(self) -> Literal["truncated", "none"]:
+        """`training.importance = "auto"`. The arithmetic of servers differs from the trainer's."""
+        return "truncated" if isinstance(self.engine, ServerSampling) and self.logprobs == "sampled" else "none"
+
+    @property
     def chunk(self) -> int:
         """Rollouts that phases without training sample between two commits: what the engine samples at once."""
         return self.engine.max_rows if isinstance(self.engine, TorchSampling) else self.concurrency

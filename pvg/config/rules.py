@@ -121,7 +121,7 @@ def _old_logprobs(experiment: AllSections) -> Iterator[str]:
         yield f"rollout.prefetch = {rollout.prefetch.kind!r} trains on rollouts of older weights, but {only}"
     if rollout.deadline.kind == "continue":
         yield f"rollout.deadline = 'continue' trains on rollouts of several weights, but {only}"
-    if training.importance != "none":
+    if training.importance not in ("auto", "none"):
         yield (
             f"training.importance = {training.importance!r} needs the sampler's log-probs, but rollout.logprobs = "
             "'recomputed' replaces them; set it to 'sampled', or training.importance to 'none'"
@@ -552,7 +552,8 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
     stale = prefetch.kind != "none" or rollout.deadline.kind == "continue"
     if rollout.max_staleness is not None and not stale:
         yield "rollout.max_staleness has no effect without rollout.prefetch or rollout.deadline = 'continue'"
-    if stale and training.loss.kind == "rloo" and training.importance == "none":
+    weights = rollout.default_importance if training.importance == "auto" else training.importance
+    if stale and training.loss.kind == "rloo" and weights == "none":
         yield (
             "training.loss = 'rloo' has no ratio, so stale rollouts count as fresh ones; set training.importance to "
             "'decoupled'"

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from pvg.config.base import ByKind, Count, Folder, Player, Positive, Section, Source, Weight, with_player
 from pvg.extensions import Reference
+from pvg.installation import has_usable_gpu
 
 # `[models]`: where the models come from, and where they compute. `[*.adapters]`: low-rank adapters.
 
@@ -61,9 +62,10 @@ class Models(Section):
         description="Data type of the weights. bfloat16 halves their memory, and is slow on a CPU without support "
         "for it.",
     )
-    precision: DataType = Field(
-        "float32",
-        description="Data type of forward and backward passes. bfloat16: also of the weights with which pvg samples.",
+    precision: Literal["auto", DataType] = Field(
+        "auto",
+        description="Data type of passes, and with bfloat16 of the weights that sample. auto: bfloat16 on a GPU for "
+        "models that are not embedded.",
     )
     device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". "mps" is untested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
@@ -71,9 +73,26 @@ class Models(Section):
     )
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the models compute on an NVIDIA GPU here, as far as one can tell without torch."""
+        return self.device.startswith("cuda") or (self.device == "auto" and has_usable_gpu())
+
+    @property
+    def embedded(self) -> bool:
+        """Whether both models are shipped with pvg. They are small, and gain nothing from 16 bits."""
+        return all(model.source.startswith("embedded:") for model in (self.prover, self.verifier))
+
+    @property
+    def compute_dtype(self) -> DataType:
+        """The data type of forward and backward passes on this machine."""
+        if self.precision != "auto":
+            return self.precision
+        return "bfloat16" if self.on_gpu and not self.embedded else "float32"
+
+    @property
     def sampling_dtype(self) -> DataType:
         """The data type of the weights with which the prover samples."""
-        return "bfloat16" if "bfloat16" in (self.dtype, self.precision) else "float32"
+        return "bfloat16" if "bfloat16" in (self.dtype, self.compute_dtype) else "float32"
 
 
 class Adapters(Section):
@@ -175,8 +194,10 @@ class Training(Section):
     entropy_bonus: Weight = Field(
         0.0, description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied."
     )
-    importance: Literal["none", "decoupled", "unweighted", "truncated", "masked"] = Field(
-        "none", description="How off-policy rollouts are weighted: only stale ones, or all (docs/learning.md)."
+    importance: Literal["auto", "none", "decoupled", "unweighted", "truncated", "masked"] = Field(
+        "auto",
+        description="How off-policy rollouts are weighted (docs/learning.md). auto: truncated if vLLM servers sample, "
+        "else none.",
     )
     groups: Count = Field(32, description="Groups sampled per batch. More groups make steadier, slower steps.")
     steps: Annotated[int, Field(ge=0)] = Field(

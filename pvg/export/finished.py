@@ -123,7 +123,7 @@ class FinishedRound:
                 template_of(self.experiment.prompts, task, verifier),
                 verifier.version(),
                 token_budget=section.micro_batch_tokens,
-                precision=self.experiment.models.precision,
+                precision=self.experiment.models.compute_dtype,
                 executor=executor,
                 threshold=threshold,
                 owned=opened.pop_all(),

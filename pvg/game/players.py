@@ -79,7 +79,7 @@ class Players:
         self.seed, self.adapters = experiment.seed, experiment.training.adapters
         self.task, self.rollout, self.models = task, experiment.rollout, experiment.models
         self.device = pick_device(experiment.models.device)
-        allow_tf32(self.device, self.models.precision)
+        allow_tf32(self.device, self.models.compute_dtype)
         self.servers: RayServers | None = None
         if experiment.server_cluster and opener is None:
             from pvg.workers.ray_servers import RayServers
@@ -353,7 +353,7 @@ class Players:
             executor=self.executor,
             start_step=start_step,
             source_fingerprint=self.base.tokenizer.fingerprint,
-            precision=self.models.precision,
+            precision=self.models.compute_dtype,
         )
 
     def scorer(self, verifier: ScoringModel, *, beside_trainer: bool = False) -> VerifierScorer:
@@ -377,7 +377,7 @@ class Players:
             template,
             verifier.version(),
             token_budget=section.micro_batch_tokens,
-            precision=self.models.precision,
+            precision=self.models.compute_dtype,
             executor=self.scoring if beside_trainer and self.scoring is not None else self.executor,
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,

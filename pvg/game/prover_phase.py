@@ -135,7 +135,7 @@ def open_phase(
     """The training of `learner` on batches for its objective, from the last commit on. `helpers`: processes to prepare
     besides those that train."""
     training, players = session.training, session.players
-    objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id, players.models.precision)
+    objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id, players.models.compute_dtype)
     learner.require_gradients()
     optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
     workers = players.prover_workers(training, session.rollout, learner.module)
@@ -150,7 +150,7 @@ def open_phase(
         optimizer,
         minibatches,
         executor=players.executor,
-        precision=players.models.precision,
+        precision=players.models.compute_dtype,
         gradient_checkpointing=training.gradient_checkpointing,
         workers=workers,
         ranks=ranks,

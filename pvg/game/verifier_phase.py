@@ -300,7 +300,7 @@ def verifier_trainer(
         optimizer,
         source,
         executor=players.executor,
-        precision=players.models.precision,
+        precision=players.models.compute_dtype,
         waits_for="pairs",
         section="verifier",
         workers=workers,

@@ -276,7 +276,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
         learner = await players.compute(lambda: open_learner(players, round_=0))
     try:
         learner.require_gradients()
-        objective = SupervisedObjective(training, learner.tokenizer.pad_id, players.models.precision)
+        objective = SupervisedObjective(training, learner.tokenizer.pad_id, players.models.compute_dtype)
         settings = OptimizerSettings(
             learning_rate=section.learning_rate, warmup=RISING, schedule="linear", total_steps=section.steps
         )
@@ -286,7 +286,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
             settings,
             _DemonstrationSource(train, section.batch, seed_for(session.seed, "warmup"), state.step),
             executor=players.executor,
-            precision=players.models.precision,
+            precision=players.models.compute_dtype,
             gradient_checkpointing=training.gradient_checkpointing,
             waits_for="demonstrations",
         )

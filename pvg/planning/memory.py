@@ -331,7 +331,7 @@ def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
         shape.adapter_parameters(adapters.rank) if adapters.rank else shape.parameters,
         bool(adapters.rank),
         experiment.models.dtype,
-        experiment.models.precision,
+        experiment.models.compute_dtype,
         training.gradient_checkpointing,
     )
 
@@ -341,7 +341,7 @@ def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
     trained = shape.adapter_parameters(section.adapters.rank) if section.adapters.rank else shape.parameters
     rank = bool(section.adapters.rank)
     models = experiment.models
-    return ModelInTraining(shape, trained, rank, models.dtype, models.precision, fused=False)
+    return ModelInTraining(shape, trained, rank, models.dtype, models.compute_dtype, fused=False)
 
 
 def _on_base(experiment: Experiment) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pvg.config.experiment import Experiment
 from pvg.config.load import changed
 from pvg.config.sections import value_of
-from pvg.telemetry.device import has_nvidia_gpu
+from pvg.installation import has_usable_gpu
 
 # Of the kernel's flags: x86 (matrix tiles, vectors), and Arm.
 NATIVE = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -42,14 +42,19 @@ def slow_settings(experiment: Experiment, root: Path) -> list[str]:
     """The settings with the value "bfloat16" that make this machine slow, because its CPU computes them and has no
     instructions for that."""
     device = experiment.models.device
-    if native_bfloat16(root) is not False or not (device == "cpu" or (device == "auto" and not has_nvidia_gpu(root))):
-        return []
-    return bfloat16_settings(experiment)
+    on_cpu = device == "cpu" or (device == "auto" and not has_usable_gpu(root))
+    return bfloat16_settings(experiment) if on_cpu and native_bfloat16(root) is False else []
 
 
-def bfloat16_warnings(experiment: Experiment, root: Path = SYSTEM, *, resumed: bool = False) -> list[str]:
+def precision_warnings(experiment: Experiment, root: Path = SYSTEM, *, resumed: bool = False) -> list[str]:
     """One sentence if settings of the experiment make this machine slow; empty otherwise. `resumed`: the settings are
     those of a run, so they cannot be changed."""
+    models = experiment.models
+    if models.precision == "float32" and models.on_gpu and not models.embedded and not resumed:
+        return [
+            "models.precision = 'float32': on a GPU, bfloat16 is several times as fast and halves the memory of "
+            "activations; leave the setting out"
+        ]
     slow = slow_settings(experiment, root)
     if not slow:
         return []

@@ -292,7 +292,8 @@ class PolicyObjective:
                 "Leave it out.",
             )
         self.kl = section.kl.coefficient  # of the next step
-        self._importance: Kind = WEIGHTS[section.importance]
+        self._rows = rollout.default_importance if section.importance == "auto" else section.importance
+        self._importance: Kind = WEIGHTS[self._rows]
         self.weight_bounds = WEIGHT_BOUNDS
         self._section = section
         self._max_tokens = rollout.max_tokens
@@ -311,12 +312,12 @@ class PolicyObjective:
     @property
     def decoupled(self) -> bool:
         """Whether only stale rows are weighted and clipped around the policy at batch start."""
-        return self._section.importance in ("decoupled", "unweighted")
+        return self._rows in ("decoupled", "unweighted")
 
     @property
     def weighs_all(self) -> bool:
         """Whether all rows are weighted and clipped around the policy at batch start."""
-        return self._section.importance in ("truncated", "masked")
+        return self._rows in ("truncated", "masked")
 
     @property
     def needs_start(self) -> bool:

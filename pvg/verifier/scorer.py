@@ -267,7 +267,7 @@ class VerifierScorer(Scorer):
     `prover_fingerprint`: of the tokenizer that sampled the rollouts. If it equals the verifier's, token ids are reused;
     otherwise, and with None, solutions are encoded from their text. `backend`: computes the scores of `model` with its
     own executor and references; None: this process does. `reading`: prepares the verifier's input; with one thread,
-    concurrent calls keep their order. None: the event loop's default executor. `precision`: models.precision, which
+    concurrent calls keep their order. None: the event loop's default executor. `precision`: models.compute_dtype, which
     forward passes in this process use on a GPU.
     """
 

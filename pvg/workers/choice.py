@@ -20,7 +20,6 @@ from pvg.config.operation import (
     shards_of,
 )
 from pvg.errors import UsageError
-from pvg.telemetry.device import GpuUnavailableError, open_nvml
 from pvg.telemetry.waits import usable_cores
 
 if TYPE_CHECKING:
@@ -109,24 +108,12 @@ def open_rank_supply(experiment: Experiment, device: str, client: RayClient | No
 
 def _gains(experiment: Experiment) -> bool:
     models = experiment.models
-    small = all(model.source.startswith("embedded:") for model in (models.prover, models.verifier))
     here = experiment.rollout.engine.kind == "torch" and experiment.verifier.engine == "torch"
-    if not small or not here or _cores() < 2 or sys.platform != "linux":
+    if not models.embedded or not here or _cores() < 2 or sys.platform != "linux":
         return False
-    return models.device == "cpu" or (models.device == "auto" and not _has_gpu())
+    return not models.on_gpu and models.device != "mps"
 
 
 def _cores() -> int:
     bound = os.environ.get("OMP_NUM_THREADS", "")
     return min(usable_cores(), max(1, int(bound))) if bound.isdecimal() else usable_cores()
-
-
-def _has_gpu() -> bool:
-    """Whether the machine has an NVIDIA GPU. Asks the driver, because importing torch takes a second."""
-    try:
-        gpus = open_nvml()
-    except GpuUnavailableError:
-        return False
-    for gpu in gpus.values():
-        gpu.close()
-    return bool(gpus)

@@ -188,7 +188,7 @@ class Worker:
                 experiment = _experiment(fields["experiment"])
                 verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
                 objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id)
-                precision = experiment.models.precision
+                precision = experiment.models.compute_dtype
                 self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, VerifierBatch, precision)
             case _:
                 self._models[slot] = self._open_scoring(fields)
@@ -196,7 +196,7 @@ class Worker:
     def _open_policy(self, fields: Mapping[str, Any]) -> TrainedModel:
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
-        learner, precision = open_learner(self, 0), self.experiment.models.precision
+        learner, precision = open_learner(self, 0), self.experiment.models.compute_dtype
         objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, precision)
         if training.gradient_checkpointing:
             checkpoint_layers(learner.module.eval())

@@ -146,12 +146,13 @@ class Rank:
         training = Training.model_validate_json(orjson.dumps(fields["training"]))
         rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
         models = Models.model_validate_json(orjson.dumps(fields["models"]))
-        self._precision = models.precision
+        self._precision = models.compute_dtype
         with open_model(models.prover, torch.device("cpu"), models.dtype) as model:
             model.require_gradients()
             module = model.module
             # pvg's own layers use weights outside of the layers' forward passes, where they are not gathered.
-            objective = PolicyObjective(training, rollout, model.tokenizer.pad_id, models.precision, fused_layers=False)
+            pad_id = model.tokenizer.pad_id
+            objective = PolicyObjective(training, rollout, pad_id, self._precision, fused_layers=False)
         if training.gradient_checkpointing:
             checkpoint_layers(module)
         with autocast(self._precision, torch.device("cpu")):  # now, while the model is whole

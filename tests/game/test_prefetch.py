@@ -461,7 +461,7 @@ def test_what_is_probably_not_meant_is_said() -> None:
     assert warned(rollout={"prefetch": "fresh", "engine": "vllm"}) == []
     (found,) = warned(rollout={"prefetch": "fresh"})
     assert "the thread that trains" in found
-    (found,) = warned(training={"loss": "rloo"}, rollout={"prefetch": "fresh", "engine": "vllm"})
+    (found,) = warned(training={"loss": "rloo", "importance": "none"}, rollout={"prefetch": "fresh", "engine": "vllm"})
     assert "has no ratio" in found
 
 
@@ -470,6 +470,6 @@ def test_what_is_recommended_to_rloo_is_never_refused(stale: dict[str, Any]) -> 
     # Where it would be, because no log-probs of the sampler are left to compare with, there is no such experiment.
     with pytest.raises(ConfigurationError, match="uses only the newest weights; set it to 'sampled'"):
         build_experiment({"training": {"loss": "rloo"}, "rollout": {**stale, "logprobs": "recomputed"}})
-    (found,) = warned(training={"loss": "rloo"}, rollout=stale)
+    (found,) = warned(training={"loss": "rloo", "importance": "none"}, rollout=stale)
     assert "set training.importance to 'decoupled'" in found
     assert warned(training={"loss": "rloo", "importance": "decoupled"}, rollout=stale) == []

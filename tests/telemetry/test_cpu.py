@@ -9,7 +9,7 @@ import pytest
 
 from pvg.config.experiment import Experiment
 from pvg.servers.command import served_dtype
-from pvg.telemetry.cpu import bfloat16_warnings, native_bfloat16, without_slow_bfloat16
+from pvg.telemetry.cpu import native_bfloat16, precision_warnings, without_slow_bfloat16
 
 
 def machine(root: Path, *lines: str) -> Path:
@@ -36,24 +36,29 @@ def test_the_flags_of_all_cores_decide(tmp_path: Path, lines: tuple[str, ...], n
 
 def test_settings_that_this_cpu_computes_slowly_are_named_with_the_command(tmp_path: Path) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
-    assert bfloat16_warnings(Experiment(), root) == []
-    (warning,) = bfloat16_warnings(Experiment(**WHOLE), root)
+    assert precision_warnings(Experiment(), root) == []
+    (warning,) = precision_warnings(Experiment(**WHOLE), root)
     assert warning.startswith("models.dtype, models.precision = 'bfloat16'")
     assert warning.endswith("use -s models.dtype=float32 -s models.precision=float32")
 
 
-def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(tmp_path: Path) -> None:
+def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = machine(tmp_path, "flags\t\t: avx2")
     on_gpu = Experiment(models={"precision": "bfloat16", "device": "cuda"})
     on_either = Experiment(**HALF)
-    assert bfloat16_warnings(on_gpu, root) == []
-    assert bfloat16_warnings(on_either, root) != []
+    assert precision_warnings(on_gpu, root) == []
+    assert precision_warnings(on_either, root) != []
     (root / "dev").mkdir()
     (root / "dev/nvidia0").touch()
-    assert bfloat16_warnings(on_either, root) == []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0+cpu")
+    assert precision_warnings(on_either, root) != []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    assert precision_warnings(on_either, root) == []
     (root / "dev/nvidia0").unlink()
     (root / "proc/cpuinfo").write_text("flags\t: avx512_bf16\n")
-    assert bfloat16_warnings(on_either, root) == []
+    assert precision_warnings(on_either, root) == []
 
 
 # --- float32 in place of bfloat16 -------------------------------------------------------------------------------------
@@ -71,4 +76,20 @@ def test_with_servers_nothing_changes(tmp_path: Path, settings: dict[str, Any]) 
     assert served_dtype(experiment, "prover") == "bfloat16"
     assert served_dtype(experiment, "verifier") == settings["models"].get("dtype", "float32")
     assert without_slow_bfloat16(experiment, frozenset(), root) == (experiment, "")
-    assert bfloat16_warnings(experiment, root) != []
+    assert precision_warnings(experiment, root) != []
+
+
+@pytest.mark.parametrize(
+    ("models", "dtype", "warnings"),
+    [
+        ({"device": "cuda"}, "bfloat16", 0),
+        ({"device": "cuda", "precision": "float32"}, "float32", 1),
+        ({"device": "cpu"}, "float32", 0),
+        ({"device": "cuda", "prover": {}, "verifier": {}}, "float32", 0),
+    ],
+)
+def test_models_of_ones_own_compute_in_bfloat16_on_a_gpu(models: dict[str, Any], dtype: str, warnings: int) -> None:
+    own = {"prover": {"source": "hf:a/b"}, "verifier": {"source": "hf:a/b"}}
+    experiment = Experiment(models={**own, **models})
+    assert experiment.models.compute_dtype == experiment.models.sampling_dtype == dtype
+    assert len(precision_warnings(experiment)) == warnings

@@ -117,7 +117,7 @@ class TrainerWorkload:
             learner = open_learner(self._players, round_=0)
             stack.callback(learner.close)
             await self._open_trainer(learner)
-            precision, device = self._experiment.models.precision, str(self._players.device)
+            precision, device = self._experiment.models.compute_dtype, str(self._players.device)
             self._matmul_gflops = await self._players.compute(partial(matmul_gflops, precision, device))
             self._stack = stack.pop_all()
 
@@ -139,7 +139,7 @@ class TrainerWorkload:
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
-        precision = self._experiment.models.precision
+        precision = self._experiment.models.compute_dtype
         objective = PolicyObjective(training, self._experiment.rollout, learner.tokenizer.pad_id, precision)
         self._kl = training.kl.coefficient if objective.needs_reference else 0.0
         learner.require_gradients()

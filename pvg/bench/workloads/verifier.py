@@ -174,7 +174,7 @@ class VerifierWork:
             self._experiment.verifier,
             executor=players.executor,
             source_fingerprint=players.base.tokenizer.fingerprint,
-            precision=self._experiment.models.precision,
+            precision=self._experiment.models.compute_dtype,
         )
 
     async def _train(self, source: PairSource) -> float:
@@ -187,7 +187,7 @@ class VerifierWork:
             optimizer_settings(section, section.steps),
             source,
             executor=players.executor,
-            precision=self._experiment.models.precision,
+            precision=self._experiment.models.compute_dtype,
             waits_for="pairs",
         )
         padding, pairs = [], 0.0
