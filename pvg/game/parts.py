@@ -36,10 +36,8 @@ class Batches:
     async def next_batch(self) -> PolicyBatch:
         raise NotImplementedError
 
-    async def published(self, version: int) -> dict[str, float]:
-        """The engine has received `version`, which has learned from the whole batch. Returns metrics of what
-        followed."""
-        return {}
+    def published(self, version: int) -> None:
+        """The engine has received `version`, which has learned from the whole batch."""
 
     async def close(self) -> None: ...
 
