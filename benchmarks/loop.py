@@ -59,6 +59,7 @@ from pvg.game.round import GameBatches
 from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.records import Group
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Sampling
@@ -280,7 +281,9 @@ class LoopWorkload:
             reading=players.batching,
         )
         objective = PolicyObjective(self._experiment.training, self._experiment.rollout, tokenizer.pad_id)
-        return open_batches(session, scorer, THRESHOLD, objective, BatchLogprobs(players, objective, players.base))
+        return open_batches(
+            session, scorer, FixedVerifier(THRESHOLD), objective, BatchLogprobs(players, objective, players.base)
+        )
 
     def derived(self) -> dict[str, float]:
         """Medians over the samples of the longest stall of each part. (The loop handles several rollouts that arrive

@@ -429,6 +429,15 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
     assert [game.problems_of_mint(round_) for round_ in range(3)] == [game.mint_problems * size for size in (1, 2, 3)]
     assert [experiment.verifier_steps(round_) for round_ in range(3)] == [7, 14, 21]
     assert experiment.arithmetic().optimizer_steps == 7 + 14 + 21 + 3 * 5
+    # The verifier's updates do not grow: 6 batches of 2 steps, so 3 updates of 2 steps in each round.
+    turns = {"kind": "simultaneous", "every": 2}
+    training = {"steps": 13, "minibatches": 2}
+    experiment = build_experiment(
+        {"game": growing | {"schedule": turns}, "verifier": {"steps": 7}, "training": training}
+    )
+    assert [experiment.verifier_update_steps(done) for done in (3, 4, 11, 12, 13)] == [0, 2, 4, 6, 6]
+    numbers = experiment.arithmetic()
+    assert (numbers.verifier_update_steps_per_round, numbers.optimizer_steps) == (6, 7 + 14 + 21 + 3 * (13 + 6))
     many = {"growing": True, "rounds": 10**12}  # no command may count to it
     assert build_experiment({"game": many}).arithmetic().optimizer_steps > 10**24
 

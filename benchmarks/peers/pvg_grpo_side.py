@@ -27,6 +27,7 @@ from pvg.config.load import build_experiment
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.prover_phase import open_batches
 from pvg.game.round import GameBatches
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
 from pvg.tasks import Task, open_task
@@ -92,7 +93,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
         scorer: Any = Unscored()
         recomputed = experiment.rollout.logprobs == "recomputed"
         logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
-        source = TimedSource(open_batches(session, scorer, 0.0, objective, logprobs))
+        source = TimedSource(open_batches(session, scorer, FixedVerifier(0.0), objective, logprobs))
         trainer = Trainer(
             learner.module,
             objective,

@@ -58,7 +58,7 @@ def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:
 def arithmetic_table(experiment: Experiment) -> Table:
     """The numbers that follow from the settings, each with its derivation."""
     training, game, verifier = experiment.training, experiment.game, experiment.verifier
-    numbers = experiment.arithmetic()
+    numbers, schedule = experiment.arithmetic(), game.schedule
     grows = game.growing and numbers.mint_rollouts_per_round > 0  # self-play has no mint
     per_round, more = ("in round 0", "; each later round adds as many") if grows else ("per round", "")
     members = f"{verifier.ensemble.size} members x " if verifier.ensemble.size > 1 else ""
@@ -82,8 +82,13 @@ def arithmetic_table(experiment: Experiment) -> Table:
         (f"mint rollouts {per_round}", numbers.mint_rollouts_per_round, mint),
         (f"verifier pairs {per_round}", numbers.verifier_pairs_per_round, pairs),
         ("prover rollouts per round", numbers.prover_rollouts_per_round, prover),
-        ("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x (verifier + prover)"),
     ]
+    players = "verifier + prover"
+    if schedule.kind == "simultaneous":
+        players += " + updates"
+        every = f"{counted(schedule.every, 'step')} after each {schedule.every:,} batches"
+        rows.append(("steps of verifier updates per round", numbers.verifier_update_steps_per_round, every))
+    rows.append(("optimizer steps in total", numbers.optimizer_steps, f"{counted(game.rounds, 'round')} x ({players})"))
     table = Table([Column("derived"), Column("", "right", "strong"), Column("from", style="quiet")])
     for label, value, origin in rows:
         table.add(label, f"{value:,}", origin)

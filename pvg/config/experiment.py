@@ -21,7 +21,7 @@ from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
 from pvg.config.base import ByKind, without_folder
-from pvg.config.game import ChallengeProtocol
+from pvg.config.game import ChallengeProtocol, SimultaneousSchedule
 from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 from pvg.extensions import EXTENSIBLE, is_reference
@@ -54,6 +54,14 @@ class Experiment(AllSections):
     def verifier_phase_steps(self, round_: int) -> int:
         """Optimizer steps of a round's verifier phase; self-play has none."""
         return 0 if self.task.kind == "play" else self.verifier.ensemble.size * self.verifier_steps(round_)
+
+    def verifier_update_steps(self, prover_steps: int) -> int:
+        """Optimizer steps of the verifier beside the first `prover_steps` of a prover phase: those of
+        `game.schedule = "simultaneous"`. They do not grow with `game.growing`."""
+        schedule = self.game.schedule
+        if self.task.kind == "play" or not isinstance(schedule, SimultaneousSchedule):
+            return 0
+        return prover_steps // self.training.minibatches // schedule.every * schedule.every
 
     def sources(self) -> dict[str, str]:
         """Where the models and the task's data come from, by the settings that say so."""
@@ -110,6 +118,7 @@ class Experiment(AllSections):
         )
         rollouts = training.groups * rollout.group_size
         per_step = rollouts // training.minibatches
+        updates = self.verifier_update_steps(training.steps)
         longest = rollout.max_tokens + PROMPT_ALLOWANCE
         micro = min(max(1, training.micro_batch_tokens // longest), per_step)
         return BatchArithmetic(
@@ -124,8 +133,9 @@ class Experiment(AllSections):
             mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples if first else 0,
             verifier_pairs_per_round=first * self.verifier.pairs,
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
+            verifier_update_steps_per_round=updates,
             # The verifier's phases grow by equal amounts.
-            optimizer_steps=rounds * (first + last) // 2 + rounds * training.steps,
+            optimizer_steps=rounds * (first + last) // 2 + rounds * (training.steps + updates),
         )
 
     def warnings(self) -> list[str]:
@@ -220,4 +230,5 @@ class BatchArithmetic:
     mint_rollouts_per_round: int  # these two: of the first round; game.growing adds as many in each round
     verifier_pairs_per_round: int
     prover_rollouts_per_round: int
+    verifier_update_steps_per_round: int  # in the prover phase (game.schedule = "simultaneous")
     optimizer_steps: int

@@ -136,6 +136,25 @@ class ChallengeProtocol(Section):
 Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol, ByKind("direct")]
 
 
+class StackelbergSchedule(Section):
+    """The verifier is trained on the mint, then frozen while the prover trains."""
+
+    kind: Literal["stackelberg"] = "stackelberg"
+
+
+class SimultaneousSchedule(Section):
+    """The verifier also learns while the prover trains, from fresh solutions of the current prover."""
+
+    kind: Literal["simultaneous"] = "simultaneous"
+    every: Count = Field(
+        5, description="Batches of the prover between two updates of the verifier, of as many optimizer steps."
+    )
+    problems: ClassVar[int] = 32  # sampled for an update, with game.mint_samples solutions each
+
+
+Schedule = Annotated[StackelbergSchedule | SimultaneousSchedule, ByKind("stackelberg")]
+
+
 class RoundTest(Section):
     """Fresh samples at the end of each round, on problems that no model was trained on."""
 
@@ -178,6 +197,7 @@ class Game(Section):
         description="A prover phase ends after training.steps, or when wrong sneaky solutions score like correct ones.",
     )
     protocol: Protocol = DirectProtocol()
+    schedule: Schedule = StackelbergSchedule()
     test: RoundTest = RoundTest()
 
     def problems_of_mint(self, round_: int) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.game import CompositeReward, DecoupledProtocol, DecoupledReward, GatedReward
+from pvg.config.game import CompositeReward, DecoupledProtocol, DecoupledReward, GatedReward, SimultaneousSchedule
 from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers, ranks_of, shards_of
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
@@ -185,6 +185,11 @@ def _prefetch(experiment: AllSections) -> Iterator[str]:
             "training.dynamic_sampling samples more groups after a batch has been scored, but rollout.prefetch samples "
             "before that; set one of them off: training.dynamic_sampling = 0 or rollout.prefetch = 'none'"
         )
+    if experiment.game.schedule.kind == "simultaneous":
+        yield (
+            "rollout.prefetch scores rollouts ahead, but game.schedule = 'simultaneous' changes the verifier "
+            "meanwhile; set rollout.prefetch to 'none', or game.schedule to 'stackelberg'"
+        )
 
 
 def _dynamic_sampling(experiment: AllSections) -> Iterator[str]:
@@ -316,6 +321,12 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         yield (
             f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
             "set game.stop to 'steps'"
+        )
+    if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
+        yield (
+            f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "
+            "game.schedule = 'simultaneous' trains one verifier while the prover trains; set verifier.ensemble to "
+            "'none', or game.schedule to 'stackelberg'"
         )
 
 
@@ -555,7 +566,7 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
 
 
 def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
-    game = experiment.game
+    game, training = experiment.game, experiment.training
     if game.protocol.kind == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
         yield (
             "models.prover.source = 'embedded:modchain-prover' has never seen a solution in its prompt; set it to "
@@ -566,6 +577,12 @@ def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
         yield (
             f"models.verifier.source = {verifier!r} has never seen an answer to a question, and accepts many flaws; "
             "set it to 'embedded:modchain-dialogue' for game.protocol = 'challenge'"
+        )
+    batches = training.steps // training.minibatches
+    if isinstance(game.schedule, SimultaneousSchedule) and batches < game.schedule.every:
+        yield (
+            f"game.schedule.every = {game.schedule.every} is more than the {batches} batches of a round, so the "
+            "verifier is never updated"
         )
 
 

@@ -205,6 +205,7 @@ PLAY_ONLY: dict[str, str | int] = {
     "training.curriculum": "none",
     "training.dynamic_sampling": 0,
     "game.protocol": "direct",
+    "game.schedule": "stackelberg",
     "game.stop": "steps",
 }
 

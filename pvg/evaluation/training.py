@@ -40,6 +40,7 @@ from pvg.game.prover_phase import open_prover_phase, read_policy, save_policy
 from pvg.game.run import session_of
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import BASE_SOURCE, Problem, Role, Rollout
 from pvg.store.atomic import make_directory, write_atomic
@@ -160,7 +161,7 @@ async def _train_to(
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                phase = open_prover_phase(session, info, verifier, threshold, learner, rule)
+                phase = open_prover_phase(session, info, verifier, FixedVerifier(threshold), learner, rule)
             await phase.play()
         phase.tell_unfinished()
         meta = {

@@ -253,6 +253,13 @@ class Ledger:
         shards = self.shards(round_, phase)
         return await run_in(self._disk, lambda: [rollout for info in shards for rollout in self._shards.read(info)])
 
+    async def read_rollouts_where(self, round_: int, phase: str, id_prefixes: Sequence[str]) -> list[Rollout]:
+        """The rollouts of a phase whose ids start with one of the prefixes."""
+        shards = self.shards(round_, phase)
+        return await run_in(
+            self._disk, lambda: [r for info in shards for r in self._shards.read_where(info, id_prefixes)]
+        )
+
     async def sample_columns(self, round_: int, phase: str) -> SampleColumns:
         """Roles, grades and lengths of a phase's rollouts, without `Rollout` objects, which may not fit into memory."""
         return await run_in(self._disk, self._shards.sample_columns, self.shards(round_, phase))

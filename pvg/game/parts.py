@@ -36,8 +36,10 @@ class Batches:
     async def next_batch(self) -> PolicyBatch:
         raise NotImplementedError
 
-    def published(self, version: int) -> None:
-        """The engine has received `version`, which has learned from the whole batch."""
+    async def published(self, version: int) -> dict[str, float]:
+        """The engine has received `version`, which has learned from the whole batch. Returns metrics of what
+        followed."""
+        return {}
 
     async def close(self) -> None: ...
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
@@ -22,12 +23,12 @@ from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.statistics import BatchClock
-from pvg.game.verifier_phase import read_verifier
+from pvg.game.verifier_phase import FixedVerifier, read_verifier
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
 from pvg.store.checkpoints import TENSORS_FILE
-from pvg.store.run_players import adapter_name, prover_weights_name, verifier_weights_name
+from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
 from pvg.telemetry.alerts import Alerts
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
@@ -89,11 +90,16 @@ async def train_prover(session: Session) -> None:
     try:
         with session.players.divided_workers():
             with span("open_models"):
-                phase = open_prover_phase(session, info, verifier, threshold, learner)
+                current, schedule = FixedVerifier(threshold), session.game.schedule
+                if isinstance(schedule, SimultaneousSchedule):
+                    from pvg.game.simultaneous import open_updates
+
+                    current = await open_updates(session, schedule, verifier, threshold)
+                phase = open_prover_phase(session, info, verifier, current, learner)
             await phase.play()
         phase.tell_unfinished()
         with span("checkpoint"):
-            names = await save_prover(session, learner, phase.done)
+            names = [*await save_prover(session, learner, phase.done), *await current.save()]
         session.finish_phase(info, phase.last_metrics, time.perf_counter() - started)
         entered = session.state.enter(Phase.CHECKPOINT)
         # Commits the version too: it may have changed since the phase's last commit.
@@ -107,15 +113,14 @@ def open_prover_phase(
     session: Session,
     info: PhaseInfo,
     verifier: ScoringModel,
-    threshold: float,
+    current: FixedVerifier,
     learner: LanguageModel,
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
-    """The training of `learner`, from the last commit on, against `verifier`, which does not change meanwhile and
-    accepts scores from `threshold` on. `stop_rule`: None takes the rule of the session's game. The caller owns both
-    models."""
+    """The training of `learner` against `verifier`, from the last commit on. `current`: what the verifier does
+    meanwhile. `stop_rule`: None takes the rule of the session's game. The caller owns both models."""
     scorer = session.players.scorer(verifier, beside_trainer=True)
-    batches = partial(open_batches, session, scorer, threshold)
+    batches = partial(open_batches, session, scorer, current)
     return open_phase(session, info, learner, batches, stop_rule, session.players.scoring_copies(verifier))
 
 
@@ -164,7 +169,11 @@ def open_phase(
 
 
 def open_batches(
-    session: Session, scorer: VerifierScorer, threshold: float, objective: PolicyObjective, logprobs: BatchLogprobs
+    session: Session,
+    scorer: VerifierScorer,
+    verifier: FixedVerifier,
+    objective: PolicyObjective,
+    logprobs: BatchLogprobs,
 ) -> GameBatches:
     """The batches of the session's game."""
     players, training = session.players, session.training
@@ -176,7 +185,7 @@ def open_batches(
         _groups_of(session, orders, scorer),
         Refill(orders, training.dynamic_sampling),
         scorer,
-        threshold,
+        verifier,
         partial(pay, session.game, session.task),
         credit_of(training.loss.kind, objective.credit),
         logprobs,
@@ -256,4 +265,6 @@ def read_policy(ledger: WeightsReader, name: str) -> tuple[dict[str, Tensor], Lo
 async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[ScoringModel, float]:
     """The frozen verifier of a round (one model or an ensemble) and its acceptance threshold; the caller closes it."""
     players, read = session.players, session.ledger.read_weights
-    return await players.compute(lambda: read_verifier(players, read, verifier_weights_name(round_)))
+    final = final_verifier_name(round_)  # exists if the verifier trained during the prover phase, and that has ended
+    name = final if final in session.ledger.state.weights else verifier_weights_name(round_)
+    return await players.compute(lambda: read_verifier(players, read, name))

@@ -5,7 +5,7 @@
 
 `GameBatches` makes a batch of rollouts with advantages and log-probs. `TrainingPhase` takes optimizer steps on it,
 publishes the new policy, and commits. What varies is given in (pvg.game.parts): where groups come from, how rewards
-become advantages, when to stop.
+become advantages, whether the verifier learns too, when to stop.
 
 Token ids and log-probs come from the sampler unchanged. All sampled rollouts are recorded and counted.
 """
@@ -28,6 +28,7 @@ from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
 from pvg.game.rewards import GroupCredit
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, BatchOutcomes, mean_of
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.alerts import Alerts
@@ -106,7 +107,7 @@ class TrainingPhase:
         if whole_batch:
             self.version += 1
             of_step |= await self._publish()
-            self.batches.published(self.version)
+            of_step |= await self.batches.published(self.version)
         metrics = self.last_metrics = self.batches.metrics | of_step
         session.alert(self.alerts.check(metrics, new_batch=new_batch), self.done)
         if whole_batch:
@@ -146,8 +147,7 @@ class GameBatches(Batches):
     """The batches of the prover-verifier game. A batch is deterministic given the weights, its number and the states of
     the parts, unless a deadline or work ahead makes it depend on which rollouts have arrived.
 
-    `total`: batches of the whole phase. `threshold`: of acceptance by the verifier, a logit. `pay`: rewards of rollouts
-    with scores float32 [N].
+    `total`: batches of the whole phase. `pay`: rewards of rollouts with scores float32 [N].
     """
 
     session: Session
@@ -156,7 +156,7 @@ class GameBatches(Batches):
     groups: FreshGroups
     refill: Refill
     scorer: VerifierScorer
-    threshold: float
+    verifier: FixedVerifier
     pay: Callable[[Sequence[Rollout], Float32], tuple[Float32, BatchOutcomes]]
     credit: GroupCredit
     logprobs: BatchLogprobs
@@ -181,7 +181,7 @@ class GameBatches(Batches):
             batch = await players.off_loop(partial(batch_of, trained, advantages_M))
         batch = await self.logprobs.add(batch)
         with span("record"):
-            clock, place = self.clock, (self.threshold, players.engine.version)
+            clock, place = self.clock, (self.verifier.threshold, players.engine.version)
             measured = partial(scored.metrics, *place, clock.counts, clock.seconds)
             session.ledger.keep(await players.off_loop(partial(scored.stored, self.scorer.version)))
             self.done += 1
@@ -217,25 +217,29 @@ class GameBatches(Batches):
         self.clock.begin()
         self.groups.start(version, self.done, self.total - self.done)
 
-    def published(self, version: int) -> None:
+    async def published(self, version: int) -> dict[str, float]:
         self.groups.published(version)
+        return await self.verifier.after(self.done, self.scorer)
 
     async def close(self) -> None:
         await self.groups.close()
+        await self.verifier.close()
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         # With the score cache, so that a resumed run asks the verifier for the same scores. Groups ahead are not
         # reproducible bit by bit anyway, and scores may be in flight at any time, so they store no cache.
         players = self.session.players
         cache = {} if self.groups.ahead else await players.off_loop(self.scorer.cache_state)
-        own = {"done": self.done, "problems": self.orders.problems.state()}
-        return cache, own | {"groups": self.groups.state(), "credit": self.credit.state()}
+        tensors, updates = await self.verifier.state()
+        own = {"done": self.done, "problems": self.orders.problems.state(), "verifier": updates}
+        return {**cache, **tensors}, own | {"groups": self.groups.state(), "credit": self.credit.state()}
 
     def load_state(self, tensors: Tensors, progress: Progress) -> tuple[dict[str, Tensor], int]:
+        rest = self.verifier.load_state(tensors, progress["verifier"], self.scorer)
         if not self.groups.ahead:
-            self.scorer.load_cache_state(tensors)
+            self.scorer.load_cache_state(rest)
         self.done = progress["done"]
         self.orders.problems.load_state(progress["problems"])
         self.credit.load_state(progress["credit"])
-        rest = {name: tensor for name, tensor in tensors.items() if not name.startswith("scores.")}
+        rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}
         return rest, self.groups.load_state(progress["groups"])

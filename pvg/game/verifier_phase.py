@@ -36,13 +36,17 @@ from pvg.store.run_players import verifier_weights_name
 from pvg.telemetry.alerts import Alert
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
-from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.batch import BatchSource
+from pvg.training.trainer import GradientWorkers, OptimizerSettings, Trainer
 from pvg.verifier.calibration import ACCEPTANCE, acceptance_threshold, auc, common_scales, disagreement, member_scores
+from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pvg.verifier.scorer import VerifierScorer
 
 
 # A round's verifier on disk: one model or an ensemble.
@@ -88,6 +92,33 @@ def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequ
             members.append(member)
         opened.pop_all()
     return members
+
+
+class FixedVerifier:
+    """The round's verifier while the prover trains. Here nothing changes (the Stackelberg schedule); with updates it is
+    pvg.game.simultaneous.VerifierUpdates. `threshold`: of acceptance, a logit."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    async def after(self, batches: int, scorer: VerifierScorer) -> dict[str, float]:
+        """Called after the prover's batch number `batches`, counted from 1. Returns the metrics of an update."""
+        return {}
+
+    async def close(self) -> None: ...
+
+    async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {}
+
+    def load_state(
+        self, tensors: Mapping[str, Tensor], progress: Mapping[str, Any], scorer: VerifierScorer
+    ) -> dict[str, Tensor]:
+        """Restore a `state` whose tensors are among `tensors`; returns the other tensors."""
+        return dict(tensors)
+
+    async def save(self) -> list[str]:
+        """Write what has changed since the round's verifier; returns the names to commit."""
+        return []
 
 
 # Held-out solutions to read and score at a time: enough to fill batches, also on servers, and only a few megabytes.
@@ -176,17 +207,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
             workers = players.verifier_workers(verifier)
             start, settings = session.state.step - member * steps, optimizer_settings(section, steps)
             source = players.pair_source(stream, verifier, start)
-            trainer = Trainer(
-                verifier,
-                PairObjective(section, verifier.tokenizer.pad_id),
-                settings,
-                source,
-                executor=players.executor,
-                precision=players.models.compute_dtype,
-                waits_for="pairs",
-                section="verifier",
-                workers=workers,
-            )
+            trainer = verifier_trainer(players, section, verifier, source, settings, workers)
             if (checkpoint := session.ledger.read_checkpoint()) is not None:
                 trainer.load_state(*checkpoint)
             if workers is not None:
@@ -214,14 +235,18 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
 
 
 def _open_pairs(session: Session, member: int = 0) -> PairStream:
-    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member. With
-    cross-entropy and no pairs: single solutions next to each other."""
+    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member."""
     game, round_, section = session.game, session.state.round, session.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
     shards = session.ledger.shards(round_, Phase.MINT.value)
     view = PairView(session.ledger.rollout_shards, shards, keep=lambda name: not is_held_out(name, section.held_out))
     weights = source_weights(game, sources_for_round(round_))
+    return pair_stream(section, view, weights, seed)
+
+
+def pair_stream(section: Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
+    """The pairs of a view. With cross-entropy and no pairs: single solutions next to each other."""
     stream = PairStream(view, weights, seed)
     if section.loss == "cross_entropy" and not stream.pairs_available:
         return UnpairedStream(view, weights, seed)
@@ -258,6 +283,28 @@ def _tell_about_sources(session: Session, stream: PairStream) -> None:
 def optimizer_settings(section: Verifier, steps: int) -> OptimizerSettings:
     """Optimizer settings from the verifier's section, for `steps` optimizer steps."""
     return OptimizerSettings(learning_rate=section.learning_rate, warmup=WARMUP, schedule="linear", total_steps=steps)
+
+
+def verifier_trainer(
+    players: Players,
+    section: Verifier,
+    verifier: VerifierModel,
+    source: BatchSource[VerifierBatch],
+    optimizer: OptimizerSettings,
+    workers: GradientWorkers[VerifierBatch] | None = None,
+) -> Trainer[VerifierBatch]:
+    """A trainer of `verifier` on the batches of `source`."""
+    return Trainer(
+        verifier,
+        PairObjective(section, verifier.tokenizer.pad_id),
+        optimizer,
+        source,
+        executor=players.executor,
+        precision=players.models.compute_dtype,
+        waits_for="pairs",
+        section="verifier",
+        workers=workers,
+    )
 
 
 # --- calibration ------------------------------------------------------------------------------------------------------

@@ -307,6 +307,9 @@ def not_modelled(experiment: Experiment) -> list[str]:
         "rollout.prefetch overlaps nothing with rollout.engine = 'torch', so the plan has none": (
             experiment.rollout.prefetch.kind != "none" and not overlaps(experiment)
         ),
+        "game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned": (
+            experiment.game.schedule.kind == "simultaneous"
+        ),
         f"game.protocol = {protocol!r} is not modelled: a rollout is one request here": protocol != "direct",
     }
     return [text for text, there in found.items() if there]

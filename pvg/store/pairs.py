@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Float32, Int32
-from pvg.store.samples import SolutionRow
+from pvg.store.samples import MappedSolutions, SolutionRow
 from pvg.store.shards import RolloutShards, ShardInfo
 
 Int64 = NDArray[np.int64]
@@ -63,15 +63,21 @@ class Singles:
 class PairView:
     """The labelled rows of some shards, memory-mapped and verified against their checksums.
 
-    Row numbers count the rows of `infos` in their order, before any filter. So they mean the same under every filter.
-    `keep` selects problems by id. Arrays over the R selected rows: `rows_R` int64 row numbers, `correct_R` bool,
-    `problems_R` int32 and `sources_R` int16 indices into `problem_ids` and `sources`. Raises DamagedFileError.
+    Row numbers count the rows of `infos` and then of `more`, in their order, before any filter. So they mean the same
+    under every filter. `keep` selects problems by id. Arrays over the R selected rows: `rows_R` int64 row numbers,
+    `correct_R` bool, `problems_R` int32 and `sources_R` int16 indices into `problem_ids` and `sources`. Raises
+    DamagedFileError.
     """
 
     def __init__(
-        self, shards: RolloutShards, infos: Sequence[ShardInfo], *, keep: Callable[[str], bool] = lambda _: True
+        self,
+        shards: RolloutShards,
+        infos: Sequence[ShardInfo],
+        *,
+        keep: Callable[[str], bool] = lambda _: True,
+        more: Sequence[MappedSolutions] = (),
     ) -> None:
-        self._shards = [shards.solutions(info) for info in infos]
+        self._shards: list[MappedSolutions] = [*(shards.solutions(info) for info in infos), *more]
         batches = [shard.batch for shard in self._shards]
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)], dtype=np.int64)
         problems_R, self.problem_ids = _shared_codes(batches, "problem_id")

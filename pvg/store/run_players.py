@@ -51,10 +51,15 @@ def verifier_weights_name(round_: int) -> str:
     return f"{_round_name(round_)}-verifier"
 
 
+def final_verifier_name(round_: int) -> str:
+    """The weights of a verifier that kept learning, saved when the round's prover was done."""
+    return f"{_round_name(round_)}-verifier-final"
+
+
 def saved_verifier_name(weights: Collection[str], round_: int) -> str | None:
     """The round's verifier among a run's committed weights; None for a run without one (self-play)."""
-    name = verifier_weights_name(round_)
-    return name if name in weights else None
+    names = (final_verifier_name(round_), verifier_weights_name(round_))
+    return next((name for name in names if name in weights), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ names is not part of the run. Shards are not compressed, so they can be memory-m
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from mmap import mmap
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pvg.errors import StateError
@@ -192,6 +194,16 @@ class RolloutShards:
         path = self.path_of(info)
         return _open(pa.memory_map(str(path)), path)
 
+    def read_where(self, info: ShardInfo, id_prefixes: Sequence[str]) -> list[Rollout]:
+        """The rollouts of a shard whose ids begin with one of the prefixes, in the order of the shard. Creates no
+        Rollout for other rows. Raises DamagedFileError."""
+        batch = self.map(info)
+        ids = batch.column("id")
+        chosen_N = np.zeros(batch.num_rows, dtype=bool)
+        for prefix in id_prefixes:
+            chosen_N |= pc.starts_with(ids, prefix).to_numpy(zero_copy_only=False)
+        return _to_rollouts(batch.take(pa.array(np.flatnonzero(chosen_N)))) if chosen_N.any() else []
+
     def read_rows(self, info: ShardInfo, rows: Sequence[int]) -> list[Rollout]:
         """The rollouts in these rows of a shard. Raises DamagedFileError."""
         return _to_rollouts(self.map(info).take(pa.array(rows, pa.int64())))
@@ -226,6 +238,13 @@ class RolloutShards:
 
     def path_of(self, shard: ShardInfo | Path) -> Path:
         return self.directory / (shard.path if isinstance(shard, ShardInfo) else shard)
+
+
+def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
+    """The solutions of rollouts in memory, in the form of `RolloutShards.solutions`."""
+    sink = io.BytesIO()
+    _write_batch(_ShardFile(sink.write), rollouts)
+    return MappedSolutions(_open(pa.BufferReader(sink.getbuffer()), Path("memory")), "memory")
 
 
 # --- files -------------------------------------------------------------------------------------------------------

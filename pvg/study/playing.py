@@ -150,14 +150,14 @@ def progress_of(cell: Cell, folder: StudyFolder, evaluate: StudyEvaluation | Non
 def steps_done(cell: Cell, state: dict[str, Any]) -> int:
     """The optimizer steps of the game up to its last commit."""
     experiment, round_ = cell.experiment, int(state.get("round", 0))
-    prover = experiment.training.steps
+    prover = experiment.training.steps + experiment.verifier_update_steps(experiment.training.steps)
     done = sum(experiment.verifier_phase_steps(earlier) + prover for earlier in range(round_))
     verifier, step = experiment.verifier_phase_steps(round_), int(state.get("step", 0))
     match state.get("phase"):
         case "train_verifier":
             done += step
         case "train_prover":
-            done += verifier + step
+            done += verifier + step + experiment.verifier_update_steps(step)
         case "checkpoint":
             done += verifier + prover
     return done

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kill_drill import drill
 from small_games import changed, played, recorded, rows
 
 from pvg.config.load import load_experiment
@@ -304,11 +303,3 @@ def test_what_counts_completions_of_one_turn_is_refused():
         ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"
     ):
         changed({"game.protocol.tokens": 3})
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(600)
-def test_killed_and_resumed_a_game_of_dialogues_ends_like_the_uninterrupted_one() -> None:
-    result = drill(changed(TALKING | {"store.commit_every": 1}), 1, 3, lambda line: None, phases=("train_prover",))
-    assert result["problems"] == []
-    assert result["kills"] == {"train_prover": 1}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kill_drill import differences, drill, fingerprint
-from small_games import changed, played, rows, state_of
+from small_games import changed, played, recorded, rows, state_of
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import SimultaneousSchedule
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
+from pvg.verifier.data import PairSource
 
 pytestmark = pytest.mark.slow
 
@@ -85,12 +88,45 @@ def test_a_growing_game_resumes_in_the_middle_of_a_verifier(tmp_path: Path) -> N
     assert not differences(fingerprint(whole.path.parent), fingerprint(stopped.path.parent))
 
 
+# --- with simultaneous play -------------------------------------------------------------------------------------------
+
+TURNS: dict[str, Any] = {
+    "game.rounds": 2,
+    "game.schedule": "simultaneous",
+    "game.schedule.every": 2,
+    "training.steps": 5,
+}
+
+
+def test_with_simultaneous_play_the_turns_are_those_of_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verifier phase of 3 steps, then one of 6; in both rounds, an update of 2 steps after batches 2 and 4."""
+    steps: list[int] = []
+    drawn = PairSource._batch
+    monkeypatch.setattr(PairSource, "_batch", lambda self, step: steps.append(step) or drawn(self, step))
+    monkeypatch.setattr(SimultaneousSchedule, "problems", 6)
+    experiment = growing(**TURNS)
+    outcome, run = played(experiment, tmp_path)
+    assert outcome.status == "complete"
+    assert verifier_steps(run)[:2] == [3, 6]
+    assert [len(minted(run, round_)) for round_ in range(2)] == [8, 16]
+    updates = [(row["round"], row["step"]) for row in rows(run, "step") if "verifier_loss" in row["metrics"]]
+    assert updates == [(0, 2), (0, 4), (1, 2), (1, 4)]
+    # Each round's verifier starts again, and its updates continue the steps of its phase.
+    assert steps == [*range(3 + 4), *range(6 + 4)]
+    assert experiment.arithmetic().optimizer_steps == len(steps) + 2 * 5
+    # 6 problems with 4 solutions each, after both turns of both rounds
+    fresh = [rollout.id.partition("/")[0] for rollout in recorded(run) if "/fresh/" in rollout.id]
+    assert Counter(fresh) == {"000": 2 * 6 * 4, "001": 2 * 6 * 4}
+
+
 @pytest.mark.drill
 @pytest.mark.timeout(900)  # of a busy machine
 def test_killed_in_both_rounds_and_resumed_it_ends_like_the_uninterrupted_run() -> None:
     """Two kills in each phase, one after the other. A kill in the verifier's phase that follows one in the prover's
     comes in the second round."""
-    experiment = growing(**{"game.rounds": 2, "training.steps": 5, "store.commit_every": 1})
+    experiment = growing(**TURNS, **{"store.commit_every": 1})
     result = drill(experiment, 4, 5, lambda line: None, phases=("train_verifier", "train_prover"))
     assert result["problems"] == []
     assert sum(result["kills"].values()) == 4

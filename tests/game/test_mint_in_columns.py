@@ -7,14 +7,23 @@ from pathlib import Path
 import pytest
 from small_games import changed, played, rows
 
+from pvg.config.game import SimultaneousSchedule
 from pvg.game import verifier_phase
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 
 pytestmark = pytest.mark.slow
 
+GAMES = {
+    "a verifier that learns on": {"game.schedule": "simultaneous", "game.schedule.every": 2},
+    "a frozen ensemble": {"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}},
+}
 
-def test_no_phase_reads_the_mint_as_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize("settings", GAMES.values(), ids=GAMES.keys())
+def test_no_phase_reads_the_mint_as_rollouts(
+    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = RolloutShards.read
 
     def refused(self: RolloutShards, shard: ShardInfo | Path) -> object:
@@ -23,7 +32,8 @@ def test_no_phase_reads_the_mint_as_rollouts(tmp_path: Path, monkeypatch: pytest
         return read(self, shard)
 
     monkeypatch.setattr(RolloutShards, "read", refused)
-    experiment = changed({"game.rounds": 2, "verifier.ensemble": {"kind": "mean", "size": 2}, "training.steps": 2})
+    monkeypatch.setattr(SimultaneousSchedule, "problems", 6)
+    experiment = changed({**settings, "training.steps": 2})
     outcome, run = played(experiment, tmp_path / "whole")
     assert outcome.status == "complete"
     # However many solutions are scored at once. The game ends after its first verifier phase.

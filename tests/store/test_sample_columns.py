@@ -11,6 +11,7 @@ from store_samples import rollout, translating, write_shards
 
 from pvg.records import Checks, Grade, Rollout, Turn
 from pvg.store.samples import SampleColumns
+from pvg.store.shards import RolloutShards
 
 TALK = (Turn(0, True, "a"), Turn(2, False, "?"), Turn(3, True, "b"))
 ONE_TURN = (Turn(0, True, "a"),)
@@ -66,3 +67,12 @@ def test_by_hand() -> None:
     assert found.flaws_N[:4].tolist() == [False, True, False, False]
     assert found.tokens_N[4:].tolist() == [4, 4, 4, 5, 3]
     assert found.answers_N.tolist() == [-1] * 4 + [2, -1, 2, 0, -1]
+
+
+def test_rollouts_are_found_by_the_beginning_of_their_ids(tmp_path: Path) -> None:
+    rows = [replace(row, id=f"000/fresh/{number:05d}/{row.id}") for row in TALKED for number in (0, 1, 10)]
+    shards = RolloutShards(tmp_path)
+    info = shards.write(0, "train_prover-00000", [*rows, *PLAIN])
+    found = shards.read_where(info, ["000/fresh/00001", "000/fresh/00010"])
+    assert [repr(row) for row in found] == [repr(row) for row in rows if not row.id.startswith("000/fresh/00000")]
+    assert shards.read_where(info, ["000/fresh/00002"]) == []

@@ -120,9 +120,12 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
     def columns(info: ShardInfo) -> object:
         return shards.sample_columns([info])
 
+    def where(info: ShardInfo) -> object:
+        return shards.read_where(info, ["r/"])
+
     for place in range(0, len(whole), 297):
         flip_byte(path, place)
-        for use in (shards.verify, shards.read, shards.map, columns):
+        for use in (shards.verify, shards.read, shards.map, columns, where):
             with pytest.raises(DamagedFileError, match=r"mint-00000\.arrow is damaged: its checksum"):
                 use(info)
         path.write_bytes(whole)

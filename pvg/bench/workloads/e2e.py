@@ -35,6 +35,7 @@ from pvg.game.roles import prompt_builder
 from pvg.game.run import session_of
 from pvg.game.session import Session
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import open_learner
@@ -204,7 +205,7 @@ class EndToEnd:
         with span("reset"):
             await players.compute(lambda: self._learner.load_weights(players.base.weights()))
             info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
-            phase = open_prover_phase(session, info, self._verifier, THRESHOLD, self._learner)
+            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
             phase.version = players.engine.version  # play() publishes the start weights as the version after it
             session.ledger.completion_tokens = session.ledger.rollouts = 0
         await phase.play()
