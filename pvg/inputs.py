@@ -10,6 +10,7 @@ the hosts under which a server of pvg accepts requests.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import math
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pvg.errors import ConfigurationError, StateError, UsageError, shortened
+from pvg.errors import PATH_MISTAKES, ConfigurationError, StateError, UsageError, path_error, shortened, user_paths
 
 MIB = 1 << 20
 TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
@@ -41,13 +42,35 @@ def names_this_machine(host: str) -> bool:
         return False
 
 
+def text_of(data: bytes, place: str | Path) -> str:
+    """The text of a file that a user wrote: UTF-8, with or without a byte order mark. Raises ConfigurationError, with
+    `place` and the line, for another encoding."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        byte = error.start - data.rfind(b"\n", 0, error.start)
+        utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        what = "but UTF-16" if utf_16 else f"(byte {byte} of the line)"
+        raise ConfigurationError(
+            f"{place}, line {line}: not UTF-8 {what}.", "Save the file with the encoding UTF-8."
+        ) from None
+
+
 def not_json(line: bytes, error: JSONDecodeError) -> tuple[str, str | None]:
     """Why a line is not JSON, as a part of an error message, and the remedy if it is not to correct the line."""
     try:
-        line.decode()
-    except UnicodeDecodeError as wrong:
-        return f"not UTF-8 (byte {wrong.start + 1} of the line)", "Save the file with the encoding UTF-8."
+        text_of(line, "")
+    except ConfigurationError as wrong:
+        return wrong.message.rpartition(": ")[2].rstrip("."), wrong.remedy
     return f"not valid JSON ({error.msg}, at character {error.pos + 1} of the line)", None
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of each line that is not empty."""
+    for number, line in enumerate(data_of(file).removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
 
 
 def _without_waiting(path: str, flags: int) -> int:
@@ -93,6 +116,19 @@ def read_input(path: str | Path, most: int = TEXT_BYTES) -> bytes:
     return data
 
 
+def read_text(path: str | Path) -> str:
+    """The text of a file of at most TEXT_BYTES, with \\n as its line ends. Raises the errors of `read_input` and
+    `text_of`."""
+    return text_of(read_input(path), path).replace("\r\n", "\n").replace("\r", "\n")
+
+
+@user_paths()
+def data_of(file: Path) -> bytes:
+    """The bytes of a file of data, which may be large. Raises ConfigurationError for a FIFO, a device or a folder."""
+    check_regular(file)
+    return file.read_bytes()
+
+
 def check_regular(file: Path) -> None:
     """For a task's data, which may be large. Raises ConfigurationError for a FIFO, a device or a folder; accepts a
     missing file."""
@@ -101,12 +137,20 @@ def check_regular(file: Path) -> None:
 
 
 def expanded(path: str | Path, where: str) -> Path:
-    """`path` with `~` and `~user` replaced. Raises UsageError, with the setting `where`, for an unknown user."""
+    """`path` with `~` and `~user` replaced. It may be missing. Raises UsageError, with the setting `where`, for an
+    unknown user and for what can be no path, and MissingRequirementError without the permission to look there."""
     try:
-        return Path(path).expanduser()
+        found = Path(path).expanduser()
+        os.stat(found)
     except RuntimeError:
         user = Path(path).parts[0]
         raise UsageError(f"{where}: {user} is not a user of this machine.", "Write the full path.") from None
+    except ValueError:  # a NUL character, or half of a surrogate pair
+        raise UsageError(f"{where}: {shortened(str(path))!r} cannot be a path.", "Give another path.") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR) and error.errno in PATH_MISTAKES:
+            raise path_error(error, *PATH_MISTAKES[error.errno]) from None
+    return found
 
 
 def check_settings(data: dict[str, Any], origin: str) -> None:

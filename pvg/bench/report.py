@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import pvg
 from pvg.errors import MissingRequirementError, UsageError
-from pvg.inputs import REPORT_BYTES, read_input
+from pvg.inputs import REPORT_BYTES, read_input, text_of
 from pvg.store.atomic import write_output
 from pvg.telemetry.device import processor
 from pvg.telemetry.waits import usable_cores
@@ -203,7 +203,7 @@ def work_of(report: BenchReport) -> dict[str, Any]:
 def read_report(path: Path) -> BenchReport:
     """Raises UsageError if the file does not exist or is not a report of this schema version."""
     try:
-        text = read_input(path, REPORT_BYTES)
+        text = text_of(read_input(path, REPORT_BYTES), path)
         data = orjson.loads(text)
     except OSError as error:
         remedy = "Give a JSON report of `pvg bench`. To make one: pvg bench --profile NAME"

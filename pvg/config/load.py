@@ -23,7 +23,7 @@ from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment, fields_of, 
 from pvg.config.operation import URL_EXAMPLE, URL_PATTERN
 from pvg.config.rollout import TEXTS_FOR_A_TASK
 from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
-from pvg.inputs import DEEPEST, check_settings, expanded, read_input
+from pvg.inputs import DEEPEST, check_settings, expanded, read_text
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 TOML_SYNTAX = 'Write tables as [name], and settings as number = 2 or text = "words". Write each key once.'
@@ -134,13 +134,11 @@ def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | N
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
     """The data of a TOML file of a `kind`. Raises UsageError or ConfigurationError, naming the file."""
     try:
-        return parse_toml(read_input(path).decode(), str(path))
+        return parse_toml(read_text(path), str(path))
     except FileNotFoundError:
         raise UsageError(f"There is no {kind} file {path}.") from None
     except OSError as error:
         raise UsageError(f"The {kind} file {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}.", "Save it as a text in UTF-8.") from None
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:

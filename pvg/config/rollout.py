@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from pvg.config.base import ByKind, Count, NotEmpty, Positive, Section
-from pvg.inputs import expanded, read_input
+from pvg.inputs import expanded, read_text
 
 # `[prompts]`: what the prover and the verifier read besides a problem.
 
@@ -26,16 +26,14 @@ def _text(value: Any) -> Any:
     if value.keys() != {"file"} or not isinstance(path, str):
         raise ValueError('write a text, or { file = "PATH" }')
     try:
-        text = read_input(expanded(path, "prompts")).decode("utf-8")
+        text = read_text(expanded(path, "prompts"))
     except OSError as error:
         raise ValueError(
             f"cannot read {path}: {error.strerror}; the path is relative to the working directory"
         ) from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     if "\0" in text:
         raise ValueError(f"{path} contains a NUL character")
-    return text.replace("\r\n", "\n").removesuffix("\n")
+    return text.removesuffix("\n")
 
 
 _SCHEMA = {

@@ -39,7 +39,7 @@ from pvg.config.load import (
 )
 from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.report import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
-from pvg.inputs import read_input
+from pvg.inputs import read_text
 from pvg.store.run_directory import RUN_NAME, RunDirectory
 from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
@@ -340,7 +340,7 @@ def load_study(
         name=file.name,
         about=file.about,
         file=path,
-        text=read_input(path).decode(),
+        text=read_text(path),
         arms=tuple(arms),
         seeds=file.seeds if seeds is None else tuple(range(seeds)),
         measures=tuple(measures),

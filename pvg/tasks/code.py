@@ -18,7 +18,7 @@ import orjson
 
 from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError, shortened
-from pvg.inputs import check_regular, expanded
+from pvg.inputs import expanded, json_lines, not_json
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox import Limits, Sandbox, plain
 from pvg.tasks.code_problems import (
@@ -63,11 +63,8 @@ def read_entries(file: Path, visible_tests: int) -> Iterator[CodeEntry | Unusabl
 
     Raises ConfigurationError with file and line for a line in none of the three forms, and for a repeated id.
     """
-    check_regular(file)
     ids: dict[str, int] = {}  # -> the number of its line
-    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in json_lines(file):
         place = f"{file}, line {number}"
         try:
             row, form = _read(line, place)
@@ -87,7 +84,10 @@ def _read(line: bytes, place: str) -> tuple[dict[str, Any], Any]:
     """The row of a line, and the function that reads its form."""
     try:
         row = _read_json(line)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        problem, remedy = not_json(line, error)
+        raise ConfigurationError(f"{place}: {problem}.", remedy or CORRECT) from None
+    except ValueError as error:  # an integer of too many digits
         raise ConfigurationError(f"{place}: not valid JSON ({error}).", CORRECT) from None
     form = _form(row)
     if form is None:

@@ -15,6 +15,7 @@ import ast
 import csv
 import hashlib
 import io
+import json
 import math
 import operator
 import re
@@ -28,13 +29,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import orjson
 
 from pvg import hub
 from pvg.config.base import is_hub_id
 from pvg.config.task import DataTask, Gsm8kTask
-from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened
-from pvg.inputs import check_regular, expanded, not_json
+from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened, user_paths
+from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, text_of
 from pvg.records import Grade, Problem, Split, Wording
 from pvg.tasks.answers import NO_ANSWER, NO_MARKER, UNREAD, extract, parse_number, read
 from pvg.tasks.task import CLOSED, NUMBER, OPENED, tag_wording, wording_with
@@ -46,20 +48,45 @@ if TYPE_CHECKING:
 # Reads the rows of a task's data files: JSON lines, CSV or parquet.
 
 KINDS = (".jsonl", ".csv", ".parquet")
-SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet")  # the end of a file's name; the second number is the count of files
+SHARD = re.compile(
+    r"-\d+(?:-of-(\d+))?(?:-[0-9a-f]+)?\.parquet"
+)  # the end of a file's name; the group counts the files
 
 
-def files_of(directory: Path, split: str) -> list[Path]:
-    """The files of a split, in order: in the directory, or in the first of hub.DATA_FOLDERS that has any. Empty without
-    one."""
-    for folder in hub.DATA_FOLDERS:
-        for pattern in (f"{split}.jsonl", f"{split}.csv", f"{split}.parquet", f"{split}-*.parquet"):
-            if found := sorted((directory / folder).glob(pattern)):
-                for file in found:
-                    check_regular(file)
-                _refuse_gaps(found)
-                return found
-    return []
+def files_of(directory: Path) -> tuple[dict[Split, list[Path]], str]:
+    """The files of each split, in order, and a sentence for the user if pvg reads one of several folders, or "".
+
+    They are in one of hub.DATA_FOLDERS, the first with both splits if there is one. Raises ConfigurationError if
+    several folders have one split each: they may belong to different configurations.
+    """
+    splits: tuple[Split, ...] = ("train", "test")
+    every = {
+        directory / folder: {split: _files(directory / folder, split) for split in splits}
+        for folder in hub.DATA_FOLDERS
+    }
+    found = {folder: files for folder, files in every.items() if any(files.values())}
+    complete = [folder for folder, files in found.items() if all(files.values())]
+    if len(found) > 1 and not complete:
+        raise ConfigurationError(
+            f"The train and test files are in different folders, which may not belong together: "
+            f"{', '.join(str(file) for files in found.values() for each in files.values() for file in each[:1])}.",
+            "Put the files that belong together into one folder.",
+        )
+    chosen = next(iter(complete or found), directory)
+    others = " and ".join(str(folder) for folder in found if folder != chosen)
+    return every[chosen], others and f"pvg reads {chosen}, and not {others}."
+
+
+def _files(folder: Path, split: Split) -> list[Path]:
+    for name in (f"{split}.jsonl", f"{split}.csv", f"{split}.parquet"):
+        if (folder / name).exists():
+            check_regular(folder / name)
+            return [folder / name]
+    files = sorted(file for file in folder.glob(f"{split}-*.parquet") if SHARD.fullmatch(file.name, len(split)))
+    for file in files:
+        check_regular(file)
+    _refuse_gaps(files)
+    return files
 
 
 def rows_of(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]:
@@ -69,56 +96,68 @@ def rows_of(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]
         case ".jsonl":
             return json_rows(file)
         case ".csv":
-            return csv_rows(file)
+            return csv_rows(file, wanted)
         case ".parquet":
             return parquet_rows(file, wanted)
     raise ConfigurationError(f"{file}: not a kind of file that pvg reads.", f"It reads {', '.join(KINDS)}.")
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each line that is not empty."""
-    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    """(place in the file, row) of each line that is not empty. Fractions and integers beyond 64 bits are Decimals with
+    the digits of the file."""
+    for number, line in json_lines(file):
         try:
-            yield f"line {number}", orjson.loads(line)
+            row = orjson.loads(line)
+            if isinstance(row, dict) and any(isinstance(value, float) for value in row.values()):
+                row = json.loads(line, parse_float=Decimal, parse_int=Decimal)
+            yield f"line {number}", row
         except orjson.JSONDecodeError as error:
             problem, remedy = not_json(line, error)
             correct = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
             raise ConfigurationError(f"{file}, line {number}: {problem}.", remedy or correct) from None
 
 
-def csv_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """(place in the file, row) of each row that is not empty. The first line names the columns."""
-    data = file.read_bytes()
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigurationError(f"{file}, line {line}: not UTF-8.", "Save the file with the encoding UTF-8.") from None
+def csv_rows(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]:
+    """(place in the file, row) of each row that is not empty. The first of them names the columns; several that are not
+    `wanted` may have one name."""
+    text = text_of(data_of(file), file)
+    # The limit is the process's. Raised, and never lowered: no field of this file is longer than the file.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    line = 1
+    columns: list[str] = []
+    first = line = 1
     try:
-        columns = next(reader, [])
-        if len(set(columns)) < len(columns):
-            raise ConfigurationError(f"{file}, line 1: two columns have the same name.", "Rename one of them.")
-        if len(columns) == 1 and (mark := next((mark for mark in ";\t" if mark in columns[0]), "")):
-            raise ConfigurationError(
-                f"{file}, line 1: there is one column, {shortened(repr(columns[0]))}.",
-                f"Separate the columns by commas instead of {mark!r}.",
-            )
-        line = reader.line_num + 1
         for row in reader:
-            if row and len(row) != len(columns):
-                raise ConfigurationError(
-                    f"{file}, line {line}: {len(row)} fields, and line 1 names {len(columns)} columns.",
-                    "Put quotation marks around a field that contains a comma or a line break.",
-                )
-            if row:
+            if not any(map(str.strip, row)):  # spreadsheets write rows of empty cells
+                pass
+            elif not columns:
+                _check_columns(row, wanted, f"{file}, line {line}")
+                columns, first = row, line
+            elif len(row) == len(columns):
                 yield f"line {line}", dict(zip(columns, row, strict=True))
+            else:
+                fields = counted(len(row), "field")
+                raise ConfigurationError(
+                    f"{file}, line {line}: {fields}, and line {first} names {len(columns)} columns.",
+                    "Put quotation marks around a field that contains a comma or a line break, and write a comma for "
+                    "each empty field.",
+                )
             line = reader.line_num + 1
     except csv.Error as error:
         raise ConfigurationError(f"{file}, line {line}: not valid CSV ({error}).", "Correct the line.") from None
+
+
+def _check_columns(columns: Sequence[str], wanted: Collection[str], place: str) -> None:
+    read = [name for name in columns if name in wanted]
+    if len(set(read)) < len(read):
+        twice = max(read, key=read.count)
+        raise ConfigurationError(f"{place}: two columns have the same name, {twice!r}.", "Rename one of them.")
+    header = ",".join(columns)
+    if not read and (mark := next((mark for mark in ";\t|" if mark in header), "")):
+        raise ConfigurationError(
+            f"{place}: there is no column {' or '.join(map(repr, wanted))}, but {shortened(repr(header))}.",
+            f"Separate the columns by commas instead of {mark!r}.",
+        )
 
 
 def parquet_rows(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]:
@@ -127,25 +166,38 @@ def parquet_rows(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, obj
     import pyarrow
     from pyarrow import parquet
 
+    with user_paths():
+        file.open("rb").close()  # pyarrow's errors do not say whether the file or its content is wrong
     try:
         with parquet.ParquetFile(file) as opened:
             names = opened.schema_arrow.names
             table = opened.read([name for name in names if name in wanted])
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigurationError(f"{file}: not valid parquet ({error}).", "Download the file again.") from None
-    read = [name for name in names if name in wanted]
-    if len(set(read)) < len(read):
-        raise ConfigurationError(
-            f"{file}: two columns are called {max(read, key=read.count)!r}.", "Rename one of them."
-        )
-    columns = {name: _values(table.column(name), f"{file}: the column {name!r}") for name in read}
+    _check_columns(names, wanted, str(file))
+    columns = {name: _values(table.column(name), f"{file}: the column {name!r}") for name in table.column_names}
     for number in range(table.num_rows):
         yield f"row {number + 1}", {name: columns[name][number] if name in columns else None for name in names}
 
 
 def _values(column: ChunkedArray, place: str) -> list[object]:
+    """The column in Python's types. A float becomes the shortest Decimal that means it in its own precision, such as
+    0.2 in 16 bits. From the size on at which its type skips integers it stays a float: it may have lost digits."""
+    import pyarrow
+
+    kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
     try:
-        return list(column.to_pylist())
+        if not pyarrow.types.is_floating(kind):
+            return list(column.to_pylist())
+        narrow = kind.to_pandas_dtype()
+        exact = 2.0 ** (np.finfo(narrow).nmant + 1)
+        found = [None if value is None or math.isnan(value) else value for value in column.to_pylist()]
+        return [
+            value
+            if value is None or abs(value) >= exact
+            else Decimal(np.format_float_positional(narrow(value), trim="0"))
+            for value in found
+        ]
     except (ValueError, OverflowError) as error:  # text that is not UTF-8, or a time that Python's types cannot hold
         raise ConfigurationError(f"{place} cannot be read ({error}).", "Write the column as text in UTF-8.") from None
 
@@ -160,7 +212,8 @@ def no_column(row: Mapping[str, object], column: str, place: str, key: str = "")
 
 def _refuse_gaps(files: Sequence[Path]) -> None:
     """Raises MissingRequirementError if a split has several parquet files and one is missing."""
-    wanted = max((int(found[2]) for file in files if (found := SHARD.search(file.name))), default=len(files))
+    counts = [int(found[1]) for file in files if (found := SHARD.search(file.name)) and found[1]]
+    wanted = max(counts, default=len(files))
     if len(files) != wanted:
         raise MissingRequirementError(f"{files[0].parent} has {len(files)} of {wanted} files like {files[0].name}.")
 
@@ -463,7 +516,6 @@ REMEDY = "Set task.path to a .jsonl, .csv or .parquet file, to a folder with tra
 HELD_OUT = 10  # one of so many training problems becomes a test problem if there is no test file
 ID_DIGITS = 16  # hex digits of an id
 LONGEST_QUESTION = 100_000  # characters, more than any context
-EXACT_FLOAT = 2.0**53  # from here on a float may have lost digits of the number in the file
 
 
 class DataRow(NamedTuple):
@@ -486,15 +538,15 @@ class Data:
         self._section = section
         self._grader = grader_of(section)
         self._place = hub.fetch(source, "dataset") if is_hub_id(source) else expanded(section.path, "task.path")
-        self._test = self._test_files()
-        self._train = self._train_files()
+        files, self._choice = files_of(self._place) if self._place.is_dir() else ({}, "")
+        self._train, self._test = files.get("train") or [self._whole_file()], files.get("test", [])
         self._made: dict[Split, list[Problem]] = {}
 
     @property
     def note(self) -> str:
-        """A sentence for the user about the split; "" with a test file. Raises the errors of `problems`."""
+        """A sentence for the user about the split and the folders, or "". Raises the errors of `problems`."""
         if self._test:
-            return ""
+            return self._choice
         held_out, kept = len(list(self.problems("test"))), len(list(self.problems("train")))
         return (
             f"{self._place} has no test file, so pvg tests with about a tenth of its problems: {held_out:,} of "
@@ -513,19 +565,13 @@ class Data:
     def grade(self, problem: Problem, completion: str) -> Grade:
         return self._grader.grade(problem.answer, completion)
 
-    def _train_files(self) -> list[Path]:
+    def _whole_file(self) -> Path:
         if self._place.is_dir():
-            found = files_of(self._place, "train")
-            if not found:
-                raise MissingRequirementError(f"{self._place} has no train.jsonl, train.csv or train.parquet.", REMEDY)
-            return found
+            raise MissingRequirementError(f"{self._place} has no train.jsonl, train.csv or train.parquet.", REMEDY)
         check_regular(self._place)
         if not self._place.is_file():
             raise MissingRequirementError(f"There is no file {self._place}.", f"Check task.path. {REMEDY}")
-        return [self._place]
-
-    def _test_files(self) -> list[Path]:
-        return files_of(self._place, "test") if self._place.is_dir() else []
+        return self._place
 
     def _read(self) -> dict[Split, list[Problem]]:
         train = self._rows(self._train)
@@ -597,9 +643,9 @@ def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     if isinstance(value, bool) or value is None:
         complaint = "is empty" if value is None else f"is {str(value).lower()}, not a text"
     elif isinstance(value, int | float | Decimal) and key == "task.answer":
-        if isinstance(value, float) and (not math.isfinite(value) or abs(value) >= EXACT_FLOAT):
+        if isinstance(value, float):
             complaint = f"is {value}, which may have lost digits; write it as a text"
-        value = str(value)
+        value = f"{value:f}" if isinstance(value, Decimal) and abs(value.adjusted()) < LONGEST else str(value)
     if not complaint and not isinstance(value, str):
         complaint = f"is of type {type(value).__name__}, not a text"
     elif isinstance(value, str) and not value.strip():

@@ -174,7 +174,7 @@ def test_a_text_may_come_from_a_file_and_becomes_part_of_the_experiment(
     [
         ({"file": "none.txt"}, r"prompts\.helpful: cannot read none\.txt: No such file"),
         ({"file": "."}, r"prompts\.helpful: cannot read \.: Is a directory"),
-        ({"file": "latin.txt"}, r"latin\.txt is not UTF-8"),
+        ({"file": "latin.txt"}, r"latin\.txt, line 1: not UTF-8"),
         ({"file": "nul.txt"}, r"nul\.txt contains a NUL character"),
         ({"path": "a.txt"}, r'prompts\.helpful: write a text, or \{ file = "PATH" \}'),
         (3, r"prompts\.helpful: Input should be a valid string"),

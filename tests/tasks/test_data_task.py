@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pytest
 from hypothesis import given, settings
@@ -262,6 +265,93 @@ def test_the_held_out_share_does_not_change_with_the_rows(tmp_path: Path) -> Non
     assert before < {problem.id for problem in read(file, "test")}
 
 
+@pytest.mark.parametrize(
+    ("kind", "written", "reference"),
+    [
+        (pyarrow.float16(), [0.2, 1000.5, -0.0], ["0.2", "1000.5", "-0.0"]),
+        (pyarrow.float32(), [0.2, 1e-7, 16777215.0], ["0.2", "0.0000001", "16777215.0"]),
+        (pyarrow.float64(), [0.1, 7.0, 1e-7], ["0.1", "7.0", "0.0000001"]),
+        (pyarrow.decimal128(5, 2), [Decimal("5.00"), Decimal("-0.10")], ["5.00", "-0.10"]),
+        (pyarrow.decimal256(40, 1), [Decimal("1234567890123456789012345.5")], ["1234567890123456789012345.5"]),
+        (pyarrow.int64(), [2**53 + 1, -7], ["9007199254740993", "-7"]),
+        (pyarrow.uint64(), [2**64 - 1], ["18446744073709551615"]),
+        (pyarrow.large_string(), ["1.50"], ["1.50"]),
+        ("json", ["0.10", "1e22", "36893488147419103233", "5.00", "1e-7"],
+         ["0.10", "10000000000000000000000", "36893488147419103233", "5.00", "0.0000001"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_number_has_the_digits_of_the_file(
+    tmp_path: Path, kind: Any, written: list[Any], reference: list[str], encoded: bool
+) -> None:
+    questions = [f"q{number}?" for number in range(len(written))]
+    others = [f"o{number}?" for number in range(40)]
+    if kind == "json":
+        rows = [
+            f'{{"question": "{question}", "answer": {text}}}' for question, text in zip(questions, written, strict=True)
+        ]
+        file = tmp_path / "a.jsonl"
+        file.write_text("\n".join([*rows, lines(*((question, 1) for question in others))]))
+    else:
+        narrow = kind.to_pandas_dtype() if pyarrow.types.is_floating(kind) else (lambda value: value)
+        column = pyarrow.array([narrow(value) for value in [*written, *written[:1] * 40]], kind)
+        column = column.dictionary_encode() if encoded else column
+        file = write_parquet(tmp_path / "a.parquet", question=[*questions, *others], answer=column)
+    task = open_task(section(path=file, grader="exact"))
+    found = {problem.question: problem.answer for split in ("train", "test") for problem in task.problems(split)}  # type: ignore[arg-type]
+    assert [found[question] for question in questions] == reference
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "complaint"),
+    [
+        (np.float16, 2049, "may have lost digits"),
+        (np.float32, 16777217, "may have lost digits"),
+        (np.float64, 2.0**53, "may have lost digits"),
+        (np.float32, np.inf, "may have lost digits"),
+        (np.float64, np.nan, "is empty"),
+        (bool, True, "is true, not a text"),
+        ("datetime64[s]", "2020-01-01", "is of type datetime"),
+    ],
+)
+def test_a_column_of_unsure_numbers_is_refused(tmp_path: Path, kind: Any, value: Any, complaint: str) -> None:
+    file = write_parquet(tmp_path / "a.parquet", question=["a?"], answer=np.array([value], dtype=kind))
+    with pytest.raises(ConfigurationError, match=f"row 1: the column 'answer' .*{complaint}"):
+        read(file)
+
+
+def test_a_csv_of_a_spreadsheet_is_read(tmp_path: Path) -> None:
+    rows = "".join(f"q{number}?,{number},{'x' * 200_000 if number == 3 else ''},,\r\n" for number in range(40))
+    (tmp_path / "a.csv").write_bytes(
+        b"\xef\xbb\xbf\r\n,,,,\r\nquestion,answer,context,,\r\n" + f"{rows},,,,\r\n".encode()
+    )
+    task = open_task(section(path=tmp_path / "a.csv"))
+    assert len([*task.problems("train"), *task.problems("test")]) == 40
+
+
+def test_train_and_test_come_from_one_folder(tmp_path: Path) -> None:
+    def write(name: str, question: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_parquet(tmp_path / name, question=[question], answer=["1"])
+
+    write("main/train-00000-of-00001.parquet", "main?")
+    write("data/test-00000-of-00001.parquet", "data test?")
+    with pytest.raises(ConfigurationError, match=r"different folders, .*main/train.*, .*data/test"):
+        read(tmp_path)
+    write("data/train-00000-of-00001-0123abcd.parquet", "data?")
+    write("data/train-hard.parquet", "hard?")
+    task = open_task(section(path=tmp_path))
+    assert [problem.question for problem in task.problems("train")] == ["data?"]
+    assert re.search("pvg reads .*data, and not .*main", task.note)  # type: ignore[attr-defined]
+    (tmp_path / "data/test-00000-of-00001.parquet").unlink()
+    (tmp_path / "main/train-00000-of-00001.parquet").unlink()
+    with pytest.raises(ConfigurationError, match="has 1 problem"):
+        read(tmp_path)
+    write("train.parquet", "root?")
+    with pytest.raises(ConfigurationError, match="different folders"):
+        read(tmp_path)
+
+
 HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
 
 
@@ -276,11 +366,14 @@ HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
         ("a.jsonl", b"[1]\n", "line 1: not a JSON object"),
         ("a.jsonl", b'{"question": "\xff", "answer": "1"}\n', "line 1: not UTF-8 \\(byte 15 of the line\\)"),
         ("a.csv", b"question,answer\nok?,1\n\xff,1\n", "line 3: not UTF-8"),
-        ("a.csv", "question,answer\na?,1\n".encode("utf-16"), "line 1: not UTF-8"),
+        ("a.csv", "question,answer\na?,1\n".encode("utf-16"), "line 1: not UTF-8 but UTF-16"),
+        ("a.jsonl", lines(("a?", 1)).encode("utf-16"), "line 1: not UTF-8 but UTF-16"),
         ("a.csv", b"question,answer\na?,1,2\n", "line 2: 3 fields, and line 1 names 2 columns"),
         ("a.csv", b"question,question\na?,1\n", "line 1: two columns have the same name"),
         ("a.csv", b'question,answer\n"a?,1\n', "line 2: not valid CSV"),
-        ("a.csv", b"question,answer\n" + b"x" * 200_000 + b",1\n", "line 2: not valid CSV"),
+        ("a.csv", b"question,answer\n" + b"x" * 200_000 + b",1\n", "line 2: the question has 200,000 characters"),
+        ("a.csv", b"question,answer\na?\n", "line 2: 1 field, .* write a comma for each empty field"),
+        ("a.csv", b"question;answer, short\na?;1\n", "line 1: .* Separate the columns by commas instead of ';'"),
         ("a.csv", b"question,solution\na?,1\n", r"no column 'answer'\. .* set task\.answer\. The row has: quest"),
         ("a.jsonl", lines(("a?", 1)).encode() + b'{"question": "b?"}\n', "line 2: .* Correct the row, or set"),
         ("a.csv", b"question;answer\na?;1\n", "line 1: .* Separate the columns by commas instead of ';'"),
@@ -291,7 +384,6 @@ HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
         ("a.jsonl", b'{"question": "a?", "answer": [1]}\n', "column 'answer' is of type list"),
         ("a.jsonl", b'{"question": "a?", "answer": {"b": 1}}\n', "column 'answer' is of type dict"),
         ("a.jsonl", b'{"question": 3, "answer": 1}\n', "column 'question' is of type int"),
-        ("a.jsonl", b'{"question": "a?", "answer": 36893488147419103233}\n', "may have lost digits"),
         ("a.jsonl", b'{"question": "a\\u0000?", "answer": 1}\n', "contains a NUL character"),
         ("a.csv", b"question,answer\na\0?,1\n", "contains a NUL character"),
         ("a.jsonl", HUGE.encode(), "the question has 200,000 characters"),
