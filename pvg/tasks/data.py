@@ -11,21 +11,17 @@ question. So neither changes if rows are reordered or added.
 
 from __future__ import annotations
 
-import ast
 import csv
 import hashlib
 import io
 import json
 import math
-import operator
 import re
 import unicodedata
-import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +35,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, counted, sho
 from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, text_of
 from pvg.records import Grade, Problem, Split, Wording
 from pvg.tasks.answers import NO_ANSWER, NO_MARKER, UNREAD, extract, parse_number, read
+from pvg.tasks.expressions import value_of
 from pvg.tasks.task import CLOSED, NUMBER, OPENED, tag_wording, wording_with
 
 if TYPE_CHECKING:
@@ -219,74 +216,6 @@ def _refuse_gaps(files: Sequence[Path]) -> None:
 
 
 # The graders of `task.kind = "data"`: each reads the answer in a completion, and compares it with the row's answer.
-
-# The exact value of an arithmetic expression, for graders. Nothing is executed.
-
-
-LONGEST = 300  # characters
-MOST_BITS = 2048  # numbers of about 600 digits
-MOST_POWER = 256
-
-SPELLED = str.maketrans({"^": "**", "×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "\n": " ", "\t": " "})
-ALLOWED = re.compile(r"[-+*/().0-9 ]+")  # no names, so no calls; no e, x, j or _, so numbers are plain decimals
-OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
-class _Refused(Exception):
-    """The text has no value that this module computes."""
-
-
-def value_of(text: str) -> Fraction | None:
-    """The exact value of an expression; None for a text that is not one, is too large, or divides by zero."""
-    if len(text) > LONGEST:
-        return None
-    text = text.strip().translate(SPELLED)
-    if not ALLOWED.fullmatch(text):
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about "5 (3)", which looks like a call
-            tree = ast.parse(text, mode="eval")
-        return _value(tree.body, text)
-    except (_Refused, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
-        return None  # MemoryError: what Python's parser raises for deep nesting
-
-
-def _value(node: ast.expr, text: str) -> Fraction:
-    if isinstance(node, ast.Constant):
-        # From the text, because the parser has rounded 0.1 to a float.
-        return _bounded(Fraction(text[node.col_offset : node.end_col_offset]))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        value = _value(node.operand, text)
-        return -value if isinstance(node.op, ast.USub) else value
-    if isinstance(node, ast.BinOp):
-        left, right = _value(node.left, text), _value(node.right, text)
-        if isinstance(node.op, ast.Pow):
-            return _power(left, right)
-        if operation := OPERATIONS.get(type(node.op)):
-            return _bounded(operation(left, right))
-    raise _Refused
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    if exponent.denominator != 1 or abs(exponent) > MOST_POWER:
-        raise _Refused
-    size = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if size * abs(int(exponent)) > MOST_BITS:
-        raise _Refused
-    return base ** int(exponent)
-
-
-def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
-        raise _Refused
-    return value
-
 
 LONGEST_ANSWER = 4000  # characters of an answer in a tag
 
@@ -515,6 +444,7 @@ def _short(answer: str) -> str:
 REMEDY = "Set task.path to a .jsonl, .csv or .parquet file, to a folder with train and test, or to hf:OWNER/DATASET."
 HELD_OUT = 10  # one of so many training problems becomes a test problem if there is no test file
 ID_DIGITS = 16  # hex digits of an id
+MOST_DIGITS = 300  # of a number's text without an exponent
 LONGEST_QUESTION = 100_000  # characters, more than any context
 
 
@@ -645,7 +575,7 @@ def _text(row: dict[str, object], column: str, key: str, place: str) -> str:
     elif isinstance(value, int | float | Decimal) and key == "task.answer":
         if isinstance(value, float):
             complaint = f"is {value}, which may have lost digits; write it as a text"
-        value = f"{value:f}" if isinstance(value, Decimal) and abs(value.adjusted()) < LONGEST else str(value)
+        value = f"{value:f}" if isinstance(value, Decimal) and abs(value.adjusted()) < MOST_DIGITS else str(value)
     if not complaint and not isinstance(value, str):
         complaint = f"is of type {type(value).__name__}, not a text"
     elif isinstance(value, str) and not value.strip():

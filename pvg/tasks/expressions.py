@@ -1,4 +1,5 @@
-"""Reads LaTeX that is more than a plain number, such as `\\sqrt{25}` or `10^6`, with the package math-verify.
+"""The values of expressions: of arithmetic, by Python's parser, and of LaTeX that is more than a plain number, such as
+`\\sqrt{25}` or `10^6`, with the package math-verify.
 
 Some texts keep sympy busy for hours, and no thread can be stopped. So another process reads them, and the kernel ends
 it when a text has taken LIMIT_S seconds of its CPU time. CPU time, because a loaded machine must not change a grade.
@@ -8,12 +9,17 @@ This file is also the program of that process. It imports nothing from pvg.
 
 from __future__ import annotations
 
+import ast
 import atexit
+import operator
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import warnings
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 from multiprocessing.connection import wait
@@ -77,6 +83,74 @@ def value_of_latex(text: str) -> Fraction | None:
     takes too long, None."""
     line = _reader.ask(text).strip()
     return Fraction(line.decode()) if line else None
+
+
+# The exact value of an arithmetic expression, for graders. Nothing is executed.
+
+
+LONGEST = 300  # characters
+MOST_BITS = 2048  # numbers of about 600 digits
+MOST_POWER = 256
+
+SPELLED = str.maketrans({"^": "**", "×": "*", "·": "*", "⋅": "*", "÷": "/", "−": "-", "–": "-", "\n": " ", "\t": " "})
+ALLOWED = re.compile(r"[-+*/().0-9 ]+")  # no names, so no calls; no e, x, j or _, so numbers are plain decimals
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class _Refused(Exception):
+    """The text has no value that this module computes."""
+
+
+def value_of(text: str) -> Fraction | None:
+    """The exact value of an expression; None for a text that is not one, is too large, or divides by zero."""
+    if len(text) > LONGEST:
+        return None
+    text = text.strip().translate(SPELLED)
+    if not ALLOWED.fullmatch(text):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about "5 (3)", which looks like a call
+            tree = ast.parse(text, mode="eval")
+        return _value(tree.body, text)
+    except (_Refused, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
+        return None  # MemoryError: what Python's parser raises for deep nesting
+
+
+def _value(node: ast.expr, text: str) -> Fraction:
+    if isinstance(node, ast.Constant):
+        # From the text, because the parser has rounded 0.1 to a float.
+        return _bounded(Fraction(text[node.col_offset : node.end_col_offset]))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        value = _value(node.operand, text)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, text), _value(node.right, text)
+        if isinstance(node.op, ast.Pow):
+            return _power(left, right)
+        if operation := OPERATIONS.get(type(node.op)):
+            return _bounded(operation(left, right))
+    raise _Refused
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > MOST_POWER:
+        raise _Refused
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if size * abs(int(exponent)) > MOST_BITS:
+        raise _Refused
+    return base ** int(exponent)
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise _Refused
+    return value
 
 
 def _answer_lines(limit_s: float) -> None:

@@ -27,7 +27,8 @@ from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role, Wording
 from pvg.tasks import open_task
-from pvg.tasks.data import grader_of, value_of
+from pvg.tasks.data import grader_of
+from pvg.tasks.expressions import value_of
 from pvg.tasks.task import WORDINGS
 
 REGEX = {"pattern": "Color: ([a-z ]+)", "form": "End with a line 'Color: ' followed by the color."}
