@@ -24,7 +24,7 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
 from pvg.workers.local import Member
 
-PROCESS_S = 60.0  # for a forked process to connect
+PROCESS_S = 60.0  # for a forked process to connect, and for the first frame of an agent that has connected
 # An agent is lost after so many of the driver's probes without a report. Agents report twice as often as it probes.
 PROBES_MISSED = 8
 
@@ -147,6 +147,17 @@ async def forked(node: Node, entrance: Entrance, what: str) -> tuple[int, asynci
         raise ConnectionError(f"a {what} on node {node.name} has not connected to the driver") from None
     finally:
         entrance.forget(key)
+
+
+async def greeting(reader: asyncio.StreamReader) -> Frame:
+    """The first frame of an agent that has connected. Raises ConnectionError if it does not come."""
+    try:
+        hello = await asyncio.wait_for(receive(reader), PROCESS_S)
+    except TimeoutError:
+        raise ConnectionError(f"an agent has connected, and then was silent for {PROCESS_S:g} s") from None
+    if hello is None:
+        raise ConnectionError("an agent has connected and then left")
+    return hello
 
 
 def refuse_other_packages(name: str, found: Mapping[str, str]) -> None:

@@ -259,9 +259,9 @@ class WorkerPool:
         started = time.perf_counter()
         for shard in self._shards:
             shard.ready = _future()
+        self._watch(self._probe(), "worker probes")  # a worker may hang from its first moment on
         await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
         await asyncio.gather(*(shard.ready for shard in self._shards if shard.ready is not None))
-        self._watch(self._probe(), "worker probes")
         if self._lowest < self._highest:
             self._watch(self._scale(), "number of workers")
         self._events.event("workers", event="up", workers=self._lowest, ms=(time.perf_counter() - started) * 1e3)
@@ -274,10 +274,10 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail(WorkerLostError("The workers are closed."))
-        members = [worker.member for worker in self._workers if worker.member is not None]
-        for member in members:
-            member.writer.close()
-        await asyncio.gather(*(member.writer.wait_closed() for member in members), return_exceptions=True)
+        for worker in self._workers:
+            if worker.member is not None:
+                # Not `close`, which waits for the process to read what was sent, and one that hangs never does.
+                worker.member.writer.transport.abort()
         await self._supply.close()
         for memory in [*(slot.memory for slot in self._slots.values()), self._policy]:
             memory.close()

@@ -188,6 +188,7 @@ class RayServers:
     async def _follow(self, place: _Place) -> ServerEnd:
         """Take the news of a server until it ends, or does not answer."""
         news: asyncio.Future[dict[str, Any]] | None = None
+        until = asyncio.get_running_loop().time() + ROOM_S
         while not place.ended.done():
             if news is None:
                 news = _quiet(asyncio.wrap_future(place.actor.news.remote().future()))
@@ -203,6 +204,8 @@ class RayServers:
                 news = None
             if place.server is not None and place.server.state == "up":
                 self._set_starting(place, False)
+            if place.node is None and asyncio.get_running_loop().time() > until:
+                return ServerEnd(f"Ray has not started its actor in {ROOM_S:g} s, or the actor hangs")
             if self._is_lost(place):
                 return ServerEnd(f"The server has not answered for {AWAY_S:g} s")
         return self._end_of(place)

@@ -31,7 +31,7 @@ import numpy as np
 
 from pvg.errors import MissingRequirementError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive, send
+from pvg.workers.frames import Frame, send
 from pvg.workers.local import Member
 from pvg.workers.node_agent import DriverAddress, NodeAgent
 from pvg.workers.nodes import (
@@ -40,6 +40,7 @@ from pvg.workers.nodes import (
     Node,
     NodeMember,
     forked,
+    greeting,
     note_other_processor,
     refuse_other_packages,
 )
@@ -399,12 +400,7 @@ class RaySupply:
         bundle: int,
     ) -> _Node:
         """The node of an agent that has connected; it is in this bundle."""
-        try:
-            hello = await asyncio.wait_for(receive(reader), AGENT_S)
-        except TimeoutError:
-            hello = None
-        if hello is None:
-            raise ConnectionError("an agent has connected and then left")
+        hello = await greeting(reader)
         key = self._key(hello.fields["node"], bundle)
         known = self._nodes.get(key)
         if known is not None:  # of another bundle

@@ -19,7 +19,7 @@ from typing import Any
 
 from pvg.errors import MissingRequirementError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive
+from pvg.workers.frames import Frame
 from pvg.workers.local import Member
 from pvg.workers.node_agent import DriverAddress, NodeAgent
 from pvg.workers.nodes import (
@@ -28,6 +28,7 @@ from pvg.workers.nodes import (
     Node,
     NodeMember,
     forked,
+    greeting,
     note_other_processor,
     refuse_other_packages,
 )
@@ -94,9 +95,10 @@ class TorchrunSupply:
         self._run(self._probe())
 
     async def _entered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Node:
-        hello = await receive(reader)
-        if hello is None:
-            raise WorkerLostError("A process of torchrun has connected and then left.", "See its output")
+        try:
+            hello = await greeting(reader)
+        except ConnectionError as error:
+            raise _lost(str(error)) from None
         name = hello.fields["node"]
         refuse_other_packages(name, hello.fields)
         note_other_processor(name, hello.fields, self.events)

@@ -347,6 +347,36 @@ def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():
     assert kinds[-1] == "gradient"
 
 
+def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_S", 0.3)
+
+    class StopsFirst(LocalSupply):
+        stopped = 0
+
+        async def start(self) -> Member:
+            member = await super().start()
+            if not self.stopped:
+                self.stopped = member.pid
+                os.kill(member.pid, signal.SIGSTOP)
+            return member
+
+    async def run() -> RecordedEvents:
+        events, supply = RecordedEvents(), StopsFirst()
+        pool = WorkerPool(experiment(2), 2, supply, events)
+        try:
+            await asyncio.wait_for(pool.start(), 120)
+            assert supply.stopped not in workers_of(pool)
+            # The end of a run does not wait for one that hangs and has not read what it was sent.
+            os.kill(workers_of(pool)[1], signal.SIGSTOP)
+            pool.submit(1, Frame("score", {}, {"much": np.zeros(1 << 24)}))
+        finally:
+            await asyncio.wait_for(pool.close(), 60)
+        return events
+
+    events = asyncio.run(run())
+    assert len(events.of("hangs")) == len(events.of("replaced")) == 1
+
+
 # A nursery without torch, whose workers only wait for the end of their connection.
 LIGHT_NURSERY = """
 import json, os, socket, sys, types
