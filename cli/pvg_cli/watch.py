@@ -40,7 +40,8 @@ def watch(
     """
     import asyncio
 
-    from pvg.reporting.watch_server import PortInUseError, WatchServer
+    from pvg.reporting.watch_server import WatchServer
+    from pvg.servers.process import PortInUseError
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.driving import cancelled_at_signals, killed_document
 

@@ -15,7 +15,7 @@ server refuses web pages (browsers send an Origin header) and requests under ano
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -23,9 +23,10 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError
 
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError, reason
+from pvg.errors import UsageError
 from pvg.export.finished import FinishedRound, Platt, Verdict
-from pvg.inputs import LOOPBACK, names_this_machine
+from pvg.inputs import LOOPBACK
+from pvg.servers.process import LocalServer
 from pvg.verifier.scorer import TextSolution, VerifierScorer
 
 MOST_BYTES = 8 * 2**20  # of a request
@@ -47,7 +48,6 @@ class RewardRequest(BaseModel, strict=True):
 
 
 Body = TypeVar("Body", bound=BaseModel)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class RewardServer:
@@ -61,32 +61,19 @@ class RewardServer:
     @classmethod
     @asynccontextmanager
     async def start(cls, finished: FinishedRound, port: int) -> AsyncIterator[RewardServer]:
-        """Serve until the block ends. Port 0 is any free one. Raises MissingRequirementError if the port cannot be
-        used."""
+        """Serve until the block ends. Port 0 is any free one. Raises PortInUseError."""
         with finished.scorer() as scorer:
             server = cls(finished, scorer, finished.calibration())
-            app = web.Application(middlewares=[_guard], client_max_size=MOST_BYTES)
-            app.add_routes(
-                [
-                    web.get("/health", server._health),
-                    web.post("/score", server._score),
-                    web.post("/get_reward", server._get_reward),
-                ]
-            )
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-            await runner.setup()
+            routes = [
+                web.get("/health", server._health),
+                web.post("/score", server._score),
+                web.post("/get_reward", server._get_reward),
+            ]
             try:
-                try:
-                    await web.TCPSite(runner, LOOPBACK, port).start()
-                except OSError as error:
-                    raise MissingRequirementError(
-                        f"Port {port} of {LOOPBACK} cannot be used: {reason(error)}.",
-                        "Choose another port with --port, or 0 for any free one.",
-                    ) from None
-                server.url = f"http://{LOOPBACK}:{runner.addresses[0][1]}"
-                yield server
+                async with LocalServer.start(routes, port, _error, browsers=False, most_bytes=MOST_BYTES) as local:
+                    server.url = f"http://{LOOPBACK}:{local.port}"
+                    yield server
             finally:
-                await runner.cleanup()
                 await scorer.drop()
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -136,18 +123,8 @@ async def _body(request: web.Request, kind: type[Body]) -> Body:
         raise UsageError(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))) from None
 
 
-@web.middleware
-async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if not names_this_machine(request.headers.get("Host", "")) or "Origin" in request.headers:
-        return _json({"error": "This server answers only programs on this machine."}, 403)
-    try:
-        return await handler(request)
-    except (UsageError, ConfigurationError) as error:
-        return _json({"error": str(error)}, 400)
-    except PvgError as error:
-        return _json({"error": str(error)}, 500)
-    except web.HTTPException as error:  # an unknown route, or a request that is too large
-        return _json({"error": error.reason}, error.status)
+def _error(text: str, status: int) -> web.Response:
+    return _json({"error": text}, status)
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:

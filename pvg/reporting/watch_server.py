@@ -16,10 +16,9 @@ the run, and only when a browser asks.
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,15 +27,16 @@ from typing import Any
 
 from aiohttp import web
 
-from pvg.errors import MissingRequirementError, PvgError, counted, reason
+from pvg.errors import counted
 from pvg.evaluation.report import REPORT_FILE
-from pvg.inputs import LOOPBACK, names_this_machine
+from pvg.inputs import LOOPBACK
 from pvg.reporting.follow import RunProgress, RunSituation, progress_of, situation
 from pvg.reporting.formats import compact, duration, phase_label
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
 from pvg.reporting.run_summary import RunState, RunSummary, committed_state, read_run
 from pvg.reporting.solutions import rollouts_file, rollouts_kind, stored_rollouts
 from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements, policy_of
+from pvg.servers.process import LocalServer
 from pvg.store.run_directory import RunDirectory
 
 INTERVAL_S = 1.0  # between two drawings of the page
@@ -175,27 +175,14 @@ class WatchServer:
     @classmethod
     @asynccontextmanager
     async def start(cls, run: RunDirectory, port: int) -> AsyncIterator[WatchServer]:
-        """Serve until the block ends. Port 0 is any free one. Raises MissingRequirementError if the port cannot be
-        used."""
+        """Serve until the block ends. Port 0 is any free one. Raises PortInUseError."""
         server = cls(run)
-        app = web.Application(middlewares=[_guard])
-        app.add_routes([web.get("/", server._page), web.get(f"/{ROLLOUTS}", server._rollouts)])
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
+        routes = [web.get("/", server._page), web.get(f"/{ROLLOUTS}", server._rollouts)]
         try:
-            try:
-                await web.TCPSite(runner, LOOPBACK, port).start()
-            except OSError as error:
-                raise PortInUseError(
-                    f"Port {port} of {LOOPBACK} cannot be used: {reason(error)}.",
-                    "Choose another port with --port, or 0 for any free one.",
-                    taken=error.errno == errno.EADDRINUSE,
-                ) from None
-            server.port = int(runner.addresses[0][1])
-            server.url = f"http://{LOOPBACK}:{server.port}/"
-            yield server
+            async with LocalServer.start(routes, port, _error, browsers=True) as local:
+                server.port, server.url = local.port, f"http://{LOOPBACK}:{local.port}/"
+                yield server
         finally:
-            await runner.cleanup()
             server._thread.shutdown(cancel_futures=True)
 
     async def _work(self, function: Callable[[], str]) -> str:
@@ -214,25 +201,8 @@ class WatchServer:
         return _html(await self._work(self._live.solutions), rollouts_kind("/"))
 
 
-class PortInUseError(MissingRequirementError):
-    """The port cannot be used. `taken`: another program listens on it."""
-
-    def __init__(self, message: str, remedy: str, *, taken: bool) -> None:
-        super().__init__(message, remedy)
-        self.taken = taken
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@web.middleware
-async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    if not names_this_machine(request.headers.get("Host", "")):
-        raise web.HTTPForbidden(text="pvg watch answers only requests to 127.0.0.1 or localhost.")
-    try:
-        return await handler(request)
-    except PvgError as error:
-        raise web.HTTPInternalServerError(text=str(error)) from error
+def _error(text: str, status: int) -> web.Response:
+    return web.Response(text=text, status=status)
 
 
 def _html(text: str, kind: PageKind) -> web.Response:

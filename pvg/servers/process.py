@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -23,12 +24,27 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError, user_paths
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
+
+from pvg.errors import (
+    ConfigurationError,
+    MissingRequirementError,
+    PvgError,
+    ServerUnavailableError,
+    UsageError,
+    one_line,
+    reason,
+    shortened,
+    system_module,
+    user_paths,
+)
+from pvg.inputs import LOOPBACK, names_this_machine
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
 from pvg.servers.control import KEY_VARIABLE
@@ -138,7 +154,7 @@ class VllmServer:
     async def start(cls, spec: ServerSpec, on_progress: OnProgress | None = None) -> AsyncIterator[VllmServer]:
         """Start the server, wait until it has answered a first request, and stop it at the end of the block.
 
-        Raises ConfigurationError if the port is taken, ServerFailedError if the server ends or is not ready within
+        Raises PortInUseError if the port is taken, ServerFailedError if the server ends or is not ready within
         `spec.startup_s`.
         """
         check_port(spec.host, spec.port)
@@ -299,22 +315,181 @@ async def _end_session(session: int) -> None:
         os.kill(session, signal.SIGKILL)
 
 
+class PortInUseError(MissingRequirementError):
+    """The port cannot be used. `taken`: another program listens on it."""
+
+    def __init__(self, host: str, port: int, error: OSError) -> None:
+        super().__init__(
+            f"Port {port} of {host} cannot be used: {reason(error)}.",
+            "Choose another port with --port, or stop the program that uses this one.",
+        )
+        self.taken = error.errno == errno.EADDRINUSE
+
+
 def check_port(host: str, port: int) -> None:
-    """Raises ConfigurationError if a server cannot listen at `port` of `host`, because it is taken or not permitted."""
+    """Raises ConfigurationError if `host` is not an address of this machine, and PortInUseError if a server cannot
+    listen there at `port`, because it is taken or not permitted."""
     try:
+        if not host:
+            raise OSError(errno.EADDRNOTAVAIL, "it is empty")  # it would mean all networks
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM binds: ignores TIME_WAIT
             probe.bind(address)
             probe.listen(1)
-    except socket.gaierror as error:
-        raise ConfigurationError(f"--host {host} is not an address of this machine: {error.strerror}.") from None
-    except OSError as error:
+    except (OSError, UnicodeError, ValueError) as error:  # UnicodeError: an empty or long label. ValueError: a NUL
+        if isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EPERM):
+            raise PortInUseError(host, port, error) from None
+        why = (error.strerror if isinstance(error, OSError) else None) or "it is not a host name"
         raise ConfigurationError(
-            f"Port {port} of {host} cannot be used: {error.strerror}.",
-            "Choose another port with --port, or stop the program that uses this one.",
+            f"--host {shortened(host)!r} is not an address of this machine: {why}.",
+            "Use 127.0.0.1, or 0.0.0.0 for all networks.",
         ) from None
+
+
+# --- pvg's own servers ------------------------------------------------------------------------------------------------
+
+
+SILENCE_S = 10.0  # for the head of a first request, and for a client that reads nothing of its answer
+BODY_S = 60.0
+LINGER_S = 1.0  # for the rest of a body that is not read
+IDLE_S = 60.0  # until an idle connection is closed
+MOST_CONNECTIONS = 1024  # and at most half of this process's open files. More clients wait until one leaves
+NO_FILE_S = 0.1  # until the next attempt, if the system has no file for a connection
+
+Answer = Callable[[str, int], web.Response]  # an error of a status
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class LocalServer:
+    """Serves an application of aiohttp to programs on this machine: with a limit for the number of connections, and
+    limits of time for clients that are silent. A client that leaves or sends nonsense costs no line of output. Use
+    `start`."""
+
+    port: int
+
+    def __init__(self, errors: Answer, browsers: bool) -> None:
+        self._errors, self._browsers = errors, browsers
+        resource = system_module("resource")
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._room = asyncio.Semaphore(max(8, min(MOST_CONNECTIONS, soft // 2 if soft > 0 else MOST_CONNECTIONS)))
+
+    @classmethod
+    @asynccontextmanager
+    async def start(
+        cls, routes: Sequence[web.RouteDef], port: int, errors: Answer, *, browsers: bool, most_bytes: int = 1 << 20
+    ) -> AsyncIterator[LocalServer]:
+        """Serve on LOOPBACK until the block ends. Port 0 is any free one. `errors` makes the answers to wrong requests.
+        `browsers`: whether pages may ask. `most_bytes`: of a body. Raises PortInUseError."""
+        server = cls(errors, browsers)
+        app = web.Application(middlewares=[server._guard()], client_max_size=most_bytes)
+        app.add_routes(routes)
+        runner = web.AppRunner(app, shutdown_timeout=1.0)
+        try:
+            listening = socket.create_server((LOOPBACK, port), backlog=128)
+        except OSError as error:
+            raise PortInUseError(LOOPBACK, port, error) from None
+        with listening:
+            listening.setblocking(False)
+            server.port = int(listening.getsockname()[1])
+            await runner.setup()
+            accepting = asyncio.create_task(server._accept(listening, runner), name="connections")
+            try:
+                yield server
+            finally:
+                accepting.cancel()
+                await asyncio.gather(accepting, return_exceptions=True)
+                await runner.cleanup()
+
+    async def _accept(self, listening: socket.socket, runner: web.AppRunner) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._room.acquire()
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+                await loop.connect_accepted_socket(
+                    lambda: _Connection(runner.server, self._room, self._errors), accepted
+                )
+            except OSError:  # the client has left already, or the system has no file for it: it waits
+                self._room.release()
+                await asyncio.sleep(NO_FILE_S)
+
+    def _guard(self) -> Any:
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            assert isinstance(request.protocol, _Connection)
+            request.protocol.asked = True
+            try:
+                await self._admit(request)
+                return await handler(request)
+            except web.HTTPException as error:  # also an unknown route, or a body that is too large
+                text, status = error.reason, error.status
+            except PvgError as error:
+                text, status = str(error), 400 if isinstance(error, UsageError | ConfigurationError) else 500
+            return self._errors(text, status)
+
+        return guard
+
+    async def _admit(self, request: web.Request) -> None:
+        """Read the body, which the handler then has. Raises web.HTTPException for a request that must not be answered
+        or cannot be read."""
+        if not names_this_machine(request.headers.get("Host", "")):
+            raise web.HTTPForbidden(reason="This server answers only requests to 127.0.0.1 or localhost.")
+        if not self._browsers and "Origin" in request.headers:
+            raise web.HTTPForbidden(reason="This server answers only programs on this machine, and no web pages.")
+        try:
+            async with asyncio.timeout(BODY_S):
+                await request.read()
+        except TimeoutError:
+            raise web.HTTPRequestTimeout(reason=f"The body did not arrive within {BODY_S:g} s.") from None
+        except (web.RequestPayloadError, ConnectionError) as error:
+            why = one_line(str(error)).rpartition("message: ")[2]
+            raise web.HTTPBadRequest(reason=f"The body cannot be read: {why}.") from None
+
+
+class _Connection(web.RequestHandler):
+    """A client, which takes a place of `room`. `asked`: it has sent a whole head."""
+
+    def __init__(self, manager: Any, room: asyncio.Semaphore, errors: Answer) -> None:
+        options: dict[str, Any] = {"access_log": None, "keepalive_timeout": IDLE_S, "lingering_time": LINGER_S}
+        super().__init__(manager, loop=asyncio.get_running_loop(), **options)
+        self._room, self._errors, self.asked = room, errors, False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        self._look_later(transport)
+
+    def _look_later(self, transport: asyncio.Transport, *unread: int) -> None:
+        """End the connection if it sends no head, or reads nothing of its answer, for SILENCE_S. Looks twice as often,
+        because this process may have been too busy to read. `unread`: bytes of the answer two looks ago, and one."""
+
+        def look() -> None:
+            left = transport.get_write_buffer_size()
+            if (unread and not self.asked) or (len(unread) == 2 and 0 < unread[0] <= left):
+                transport.abort()
+            self._look_later(transport, *unread[-1:], left)
+
+        self._next_look = asyncio.get_running_loop().call_later(SILENCE_S / 2, look)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self._next_look.cancel()
+        self._room.release()
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        answer = super().handle_error(request, status, exc, message)
+        if status < 500:  # the request is not HTTP
+            answer = self._errors(f"The request cannot be read: {one_line(message or str(exc))}", status)
+            answer.force_close()
+        return answer
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        if not isinstance(kw.get("exc_info"), HttpProcessingError | web.RequestPayloadError | OSError):
+            super().log_exception(*args, **kw)
 
 
 def free_port(host: str) -> int:

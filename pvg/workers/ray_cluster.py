@@ -232,8 +232,13 @@ def _join(address: str, log: Callable[[str], None]) -> RayConnection:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        raise UsageError(f"{address!r} is no address of a Ray cluster.", "Give HOST:PORT, such as 10.0.0.1:6379")
+    try:
+        host.encode("idna")  # as Python does before it asks for the address
+        wrong = not host or "/" in host or not port.isdecimal() or int(port) > 65_535
+    except (UnicodeError, ValueError):  # ValueError: a number of more than 4,300 digits
+        wrong = True
+    if wrong:
+        raise UsageError(f"{shortened(address)!r} is no address of a Ray cluster.", "Give HOST:PORT, such as 10.0.0.1:6379")
     return host, int(port)
 
 

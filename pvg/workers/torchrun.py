@@ -293,9 +293,10 @@ def _route(host: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise MissingRequirementError(
-            f"This machine cannot reach {host}: {error.strerror or error}.",
+            f"This machine cannot reach {host}: {why}.",
             "Give torchrun addresses in place of names: --node-rank N --master-addr ADDRESS, or --local-addr ADDRESS",
         ) from None
 

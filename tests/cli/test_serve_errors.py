@@ -23,14 +23,17 @@ def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tm
     assert install_extra("vllm") in called.document["error"]["remedy"]
 
 
-def test_a_port_in_use_and_a_head_that_is_not_served_are_configuration_errors(tmp_path: Path) -> None:
+def test_a_port_in_use_a_wrong_host_and_a_head_that_is_not_served_are_errors(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         called = pvg("serve", _experiment(tmp_path), "--port", port)
-    assert called.code == 2
+    assert called.code == 3
     assert f"Port {port} of 127.0.0.1 cannot be used" in called.err
+    called = pvg("serve", _experiment(tmp_path), "--port", port, "--host", "..")
+    assert called.code == 2
+    assert "--host '..' is not an address" in called.err
     called = pvg("serve", _experiment(tmp_path), "--for", "verifier", "-s", "verifier.head=yes_token")
     assert called.code == 2
     assert "only torch computes it" in called.err

@@ -93,7 +93,7 @@ def test_a_prover_answers_and_sigterm_ends_it_in_order(tmp_path: Path) -> None:
         second = subprocess.run(
             [*ENTRY, "serve", "modchain", "--port", port], capture_output=True, text=True, check=False, cwd=tmp_path
         )
-        assert second.returncode == 2
+        assert second.returncode == 3
         assert f"Port {port} of 127.0.0.1 cannot be used" in second.stderr
         server.process.terminate()
         assert server.ended() == 130
