@@ -33,6 +33,15 @@ LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
 LOOPBACK = "127.0.0.1"  # pvg's own servers listen here
 
 
+def has_place(url: str) -> bool:
+    """Whether a URL has a host and a port that a program may ask for. Python encodes hosts in IDNA."""
+    try:
+        parts = urlsplit(url)
+        return parts.port != 0 and bool((parts.hostname or "").encode("idna"))
+    except ValueError:  # a port beyond 65535, half a bracket, or a host with an empty or a long part
+        return False
+
+
 def names_this_machine(host: str) -> bool:
     """Whether the Host header of a request names this machine. A page of another site could read a server here with a
     DNS name that points to it, and its requests have that name."""

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from pvg.config.base import ByKind, Count, Folder, Fraction, NotEmpty, Positive, Section, _names
+from pvg.inputs import has_place
 
 # The processes that compute: the section `[cluster]` of an experiment.
 
@@ -124,12 +125,7 @@ Url = Annotated[str, Field(pattern=URL_PATTERN)]
 def _addresses(value: tuple[str, ...]) -> tuple[str, ...]:
     """Each server once, however its address is written. Raises ValueError for an impossible host or port."""
     for url in value:
-        try:
-            parts = urlsplit(url)
-            possible = bool(parts.hostname) and parts.port != 0 and not parts.username and parts.path in ("", "/")
-        except ValueError:  # a port beyond 65535, or half a bracket
-            possible = False
-        if not possible or set(url) & set("?#@\\"):
+        if not has_place(url) or urlsplit(url).path not in ("", "/") or set(url) & set("?#@\\"):
             raise ValueError(f"{url!r} is not the address of a server. {URL_EXAMPLE}")
     return tuple(dict.fromkeys(url.rstrip("/").lower() for url in value))
 

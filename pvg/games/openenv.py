@@ -22,6 +22,7 @@ import orjson
 
 from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, one_line
 from pvg.games.game import LostSessionError, NoRoomError, ReplayedGame, Shown
+from pvg.inputs import has_place
 
 if TYPE_CHECKING:
     import aiohttp
@@ -65,7 +66,7 @@ class OpenEnvClient:
 
     def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
         """Raises ConfigurationError for an impossible URL."""
-        if not URL.fullmatch(url):
+        if not URL.fullmatch(url) or not has_place(url):
             raise ConfigurationError(f"{url!r} is not the URL of an environment.", URL_EXAMPLE)
         self.url = url.rstrip("/")
         self._timeout_s = timeout_s

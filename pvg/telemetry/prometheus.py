@@ -10,7 +10,9 @@ It shows only values of the newest point of each kind, so values that no longer 
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -27,18 +29,42 @@ from pvg.telemetry.catalogue import PLACES_IN_NAMES, TIMES, exposed_name, metric
 from pvg.telemetry.sinks import AlertPoint, MetricPoint, MetricSink
 
 Series = tuple[str, tuple[str, ...]]  # a gauge's name and its label values
-SILENCE_S = 10.0  # a connection without a request is closed after this time
+CONNECTION_S = 10.0  # a connection is closed after this time, also one that sends or reads byte by byte
+MOST_CONNECTIONS = 16  # at a time; each has a thread. Further ones are closed at once
 POLL_S = 0.1  # until the thread sees that the run has ended
 
 
 class _Server(ThreadingWSGIServer):
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        def end() -> None:
+            with contextlib.suppress(OSError):  # the client has left already
+                request.shutdown(socket.SHUT_RDWR)
+
+        ending = threading.Timer(CONNECTION_S, end)
+        ending.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            ending.cancel()
+            self._room.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # a client that goes away or says nothing
             super().handle_error(request, client_address)
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SILENCE_S
+    timeout = CONNECTION_S
 
     def log_message(self, *_: Any) -> None:
         return  # the terminal belongs to the run's display

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import psutil
 
 from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, one_line, shortened
+from pvg.inputs import has_place
 from pvg.installation import install_extra
 from pvg.telemetry.waits import usable_cores
 
@@ -232,13 +233,9 @@ def _join(address: str, log: Callable[[str], None]) -> RayConnection:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    try:
-        host.encode("idna")  # as Python does before it asks for the address
-        wrong = not host or "/" in host or not port.isdecimal() or int(port) > 65_535
-    except (UnicodeError, ValueError):  # ValueError: a number of more than 4,300 digits
-        wrong = True
-    if wrong:
-        raise UsageError(f"{shortened(address)!r} is no address of a Ray cluster.", "Give HOST:PORT, such as 10.0.0.1:6379")
+    if not port.isdecimal() or set(host) & set("/?#@") or not has_place(f"//{address}"):
+        what = f"{shortened(address)!r} is no address of a Ray cluster."
+        raise UsageError(what, "Give HOST:PORT, such as 10.0.0.1:6379")
     return host, int(port)
 
 

@@ -94,6 +94,7 @@ SETTINGS = [
     ("@a\0b", "NUL"),
     ("serving.servers=http://host:99999", "serving.servers"),
     ("serving.servers=http://user:secret@host:80", "serving.servers"),
+    ("serving.servers=http://..:80", "serving.servers"),
     ("models.device=meta", "models.device"),
     ("name=" + "n" * 300, "name"),
     ("game.reward=fifo.py:x", "fifo.py"),

@@ -4,8 +4,10 @@ import http.client
 import math
 import re
 import socket
+import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from pvg.errors import MissingRequirementError
 from pvg.telemetry import prometheus
 from pvg.telemetry.catalogue import METRICS, exposed_name
 from pvg.telemetry.device import gpus_of
-from pvg.telemetry.prometheus import MetricsEndpoint, _labels
+from pvg.telemetry.prometheus import MOST_CONNECTIONS, MetricsEndpoint, _labels
 from pvg.telemetry.sinks import MetricPoint
 
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -115,6 +117,23 @@ def test_only_requests_to_this_machine_are_answered(endpoint: MetricsEndpoint) -
         assert answer.status == status
         assert (b"pvg_alerts" in answer.read()) == (status == 200)
         connection.close()
+
+
+def test_silent_clients_take_few_threads_and_only_for_a_moment(
+    endpoint: MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pvg.telemetry.prometheus.CONNECTION_S", 0.5)
+    before = threading.active_count()
+    with ExitStack() as silent:
+        for number in range(60):
+            each = silent.enter_context(socket.create_connection(("127.0.0.1", endpoint.port), timeout=30))
+            with suppress(OSError):  # refused
+                each.sendall(b"GET /met" if number % 2 else b"")
+        assert threading.active_count() - before <= 2 * MOST_CONNECTIONS
+        found = None
+        while found is None:
+            with suppress(OSError):  # until the silent ones are gone
+                found = scrape(endpoint)
 
 
 def test_a_port_that_is_taken_is_an_error_with_a_remedy() -> None:

@@ -43,7 +43,7 @@ def test_without_ray_there_is_a_command_that_installs_it(monkeypatch):
     assert "[cluster]" in error.remedy
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", ":6379", "ray://10.0.0.1:10001", "10.0.0.1:port"])
+@pytest.mark.parametrize("address", ["10.0.0.1", ":6379", "ray://a:10001", "10.0.0.1:port", "..:6379", "x:65536"])
 def test_what_is_no_address_is_refused(address):
     error = refusal(address)
     assert isinstance(error, UsageError)
