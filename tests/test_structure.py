@@ -199,3 +199,23 @@ def test_what_runs_behind_the_walls_imports_the_standard_library_alone() -> None
         for name in imported_names(module)
     }
     assert {(module, top) for module, top in tops if top not in sys.stdlib_module_names and top != "pvg"} == set()
+
+
+def test_a_test_that_is_skipped_names_the_command_or_the_machine_that_runs_it() -> None:
+    """Every reason has a command in backticks, or says which machine is needed: "needs a GPU"."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr in ("skip", "skipif", "importorskip"):
+                given = [word.value for word in node.keywords if word.arg == "reason"] or node.args[-1:]
+                reason = "".join(ast.unparse(word) for word in given)
+                assert re.search(r"`.+`|\bneeds ", reason), f"{path.relative_to(ROOT)}:{node.lineno}: {reason}"
+
+
+def test_no_pattern_repeats_a_group_possessively() -> None:
+    """Python before 3.11.5 matches `(?:a|b*)++` wrongly (gh-106052). Write `(?>(?:a|b*)+)`."""
+    for path in modules().values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not re.search(r"\)(?:[*+?]|\{[0-9,]+\})\+", node.value), f"{path}:{node.lineno}"

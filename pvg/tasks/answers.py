@@ -107,7 +107,7 @@ class _Mark:
     end: int
 
 
-HASHES = re.compile(r"#{4,}+(?:[ \t]*+#{4,}+)*+")
+HASHES = re.compile(r"#{4,}+(?>(?:[ \t]*+#{4,}+)*)")
 BRACES = re.compile(r"(?P<box>\\f?boxed ?\{)|[{}]")
 BARE_BOX = re.compile(r"\\f?boxed(?! ?\{)([^$\n]{0,60})")
 PHRASE = re.compile(
@@ -219,7 +219,7 @@ def _number(sign: str, currency: str, joint: str = "") -> str:
     is linear. `_value` decides whether the run is a number."""
     return (
         rf"(?<![A-Za-z0-9])(?<![A-Za-z0-9]\.)(?:(?<!\))(?P<sign>{sign}))?(?:{currency}(?:(?P<inner>-) ?)?)?"
-        rf"(?P<run>\.?[0-9](?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*+)"
+        rf"(?P<run>\.?[0-9](?>(?:[0-9]|[.,'_ ](?=[0-9])|{joint} ?/ ?(?=[0-9])|[eE][-+]?(?=[0-9]))*))"
         r"(?: ?(?:x|\*|×|·|⋅|\\times|\\cdot) ?10 ?(?:\^|\*\*) ?\{?(?P<power>[-+]?[0-9]+)\}?)?"
     )
 
@@ -234,10 +234,10 @@ MARKED = _number(
 )
 ANYWHERE = re.compile(MARKED)
 ANSWER = re.compile(
-    r"(?:[-=]>|[\s~≈:=→⇒\"'(\[]|\$(?=[-\\$])|"
+    r"(?>(?:[-=]>|[\s~≈:=→⇒\"'(\[]|\$(?=[-\\$])|"
     r"\\(?:implies|[Rr]ightarrow)(?![A-Za-z])|"
     r"(?i:\b(?:the|final|answer|is|about|approx|approximately|around|roughly|simply|just|only|exactly|therefore|thus|"
-    rf"so|now|either|between|from|maybe|perhaps|possibly|equal|equals|to|an?|total|of)\b\.?))*+{MARKED}"
+    rf"so|now|either|between|from|maybe|perhaps|possibly|equal|equals|to|an?|total|of)\b\.?))*){MARKED}"
 )
 # Other words before a number, and those that make another number of it.
 PLAIN_WORDS = re.compile(r"(?:[A-Za-z,:;\"'() ]|(?<=[A-Za-z])-(?=[A-Za-z])){0,120}")
@@ -275,10 +275,7 @@ UNEQUAL = re.compile(rf"[!/~]\s*$|[<>≠≤≥±√|]|\\sqrt|\\(?:neq?|leq?|geq?
 # In a text without markers: what is before and after a number that is a part of an expression.
 PART_BEFORE = re.compile(r"(?:[\^√±<≤≥≠]|(?<![-=])>|\\(?:sqrt|log|ln|sin|cos|tan|pm|neq?|leq?|geq?)) ?[{(]?$")
 PART_AFTER = re.compile(r" ?(?:\^|√|π|∞|\\(?:pi|sqrt|cdot|times)\b)|[ix](?![A-Za-z])")
-GROUPED = (
-    r"[0-9]{1,3}(?:,[0-9]{3})++|[0-9]{1,3}(?: [0-9]{3})++|[0-9]{1,3}(?:'[0-9]{3})++|[0-9]{1,3}(?:_[0-9]{3})++|"
-    r"[0-9]{1,3}(?:, [0-9]{3})++"
-)
+GROUPED = "|".join(rf"[0-9]{{1,3}}(?>(?:{mark}[0-9]{{3}})+)" for mark in (",", " ", "'", "_", ", "))
 DECIMAL = rf"(?:(?:{GROUPED}|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]++)?"
 SINGLE = re.compile(DECIMAL)
 RATIO = re.compile(rf"({DECIMAL}) ?/ ?({DECIMAL})")
@@ -390,8 +387,8 @@ def _decimal(text: str) -> Fraction | None:
 
 AROUND = re.compile(r"^(?:[A-Za-z\s]*=)?[\s$*]*|\\[()\[\]]|[\s$*.]*$|\\(?:left|right|displaystyle)(?![A-Za-z])")
 LATEX = re.compile(
-    r"(?:[0-9]{1,15}+(?:\.[0-9]{1,15}+)?(?![0-9.]|\s+[0-9])|[-+/^!(){}|\s]|\[[0-9]\]|(?<=\\log)_\{?[0-9]+\}?|"
-    r"\\(?:[dtc]?frac|sqrt|d?binom|cdot|times|div|log|ln|sin|cos|tan|pi|[lr]floor|[lr]ceil)(?![A-Za-z]))++"
+    r"(?>(?:[0-9]{1,15}+(?:\.[0-9]{1,15}+)?(?![0-9.]|\s+[0-9])|[-+/^!(){}|\s]|\[[0-9]\]|(?<=\\log)_\{?[0-9]+\}?|"
+    r"\\(?:[dtc]?frac|sqrt|d?binom|cdot|times|div|log|ln|sin|cos|tan|pi|[lr]floor|[lr]ceil)(?![A-Za-z]))+)"
 )
 BRACED = re.compile(r"\{[^{}]*\}")
 # A sum or product outside of braces is a calculation. 1/2^2 and 1/2! can be read in two ways.

@@ -298,7 +298,7 @@ WORD = "certificate"
 MENTION = re.compile(rf"(?:^[ \t>*_#`~-]{{0,12}})?{WORD}", re.IGNORECASE | re.MULTILINE)
 COLON = re.compile(r"[ \t*_`]{0,6}:[*_`]{0,3}")
 FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([A-Za-z0-9_+-]*)[^\n]*$", re.MULTILINE)
-FIRST = re.compile(r"(?:[ \t]*+\n)*+([ \t]*+)\S")  # the indentation of the first line that is not blank
+FIRST = re.compile(r"(?>(?:[ \t]*+\n)*)([ \t]*+)\S")  # the indentation of the first line that is not blank
 PYTHON = frozenset({"", "python", "python3", "py"})
 
 
@@ -395,7 +395,7 @@ WINDOW = 4
 TOKEN = re.compile(
     r"""(?P<comment>\#[^\n]*)
     |(?P<string>[rRbBuUfF]{0,2}(?:\"{3}[\s\S]*?(?:\"{3}|\Z)|'{3}[\s\S]*?(?:'{3}|\Z)
-        |\"(?:[^\"\\\n]|\\.)*+\"?|'(?:[^'\\\n]|\\.)*+'?))
+        |\"(?>(?:[^\"\\\n]|\\.)*)\"?|'(?>(?:[^'\\\n]|\\.)*)'?))
     |(?P<number>\d[\w.]*)
     |(?P<name>[^\W\d]\w*)
     |(?P<sign>\*\*=?|//=?|<<=?|>>=?|[-+*/%@&|^=!<>:]=|->|[^\s\w])""",

@@ -33,12 +33,12 @@ LONGEST_FORMULA = 600
 
 # Letters that occur in these datasets' answers and name no variable of a grader, or quoted words in brackets. Neither
 # can call, loop or look up anything.
-LIST = re.compile(r"[A-EQ0-9_\s]*+|(?:[0-9\s,\[\]-]|'[A-Za-z0-9_ ]*+'|\"[A-Za-z0-9_ ]*+\")*+")
+LIST = re.compile(r"[A-EQ0-9_\s]*+|(?>(?:[0-9\s,\[\]-]|'[A-Za-z0-9_ ]*+'|\"[A-Za-z0-9_ ]*+\")*)")
 # Without `**` and `//`: sympy would compute 9**9**9**9.
-ARITHMETIC = re.compile(r"(?:[-+().0-9\s]|\*(?!\s*\*)|/(?!\s*/))*+")
+ARITHMETIC = re.compile(r"(?>(?:[-+().0-9\s]|\*(?!\s*\*)|/(?!\s*/))*)")
 # Only a variable of one letter may have a power.
 POLYNOMIAL = re.compile(
-    r"(?:[-+()0-9\s]|[a-zA-Z](?![A-Za-z0-9_(])(?:\s?\*\*\s?[0-9]{1,2}+(?![0-9]|\s*\*\*))?|\*(?!\s*\*))*+"
+    r"(?>(?:[-+()0-9\s]|[a-zA-Z](?![A-Za-z0-9_(])(?:\s?\*\*\s?[0-9]{1,2}+(?![0-9]|\s*\*\*))?|\*(?!\s*\*))*)"
 )
 NOT_FINITE = re.compile(r"\b(?:nan|inf|infinity)j?\b", re.IGNORECASE)
 
