@@ -102,6 +102,26 @@ def system_module(name: str) -> ModuleType:
         raise MissingRequirementError(f"This system has no Python module {name}, which pvg needs.", SYSTEMS) from None
 
 
+OTHER_FILES = 256  # what a process has open besides its connections
+
+
+def allow_open_files(connections: int, what: str, setting: str = "") -> None:
+    """Raise this process's limit of open files to what `connections` need, one for each `what`, whose number is a
+    setting. Raises MissingRequirementError if the system does not allow that."""
+    resource = system_module("resource")
+    needed = connections + OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    except (OSError, ValueError):
+        raise MissingRequirementError(
+            f"{counted(connections, what)} need {needed:,} open files, but this process may open only {hard:,}.",
+            f"Raise the limit: ulimit -n {needed}" + (f", or lower {setting} (-s {setting}=N)." if setting else ""),
+        ) from None
+
+
 # Errors of a path that a user named and can correct: errno -> the type of error, and the remedy.
 PATH_MISTAKES: dict[int, tuple[type[PvgError], str]] = {
     errno.ENAMETOOLONG: (UsageError, "Give a shorter name."),

@@ -255,7 +255,7 @@ def _connections(experiment: Experiment) -> int:
     serving, cluster = experiment.serving, experiment.server_cluster
     hosts = len(serving.servers) if cluster is None else cluster.workers or 1
     needed = experiment.rollout.concurrency + hosts * experiment.weights.canary_prompts
-    return connections_for(needed)
+    return connections_for(needed, "rollout.concurrency")
 
 
 class VllmEngine(Engine):

@@ -19,14 +19,18 @@ import aiohttp
 import orjson
 from aiohttp.http import HttpProcessingError
 
+from pvg.errors import allow_open_files
+
 T = TypeVar("T")
 
 # Weight updates and health checks of small runs share this client, which must never be the bottleneck.
 LEAST_CONNECTIONS = 500
 
 
-def connections_for(concurrency: int) -> int:
-    """The number of connections with which `concurrency` requests never wait for one."""
+def connections_for(concurrency: int, setting: str = "") -> int:
+    """The number of connections with which `concurrency` requests never wait for one. `setting`: the one that bounds
+    them. Raises MissingRequirementError if this process may not open as many files."""
+    allow_open_files(concurrency, "request", setting)
     return max(LEAST_CONNECTIONS, concurrency)
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
 from pvg.config.experiment import Experiment
-from pvg.errors import MissingRequirementError, PvgError, WorkerLostError, counted, system_module
+from pvg.errors import PvgError, WorkerLostError, allow_open_files
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame, receive
 from pvg.workers.load import LoadMeter
@@ -47,8 +47,6 @@ PROBE_S = 2.0
 PROBES_MISSED = 3
 # A shard that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
 MOST_ATTEMPTS = 6
-# What the driver has open besides its connections to workers.
-OTHER_FILES = 256
 # Places that are asked, and workers that are probed, in one turn of the event loop: 1,000 at once would block it.
 AT_ONCE = 32
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
@@ -255,7 +253,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start the lowest number of processes. Raises MissingRequirementError if none can be started, and what opening
         the models raises in a process."""
-        allow_open_files(self._highest)
+        allow_open_files(self._highest, "worker", "cluster.workers")
         started = time.perf_counter()
         for shard in self._shards:
             shard.ready = _future()
@@ -638,23 +636,6 @@ class WorkerPool:
         ms = (time.perf_counter() - began) * 1e3
         self._events.event("workers", event=what, worker=worker.number, workers=workers, why=why, ms=ms)
         self.changed(workers, f"{what} worker {worker.number}: {why}")
-
-
-def allow_open_files(workers: int) -> None:
-    """Raise this process's limit of open files to what `workers` connections need. Raises MissingRequirementError if
-    the system does not allow that."""
-    resource = system_module("resource")
-    needed = workers + OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-    except (OSError, ValueError):
-        raise MissingRequirementError(
-            f"{counted(workers, 'worker')} need {needed:,} open files, but this process may open only {hard:,}.",
-            f"Use fewer workers (-s cluster.workers=N), or raise the limit: ulimit -n {needed}",
-        ) from None
 
 
 def _future() -> asyncio.Future[Frame]:

@@ -24,7 +24,7 @@ from worker_stand_ins import DyingSupply, RecordedEvents
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, MissingRequirementError, WorkerLostError
+from pvg.errors import ConfigurationError, MissingRequirementError, WorkerLostError, allow_open_files
 from pvg.game.players import Players
 from pvg.game.roles import prompt_builder
 from pvg.models import open_model
@@ -32,6 +32,7 @@ from pvg.records import Role
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
+from pvg.servers.pool import connections_for
 from pvg.tasks import open_task
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -429,11 +430,11 @@ def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports(monke
     assert supply._nursery.returncode == -signal.SIGKILL
 
 
-def test_the_limit_of_open_files_is_raised_for_the_workers_or_refuses_them(monkeypatch):
+def test_the_limit_of_open_files_is_raised_for_connections_or_refuses_them(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
     try:
-        pool_module.allow_open_files(200)
+        allow_open_files(200, "request")
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (456, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -442,6 +443,9 @@ def test_the_limit_of_open_files_is_raised_for_the_workers_or_refuses_them(monke
     with pytest.raises(MissingRequirementError, match="200 workers need 456 open files") as raised:
         asyncio.run(WorkerPool(experiment(1), 200, supply).start())
     assert "ulimit -n 456" in raised.value.remedy
+    with pytest.raises(MissingRequirementError, match="100 requests need 356 open files") as raised:
+        connections_for(100, "rollout.concurrency")
+    assert "-s rollout.concurrency=N" in raised.value.remedy
     assert supply.started == 0
 
 
