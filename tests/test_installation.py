@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -70,7 +71,7 @@ def test_a_checkout_installs_its_extra_with_its_constraints(monkeypatch: pytest.
     monkeypatch.chdir(ROOT)
     assert install_extra("lora").endswith("-m pip install -c constraints.txt -e '.[lora]'")
     monkeypatch.chdir(tmp_path)
-    assert install_extra("lora").startswith(f"cd {ROOT} && ")
+    assert install_extra("lora").startswith(f"cd {shlex.quote(str(ROOT))} && ")
     assert install_packages("gguf", dependencies=False).endswith("-m pip install -c constraints.txt --no-deps gguf")
 
 

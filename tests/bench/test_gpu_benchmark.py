@@ -40,7 +40,9 @@ def wheel(folder: Path, name: str, requires: str = "") -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="needs a machine without a GPU: `CUDA_VISIBLE_DEVICES= make test`"
+)
 def test_without_a_gpu_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from pvg.bench.profiling import ProfileResult, PySpyError, profile_stage, py_spy
 from pvg.errors import ConfigurationError, UsageError
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-needs_py_spy = pytest.mark.skipif(HERE is None, reason="py-spy is not installed")
+needs_py_spy = pytest.mark.skipif(HERE is None, reason="no py-spy: `make install`")
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_no_child_is_left_when_the_work_fails(tmp_path: Path) -> None:
             return await super().sample(index)
 
     with pytest.raises(ZeroDivisionError):
-        watched(Failing(), tmp_path, f"echo $$ > {number}; trap '' INT; while :; do sleep 0.05; done")
+        watched(Failing(), tmp_path, f"echo $$ > '{number}'; trap '' INT; while :; do sleep 0.05; done")
     with pytest.raises(ProcessLookupError):
         os.kill(int(number.read_text()), 0)
 

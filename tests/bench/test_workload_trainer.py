@@ -119,7 +119,7 @@ def test_flops_agree_with_torchs_counter() -> None:
 
 
 def test_adapters_alone_are_trained_where_the_experiment_says_so() -> None:
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", reason="`make install`")
 
     def look(workload: Any, measured: list[dict[str, float]]) -> None:
         trained = [n for n, weight in workload._trainer.module.named_parameters() if weight.requires_grad]

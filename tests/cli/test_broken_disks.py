@@ -52,7 +52,7 @@ def play_with(monkeypatch: pytest.MonkeyPatch, between: Callable[[], None] = lam
 def mount(*arguments: str, at: Path) -> None:
     at.mkdir(exist_ok=True)
     if subprocess.run(["mount", *arguments, str(at)], capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount")
+        pytest.skip("needs root, who may mount: `sudo make test`")
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def read_only(mounted: list[Path]) -> Path:
     mount("--bind", "runs", at=folder)
     mounted.append(folder)
     if subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], capture_output=True, check=False).returncode:
-        pytest.skip("no right to mount")
+        pytest.skip("needs root, who may mount: `sudo make test`")
     return folder
 
 

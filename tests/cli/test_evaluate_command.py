@@ -11,7 +11,6 @@ from calling import pvg
 from run_samples import begin, commit, state, tell
 
 from pvg.config.experiment import Experiment
-from pvg.config.load import embedded_names
 from pvg.errors import UsageError
 from pvg.reporting.follow import glance_at, state_of
 
@@ -62,7 +61,6 @@ def test_a_run_that_is_evaluated_is_not_running_and_only_settings_that_bound_mem
         assert (glance_at(run).state, state_of(run)) == ("running", "running")
 
 
-@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
 def test_train_then_evaluate_then_report(small_game: Path) -> None:
     shutil.copytree(small_game, "runs")
     called = pvg("evaluate", "modchain", "--parts", "exploit,detection", *LITTLE, "--json")

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from calling import SMALL, pvg
 
-from pvg.config.load import embedded_names
 from pvg.store.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
 def test_train_then_report_then_rollout(small_game: Path) -> None:
     shutil.copytree(small_game, "runs")
     document = pvg("report", "modchain", "--json").document
@@ -39,7 +37,6 @@ def test_train_then_report_then_rollout(small_game: Path) -> None:
     assert len(list(Path("runs/modchain-samples/rollouts").glob("*/*.arrow"))) == 1
 
 
-@pytest.mark.skipif(len(embedded_names()) < 2, reason="the embedded models are not built")
 def test_a_game_on_a_file_of_questions() -> None:
     numbers = product(range(4), repeat=4)
     rows = [f"7+{'+'.join(map(str, others))}?,{(7 + sum(others)) % 10}" for others in numbers]

@@ -145,7 +145,7 @@ def test_a_scalar_verifier_with_adapters_is_a_classifier(scalar: FinishedRound, 
 
 
 def test_adapters_open_with_peft_and_equal_the_merged_model(scalar: FinishedRound, folder: Path) -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="`make install`")
     export_player(scalar, "prover", folder / "adapter")
     export_player(scalar, "prover", folder / "merged", merge=True)
     assert not list((folder / "adapter").glob("model*"))

@@ -75,7 +75,7 @@ with compute_executor(3) as executor:
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs the counters of Linux")
 def test_the_compute_thread_alone_has_a_pool() -> None:
     """A second pool puts both to sleep between operations (pvg.models.compute). In a process that has none yet."""
     found = subprocess.run([sys.executable, "-c", POOLS], capture_output=True, text=True, check=True, timeout=300)

@@ -49,7 +49,7 @@ print(json.dumps(observer.notices))
 
 
 @pytest.mark.drill
-@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="reads what Linux counts")
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="needs the counters of Linux")
 def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: Path) -> None:
     command = [sys.executable, "-c", GAME, str(tmp_path), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

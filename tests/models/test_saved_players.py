@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -154,7 +155,8 @@ def test_a_changed_run_is_refused_and_a_moved_one_can_be_named_again(folder: Pat
     shutil.move("runs/copy", "runs/moved")
     with pytest.raises(UsageError, match=r"the run is no longer in .*runs/copy") as caught:
         open_model(fixed.models.prover, CPU)
-    link = caught.value.remedy.partition(": ")[2].partition(". pvg train")[0].replace("/NEW/PATH", "moved").split()
+    command = caught.value.remedy.partition(": ")[2].partition(". pvg train")[0]
+    link = shlex.split(command.replace("/NEW/PATH", "moved"))
     subprocess.run(link, check=True)
     open_model(fixed.models.prover, CPU).close()
     Path(link[-1]).unlink()

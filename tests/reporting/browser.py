@@ -22,7 +22,7 @@ import aiohttp
 import pytest
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-needs_browser = pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed")
+needs_browser = pytest.mark.skipif(PROGRAM is None, reason="no Chromium: `apt-get install chromium`")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

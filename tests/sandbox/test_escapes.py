@@ -14,17 +14,14 @@ from walled import FULL, LIMITS, attack, bystander, opened, outside, without_wal
 
 from pvg.sandbox import Limits, Program, Sandbox, probe
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="full isolation exists on Linux alone"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=list(FULL))
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     found = opened(request.param)
     if found is None:
-        pytest.skip("this kernel lacks these walls, and pvg was seen to refuse")
+        pytest.skip("needs a kernel with these walls; pvg was seen to refuse without them")
     with found:
         yield found
 

@@ -188,7 +188,7 @@ DATASETS = (
 
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_reference_answer_of_reasoning_gym_is_correct_as_its_prompt_asks(dataset: str) -> None:
-    pytest.importorskip("reasoning_gym")
+    pytest.importorskip("reasoning_gym", reason="`make install`")
     section = {"kind": "reasoning_gym", "dataset": dataset, "problems": 10, "test_problems": 4}
     assert dataset not in ORDERED_BY_HASH
     assert dataset not in UNSAFE_GRADERS

@@ -17,7 +17,9 @@ from pvg.tasks.answers import parse_number
 from pvg.tasks.data import Gsm8k
 
 DATA = Path(os.environ.get("PVG_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))
-real_data = pytest.mark.skipif(not (DATA / "train.jsonl").is_file(), reason="no GSM8K: set PVG_GSM8K to its directory")
+real_data = pytest.mark.skipif(
+    not (DATA / "train.jsonl").is_file(), reason=f"no GSM8K in {DATA}: `PVG_GSM8K=FOLDER make test`"
+)
 
 ROWS = [("How many?", "48/2 = <<48/2=24>>24\n#### 24"), ("What else?", "#### 1,080"), ("And now?", "#### 3/4")]
 

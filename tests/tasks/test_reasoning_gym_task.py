@@ -13,7 +13,7 @@ from pvg.tasks.data import tagged
 
 @pytest.fixture
 def gym():
-    return pytest.importorskip("reasoning_gym")
+    return pytest.importorskip("reasoning_gym", reason="`make install`")
 
 
 def small(**changes):
@@ -60,7 +60,7 @@ def test_splits_share_no_question_though_neighbouring_seeds_of_the_package_do(gy
 
 def test_problems_are_the_same_in_another_process(gym):
     code = (
-        "from pvg.config.experiment import ReasoningGymTask; from pvg.tasks import open_task\n"
+        "from pvg.config.task import ReasoningGymTask; from pvg.tasks import open_task\n"
         "print([p.question for p in open_task(ReasoningGymTask(problems=5, test_problems=2)).problems('train')])"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

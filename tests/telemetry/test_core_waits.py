@@ -58,7 +58,7 @@ def test_nothing_is_said_where_the_kernel_counts_nothing(tmp_path: Path) -> None
     assert CoreWaits(tmp_path).take() is None
 
 
-@pytest.mark.skipif(not LINUX, reason="reads what Linux counts")
+@pytest.mark.skipif(not LINUX, reason="needs the counters of Linux")
 def test_a_busy_process_on_the_same_core_is_seen() -> None:
     command = [sys.executable, "-c", BESIDE_A_BUSY_PROCESS]
     ran_s, waited_s, longest_s, shared = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)

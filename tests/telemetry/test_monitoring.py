@@ -126,7 +126,7 @@ def test_device_and_loop_records_come_while_a_run_goes_on(tmp_path: Path) -> Non
     assert set(told.of("loop")[0]["metrics"]) == lags | waits
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="reads what Linux counts")
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="needs the counters of Linux")
 @pytest.mark.parametrize("here", [True, False])
 def test_the_notice_of_a_shared_machine_counts_what_its_workers_wait(tmp_path: Path, here: bool) -> None:
     """Threads of the driver that never wait, and workers that wait for 60 % of their time."""

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.drill
 @pytest.fixture(scope="module", autouse=True)
 def possible() -> None:
     if why := missing():
-        pytest.skip(f"two hosts on one machine: this {why}")
+        pytest.skip(f"needs two hosts on one machine, which {why}")
 
 
 @pytest.fixture

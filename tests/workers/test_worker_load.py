@@ -88,7 +88,7 @@ def test_workers_report_their_load_and_their_restarts(monkeypatch: pytest.Monkey
     asyncio.run(play())
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="compares with what Linux counts")
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs the counters of Linux")
 def test_workers_report_the_peaks_of_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "PROBE_S", 0.1)
     monkeypatch.setattr(device, "_WORKER_PEAKS", {})

@@ -52,10 +52,10 @@ def missing() -> str:
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs root on Linux"
     if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return "needs ip (package iproute2) and unshare"
+        return "needs ip and unshare (`apt-get install iproute2 util-linux`)"
     namespace = f"pvg-{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", namespace], capture_output=True, check=False).returncode:
-        return "cannot make network namespaces"
+        return "needs network namespaces"
     _ip("netns", "del", namespace)
     return ""
 
