@@ -61,7 +61,9 @@ def bench(
     ] = False,
     beside: Annotated[
         int | None,
-        typer.Option("--beside", metavar="N", min=0, help="Keep cores busy with N other processes during the samples."),
+        typer.Option(
+            "--beside", metavar="N", min=0, max=4096, help="Keep cores busy with N other processes during the samples."
+        ),
     ] = None,
     out: Annotated[
         Path | None,

@@ -37,17 +37,22 @@ def study(  # noqa: PLR0917  (each is an option)
     overrides: SetOption = None,
     seeds: Annotated[
         int | None,
-        typer.Option("--seeds", min=1, metavar="N", help="Use seeds 0 to N-1 instead of the seeds in the file."),
+        typer.Option(
+            "--seeds", min=1, max=10_000, metavar="N", help="Use seeds 0 to N-1 instead of the seeds in the file."
+        ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option("--processes", "-p", min=1, metavar="N", help="The number of games that run at the same time."),
+        typer.Option(
+            "--processes", "-p", min=1, max=4096, metavar="N", help="The number of games that run at the same time."
+        ),
     ] = None,
     threads: Annotated[
         int | None,
         typer.Option(
             "--threads",
             min=1,
+            max=1024,
             metavar="N",
             help="Threads per game. Default: 1 for small models, otherwise cores divided by processes.",
         ),

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
@@ -458,8 +458,7 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        self._look_later(transport)
+        self._look_later(cast("asyncio.Transport", transport))
 
     def _look_later(self, transport: asyncio.Transport, *unread: int) -> None:
         """End the connection if it sends no head, or reads nothing of its answer, for SILENCE_S. Looks twice as often,

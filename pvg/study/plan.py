@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -181,12 +182,14 @@ def _evaluate(value: Any) -> Any:
 def _seeds(value: Any) -> Any:
     """Converts a number of seeds, counted from 0, or a list."""
     if isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
-            raise ValueError("a study needs at least one seed")
+        if not 1 <= value <= MOST_SEEDS:
+            raise ValueError(f"a study needs 1 to {MOST_SEEDS:,} seeds")
         return tuple(range(value))
     return tuple(value) if isinstance(value, list) else value
 
 
+MOST_SEEDS = 10_000
+LONGEST_LABEL, LONGEST_NAME = 60, 100  # of an arm; the name of a run has its seed, too, and at most 120 characters
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
@@ -368,7 +371,7 @@ def read_study(path: Path) -> StudyFile:
 
 def resolve_arms(file: StudyFile, origin: str, overrides: Sequence[str] = ()) -> list[Arm]:
     """Every arm with its whole experiment. Raises ConfigurationError with all mistakes, each with its arm."""
-    alone = None if file.grid else ArmEntry(name=Path(file.experiment).stem)
+    alone = None if file.grid else ArmEntry(name=_as_name(Path(file.experiment).stem) or "game")
     entries: Sequence[ArmEntry | None] = file.arm or (alone,)
     arms: list[Arm] = []
     mistakes: dict[str, None] = {}
@@ -388,8 +391,10 @@ def resolve_arms(file: StudyFile, origin: str, overrides: Sequence[str] = ()) ->
 def _resolve(
     name: str, entry: ArmEntry | None, point: Mapping[str, Any], file: StudyFile, origin: str, overrides: Sequence[str]
 ) -> Arm:
-    if not RUN_NAME.fullmatch(name):
-        raise ConfigurationError(f"{name!r} cannot be the name of an arm ({origin}).", "Write an [[arm]] with a name.")
+    if not RUN_NAME.fullmatch(name) or len(name) > LONGEST_NAME:
+        raise ConfigurationError(
+            f"{name!r} cannot be the name of an arm ({origin}).", "Write an [[arm]] with a shorter name."
+        )
     source = entry.experiment if entry and entry.experiment else file.experiment
     data = read_toml(find_experiment(source), "experiment")
     settings = {**dict(leaves(entry.changes if entry else {})), **point}
@@ -436,8 +441,13 @@ def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[st
 def _label(key: str, value: Any) -> str:
     """The label of a value in an arm's name: for text its last part, otherwise the key and the value."""
     if isinstance(value, str):
-        return value.replace("\\", "/").replace(":", "/").rstrip("/").rsplit("/", 1)[-1]
-    return f"{key.rsplit('.', 1)[-1]}-{str(value).lower()}"
+        return _as_name(value.replace("\\", "/").replace(":", "/").rstrip("/").rsplit("/", 1)[-1])
+    return f"{key.rsplit('.', 1)[-1]}-{_as_name(str(value).lower())}"
+
+
+def _as_name(text: str) -> str:
+    """What of a text may be in the name of an arm, which is that of its runs: other characters become dashes."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:LONGEST_LABEL]
 
 
 def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # Room for 20 connections.
 SERVER = """
-import asyncio, resource
+import asyncio, resource, sys
 from aiohttp import web
 from pvg.servers import process
 
@@ -35,7 +35,11 @@ async def serve():
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 process.SILENCE_S = process.BODY_S = 0.5
-asyncio.run(serve())
+if sys.argv[1] == "uvloop":
+    import uvloop
+    uvloop.run(serve())
+else:
+    asyncio.run(serve())
 """
 HOST = b"Host: 127.0.0.1\r\n"
 END = b"Connection: close\r\n\r\n"
@@ -43,10 +47,10 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @contextmanager
-def serving() -> Iterator[int]:
+def serving(loop: str) -> Iterator[int]:
     """The port of a server in another process, which must print no line of errors."""
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVER, loop], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -121,7 +125,10 @@ async def more_clients_than_files(port: int) -> None:
             await each.__aexit__(None, None, None)
 
 
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("clients", [wrong_requests, clients_that_leave, more_clients_than_files])
-def test_a_server_outlives_its_clients_without_a_line(clients: Callable[[int], Coroutine[Any, Any, None]]) -> None:
-    with serving() as port:
+def test_a_server_outlives_its_clients_without_a_line(
+    loop: str, clients: Callable[[int], Coroutine[Any, Any, None]]
+) -> None:
+    with serving(loop) as port:
         asyncio.run(clients(port))

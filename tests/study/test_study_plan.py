@@ -9,6 +9,7 @@ from study_samples import SMALL, small
 
 from pvg.config.load import find_experiment, known_files
 from pvg.errors import ConfigurationError, UsageError
+from pvg.store.run_directory import RUN_NAME
 from pvg.study.measures import MEASURES
 from pvg.study.plan import find_study, load_study
 
@@ -53,6 +54,16 @@ def test_without_arms_there_is_one_and_an_arm_may_have_an_experiment_of_its_own(
     Path("experiments/mine.toml").write_text('name = "mine"\ngame.rounds = 9\n')
     plan = small('name = "two"\n[[arm]]\nname = "a"\nexperiment = "mine"\n[[arm]]\nname = "b"\n')
     assert [(arm.source, arm.experiment.game.rounds) for arm in plan.arms] == [("mine", 9), ("modchain", 5)]
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"), [("my game", "my-game"), ("_x+y", "x-y"), ("日本", "game"), ("a" * 200, "a" * 60)]
+)
+def test_an_arm_without_a_name_gets_one_that_a_run_may_have(stem: str, name: str) -> None:
+    Path(f"{stem}.toml").write_text('name = "mine"')
+    plan = small(f'name = "one"\nexperiment = "{stem}.toml"')
+    assert [arm.name for arm in plan.arms] == [name]
+    assert all(RUN_NAME.fullmatch(cell.name) for cell in plan.cells)
 
 
 def test_two_arms_may_differ_by_their_workers_alone() -> None:
@@ -103,7 +114,7 @@ def test_a_study_in_the_folder_hides_the_shipped_one() -> None:
         ("evaluate = {prats = []}", "The nearest valid key is 'parts'"),
         ('evaluate = {rounds = "first"}', "ounds must be 'all', 'last' or a list of rounds, such as [0, 2]"),
         ("evaluate = {rounds = [5, 0]}", "names round 5, but the games of arm 'modchain' have the rounds 0 to 4"),
-        ("seeds = 0", "A study needs at least one seed"),
+        ("seeds = 0", "A study needs 1 to 10,000 seeds"),
         ("seeds = [1, 1]", "Seeds has a seed twice"),
         ('measures = ["helpful_acuracy"]', "no measure 'helpful_acuracy'. Did you mean 'helpful_accuracy'?"),
         ("[common]\nseed = 3", "seed cannot be set here ([common] of small.toml): use the study's `seeds`"),
@@ -113,7 +124,8 @@ def test_a_study_in_the_folder_hides_the_shipped_one() -> None:
         ('reference = "sr"\n[grid]\ngame.reward = ["src", "cgc"]', "is not an arm of small.toml. Did you mean 'src'?"),
         ('[[arm]]\nname = "a"\n[[arm]]\nname = "a"\nset = {game.rounds = 1}', "arms of small.toml have the name 'a'"),
         ('[[arm]]\nname = "a"\n[[arm]]\nname = "b"\nset = {game.rounds = 5}', "arms 'a' and 'b' of small.toml are"),
-        ('[grid]\ngame.reward = ["s rc"]', "'s rc' cannot be the name of an arm"),
+        ('[grid]\ngame.reward = ["s rc"]', "arm 's-rc' of small.toml"),
+        ("seeds = 99999999999999999999", "beyond 64 bits"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_what_was_meant(text: str, message: str) -> None:
