@@ -102,7 +102,7 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
 
 
 def digests(named: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """SHA-256 of every `named` file, by its path as written there."""
+    """SHA-256 of every `named` file and of what it imports from its folder, by its path as written there."""
     return {str(path): hashlib.sha256(source).hexdigest() for path, source in _files(named)}
 
 
@@ -113,8 +113,25 @@ def sources(named: Iterable[tuple[str, str]]) -> dict[str, bytes]:
 
 def _files(named: Iterable[tuple[str, str]]) -> Iterator[tuple[Path, bytes]]:
     for key, name in named:
-        path, _ = split_reference(name)
-        yield path, _source(key, path)
+        waiting, seen = [split_reference(name)[0]], set[Path]()
+        while waiting:
+            path = waiting.pop()
+            if path not in seen:
+                seen.add(path)
+                source = _source(key, path)
+                yield path, source
+                waiting += _imported_beside(path, _parsed(key, path, source))
+
+
+def _imported_beside(path: Path, tree: ast.Module) -> Iterator[Path]:
+    """The files in the folder of `path` that it may import, the modules of a package included."""
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
+            if (beside := path.parent / f"{name}.py").is_file():
+                yield beside
+            yield from sorted((path.parent / name).rglob("*.py"))
 
 
 def _source(key: str, path: Path) -> bytes:

@@ -12,21 +12,26 @@ from __future__ import annotations
 
 import codecs
 import errno
+import hashlib
 import math
 import os
 import stat
 from collections.abc import Iterator
+from functools import lru_cache
 from io import BufferedReader
 from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import orjson
+
 from pvg.errors import PATH_MISTAKES, ConfigurationError, StateError, UsageError, path_error, shortened, user_paths
 
 MIB = 1 << 20
 TEXT_BYTES = 4 * MIB  # experiments, profiles, studies, a user's Python
 REPORT_BYTES = 256 * MIB  # a benchmark report has raw samples
+BLOCK, SPACED = 16 << 10, 1024  # bytes of a sampled block, and how many are spread over a file
 DEEPEST = 16  # levels of nested tables and lists; pvg's settings have 3
 LARGEST = 2**63 - 1  # JSON libraries and manifests support 64-bit integers
 
@@ -143,6 +148,40 @@ def check_regular(file: Path) -> None:
     missing file."""
     if file.exists() and not file.is_file():
         raise ConfigurationError(f"{file} is not a regular file.")
+
+
+def file_digest(file: Path, *, weights: bool = False) -> str:
+    """SHA-256 of a file in hex. Of `weights` larger than TEXT_BYTES, only of the size and of some blocks, so that it
+    takes less than a second: those where tensors begin and end (safetensors), and SPACED others. It notices training,
+    merging and converting, and may miss single numbers that were changed by hand."""
+    with user_paths(), open_input(file) as opened:
+        found = os.fstat(opened.fileno())
+        return _digest(file, weights and found.st_size > TEXT_BYTES, found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, sampled: bool, size: int, *changes: int) -> str:
+    """`changes`: with the size, what tells this content from others of the same path in this process."""
+    with user_paths(), open_input(file) as opened:
+        if not sampled:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size).encode())
+        for start in sorted({*_tensor_places(opened, size), *range(0, size, size // SPACED)}):
+            opened.seek(start)
+            digest.update(opened.read(BLOCK))
+        return digest.hexdigest()
+
+
+def _tensor_places(file: BufferedReader, size: int) -> Iterator[int]:
+    """Where the blocks at the begin and at the end of each tensor of a safetensors file are. None for other files."""
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = orjson.loads(file.read(length)) if length < min(size, REPORT_BYTES) else {}
+        for tensor in header.values():
+            for place in tensor.get("data_offsets", ()):
+                yield from (8 + length + place, max(0, 8 + length + place - BLOCK))
+    except (AttributeError, TypeError, ValueError):  # not safetensors
+        return
 
 
 def expanded(path: str | Path, where: str) -> Path:

@@ -69,7 +69,7 @@ from pvg.evaluation.training import (
     policy_totals,
     tax,
 )
-from pvg.game.ledger import check_same_code
+from pvg.game.ledger import check_same_inputs
 from pvg.game.mint import load_source
 from pvg.game.players import Players
 from pvg.game.protocols import solutions_of
@@ -384,7 +384,7 @@ async def evaluate(
     started = time.perf_counter()
     check_protocol(experiment, parts)
     reading = OpenedRun.open(run)
-    check_same_code(reading.state, experiment)
+    check_same_inputs(reading.state, experiment)
     chosen = chosen_rounds(reading, run, rounds)
     reading.check_players(_sampled_rounds(chosen, parts))  # not when their turn comes, perhaps after hours
     if "exploit" in parts:

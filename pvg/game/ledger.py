@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -30,13 +31,16 @@ from pvg.config.load import differences
 from pvg.errors import StateError, counted, user_paths
 from pvg.extensions import digests, sources
 from pvg.game.states import GameState, Phase, later_rounds_begin_with
+from pvg.inputs import expanded, file_digest
 from pvg.records import Rollout
 from pvg.store.atomic import make_directory, open_stored, write_atomic
 from pvg.store.checkpoints import prune, read_checkpoint, verify_checkpoint, write_checkpoint
 from pvg.store.run_directory import RunDirectory
+from pvg.store.run_players import base_source
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore, JournalMark, JsonLines, read_json_lines
+from pvg.tasks.data import files_of
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
 from pvg.telemetry.spans import Span, run_in, submit_in
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 
 
 MANIFEST_SCHEMA = 1
+# Endings of the files in a model's folder on which the model depends: weights, settings, tokenizer, chat template.
+MODEL_FILES = frozenset({".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken"})
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
@@ -280,15 +286,16 @@ class Ledger:
         """The last commit whose files are all intact. Removes everything that no commit names."""
         loaded = self.directory.load_state(self._check_files)
         if loaded.state is None:
-            own_code = digests(experiment.own_code())
-            state = GameState(experiment.hash(), experiment.hashed(), code_version, own_code=own_code)
+            inputs = {name: digest for name, (_, digest) in inputs_of(experiment).items()}
+            settings = experiment.hash(), experiment.hashed()
+            state = GameState(*settings, code_version, inputs=inputs, folder=str(Path.cwd()))
             self._copy_code(experiment)
         else:
             state = extended(GameState.from_plain(loaded.state), experiment)
             if limits := check_same_configuration(state, experiment):
                 self.notices.append(f"The last bits of the weights may change: {'; '.join(limits)}.")
                 self.log.event("run", event="settings", changed="; ".join(limits))
-            check_same_code(state, experiment)
+            check_same_inputs(state, experiment)
             if state.code_version != code_version:
                 self.notices.append(
                     f"This run started with pvg {state.code_version} and continues with {code_version}."
@@ -346,13 +353,39 @@ def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> lis
     return removed + directory.remove_temporaries()
 
 
-def check_same_code(state: GameState, experiment: Experiment) -> None:
-    """Raises StateError if the user's own files have changed since the run started."""
-    for path, digest in digests(experiment.own_code()).items():
-        if state.own_code.get(path) != digest:
+def inputs_of(experiment: Experiment, *, only_models: bool = False) -> dict[str, tuple[Path, str]]:
+    """The digest of every file that a run of `experiment` reads, with its path, by a name that does not depend on the
+    machine. A folder also has the digest of its files' names. Not what has a commit or a digest in its source (the hub,
+    players of runs), belongs to an installed package, is part of the settings (prompts) or is missing."""
+    found: dict[str, tuple[Path, str]] = {}
+    for key, source in experiment.sources().items():
+        place = expanded(base_source(source), key)  # of a player of a run: the model that the run trained
+        if key == "task.path" and not only_models:
+            splits = files_of(place)[0].values() if place.is_dir() else [[place]]
+            files = [file for split in splits for file in split if file.is_file()]
+        elif key != "task.path" and place.is_dir():
+            files = sorted(file for file in place.iterdir() if file.suffix in MODEL_FILES and file.is_file())
+        else:
+            continue
+        weights = key != "task.path"
+        found |= {f"{key}/{file.name}": (file, file_digest(file, weights=weights)) for file in files}
+        if place.is_dir():
+            names = orjson.dumps([file.name for file in files])
+            found[key] = place, hashlib.sha256(names).hexdigest()
+    own = {} if only_models else digests(experiment.own_code())
+    return found | {path: (Path(path), digest) for path, digest in own.items()}
+
+
+def check_same_inputs(state: GameState, experiment: Experiment, *, only_models: bool = False) -> None:
+    """Raises StateError if a file that the run reads has changed since it started. One that is missing is for the code
+    that opens it."""
+    for name, (path, digest) in inputs_of(experiment, only_models=only_models).items():
+        if state.inputs.get(name, digest) != digest:
+            what = "has other files than when" if path.is_dir() else "has changed since"
+            elsewhere = "" if state.folder in ("", str(Path.cwd())) else f" It started in the folder {state.folder}."
             raise StateError(
-                f"{path} has changed since this run started.",
-                "Restore it (the run's folder code/ has a copy), or start a new run with --name.",
+                f"{path} {what} this run started.{elsewhere}",
+                "Restore it (the run's folder code/ has copies of Python files), or start a new run with --name.",
             )
 
 

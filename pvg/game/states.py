@@ -60,7 +60,8 @@ class GameState:
     - `offsets`: committed lengths of the appended files in bytes. `marks`: their lengths and digests at earlier commits
       and, as the last entry, at this one (pvg.store.state.JournalMark).
     - `machine`: what the last bits of every result depend on (torch, device, threads).
-    - `own_code`: digests of the user's files that the experiment names (pvg.extensions).
+    - `inputs`: digests of the user's files that the run reads, by name (pvg.game.ledger.inputs_of).
+    - `folder`: the working directory in which the run began.
     - `peak_memory`: maximum over the processes of the run so far, in bytes (pvg.telemetry.device.peak_memory).
     """
 
@@ -79,7 +80,8 @@ class GameState:
     offsets: Mapping[str, int] = field(default_factory=dict)
     marks: Mapping[str, Sequence[Sequence[Any]]] = field(default_factory=dict)
     machine: str = ""
-    own_code: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    folder: str = ""
     peak_memory: Mapping[str, float] = field(default_factory=dict)
 
     def enter(self, phase: Phase, *, round_: int | None = None) -> GameState:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_ledger_off_the_loop import rollout
 
 from pvg.config.experiment import Experiment
+from pvg.config.load import find_experiment, load_experiment
 from pvg.errors import StateError
 from pvg.game.ledger import Ledger
 from pvg.game.states import Phase
@@ -204,3 +206,72 @@ def test_nothing_is_committed_to_a_folder_that_was_moved(tmp_path: Path) -> None
         move_and_commit()
     assert not run.path.exists()  # not made again either
     assert committed(RunDirectory(tmp_path / "away")) == ("mint", 1, ["r0"])
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.zeros(2000, 1000), "b": torch.full((9,), value), "v": torch.zeros(999)}
+
+
+def write_inputs(folder: Path) -> Experiment:
+    """A data folder, two models and a Python file that imports another one, all with relative paths."""
+    for name in ("data", "prover", "verifier", "package"):
+        (folder / name).mkdir()
+    (folder / "data/train.csv").write_text("question,answer\na?,1\n")
+    (folder / "data/test.csv").write_text("question,answer\nb?,1\n")
+    for name in ("prover", "verifier"):
+        (folder / name / "config.json").write_text("{}")
+        (folder / name / "tokenizer.json").write_text("{}")
+        (folder / name / "README.md").write_text("about")
+        save_file(weights(0.0), folder / name / "model.safetensors")
+    (folder / "package/inner.py").write_text("A = 1\n")
+    (folder / "beside.py").write_text("import package.inner\nimport json\n")
+    (folder / "mine.py").write_text("from beside import package\ndef reward(outcomes, game):\n    return 0\n")
+    settings = ["task=data", "task.path=data", "models.prover.source=prover", "models.verifier.source=verifier"]
+    return load_experiment(find_experiment("modchain"), [*settings, "game.reward=mine.py:reward"])
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("data/train.csv", "data/train.csv has changed since"),
+        ("data/test.csv", "data/test.csv has changed since"),
+        ("verifier/tokenizer.json", "verifier/tokenizer.json has changed since"),
+        ("prover/model.safetensors", "prover/model.safetensors has changed since"),
+        ("prover/chat_template.jinja", "prover has other files than when"),
+        ("mine.py", "mine.py has changed since"),
+        ("package/inner.py", "package/inner.py has changed since"),
+        ("prover/README.md", ""),
+        ("json.py", ""),
+        ("data/more.csv", ""),
+    ],
+)
+def test_a_run_goes_on_only_with_the_files_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, refused: str
+) -> None:
+    monkeypatch.setattr("pvg.inputs.TEXT_BYTES", 1 << 20)  # larger weights are sampled
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    monkeypatch.chdir(first)
+    experiment = write_inputs(first)
+    run = RunDirectory.create(Path("runs"), "one", experiment)
+
+    def begin() -> None:
+        ledger = Ledger(run, experiment, "test")
+        asyncio.run(commit_all(ledger, 1))
+        ledger.close()
+
+    begin()
+    shutil.copytree(first, second)  # as on another machine
+    shutil.rmtree(first)
+    monkeypatch.chdir(second)
+    if name.endswith(".safetensors"):
+        save_file(weights(1.0), second / name)
+    else:
+        with (second / name).open("a") as file:
+            file.write("\n#")
+    if not refused:
+        begin()
+        return
+    with pytest.raises(StateError, match=refused) as raised:
+        begin()
+    assert f"It started in the folder {first}" in raised.value.message
