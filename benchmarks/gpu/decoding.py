@@ -1,8 +1,5 @@
 """The torch engine on one device: tokens per second, share of the memory bandwidth, MFU, peak memory.
 
-    python -m benchmarks.gpu.decoding --out decoding.json
-    python -m benchmarks.gpu.decoding --device cpu --small --out decoding.json   # tests this script
-
 The model has the shape of Qwen2.5-1.5B, random weights in bfloat16, and samples whole completions. A decoding step must
 read all weights and all cached keys and values once: the figure "memory bandwidth" is these bytes per second over the
 measured rate of a large copy.
@@ -11,7 +8,6 @@ measured rate of a large copy.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,7 +16,7 @@ import torch
 
 from benchmarks.gpu.parity import decoded, opened, requests_of
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.sizes import PartArguments, Sizes, random_model
+from benchmarks.gpu.sizes import Sizes, random_model
 from pvg.bench.workloads.trainer import ModelSize, matmul_gflops
 from pvg.models.language_model import LanguageModel
 from pvg.rollout.engine import GenerationRequest
@@ -33,9 +29,7 @@ WARM_UPS = 2  # libraries choose their kernels; then every shape of a step is re
 MODULE_TOKENS = 32  # the model's own forward pass is slow, and its rate hardly depends on the length
 
 
-def main() -> int:
-    arguments = PartArguments.parsed("Measure the torch engine on one device.")
-    results, device, sizes = Results("decoding"), arguments.device, arguments.sizes
+def measure(results: Results, sizes: Sizes, device: torch.device) -> None:
     bandwidth, rate = copy_rate(device), matmul_gflops("bfloat16", str(device)) * 1e9
     results.figure("bandwidth of a large copy", bandwidth / 1e9, "GB/s")
     with random_model(sizes.whole, device, torch.bfloat16) as model:
@@ -44,11 +38,10 @@ def main() -> int:
             requests = requests_of(sizes, sizes.whole.vocabulary, rows)
             for graphs in (True, False) if device.type == "cuda" else (False,):
                 name = f"{rows} rows, {'with' if graphs else 'without'} CUDA graphs"
-                measure(results, name, decoder, model, requests, graphs, (bandwidth, rate))
+                measure_rows(results, name, decoder, model, requests, graphs, (bandwidth, rate))
         most = max(sizes.decoded_rows)
         engine(results, sizes, model, most, lean=True)
         engine(results, sizes, model, min(sizes.decoded_rows), lean=False)
-    return results.write(arguments.out, device)
 
 
 def copy_rate(device: torch.device) -> float:
@@ -65,7 +58,7 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.nbytes / best
 
 
-def measure(
+def measure_rows(
     results: Results,
     name: str,
     decoder: LeanDecoder,
@@ -139,7 +132,3 @@ def _shortened(request: GenerationRequest) -> GenerationRequest:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,11 @@
 """Compares pvg's fast code with the models' own code on one device, in float32 and in bfloat16.
 
-    python -m benchmarks.gpu.parity --out parity.json
-    python -m benchmarks.gpu.parity --device cpu --small --out parity.json       # tests this script
-
 Checks: sampled log-probs of lean decoding; CUDA graphs; log-probs and gradients of packed rows with fused layers;
 variable-length attention; logits in chunks.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.sizes import PartArguments, Sizes, random_model, random_rows
+from benchmarks.gpu.sizes import Sizes, random_model, random_rows
 from pvg.models.compute import allow_tf32, autocast
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import (
@@ -41,15 +37,12 @@ LOGPROB_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
 RELATIVE_LIMIT = 1.5
 
 
-def main() -> int:
-    arguments = PartArguments.parsed("Compare fast code with the models' own on one device.")
-    results, device, sizes = Results("parity"), arguments.device, arguments.sizes
+def measure(results: Results, sizes: Sizes, device: torch.device) -> None:
     allow_tf32(device, "float32")
     check_decoding(results, sizes, device)
     check_training(results, sizes, device)
     check_attention(results, sizes, device)
     check_chunks(results, sizes, device)
-    return results.write(arguments.out, device)
 
 
 def requests_of(sizes: Sizes, vocabulary: int, rows: int | None = None) -> list[GenerationRequest]:
@@ -237,7 +230,3 @@ def check_chunks(results: Results, sizes: Sizes, device: torch.device) -> None:
                 float((one - other).norm() / other.norm()),
                 limit,
             )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

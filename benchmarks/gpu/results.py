@@ -6,80 +6,59 @@ import json
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pvg.reporting.table import markdown_lines
 from pvg.telemetry.device import processor
 from pvg.version import code_version
 
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCheck:
-    """`value` must be at most `limit`."""
-
-    name: str
-    value: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        return self.value <= self.limit  # false for nan
-
-
-@dataclass(frozen=True, slots=True)
-class GpuFigure:
-    name: str
-    value: float
-    unit: str
-
-
 @dataclass(slots=True)
 class Results:
-    """Of one part. `notes`: what was left out, and why."""
+    """Of one part. `checks`: a value and the limit that it must not exceed. `notes`: what was left out, and why."""
 
     part: str
-    checks: list[GpuCheck] = field(default_factory=list)
-    figures: list[GpuFigure] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    figures: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.perf_counter)
 
     def check(self, name: str, value: float, limit: float) -> None:
-        self.checks.append(GpuCheck(name, value, limit))
-        print(f"{'ok  ' if self.checks[-1].passed else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
+        passed = value <= limit  # false for nan
+        self.checks.append({"name": name, "value": value, "limit": limit, "passed": passed})
+        print(f"{'ok  ' if passed else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
 
     def figure(self, name: str, value: float, unit: str) -> None:
-        self.figures.append(GpuFigure(name, value, unit))
+        self.figures.append({"name": name, "value": value, "unit": unit})
         print(f"     {name}: {value:.4g} {unit}", flush=True)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
         print(f"     {text}", flush=True)
 
-    @property
-    def passed(self) -> bool:
-        return all(check.passed for check in self.checks)
-
     def write(self, path: Path, device: torch.device) -> int:
         """Write the file. Returns the exit code: 1 if a check failed."""
+        passed = all(check["passed"] for check in self.checks)
         document = {
             "schema_version": SCHEMA_VERSION,
             "part": self.part,
             "machine": machine_facts(device),
             "pvg": code_version(),
             "seconds": round(time.perf_counter() - self._began, 1),
-            "passed": self.passed,
-            "checks": [asdict(check) | {"passed": check.passed} for check in self.checks],
-            "figures": [asdict(figure) for figure in self.figures],
+            "passed": passed,
+            "checks": self.checks,
+            "figures": self.figures,
             "notes": self.notes,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        return 0 if self.passed else 1
+        return 0 if passed else 1
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
@@ -109,16 +88,14 @@ def _page_lines(documents: Sequence[dict[str, Any]], failures: Sequence[str]) ->
         facts = ", ".join(f"{name} {value}" for name, value in document["machine"].items())
         yield f"\n## {document['part']}\n"
         yield f"{document['seconds']:g} s. {facts}. pvg {document['pvg']}.\n"
-        if document["checks"]:
-            yield "| check | found | at most | |\n|---|---:|---:|---|"
-            for check in document["checks"]:
-                verdict = "ok" if check["passed"] else "**failed**"
-                yield f"| {check['name']} | {check['value']:.3g} | {check['limit']:g} | {verdict} |"
-            yield ""
-        if document["figures"]:
-            yield "| figure | | |\n|---|---:|---|"
-            for figure in document["figures"]:
-                yield f"| {figure['name']} | {figure['value']:.4g} | {figure['unit']} |"
-            yield ""
+        checks = [
+            (check["name"], f"{check['value']:.3g}", f"{check['limit']:g}", "ok" if check["passed"] else "**failed**")
+            for check in document["checks"]
+        ]
+        figures = [(figure["name"], f"{figure['value']:.4g}", figure["unit"]) for figure in document["figures"]]
+        if checks:
+            yield from (*markdown_lines(("check", "found", "at most", ""), "lrrl", checks), "")
+        if figures:
+            yield from (*markdown_lines(("figure", "", ""), "lrl", figures), "")
         for note in document["notes"]:
             yield f"{note}\n"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -93,21 +91,3 @@ def random_rows(sizes: Sizes, vocabulary: int, seed: int = 0) -> tuple[list[Int3
             sequences.append(np.concatenate([prompt, own]).astype(np.int32))
             lengths.append(len(prompt))
     return sequences, np.array(lengths, dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class PartArguments:
-    """What each script of this folder is called with."""
-
-    device: torch.device
-    sizes: Sizes
-    out: Path
-
-    @classmethod
-    def parsed(cls, about: str) -> PartArguments:
-        parser = argparse.ArgumentParser(description=about)
-        parser.add_argument("--device", default="cuda:0", help="a torch device, such as cuda:1")
-        parser.add_argument("--small", action="store_true", help="small models and batches, to test the script")
-        parser.add_argument("--out", type=Path, required=True, help="the file for the results, JSON")
-        found = parser.parse_args()
-        return cls(torch.device(found.device), SMALL if found.small else LARGE, found.out)

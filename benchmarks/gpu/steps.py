@@ -1,8 +1,5 @@
 """Optimizer steps on one device: low-rank adapters on a model of the shape of Qwen2.5-1.5B with random weights.
 
-    python -m benchmarks.gpu.steps --out steps.json
-    python -m benchmarks.gpu.steps --device cpu --small --out steps.json         # tests this script
-
 A step is what the game does with a batch: packed rows, loss, gradient and AdamW. The MFU is the required operations per
 second over the measured rate of a large bfloat16 product. Frozen weights need no gradient of their own, so their linear
 layers count twice a forward pass and not three times. Recomputed layers and padding count as time only.
@@ -11,7 +8,6 @@ layers count twice a forward pass and not three times. Recomputed layers and pad
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.sizes import PartArguments, Sizes, random_model, random_rows
+from benchmarks.gpu.sizes import Sizes, random_model, random_rows
 from pvg.bench.workloads.trainer import ModelSize, matmul_gflops
 from pvg.config.load import build_experiment
 from pvg.models.adapters import attach_adapters
@@ -34,15 +30,12 @@ from pvg.training.trainer import OptimizerSettings, Trainer
 RANK = 16
 
 
-def main() -> int:
-    arguments = PartArguments.parsed("Measure optimizer steps on one device.")
-    results, device = Results("optimizer steps"), arguments.device
+def measure(results: Results, sizes: Sizes, device: torch.device) -> None:
     rate = matmul_gflops("bfloat16", str(device))
     results.figure("bfloat16 product of two large matrices", rate / 1e3, "TFLOP/s")
     for checkpointing in (False, True):
         name = "adapters, layers recomputed" if checkpointing else "adapters"
-        measure_adapters(results, name, arguments.sizes, device, rate, checkpointing)
-    return results.write(arguments.out, device)
+        measure_adapters(results, name, sizes, device, rate, checkpointing)
 
 
 def batch_of(sizes: Sizes, seed: int = 0) -> PolicyBatch:
@@ -150,7 +143,3 @@ def _flops(model: LanguageModel, batch: PolicyBatch) -> float:
     linear = size.forward(tokens, predicted, 0.0)
     attention = size.forward(0.0, 0.0, float(np.square(lengths_N).sum()))
     return 2.0 * linear + 3.0 * attention
-
-
-if __name__ == "__main__":
-    sys.exit(main())
