@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pvg.errors import EXIT_CHECK_FAILED, UsageError
+from pvg.errors import EXIT_CHECK_FAILED
 from pvg_cli import completion
 from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
@@ -30,16 +30,14 @@ def diagnose(
     debug: DebugOption = False,
 ) -> None:
     """Find what slows a run down: queues, reloads, checkpoints, an idle trainer, stragglers, a slow event loop."""
-    from pvg.config.load import did_you_mean
+    from pvg.config.load import refuse_unknown
     from pvg.reporting import diagnosis
     from pvg.store.run_directory import RunDirectory
     from pvg_cli.output import stdout
 
     known, refused = [*diagnosis.SIGNATURES, ANY], fail_on or []
-    if unknown := [name for name in refused if name not in known]:
-        raise UsageError(
-            f"There is no signature {unknown[0]!r}.{did_you_mean(unknown[0], known)}", f"Known: {', '.join(known)}."
-        )
+    for name in refused:
+        refuse_unknown("signature {}", name, known)
     found = diagnosis.diagnose(RunDirectory.open(run, runs))
     if as_json:
         emit(found.plain())

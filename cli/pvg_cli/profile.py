@@ -85,15 +85,14 @@ def _of_stage(
     experiment: str | None, stage: str, overrides: list[str], steps: int, out: Path | None, py_spy: bool
 ) -> ProfileResult:
     announce_loading()
-    from pvg.bench.profiling import profile_stage, stage_of, stage_settings
+    from pvg.bench.profiling import profile_stage, stage_settings
     from pvg_cli.runs import DEFAULT_EXPERIMENT
 
-    chosen = stage_of(stage)
-    settings = stage_settings(chosen, experiment or DEFAULT_EXPERIMENT, overrides)
+    settings = stage_settings(stage, experiment or DEFAULT_EXPERIMENT, overrides)
     if settings.note:
         say(settings.note)
-    folder = out or _free(f"profile-{settings.experiment.name}-{chosen}")
-    return profile_stage(settings, chosen, folder, steps=steps, py_spy=py_spy, on_pass=lambda text: say(f"{text} ..."))
+    folder = out or _free(f"profile-{settings.experiment.name}-{stage}")
+    return profile_stage(settings, stage, folder, steps=steps, py_spy=py_spy, on_pass=lambda text: say(f"{text} ..."))
 
 
 def _free(name: str) -> Path:

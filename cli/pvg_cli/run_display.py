@@ -21,11 +21,11 @@ from pvg.reporting.formats import (
     phase_label,
     seconds_to_come,
     short_seconds,
-    total_budget,
     trend,
 )
 from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
 from pvg.telemetry.events import PhaseInfo, Progress
+from pvg.telemetry.spans import total_seconds
 from pvg_cli.display import Display, framed, progress_row
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class RunDisplay(Display):
 
     def budget(self) -> dict[str, float]:
         """Mean seconds per step by part, over the last steps. The largest part is first, `unaccounted` last."""
-        totals = total_budget(self._budgets)
+        totals = total_seconds(self._budgets)
         return {part: seconds / len(self._budgets) for part, seconds in totals.items()}
 
     # --- lines -----------------------------------------------------------------------------------------------------

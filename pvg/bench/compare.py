@@ -25,14 +25,15 @@ tests/bench/test_compare.py measures both rates. False alarms occur in below 1 %
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pvg.bench.report import BenchReport, Samples, Variant
+from pvg.config.load import leaves
 from pvg.errors import UsageError
 
 # --- statistics for few samples -------------------------------------------------------------------------------------
@@ -279,9 +280,6 @@ class MetricComparison:
     verdict: Verdict
     beyond: bool
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ReportSide:
@@ -367,7 +365,9 @@ def compare_reports(
         name=a.name if a.name == b.name else f"{a.name} against {b.name}",
         same=a == b,
         environment=tuple(differences(a.environment.model_dump(), b.environment.model_dump())),
-        settings=tuple(_settings(a, b)),
+        settings=tuple(  # usually what the comparison is about
+            replace(found, key=found.key.removeprefix("experiment.")) for found in differences(a.config, b.config)
+        ),
         metrics=tuple(sorted(compared, key=_importance)),
         left_out=tuple(left_out),
         peak_memory={
@@ -379,14 +379,11 @@ def compare_reports(
     )
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[FieldDifference]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[FieldDifference]:
     """Every difference between two nested tables of JSON data, with dotted keys. A missing value is ABSENT."""
-    for key in dict.fromkeys([*a, *b]):
-        one, other = a.get(key, ABSENT), b.get(key, ABSENT)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from differences(one, other, f"{prefix}{key}.")
-        elif one != other:
-            yield FieldDifference(f"{prefix}{key}", one, other)
+    one, other = dict(leaves(a)), dict(leaves(b))
+    found = (FieldDifference(key, one.get(key, ABSENT), other.get(key, ABSENT)) for key in one | other)
+    return [each for each in found if each.a != each.b]
 
 
 def word(value: Any) -> str:
@@ -474,12 +471,6 @@ def _quantity(label: str, name: str, a: Samples, b: Samples) -> tuple[str, tuple
     signed = [sign * value for value in (*a.values, *b.values)]
     levels = {value: rank for rank, value in enumerate(sorted(set(signed)))}
     return label, tuple(levels[value] for value in signed)
-
-
-def _settings(a: BenchReport, b: BenchReport) -> Iterator[FieldDifference]:
-    """The settings in which the two benchmarks differ, usually what the comparison is about."""
-    for difference in differences(a.config, b.config):
-        yield FieldDifference(difference.key.removeprefix("experiment."), difference.a, difference.b)
 
 
 def _compared(

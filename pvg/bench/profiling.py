@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
@@ -47,7 +47,7 @@ from pvg.bench.workloads import (
     read_profile,
     settings_of,
 )
-from pvg.config.load import did_you_mean
+from pvg.config.load import refuse_unknown
 from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.installation import install_extra
 from pvg.store.atomic import DamagedFileError
@@ -58,24 +58,17 @@ from pvg.telemetry.spans import DRIVER, DeviceClock, Span, Tracer
 
 # --- the work of a stage, and its passes ------------------------------------------------------------------------------
 
-Stage = Literal["rollout", "trainer", "e2e"]
-STAGES: tuple[Stage, ...] = ("rollout", "trainer", "e2e")
+STAGES = ("rollout", "trainer", "e2e")
 ROLLOUTS = "rollouts"  # key of a workload's table: the number of rollouts in a sample
 
 
-def stage_of(name: str) -> Stage:
-    for stage in STAGES:
-        if stage == name:
-            return stage
-    raise UsageError(f"There is no stage {name!r}.{did_you_mean(name, STAGES)}", f"Known: {', '.join(STAGES)}.")
-
-
-def stage_settings(stage: Stage, experiment: str, overrides: Sequence[str]) -> BenchSettings:
+def stage_settings(stage: str, experiment: str, overrides: Sequence[str]) -> BenchSettings:
     """The settings of a stage's workload on `experiment` (a name or a file), with the overrides.
 
     The profile's `changes` are left out: they belong to its benchmark. A sample has as many rollouts as a batch of the
-    experiment, unless `workload.rollouts` is given. Raises UsageError and ConfigurationError.
+    experiment, unless `workload.rollouts` is given. Raises UsageError, also for another stage, and ConfigurationError.
     """
+    refuse_unknown("stage {}", stage, STAGES)
     path = find_profile(stage)
     profile = read_profile(path).model_copy(update={"experiment": experiment, "changes": {}})
     given = parse_overrides(overrides)
@@ -296,7 +289,7 @@ class ProfileResult:
 
 def profile_stage(
     settings: BenchSettings,
-    stage: Stage,
+    stage: str,
     folder: Path,
     *,
     steps: int,
@@ -356,7 +349,7 @@ def _new(folder: Path) -> Path:
 
 async def _passes(
     settings: BenchSettings,
-    stage: Stage,
+    stage: str,
     made: ProfileResult,
     steps: int,
     py_spy: bool,

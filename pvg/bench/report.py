@@ -17,18 +17,20 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 import pvg
+from pvg.config.base import StrictRecord
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.inputs import REPORT_BYTES, read_input, text_of
 from pvg.store.atomic import write_output
-from pvg.telemetry.device import processor
+from pvg.telemetry.device import GpuUnavailableError, driver, processor
 from pvg.telemetry.waits import usable_cores
 
 GIB = 1024**3
@@ -93,20 +95,14 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 def gpu_and_driver() -> tuple[str | None, str | None]:
     """The GPUs' names ("2 x NVIDIA A100") and the driver's version; (None, None) without a driver or a GPU."""
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+        with driver() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            kinds = Counter(str(nvml.nvmlDeviceGetName(handle)) for handle in handles)
+            version = str(nvml.nvmlSystemGetDriverVersion())
+    except GpuUnavailableError:
         return None, None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        names = [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
-        driver = str(pynvml.nvmlSystemGetDriverVersion())
-    finally:
-        pynvml.nvmlShutdown()
-    kinds = {name: names.count(name) for name in names}
-    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in kinds.items()) or None, driver
+    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in kinds.items()) or None, version
 
 
 # --- the report -------------------------------------------------------------------------------------------------------
@@ -114,11 +110,7 @@ def gpu_and_driver() -> tuple[str | None, str | None]:
 SCHEMA_VERSION = 1
 
 
-class BenchRecord(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class Samples(BenchRecord):
+class Samples(StrictRecord):
     """The raw values of one metric, in the order in which they were measured."""
 
     unit: str
@@ -126,29 +118,29 @@ class Samples(BenchRecord):
     values: Annotated[tuple[float, ...], Field(min_length=1)]
 
 
-class TimeBudget(BenchRecord):
+class TimeBudget(StrictRecord):
     """Seconds by part over all samples (see pvg.telemetry.spans): `exposed` sums to `wall_s`."""
 
     wall_s: float
     steps: int
     exposed: dict[str, float]
     busy: dict[str, float]
-    device_s: dict[str, float] = {}
+    device_s: dict[str, float] = Field(default_factory=dict)
 
 
-class Variant(BenchRecord):
+class Variant(StrictRecord):
     """One measured variant. A failed one has a reason and no metrics."""
 
     label: str  # "" if it is the only one, otherwise what differs, such as "rollout.engine.max_rows=64"
-    overrides: dict[str, Any] = {}  # the settings in which it differs from `config`
+    overrides: dict[str, Any] = Field(default_factory=dict)  # the settings in which it differs from `config`
     status: Literal["ok", "failed"]
     reason: str = ""
-    samples: dict[str, Samples] = {}
+    samples: dict[str, Samples] = Field(default_factory=dict)
     budget: TimeBudget | None = None
-    derived: dict[str, float] = {}
+    derived: dict[str, float] = Field(default_factory=dict)
 
 
-class MachineInfo(BenchRecord):
+class MachineInfo(StrictRecord):
     """Where the samples were taken. `cores`: those that the process may use. `threads`: torch's, if it was loaded."""
 
     python: str
@@ -168,7 +160,7 @@ class MachineInfo(BenchRecord):
     event_loop: str
 
 
-class BenchReport(BenchRecord):
+class BenchReport(StrictRecord):
     """One call of `pvg bench`. `kind`: "bench" has one variant, "sweep" one per value, "ablation" one per rung of the
     ladder, slowest first. `status` is "failed" if a variant failed. `work`: what every sample did; parts that differ
     between variants (a sweep over the amount of work) stand under "by_variant", by label."""
@@ -187,11 +179,8 @@ class BenchReport(BenchRecord):
     warmup: int
     repeats: int
     variants: Annotated[tuple[Variant, ...], Field(min_length=1)]
-    peak_memory: dict[str, float] = {}  # bytes over the whole call: rss_bytes, and gpu_bytes if torch used a GPU
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON data."""
-        return self.model_dump(mode="json")
+    # Bytes over the whole call: rss_bytes, and gpu_bytes if torch used a GPU.
+    peak_memory: dict[str, float] = Field(default_factory=dict)
 
 
 def work_of(report: BenchReport) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
 from pvg.telemetry.device import peak_memory
-from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, trained_seconds
+from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, total_seconds, trained_seconds
 from pvg.telemetry.waits import runner
 
 RESET = "reset"  # the span in which a workload returns to its start or calibrates itself; real steps have none
@@ -199,14 +199,12 @@ async def run_trials(trials: Sequence[VariantTrial]) -> None:
 
 
 def total(budgets: Sequence[StepBudget]) -> TimeBudget:
-    """The sum of the samples' budgets, the largest exposed part first."""
-    exposed, busy, device_s = (
-        _summed(budget.exposed for budget in budgets),
-        _summed(budget.busy for budget in budgets),
-        _summed(budget.device_s for budget in budgets),
-    )
+    """The sum of the samples' budgets, the largest parts first."""
     wall_s = sum(budget.wall_s for budget in budgets)
-    return TimeBudget(wall_s=wall_s, steps=len(budgets), exposed=exposed, busy=busy, device_s=device_s)
+    summed = {
+        name: total_seconds(getattr(budget, name) for budget in budgets) for name in ("exposed", "busy", "device_s")
+    }
+    return TimeBudget(wall_s=wall_s, steps=len(budgets), **summed)
 
 
 def shares(budget: TimeBudget) -> dict[str, float]:
@@ -218,14 +216,6 @@ def shares(budget: TimeBudget) -> dict[str, float]:
         played_s = budget.wall_s - budget.exposed.get(RESET, 0.0)
         found["trainer_idle_share"] = 1.0 - trained_seconds(budget.exposed) / played_s
     return found
-
-
-def _summed(tables: Iterator[Mapping[str, float]]) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for table in tables:
-        for part, amount in table.items():
-            seconds[part] = seconds.get(part, 0.0) + amount
-    return dict(sorted(seconds.items(), key=lambda entry: -entry[1]))
 
 
 def _require_finite(values: Mapping[str, float]) -> None:

@@ -18,6 +18,17 @@ from pydantic_core import core_schema
 from pvg.errors import ConfigurationError, shortened
 from pvg.extensions import is_reference
 
+
+class StrictRecord(BaseModel):
+    """A part of a JSON document of pvg. Refuses unknown fields, and numbers that JSON cannot represent."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, from_attributes=True)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON data."""
+        return self.model_dump(mode="json")
+
+
 # Players of other runs as models: `run:RUN[/round-N][/prover|/verifier]`, such as `run:mine/round-2/verifier`.
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from pvg.config.base import as_table, kinds_of
 from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment, fields_of, is_section
 from pvg.config.operation import URL_EXAMPLE, URL_PATTERN
 from pvg.config.rollout import TEXTS_FOR_A_TASK
-from pvg.errors import ConfigurationError, UsageError, shortened, user_paths
+from pvg.errors import ConfigurationError, PvgError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_text
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
@@ -87,11 +87,7 @@ def embedded_names() -> list[str]:
 
 def embedded_model(name: str) -> Path:
     """The folder of a model that comes with pvg. Raises UsageError, naming the known ones and the closest one."""
-    known = embedded_names()
-    if name not in known:
-        raise UsageError(
-            f"No embedded model is called {name!r}.{did_you_mean(name, known)}", f"Known: {', '.join(known) or 'none'}."
-        )
+    refuse_unknown("embedded model {}", name, embedded_names())
     return EMBEDDED / name
 
 
@@ -204,10 +200,10 @@ def chosen_keys(overrides: Sequence[str]) -> frozenset[str]:
     return frozenset(leaf for key, value in found for leaf, _ in leaves({key: value}))
 
 
-def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of all settings in a table, for dotted, quoted and nested keys."""
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -397,6 +393,15 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     """The end of an error message about an unknown word: a question that names the closest known word, or nothing."""
     hint = nearest(word, known)
     return f" Did you mean {hint!r}?" if hint else ""
+
+
+def refuse_unknown(what: str, name: str, known: Iterable[str], error: type[PvgError] = UsageError) -> None:
+    """Raises `error`, with the nearest name, if `name` is not `known`. `what`: of which kind it is, such as "stage {}",
+    with a place for the name."""
+    names = list(known)
+    if name not in names:
+        missing = f"There is no {what.format(repr(name))}.{did_you_mean(name, names)}"
+        raise error(missing, f"Known: {', '.join(names) or 'none'}.")
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> list[str]:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
+from pvg.config.base import StrictRecord
 from pvg.config.experiment import Experiment, without_memory_settings
 from pvg.config.game import CgcReward, GoodhartReward, RewardSection, SrcReward
-from pvg.config.load import build_experiment, did_you_mean, differences, load_experiment
+from pvg.config.load import build_experiment, differences, load_experiment, refuse_unknown
 from pvg.config.rules import reward_conflicts
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.evaluation.intervals import Estimate
@@ -37,10 +38,7 @@ def parse_parts(text: str) -> Sequence[str]:
     """The parts in `a,b,c`, in standard order. Raises UsageError with the nearest name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in PARTS:
-            raise UsageError(
-                f"There is no part {name!r} of an evaluation.{did_you_mean(name, PARTS)}", f"Known: {', '.join(PARTS)}."
-            )
+        refuse_unknown("part {} of an evaluation", name, PARTS)
     if not names:
         raise UsageError("--parts names no part.", f"Known: {', '.join(PARTS)}.")
     return tuple(part for part in PARTS if part in names)
@@ -176,12 +174,6 @@ def check_attacks(experiment: Experiment) -> None:
 
 
 REPORT_FILE = "evaluation.json"
-
-
-class StrictRecord(BaseModel):
-    """Refuses unknown fields, and numbers that JSON cannot represent."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
 class KindOfFlaw(StrictRecord):
@@ -379,8 +371,8 @@ class EvaluationReport(StrictRecord):
     settings: dict[str, Any]
     rounds: list[RoundEvaluation]
     baseline: BaselineRecord | None = None
-    stale: list[str] = []
-    notes: list[str] = []
+    stale: list[str] = Field(default_factory=list)
+    notes: list[str] = Field(default_factory=list)
 
     def missing(self, parts: Sequence[str], rounds: Sequence[int], kinds: Sequence[str]) -> str:
         """The first of `parts` that a round of `rounds` does not have, in one line; "" if it has all of them. `kinds`:
@@ -400,9 +392,6 @@ class EvaluationReport(StrictRecord):
                 if late := next((kind for kind in attackers if f"attack-{kind}" not in sources), None):
                     return f"its evaluation has no detection of the {late} attacker of round {number}"
         return ""
-
-    def plain(self) -> dict[str, Any]:
-        return self.model_dump(mode="json")
 
 
 def write_report(path: Path, report: EvaluationReport) -> None:

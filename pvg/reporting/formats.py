@@ -258,15 +258,6 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def total_budget(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds by part, summed; the largest first, `unaccounted` last."""
-    totals: dict[str, float] = {}
-    for budget in budgets:
-        for part, seconds in budget.items():
-            totals[part] = totals.get(part, 0.0) + seconds
-    return {part: totals[part] for part in sorted(totals, key=lambda part: (part == "unaccounted", -totals[part]))}
-
-
 def sparkline(values: Sequence[float], width: int, least_span: float = 0.0) -> str:
     """At most `width` bars. Longer series are averaged in equal buckets; NaN is blank.
 

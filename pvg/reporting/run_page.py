@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import orjson
 from markupsafe import Markup
@@ -14,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from pvg.config.experiment import Experiment
+from pvg.config.load import leaves
 from pvg.config.task import TASKS
 from pvg.errors import StateError, counted
 from pvg.evaluation.report import EvaluationReport, report_of
@@ -41,7 +41,6 @@ from pvg.reporting.formats import (
     metric_text,
     percent,
     phase_label,
-    total_budget,
     value_text,
 )
 from pvg.reporting.run_sections import (
@@ -76,7 +75,7 @@ from pvg.reporting.terminal import QUIET, alerts_told, box_key, headline, parts_
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import METRICS
-from pvg.telemetry.spans import UNACCOUNTED
+from pvg.telemetry.spans import UNACCOUNTED, total_seconds
 
 markup = TemplateMacros("run.html.j2")
 
@@ -275,22 +274,11 @@ def setting_cell(value: str) -> TableCell:
 
 
 def setting_differences(plains: Sequence[Mapping[str, object]]) -> dict[str, list[str]]:
-    """Key -> the value of every configuration as text, for the keys in which two of them differ."""
-    flats = [flat_settings(plain) for plain in plains]
+    """Dotted key -> the value of every configuration as text, for the keys in which two of them differ."""
+    flats = [{key: orjson.dumps(value, default=str).decode() for key, value in leaves(plain)} for plain in plains]
     keys = sorted({key for found in flats for key in found})
     values = {key: [found.get(key, UNSET) for found in flats] for key in keys}
     return {key: found for key, found in values.items() if len(set(found)) > 1}
-
-
-def flat_settings(plain: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted keys and values as text, as in TOML."""
-    found: dict[str, str] = {}
-    for key, value in plain.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat_settings(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = orjson.dumps(value, default=str).decode()
-    return found
 
 
 # Where the time went: by phase, by part and by step.
@@ -315,12 +303,12 @@ def time_section(summary: RunSummary) -> PageSection:
 
 def whole_budget(summary: RunSummary) -> dict[str, float]:
     """Exposed seconds by part: all steps, and the time of the phases outside of their steps."""
-    return total_budget([summary.budget, *(phase.budget for phase in summary.phases)])
+    return total_seconds([summary.budget, *(phase.budget for phase in summary.phases)])
 
 
 def _lead(summary: RunSummary, budget: dict[str, float]) -> str:
     words = f"In steps and phases: {_unaccounted(budget)}."
-    whole = total_budget(process.budget for process in summary.processes)
+    whole = total_seconds(process.budget for process in summary.processes)
     if whole:
         words += f" From start to end of the processes that ended normally: {_unaccounted(whole)}."
     return words
@@ -339,7 +327,7 @@ def _phases(summary: RunSummary) -> Markup:
         name = phase_label(phase.phase) if many else f"round {phase.round}, {phase_label(phase.phase)}"
         steps = (step.budget for step in summary.steps if (step.round, step.phase) == (phase.round, phase.phase))
         before, remark = bars.get(name, ({}, "" if phase.finished or many else "unfinished"))
-        bars[name] = total_budget([before, *steps, phase.budget]), remark
+        bars[name] = total_seconds([before, *steps, phase.budget]), remark
     return budget_rows(bars)
 
 
@@ -567,7 +555,7 @@ def _time(runs: Sequence[ComparedRun]) -> PageSection:
         return PageSection("time", "Time", [])
     rows = budget_rows({run.name: (budget, "") for run, budget in zip(runs, budgets, strict=True)})
     table = Table(_columns("part", runs))
-    for part in in_order(total_budget(budgets)):
+    for part in in_order(total_seconds(budgets)):
         seconds_each = (value_text("seconds", budget.get(part.name)) for budget in budgets)
         table.add(TableCell(part.label, key=box_key(part)), *seconds_each)
     return PageSection("time", "Time", [rows, table], "Exposed seconds by part, over the whole run.")

@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, counted, user_paths
-from pvg.reporting.formats import percent, total_budget
+from pvg.reporting.formats import percent
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, has_only_samples, read_tags, runs_in
 from pvg.store.state import read_json_lines
+from pvg.telemetry.spans import total_seconds
 from pvg.telemetry.waits import SHARED
 
 # "empty": nothing was committed; "samples": what `pvg rollout` makes, a run that is never played.
@@ -238,14 +239,14 @@ def read_run(run: RunDirectory) -> RunSummary:
                 AlertRecord(r["round"], r["phase"], r.get("step"), r["name"], r["message"]) for r in found["alert"]
             )
         ),
-        budget=total_budget(step.budget for step in steps),
+        budget=total_seconds(step.budget for step in steps),
         notes=notes,
         # Most are about a game, and samples of `pvg rollout` are none.
         warnings=[] if status == "samples" else [f"{warning}." for warning in experiment.warnings()],
-        busy=total_budget(step.busy for step in steps),
+        busy=total_seconds(step.busy for step in steps),
         **{kind: _readings(found[kind]) for kind in SAMPLERS},
         scaling=[ScalingRecord(record["time"], record["workers"], record["why"]) for record in found["scaling"]],
-        processes=[ProcessSummary(r["status"], r["seconds"], total_budget([r["budget"]])) for r in found["run"]],
+        processes=[ProcessSummary(r["status"], r["seconds"], total_seconds([r["budget"]])) for r in found["run"]],
         machine=str(state.get("machine", "")),
         code_version=str(state.get("code_version", "")),
         peak_memory=_finite(state.get("peak_memory", {})),

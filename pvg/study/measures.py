@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pvg.config.load import did_you_mean
+from pvg.config.load import refuse_unknown
 from pvg.errors import ConfigurationError
 from pvg.evaluation.report import ATTACKED, KINDS, report_of
 from pvg.records import BASE_SOURCE, source_of_round
@@ -94,10 +94,7 @@ class StudyMeasure:
 def measures_named(names: Sequence[str]) -> list[StudyMeasure]:
     """Raises ConfigurationError for an unknown name, with the nearest, and for a repeated one."""
     for name in names:
-        if name not in MEASURES:
-            raise ConfigurationError(
-                f"There is no measure {name!r}.{did_you_mean(name, list(MEASURES))}", f"Known: {', '.join(MEASURES)}."
-            )
+        refuse_unknown("measure {}", name, MEASURES, ConfigurationError)
     if twice := next((name for name in names if list(names).count(name) > 1), None):
         raise ConfigurationError(f"The measure {twice!r} is named twice.", "Name each measure once.")
     return [MEASURES[name] for name in names]

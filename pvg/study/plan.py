@@ -35,6 +35,7 @@ from pvg.config.load import (
     leaves,
     override_settings,
     read_toml,
+    refuse_unknown,
     shipped_directories,
     switch_note,
 )
@@ -91,11 +92,8 @@ def check_measures(
                 "Set evaluate = true, or leave the measure out.",
             )
         return
-    if unknown := next((part for part in evaluate.parts if part not in PARTS), None):
-        raise ConfigurationError(
-            f"There is no part {unknown!r} of an evaluation ({path}).{did_you_mean(unknown, PARTS)}",
-            f"Known: {', '.join(PARTS)}.",
-        )
+    for part in evaluate.parts:
+        refuse_unknown(f"part {{}} of an evaluation ({path})", part, PARTS, ConfigurationError)
     for arm in arms:
         assert arm.evaluated is not None, "each arm has the settings of the evaluation"
         requested, rounds = evaluate.parts or default_parts(arm.evaluated), arm.evaluated.game.rounds

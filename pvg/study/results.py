@@ -26,10 +26,10 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 from scipy.special import stdtrit
 from scipy.stats import rankdata
 
+from pvg.config.base import StrictRecord
 from pvg.errors import MissingRequirementError, PvgError, counted
 from pvg.store.atomic import write_output
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, read_facts
@@ -239,11 +239,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 # --- the document ------------------------------------------------------------------------------------------------
 
 
-class StudyRecord(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, from_attributes=True)
-
-
-class ArmRecord(StudyRecord):
+class ArmRecord(StrictRecord):
     """`settings`: what the arm itself sets. `steps`: the maximum optimizer steps of one of its games."""
 
     name: str
@@ -252,7 +248,7 @@ class ArmRecord(StudyRecord):
     steps: int
 
 
-class CellRecord(StudyRecord):
+class CellRecord(StrictRecord):
     """`seconds`: of the game's phases. A cell that failed has the reason."""
 
     arm: str
@@ -266,7 +262,7 @@ class CellRecord(StudyRecord):
     seconds: float | None
 
 
-class MeasureRecord(StudyRecord):
+class MeasureRecord(StrictRecord):
     name: str
     label: str
     style: str
@@ -275,7 +271,7 @@ class MeasureRecord(StudyRecord):
     meaning: str
 
 
-class MeasureResult(StudyRecord):
+class MeasureResult(StrictRecord):
     """One measure of one arm. `series[seed]`: its values by round. `values[seed]`: the last one. `summary` summarises
     `values`, and `rounds[r]` the values of round r. `trend` is None for a measure of the whole run."""
 
@@ -288,13 +284,13 @@ class MeasureResult(StudyRecord):
     trend: PairedComparison | None
 
 
-class ComparisonRecord(StudyRecord):
+class ComparisonRecord(StrictRecord):
     arm: str
     measure: str
     comparison: PairedComparison
 
 
-class StudyResults(StudyRecord):
+class StudyResults(StrictRecord):
     """A study's results. `family`: the number of comparisons of the study, which `p_adjusted` covers.
     `p_adjusted_arms` covers the arms of one measure."""
 
@@ -329,10 +325,6 @@ class StudyResults(StudyRecord):
     @property
     def failed(self) -> list[CellRecord]:
         return [cell for cell in self.cells if cell.reason]
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON data."""
-        return self.model_dump(mode="json")
 
 
 # --- making ------------------------------------------------------------------------------------------------------

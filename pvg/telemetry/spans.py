@@ -28,7 +28,7 @@ import asyncio
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -74,6 +74,14 @@ class StepBudget:
 def add_seconds(totals: dict[str, float], more: Mapping[str, float]) -> None:
     for part, seconds in more.items():
         totals[part] = totals.get(part, 0.0) + seconds
+
+
+def total_seconds(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds by part, summed; the largest first, `unaccounted` last."""
+    totals: dict[str, float] = {}
+    for budget in budgets:
+        add_seconds(totals, budget)
+    return {part: totals[part] for part in sorted(totals, key=lambda part: (part == UNACCOUNTED, -totals[part]))}
 
 
 class DeviceClock(Protocol):

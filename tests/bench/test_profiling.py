@@ -17,7 +17,7 @@ import pytest
 from profiled_work import ProfiledWork
 
 from pvg.bench import profiling
-from pvg.bench.profiling import ProfileResult, PySpyError, profile_stage, py_spy_pass, stage_of, stage_settings
+from pvg.bench.profiling import ProfileResult, PySpyError, profile_stage, py_spy_pass, stage_settings
 from pvg.errors import ConfigurationError, UsageError
 
 HERE = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
@@ -138,7 +138,7 @@ def test_a_stage_works_on_the_experiments_own_batch() -> None:
 
 def test_mistakes_in_a_stage_or_a_setting() -> None:
     with pytest.raises(UsageError, match="Did you mean 'trainer'"):
-        stage_of("trainr")
+        stage_settings("trainr", "modchain", [])
     with pytest.raises(ConfigurationError, match="training"):
         stage_settings("rollout", "modchain", ["training.gruops=4"])
     with pytest.raises(UsageError, match="modchian"):

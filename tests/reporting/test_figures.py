@@ -17,8 +17,8 @@ from pvg.reporting.formats import (
     sample_seconds,
     short_seconds,
     sparkline,
-    total_budget,
 )
+from pvg.telemetry.spans import total_seconds
 
 WRITTEN: list[tuple[Callable[[float], str], str]] = [
     (compact, "0: 0, 7: 7, 7.25: 7.2, 123.4: 123, 999.4: 999, 999.9: 1.0k, 2.5e6: 2.5M, -1500: -1.5k, inf: ∞"),
@@ -51,6 +51,6 @@ def test_a_sparkline_climbs_from_lowest_to_highest() -> None:
     assert set(sparkline([0.50, 0.51, 0.50], 10, least_span=0.1)) == {BARS[0]}
 
 
-def test_total_budget_adds_up_in_order() -> None:
-    total = total_budget([{"a": 1.0, "unaccounted": 9.0}, {"a": 0.5, "b": 2.0}])
+def test_total_seconds_adds_up_in_order() -> None:
+    total = total_seconds([{"a": 1.0, "unaccounted": 9.0}, {"a": 0.5, "b": 2.0}])
     assert list(total.items()) == [("b", 2.0), ("a", 1.5), ("unaccounted", 9.0)]

@@ -34,6 +34,7 @@ from pvg.config.load import (
     build_experiment,
     find_experiment,
     find_named,
+    leaves,
     nearest,
     read_override,
     read_toml,
@@ -195,13 +196,9 @@ def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> Setting
         raise _explained(error, known, WORKLOAD, lambda key: settings.origins.get(key, where)) from None
 
 
-def flattened(table: Mapping[str, Any], origin: str, prefix: str = "") -> Iterator[SettingChange]:
+def flattened(table: Mapping[str, Any], origin: str) -> Iterator[SettingChange]:
     """Flatten a [set] table: `"rollout.engine.max_rows" = 8` and `rollout.engine.max_rows = 8` mean the same here."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from flattened(value, origin, f"{prefix}{key}.")
-        else:
-            yield SettingChange(f"{prefix}{key}", value, f"[set] of {origin}")
+    return (SettingChange(key, value, f"[set] of {origin}") for key, value in leaves(table))
 
 
 def _refuse_unknown_section(change: SettingChange, profile: Profile) -> None:
