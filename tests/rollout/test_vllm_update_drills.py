@@ -180,6 +180,35 @@ def test_no_activation_of_an_old_version_serves_a_new_one(tmp_path: Path) -> Non
     run(use, tmp_path, keeps_cache=True)
 
 
+def test_a_prompt_sent_during_an_update_finds_and_leaves_no_activation_for_others(tmp_path: Path) -> None:
+    """Before the update is proven, it is unknown whether old or new weights compute it."""
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        asked = [request(number, 4, prompt=50) for number in range(4)]
+        await d.ask_all(asked)
+        load, loading = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def hold() -> None:
+            loading.release()
+            await load.wait()
+
+        for server in d.servers:
+            server.before_load = hold
+        publishing = asyncio.create_task(d.publish(1))
+        for _ in d.servers:
+            await loading.acquire()
+        received = d.received()
+        answers = asyncio.create_task(d.ask_all(asked))
+        await until(lambda: d.received() == received + len(asked))
+        load.set()
+        await asyncio.gather(publishing, answers)
+        await d.ask_all(asked)
+        assert [server.stale_hits for server in d.servers] == [0, 0]
+
+    run(use, tmp_path, keeps_cache=True)
+
+
 def test_a_server_that_hangs_while_it_is_caught_up_does_not_keep_the_others_from_newer_weights(tmp_path: Path) -> None:
     async def use(d: Drill) -> None:
         await lose_the_first(d)
