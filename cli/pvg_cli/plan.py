@@ -31,6 +31,9 @@ def plan(
         float | None,
         typer.Option("--gpu-gb", metavar="N", min=1, help="Memory of the GPU in GB. Default: that of --gpu."),
     ] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", metavar="N", min=1, max=4096, help="GPUs. A single one is shared with a server.")
+    ] = 1,
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,7 +69,8 @@ def plan(
     prover, verifier = (read_shape(source, say) for source in sources)
     values = Inputs.assumed(resolved, prover, verifier, machine)
     values.assign(inputs or [])
-    made = plan_of(resolved, values, prover, verifier, workers=workers, gpu_gb=gpu_gb or machine.memory_gb or None)
+    memory_gb = gpu_gb or machine.memory_gb or None
+    made = plan_of(resolved, values, prover, verifier, workers=workers, gpu_gb=memory_gb, gpus=gpus)
     if as_json:
         emit({**made.plain(), "machine": name})
     else:

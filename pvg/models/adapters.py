@@ -41,7 +41,7 @@ def attach_adapters(
     weight.
     """
     peft = _peft(section)
-    layers = tuple(_linear_layers(model.module))
+    layers = tuple(linear_layers(model.module))
     _check(model, rank, section)
     # A new tree of modules and a new configuration over the same tensors.
     tensors = [*model.module.parameters(), *model.module.buffers()]
@@ -198,13 +198,13 @@ def _head_names(module: PreTrainedModel) -> list[str]:
     return [name for name, part in module.named_modules() if part is head and head is not None]
 
 
-def _linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
+def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
     heads = _head_names(module)
     return {n: part for n, part in module.named_modules() if isinstance(part, nn.Linear) and n not in heads}
 
 
 def _check(model: LanguageModel, rank: int, section: str) -> None:
-    everything, layers = f"Set {section}.adapters.rank to 0 to train all weights.", _linear_layers(model.module)
+    everything, layers = f"Set {section}.adapters.rank to 0 to train all weights.", linear_layers(model.module)
     if not layers:
         raise ConfigurationError(f"Model {model.name!r} has no linear layers that could carry adapters.", everything)
     names: dict[int, list[str]] = {}

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from pvg.errors import ConfigurationError
 from pvg.models.compute import product_tolerance
 from pvg.models.packing import pack_rows
-from pvg.models.shared_prompts import packed_hidden
+from pvg.models.shared_prompts import packed_hidden, trust_packing
 from pvg.records import Int32
 
 
@@ -299,6 +299,12 @@ def refuse_without_head(module: nn.Module) -> None:
             "Use a folder with the whole language model. Only a verifier may lack this head, with "
             "verifier.head = 'scalar'.",
         )
+
+
+def trust(module: nn.Module) -> None:
+    """Skip the checks of a module whose tensors have no values (pvg.planning.memory)."""
+    module.__dict__[_CHECKED] = True
+    trust_packing(module)
 
 
 def check_logits(module: nn.Module) -> None:

@@ -10,7 +10,9 @@ resumed run needs this: its cache is empty, so its batches differ, but scores an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
@@ -103,16 +105,29 @@ def varlen_attention(
     return mixed_THD.flatten(1)
 
 
+_GPU_PLANNED = ContextVar("_GPU_PLANNED", default=False)
+
+
+@contextmanager
+def attention_as_on_a_gpu() -> Iterator[None]:
+    """Attention takes the way that it takes on a GPU. For tensors without memory (pvg.planning.memory)."""
+    token = _GPU_PLANNED.set(True)
+    try:
+        yield
+    finally:
+        _GPU_PLANNED.reset(token)
+
+
 def why_not_varlen(query_TE: Tensor, heads: int) -> str | None:
     """Why `varlen_attention` cannot compute these queries; None if it can."""
-    if query_TE.device.type != "cuda":
+    if query_TE.device.type != "cuda" and not _GPU_PLANNED.get():
         return f"they are on {query_TE.device.type}"
     size = query_TE.shape[1] // heads
     if (dtype := product_dtype(query_TE)) not in HALVES:
         return f"products are computed in {dtype}"
     if size > LARGEST_HEAD or size % HEAD_MULTIPLE:
         return f"a head has {size} dimensions"
-    return _missing(query_TE.device)
+    return None if _GPU_PLANNED.get() else _missing(query_TE.device)
 
 
 def product_dtype(query_TE: Tensor) -> torch.dtype:

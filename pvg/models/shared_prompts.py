@@ -180,6 +180,11 @@ PLACES_APART = 7919
 _CHECKED = "_pvg_shared_prompts_checked"
 
 
+def trust_packing(module: nn.Module) -> None:
+    """Let `check_packing` pass without a look."""
+    module.__dict__[_CHECKED] = {False, True}
+
+
 def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
     """The decoder's last hidden states [T, D], one per token of `packed`. Differentiable.
 

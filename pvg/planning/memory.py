@@ -7,56 +7,52 @@ The peak of a training step is the larger of two moments: the start of the backw
 but the head's) and its end (all gradients, one layer's activations). AdamW keeps two float32 moments per trained
 parameter.
 
-Activations per position of a layer, as autograd saves them with pvg's layers (pvg.models.shared_prompts), D the width,
-Q the columns of the queries, I those of the MLP: two norms 4 D, attention 5 Q (queries; keys and values repeated for
-all heads; the mixed values twice), MLP 4 I. In bfloat16 these take 2 bytes each, and float32 parts of norms and
-rotations add 3.6 D x 4 bytes. Without fused layers a layer saves 2 D more. tests/planning compares the sums with what
-autograd saves.
+Activations are counted, not estimated: pvg's own forward pass runs on models of the same configuration with one and
+with two layers, whose tensors have a size and no memory (torch's fake tensors), and hooks add up what autograd saves.
+So the counts hold for every architecture, with and without adapters, in both precisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from math import prod
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-import orjson
-from safetensors import SafetensorError, safe_open
+import numpy as np
 
 import pvg
 from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import TorchSampling
-from pvg.errors import ConfigurationError, MissingRequirementError, user_paths
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
 from pvg.store.run_players import find_player
 
-# `ModelShape`: the sizes of a model, read from its config.json, without its weights and without torch.
-
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
-# Decoders with three MLP matrices and two norms per layer: (biases of queries, keys and values; norms of queries and
-# keys).
-FAMILIES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`width`: of the hidden states. `queries` and `keys`: columns of the projections of queries, and of keys or
-    values. `counted`: how `parameters` were found."""
+    """The sizes of a model, without its weights. `width`: of the hidden states. `keys`: columns of the projection of
+    keys, or of values. `sides`: the sum of both sides of all linear layers but the head. `config`: of its text model;
+    None: activations are not counted."""
 
     name: str
     layers: int
     width: int
-    inner: int
-    queries: int
     keys: int
     vocabulary: int
     parameters: int
-    counted: str
+    sides: int
+    config: PreTrainedConfig | None = field(default=None, compare=False, repr=False)
 
     def kv_bytes(self, number_bytes: int) -> int:
         """Bytes of the KV cache per token."""
@@ -64,140 +60,197 @@ class ModelShape:
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of low-rank adapters on all linear layers but the head."""
-        attention = 2 * (self.width + self.queries) + 2 * (self.width + self.keys)
-        return self.layers * rank * (attention + 3 * (self.width + self.inner))
+        return rank * self.sides
 
 
 def read_shape(source: str, say: Say) -> ModelShape:
     """The shape of a model source (pvg.config.training.ModelSection). Downloads at most a config.json, after a line to
-    `say`. Raises MissingRequirementError or ConfigurationError if there is none, or if it lacks a size."""
+    `say`. Raises MissingRequirementError or ConfigurationError if there is none, or if transformers cannot read it."""
     kind, separator, rest = source.partition(":")
     if is_run_id(source):
         saved = find_player(parse_run_id(source))
         return replace(read_shape(saved.section.source, say), name=saved.name)
-    if is_hub_id(source):
-        return _of_folder(fetch_config(source, say).parent, source)
-    if separator and kind == "embedded":
-        return _of_folder(EMBEDDED / rest, source)
     if separator and kind == "gguf":
-        return _of_gguf(rest)
-    return _of_folder(expanded(source, "models"), source)
+        from pvg.models.sources import gguf_file
 
-
-def _of_folder(folder: Path, source: str) -> ModelShape:
-    path = folder / "config.json"
-    if not path.is_file():
+        file = gguf_file(rest.replace("-", "_"))
+        return shape_of(file.parent, file.stem, gguf_file=file.name)
+    if is_hub_id(source):
+        folder = fetch_config(source, say).parent
+    else:
+        folder = EMBEDDED / rest if separator and kind == "embedded" else expanded(source, "models")
+    if not (folder / "config.json").is_file():
         raise MissingRequirementError(
             f"There is no config.json of the model {source!r}.",
             "Set models.prover.source and models.verifier.source to models or folders that have one.",
         )
-    with user_paths():
-        text = path.read_bytes()
-    try:
-        config = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{path} is not JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise ConfigurationError(f"{path} is not a table of settings.")
-    return shape_of(config, path)
+    return shape_of(folder, folder.name)
 
 
-def shape_of(config: Mapping[str, Any], path: Path) -> ModelShape:
-    """The shape that a config.json at `path` describes."""
+def shape_of(folder: Path, name: str, **how: str) -> ModelShape:
+    """The shape that a configuration in `folder` describes. `how`: arguments of transformers."""
+    from transformers import AutoConfig
 
-    def size(*names: str) -> int:
-        for name in names:
-            value = config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-        raise ConfigurationError(f"{path} has no {names[0]}, which the planner needs.", "Name another model.")
-
-    width, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
-    layers = size("num_hidden_layers", "n_layer")
-    head = size("head_dim") if isinstance(config.get("head_dim"), int) else width // heads
-    key_heads = size("num_key_value_heads") if config.get("num_key_value_heads") else heads
-    inner = size("intermediate_size", "n_inner") if config.get("intermediate_size") else 4 * width
-    tied = bool(config.get("tie_word_embeddings", config.get("model_type") not in FAMILIES))
-    queries, keys, vocabulary = heads * head, key_heads * head, size("vocab_size")
-    family = str(config.get("model_type"))
-    found = _in_weights(path.parent)
-    if found is not None:
-        parameters, counted = found, "its weights file"
-    elif family in FAMILIES:
-        biases, norms = FAMILIES[family]
-        layer = 2 * width * (queries + keys) + 3 * width * inner + 2 * width
-        layer += biases * (queries + 2 * keys) + norms * 2 * head
-        parameters = layers * layer + (1 if tied else 2) * vocabulary * width + width
-        counted = "its sizes"
-    else:
-        parameters, counted = _by_torch(path.parent), "transformers"
-    return ModelShape(path.parent.name, layers, width, inner, queries, keys, vocabulary, parameters, counted)
-
-
-def _in_weights(folder: Path) -> int | None:
-    """Parameters in the headers of the safetensors files; None without files."""
-    files = sorted(folder.glob("model*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if not files or (
-        index.is_file() and len(files) < len(set(orjson.loads(index.read_bytes())["weight_map"].values()))
-    ):
-        return None
-    return sum(_in_file(file) for file in files)
-
-
-def _in_file(file: Path) -> int:
-    try:
-        with safe_open(file, framework="numpy") as tensors:
-            return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    except SafetensorError:
-        raise ConfigurationError(f"{file} is not a whole safetensors file.", "Download or save it again.") from None
-
-
-def _by_torch(folder: Path) -> int:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from pvg.models.adapters import linear_layers
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{folder} cannot be opened: {str(error).splitlines()[0]}") from error
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _of_gguf(package: str) -> ModelShape:
-    """The shape in the metadata of a GGUF file. Its reader loads torch, as opening the model does."""
-    from pvg.models.sources import gguf_file
-
-    file = gguf_file(package.replace("-", "_"))
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
-    family = str(reader.fields["general.architecture"].contents())
-
-    def field(name: str, otherwise: int | None = None) -> int:
-        found = reader.fields.get(f"{family}.{name}")
-        if found is None and otherwise is not None:
-            return otherwise
-        if found is None:
-            raise ConfigurationError(f"{file} has no {family}.{name}, which the planner needs.", "Name another model.")
-        return int(found.contents())
-
-    width, heads = field("embedding_length"), field("attention.head_count")
-    head = field("attention.key_length", width // heads)
-    tensors = {tensor.name: [int(side) for side in tensor.shape] for tensor in reader.tensors}
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **how)
+        module = _weightless(config)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigurationError(
+            f"transformers cannot read the configuration in {folder}: {str(error).splitlines()[0]}",
+            "Correct its config.json, or name another model.",
+        ) from error
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return ModelShape(
-        file.stem,
-        field("block_count"),
-        width,
-        field("feed_forward_length"),
-        heads * head,
-        field("attention.head_count_kv", heads) * head,
-        prod(tensors["token_embd.weight"]) // width,
-        sum(prod(shape) for shape in tensors.values()),
-        "its GGUF file",
+        name,
+        text.num_hidden_layers,
+        text.hidden_size,
+        heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
+        text.vocab_size,
+        sum(parameter.numel() for parameter in module.parameters()),
+        sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
+        text,
     )
+
+
+def _weightless(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedModel:
+    """The model of a configuration, whose weights have no memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return cast("PreTrainedModel", AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval())
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What autograd saves, in bytes. `layer`: per position of a layer; `outside`: per position, outside of the layers;
+    `copies`: per layer, whatever the number of positions: weights that were cast to the precision of the pass."""
+
+    layer: float
+    outside: float
+    copies: float
+
+
+# Rows of equal length with one prompt: as many as a group usually has.
+GROUP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass of groups of GROUP rows with one prompt. `rank`: of adapters, 0 without. `fused`: pvg's own code
+    of a layer. `on_gpu`: with the attention that a GPU has in 16 bits. Lengths in tokens."""
+
+    dtype: str
+    precision: str
+    rank: int = 0
+    fused: bool = True
+    on_gpu: bool = False
+    prompt: int = 64
+    completion: int = 192
+
+    @property
+    def positions(self) -> int:
+        """Positions of a group: a row's last token predicts nothing."""
+        return self.prompt + GROUP * (self.completion - 1)
+
+
+@lru_cache(maxsize=256)
+def activations_of(shape: ModelShape, forward: Pass) -> Activations:
+    """Raises ConfigurationError for a model whose numbers decide what it computes."""
+    if _has_experts(shape.config) and forward.dtype == "float32":
+        # torch knows the sizes of products of experts only for weights in bfloat16.
+        halves = activations_of(shape, replace(forward, dtype="bfloat16", precision="bfloat16"))
+        factor = 2 if forward.precision == "float32" else 1
+        return Activations(factor * halves.layer, factor * halves.outside, factor * halves.copies)
+    one, two, one_twice, two_twice = (
+        _saved_bytes(shape, layers, groups, forward) for groups in (1, 2) for layers in (1, 2)
+    )
+    of_layer = (two_twice - one_twice) - (two - one)
+    outside = (one_twice - one) - of_layer
+    return Activations(of_layer / forward.positions, outside / forward.positions, (two - one) - of_layer)
+
+
+def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> int:
+    """Bytes of the storages that the log-probs of `groups` groups save for the backward pass, without the weights."""
+    import torch
+    from torch._subclasses import FakeTensorMode
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from pvg.models.adapters import attach_adapters
+    from pvg.models.compute import autocast
+    from pvg.models.language_model import LanguageModel
+    from pvg.models.logprobs import shared_prompt_outputs, trust
+    from pvg.models.packing import attention_as_on_a_gpu
+
+    module = _weightless(_with_layers(shape.config, layers), forward.dtype)
+    if forward.rank:
+        module = attach_adapters(LanguageModel(module, cast(Any, None), shape.name), forward.rank, 1.0, 0).module
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in held:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    prompts = [np.arange(forward.prompt, dtype=np.int32) % 7 + group for group in range(groups)]
+    rows = [
+        np.concatenate([prompt, np.arange(forward.completion, dtype=np.int32) % 11]).astype(np.int32)
+        for prompt in prompts
+        for _ in range(GROUP)
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _make_fake(module)
+        trust(module)
+        held = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+        attention = attention_as_on_a_gpu() if forward.on_gpu else nullcontext()
+        precision = autocast(forward.precision, torch.device("cpu"))
+        try:
+            with saved_tensors_hooks(save, lambda tensor: tensor), precision, attention:
+                starts = np.full(len(rows), forward.prompt, dtype=np.int32)
+                kept = shared_prompt_outputs(module, rows, starts, fused_layers=forward.fused)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise ConfigurationError(
+                f"The activations of {shape.name} cannot be counted: its numbers decide what it computes."
+            ) from None
+        del kept  # until here, because a storage's address could be used again
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _with_layers(config: Any, layers: int) -> PreTrainedConfig:
+    """The configuration with fewer layers. Lists with an entry per layer are cut."""
+    shallow = copy.deepcopy(config)
+    for name, value in vars(shallow).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(shallow, name, value[:layers])
+    shallow.num_hidden_layers = layers
+    if _has_experts(config):  # of the ways to compute them, the one whose sizes do not depend on numbers
+        shallow._experts_implementation = "grouped_mm"
+    return cast("PreTrainedConfig", shallow)
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def _make_fake(module: PreTrainedModel) -> None:
+    """Put the weights of a model without memory on a CPU that has none either."""
+    import torch
+
+    made: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+                table[name] = made[id(tensor)]
 
 
 FLOAT32 = 4
@@ -227,45 +280,40 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelInTraining:
-    """A model in training. `trained`: parameters with a gradient. `dtype`: of the weights; `precision`: of the
-    passes."""
+    """A model in training. `rank`: of its adapters; 0: all weights are trained. `dtype`: of the weights; `precision`:
+    of the passes."""
 
     shape: ModelShape
-    trained: int
-    adapters: bool
+    rank: int
     dtype: str
     precision: str
     checkpointing: bool = False
-    fused: bool = True
 
     @property
-    def half(self) -> bool:
-        return "bfloat16" in (self.dtype, self.precision)
+    def trained(self) -> int:
+        """Parameters with a gradient."""
+        return self.shape.adapter_parameters(self.rank) if self.rank else self.shape.parameters
 
 
-def layer_bytes(model: ModelInTraining) -> float:
-    """Bytes that autograd saves per position of a layer."""
-    shape = model.shape
-    numbers = (4 if model.fused else 6) * shape.width + 5 * shape.queries + 4 * shape.inner
-    if not model.half:
-        return FLOAT32 * numbers
-    return 2 * (numbers - 2 * shape.width) + FLOAT32 * 3.6 * shape.width
-
-
-def training_parts(model: ModelInTraining, positions: int, gpu_bytes: float | None = None) -> dict[str, float]:
-    """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights.
-    `gpu_bytes`: the memory of the GPU, whose size sets the chunk of logits; None: a CPU."""
+def training_parts(
+    model: ModelInTraining, positions: int, prompt: int, completion: int, gpu_bytes: float | None = None
+) -> dict[str, float]:
+    """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights. Rows
+    have `prompt` and `completion` tokens. `gpu_bytes`: the memory of the GPU, whose size sets the chunk of logits;
+    None: a CPU."""
     shape = model.shape
     chunk = LOGITS_CHUNK if gpu_bytes is None else max(LOGITS_CHUNK, int(gpu_bytes * GPU_LOGITS_SHARE / FLOAT32))
-    logits = min(chunk, positions * shape.vocabulary)
-    number = 2 if model.half else FLOAT32
-    layer = layer_bytes(model) * positions
-    inputs = shape.layers * shape.width * number * positions if model.checkpointing else 0.0
-    everything = inputs + layer if model.checkpointing else shape.layers * layer
-    # After the last layer: its norm, and the states before the head.
-    after = positions * 3 * shape.width * number + FLOAT32 * LOGITS_COPIES * logits
-    head_gradient = 0.0 if model.adapters else FLOAT32 * shape.vocabulary * shape.width
-    cast_weights = 2.0 * shape.parameters if model.precision == "bfloat16" and model.dtype == "float32" else 0.0
+    fused, on_gpu = not model.checkpointing, gpu_bytes is not None and "bfloat16" in (model.dtype, model.precision)
+    forward = Pass(model.dtype, model.precision, model.rank, fused, on_gpu, max(1, prompt), max(2, completion))
+    found = activations_of(shape, forward)
+    layer = found.layer * positions
+    inputs = shape.width * BYTES[model.dtype] * positions
+    constant = found.copies * (1 if model.checkpointing else shape.layers)
+    casts = model.precision != model.dtype
+    everything = shape.layers * inputs + layer if model.checkpointing else shape.layers * layer
+    everything += 0.0 if casts else constant
+    after = found.outside * positions + FLOAT32 * LOGITS_COPIES * min(chunk, positions * shape.vocabulary)
+    head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width
     gradients = FLOAT32 * model.trained
     start = everything + after + head_gradient
     end = layer + gradients
@@ -273,7 +321,7 @@ def training_parts(model: ModelInTraining, positions: int, gpu_bytes: float | No
         "trained weights": float(FLOAT32 * model.trained),
         "gradients, at the peak": gradients if end >= start else head_gradient,
         "optimizer": 2.0 * FLOAT32 * model.trained,
-        "bfloat16 copies of weights": cast_weights,
+        "weights in the precision of passes": constant if casts else 0.0,
         "activations, at the peak": layer if end >= start else everything + after,
     }
 
@@ -303,11 +351,14 @@ def memory_of(
     verifier_bytes = _scoring_bytes(experiment, scoring)
     numbers = experiment.arithmetic()
     batch = numbers.rollouts_per_optimizer_step * length
-    training = training_parts(policy, max(length, min(experiment.training.micro_batch_tokens, batch)), gpu_bytes)
+    lengths = (prompt_tokens, rollout.max_tokens)
+    positions = max(length, min(experiment.training.micro_batch_tokens, batch))
+    training = training_parts(policy, positions, *lengths, gpu_bytes)
     yield MemoryPlan("train the prover", "trainer", {**frozen, "verifier": verifier_bytes, **training})
 
     pairs = 2 * experiment.verifier.pairs * length
-    own = training_parts(scoring, max(2 * length, min(experiment.verifier.micro_batch_tokens, pairs)), gpu_bytes)
+    positions = max(length, min(experiment.verifier.micro_batch_tokens, pairs))
+    own = training_parts(scoring, positions, *lengths, gpu_bytes)
     start = _frozen_verifier_bytes(experiment, scoring)
     yield MemoryPlan("train the verifier", "trainer", {**frozen, "verifier's initial weights": start, **own})
 
@@ -325,23 +376,15 @@ def memory_of(
 
 
 def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
-    training, adapters = experiment.training, experiment.training.adapters
-    return ModelInTraining(
-        shape,
-        shape.adapter_parameters(adapters.rank) if adapters.rank else shape.parameters,
-        bool(adapters.rank),
-        experiment.models.dtype,
-        experiment.models.compute_dtype,
-        training.gradient_checkpointing,
-    )
+    training, models = experiment.training, experiment.models
+    checkpointing = training.gradient_checkpointing
+    return ModelInTraining(shape, training.adapters.rank, models.dtype, models.compute_dtype, checkpointing)
 
 
 def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
-    section = experiment.verifier
-    trained = shape.adapter_parameters(section.adapters.rank) if section.adapters.rank else shape.parameters
-    rank = bool(section.adapters.rank)
-    models = experiment.models
-    return ModelInTraining(shape, trained, rank, models.dtype, models.compute_dtype, fused=False)
+    models, rank = experiment.models, experiment.verifier.adapters.rank
+    checkpointing = experiment.training.gradient_checkpointing
+    return ModelInTraining(shape, rank, models.dtype, models.compute_dtype, checkpointing)
 
 
 def _on_base(experiment: Experiment) -> bool:
@@ -353,12 +396,12 @@ def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) ->
     """What training the verifier needs besides the trained weights: under adapters the frozen model, for the implicit
     head the initial weights, which give the reference."""
     weights = float(verifier.shape.parameters * BYTES[verifier.dtype])
-    if verifier.adapters:
+    if verifier.rank:
         return 0.0 if _on_base(experiment) else weights
     return weights if experiment.verifier.head.kind == "implicit" else 0.0
 
 
 def _scoring_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """The frozen verifiers of a prover phase, with what their scores need."""
-    own = float(FLOAT32 * verifier.trained if verifier.adapters else verifier.shape.parameters * BYTES[verifier.dtype])
+    own = float(FLOAT32 * verifier.trained if verifier.rank else verifier.shape.parameters * BYTES[verifier.dtype])
     return experiment.verifier.ensemble.size * own + _frozen_verifier_bytes(experiment, verifier)

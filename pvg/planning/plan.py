@@ -334,8 +334,8 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """`bounds`: of a batch, which has `training.minibatches` optimizer steps. `gpu_gb`: memory to compare `memory`
-    with; None: no GPU."""
+    """`bounds`: of a batch, which has `training.minibatches` optimizer steps. `gpu_gb`: memory of each GPU, to compare
+    `memory` with; None: no GPU. `gpus`: their number; on a single one, trainer and server share its memory."""
 
     experiment: Experiment
     inputs: Inputs
@@ -346,6 +346,7 @@ class ExperimentPlan:
     memory: list[MemoryPlan]
     memory_advice: list[str]
     gpu_gb: float | None
+    gpus: int
 
     @property
     def step_s(self) -> float:
@@ -371,6 +372,7 @@ class ExperimentPlan:
                 for m in self.memory
             ],
             "gpu_gb": self.gpu_gb,
+            "gpus": self.gpus,
             "advice": self.advice + self.memory_advice,
             "notes": self.notes,
         }
@@ -380,8 +382,11 @@ class ExperimentPlan:
         return None if self.gpu_gb is None else plan.total <= self.available_gb(plan) * GB
 
     def available_gb(self, plan: MemoryPlan) -> float:
-        """What a stage may take of the GPU. A server takes only its share (serving.gpu_memory_utilization)."""
-        share = self.experiment.serving.gpu_memory_utilization if plan.place == "server" else 1.0
+        """What a stage may take of its GPU. A server takes only its share (serving.gpu_memory_utilization), and on a
+        single GPU leaves the rest to the trainer."""
+        served = self.experiment.serving.gpu_memory_utilization
+        shares_gpu = self.gpus == 1 and not isinstance(self.experiment.rollout.engine, TorchSampling)
+        share = served if plan.place == "server" else 1.0 - served if shares_gpu else 1.0
         return (self.gpu_gb or math.inf) * share
 
 
@@ -393,8 +398,9 @@ def plan_of(
     *,
     workers: int | None = None,
     gpu_gb: float | None = None,
+    gpus: int = 1,
 ) -> ExperimentPlan:
-    """`workers`: instead of the experiment's own. `gpu_gb`: memory of the GPU; None: no GPU."""
+    """`workers`: instead of the experiment's own. `gpu_gb`: memory of each of the `gpus`; None: no GPU."""
     work = work_of(experiment, inputs, workers=workers)
     memory = memory_of(
         experiment,
@@ -415,6 +421,7 @@ def plan_of(
         list(memory),
         [],
         gpu_gb,
+        gpus,
     )
     return replace(found, memory_advice=list(_memory_advice(found)))
 
@@ -462,7 +469,12 @@ def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
             continue
         available, served = plan.available_gb(stage) * GB, stage.place == "server"
         largest = max(stage.parts, key=stage.parts.__getitem__)
-        limit = "a server may take of its GPU (serving.gpu_memory_utilization)" if served else "the GPU has"
+        shared = available < (plan.gpu_gb or 0.0) * GB
+        limit = (
+            "a server may take of its GPU (serving.gpu_memory_utilization)"
+            if served
+            else ("the server leaves of the GPU (serving.gpu_memory_utilization)" if shared else "the GPU has")
+        )
         if stage.stage == "sample":
             rows = int((available - (stage.total - stage.parts["KV cache"])) // stage.kv_row_bytes)
             key = "serving.max_num_seqs" if served else "rollout.engine.max_rows"

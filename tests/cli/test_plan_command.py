@@ -97,6 +97,6 @@ def test_mistakes_are_one_line_with_a_remedy(arguments: list[str], message: str)
 
 def test_a_config_that_is_not_json_is_refused(served: str) -> None:
     Path("eight/config.json").write_text("{")
-    assert "is not JSON" in pvg("plan", served).err
+    assert "not a valid JSON file" in pvg("plan", served).err
     Path("eight/config.json").write_text("{}")
-    assert "has no hidden_size" in pvg("plan", served).err
+    assert "model_type" in pvg("plan", served).err

@@ -11,7 +11,7 @@ from pvg.errors import UsageError
 from pvg.planning.memory import ModelShape
 from pvg.planning.plan import MACHINES, Inputs, not_modelled, work_of, workers_of
 
-BILLION = ModelShape("one", 10, 1000, 4000, 1000, 500, 1000, 10**9, "its sizes")
+BILLION = ModelShape("one", 10, 1000, 500, 1000, 10**9, 40_000)
 SERVED = {"name": "served", "rollout": {"engine": "vllm", "concurrency": 512, "max_tokens": 1000}}
 
 

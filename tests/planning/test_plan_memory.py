@@ -6,22 +6,27 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pvg.config.load import build_experiment, find_experiment, load_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
+from pvg.models.adapters import attach_adapters
+from pvg.models.compute import autocast
+from pvg.models.language_model import LanguageModel
 from pvg.planning.memory import (
     ModelInTraining,
     ModelShape,
-    layer_bytes,
+    Pass,
+    activations_of,
     memory_of,
     read_shape,
     shape_of,
@@ -77,7 +82,8 @@ class SavedTensors:
 
 
 def shape(config: dict[str, Any], folder: Path) -> ModelShape:
-    return shape_of(config, folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config))
+    return shape_of(folder, "model")
 
 
 @pytest.mark.parametrize(
@@ -95,16 +101,15 @@ def test_parameters_follow_from_the_sizes(config: dict[str, Any], parameters: in
 
 
 def test_an_embedded_model_is_counted_from_its_weights() -> None:
-    found = read_shape("embedded:modchain-prover", print)
-    weights = ROOT / "pvg" / "models" / "embedded" / "modchain-prover"
-    config = json.loads((weights / "config.json").read_text())
-    assert found.counted == "its weights file"
-    assert found.parameters == shape(config, Path("/nowhere")).parameters
+    weights = ROOT / "pvg" / "models" / "embedded" / "modchain-prover" / "model.safetensors"
+    with safe_open(weights, framework="numpy") as tensors:
+        count = sum(tensors.get_tensor(name).size for name in tensors.keys())  # noqa: SIM118
+    assert read_shape("embedded:modchain-prover", print).parameters == count
 
 
 def test_full_training_of_8b_takes_four_numbers_per_weight(tmp_path: Path) -> None:
     found = shape(LLAMA_8B, tmp_path)
-    parts = training_parts(ModelInTraining(found, found.parameters, False, "float32", "float32"), 16)
+    parts = training_parts(ModelInTraining(found, 0, "float32", "float32"), 16, 8, 8)
     assert parts["trained weights"] + parts["gradients, at the peak"] + parts["optimizer"] == 16 * found.parameters
 
 
@@ -154,7 +159,10 @@ def _batch(rows: int, length: int, vocabulary: int, prompt: int = 16) -> PolicyB
     rng = np.random.default_rng(0)
     logprobs = [np.full(length - prompt, -8.0, np.float32)] * rows
     return PolicyBatch(
-        sequences=[rng.integers(3, vocabulary, length).astype(np.int32) for _ in range(rows)],
+        sequences=[
+            np.append(np.arange(prompt), rng.integers(3, vocabulary, length - prompt)).astype(np.int32)
+            for _ in range(rows)
+        ],
         prompt_lengths=np.full(rows, prompt, np.int32),
         sampled_logprobs=logprobs,
         reference_logprobs=logprobs,
@@ -165,21 +173,39 @@ def _batch(rows: int, length: int, vocabulary: int, prompt: int = 16) -> PolicyB
     )
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_what_autograd_saves_for_a_layer(fused: bool) -> None:
-    """Two depths, so that their difference is that of the layers alone."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
-    rows, length = 8, 64
-    saved = []
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 160}
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_autograd_saves_is_what_the_plan_counts(family: str, rank: int, precision: str, tmp_path: Path) -> None:
+    """Real tensors against those without memory, for the layers and for the rest. Groups of 8 rows share a prompt."""
+    if rank:
+        pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
+    prompt, completion = 16, 48
+    saved = {}
     for layers in (1, 3):
-        module = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=50, eos_token_id=1))
-        module.requires_grad_(True)
-        objective = PolicyObjective(Training(), Rollouts(max_tokens=length), 0, fused_layers=fused)
-        (part,) = objective.split(objective.prepare(_batch(rows, length, 50)))
+        made, opened = FAMILIES[family]
+        config = made(**SIZES, head_dim=16, num_hidden_layers=layers, vocab_size=50, eos_token_id=1, pad_token_id=0)
+        module = opened(config).requires_grad_(True)
+        if rank:
+            module = attach_adapters(LanguageModel(module, cast(Any, None), "tiny"), rank, 1.0, 0).module
+        objective = PolicyObjective(Training(), Rollouts(max_tokens=completion), 0, precision)
+        (part,) = objective.split(objective.prepare(_batch(8, prompt + completion, 50, prompt)))
         meter = SavedTensors(module)
-        with meter.forward():
+        with autocast(precision, torch.device("cpu")), meter.forward():
             objective(module, part)
-        saved.append(meter.bytes_taken)
-    found = shape_of({**sizes, "num_hidden_layers": 1, "vocab_size": 50, "model_type": "llama"}, Path("/nowhere/c"))
-    model = ModelInTraining(found, found.parameters, False, "float32", "float32", fused=fused)
-    assert (saved[1] - saved[0]) / 2 == pytest.approx(layer_bytes(model) * rows * length, rel=0.1)
+        saved[layers] = meter.bytes_taken
+    config.save_pretrained(tmp_path)
+    forward = Pass("float32", precision, rank, prompt=prompt, completion=completion)
+    found, positions = activations_of(shape_of(tmp_path, family), forward), forward.positions
+    of_layer = (saved[3] - saved[1]) / 2
+    assert found.layer * positions + found.copies == pytest.approx(of_layer, rel=0.1)
+    # The objective keeps more than log-probs: a few numbers per completion token.
+    assert found.outside * positions == pytest.approx(saved[1] - of_layer, rel=0.3)
