@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pvg.errors import counted
 from pvg.hub import KEYS, download_of, hub_ids
 from pvg.reporting.table import Column, Table
-from pvg_cli.boundary import emit
+from pvg_cli.boundary import emit, say
 from pvg_cli.output import QUIET, print_toml, stdout
 from pvg_cli.task import print_preview, prompts_of
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from pvg_cli.runs import RunPlan
 
 
-def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool) -> None:
+def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool, *, force: bool) -> None:
     """Show what a run would be. Raises what `pvg train` would raise."""
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment.sources()).items()}
     lacking = [key for key, download in downloads.items() if download.missing]
+    needs = "" if lacking else memory_plan(experiment, force=force)
     preview = None if lacking else prompts_of(experiment, demonstrations)
     warmup = {} if demonstrations is None else _warmup(experiment, demonstrations)
     if as_json:
         facts: dict[str, Any] = {"experiment": experiment.plain(), "arithmetic": asdict(experiment.arithmetic())}
         facts |= {"hash": experiment.hash(), "run": str(plan.run.path), "resume": plan.resume, "preview": preview}
+        facts |= {"needs": needs}
         facts |= {"downloads": {key: asdict(download) for key, download in downloads.items()}}
         emit(facts | ({"warmup": warmup} if warmup else {}))
         return
@@ -45,7 +47,26 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
             f"warmup: {warmup['demonstrations']} demonstrations, each about {warmup['epochs']:.3g} times; "
             f"{warmup['held_out']} held out"
         )
+    if needs:
+        console.print(f"\n{needs}")
     console.print(f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style=QUIET)
+
+
+def memory_plan(experiment: Experiment, *, force: bool = False) -> str:
+    """One line about time and memory by the plan. Raises ConfigurationError if the experiment cannot fit into this
+    machine, unless `force`. Nothing about embedded models, which fit anywhere."""
+    if experiment.models.embedded:
+        return ""
+    from pvg.planning.memory import UncountableError
+    from pvg.planning.plan import plan_here, refuse_what_cannot_fit, says
+
+    try:
+        found = plan_here(experiment, say)
+    except UncountableError as error:
+        return str(error)
+    if not force:
+        refuse_what_cannot_fit(found)
+    return says(found)
 
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:

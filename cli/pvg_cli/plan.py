@@ -25,15 +25,16 @@ def plan(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help="h100, h200, a100, h20, l40s or cpu: for estimates of times."),
+        typer.Option("--gpu", metavar="NAME", help="h100, h200, a100, h20, l40s or cpu. Default: this machine."),
     ] = None,
     gpu_gb: Annotated[
         float | None,
         typer.Option("--gpu-gb", metavar="N", min=1, help="Memory of the GPU in GB. Default: that of --gpu."),
     ] = None,
     gpus: Annotated[
-        int, typer.Option("--gpus", metavar="N", min=1, max=4096, help="GPUs. A single one is shared with a server.")
-    ] = 1,
+        int | None,
+        typer.Option("--gpus", metavar="N", min=1, max=4096, help="GPUs. A single one is shared with a server."),
+    ] = None,
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -49,28 +50,31 @@ def plan(
     """
     from pvg.config.load import did_you_mean
     from pvg.planning.memory import read_shape
-    from pvg.planning.plan import MACHINES, Inputs, plan_of
+    from pvg.planning.plan import MACHINES, Inputs, machine_here, plan_of
     from pvg.store.run_players import base_source, pinned_players
     from pvg_cli.runs import resolve
 
     resolved = resolve(experiment, overrides or [])
     resolved = resolved.with_sources(pinned_players(resolved.sources()))
     sources = [base_source(source) for source in (resolved.models.prover.source, resolved.models.verifier.source)]
-    on_cpu = resolved.models.device == "cpu" or all(source.startswith("embedded:") for source in sources)
-    name = gpu or ("cpu" if on_cpu else "h100")
-    if name not in MACHINES:
+    if gpu is not None and gpu not in MACHINES:
         raise UsageError(
-            f"There is no GPU {name!r} in the planner's list.{did_you_mean(name, list(MACHINES))}",
+            f"There is no GPU {gpu!r} in the planner's list.{did_you_mean(gpu, list(MACHINES))}",
             f"Known: {', '.join(MACHINES)}. For another one, give the nearest and set its times with --input.",
         )
-    machine = MACHINES[name]
-    if machine.memory_gb and resolved.models.device == "auto":  # what "auto" will be there, not here
-        resolved = resolve(experiment, [*(overrides or []), "models.device=cuda"])
+    planned = gpu or ("l40s" if gpu_gb or gpus else None)
+    if planned is not None and resolved.models.device == "auto":  # what "auto" will be there, not here
+        device = "cuda" if MACHINES[planned].memory_gb else "cpu"
+        resolved = resolve(experiment, [*(overrides or []), f"models.device={device}"])
+    if planned in (None, "cpu"):
+        name, memory_gb, count = machine_here(resolved)
+    else:
+        name, memory_gb, count = planned, MACHINES[planned].memory_gb, 1
     prover, verifier = (read_shape(source, say) for source in sources)
-    values = Inputs.assumed(resolved, prover, verifier, machine)
+    values = Inputs.assumed(resolved, prover, verifier, MACHINES[name])
     values.assign(inputs or [])
-    memory_gb = gpu_gb or machine.memory_gb or None
-    made = plan_of(resolved, values, prover, verifier, workers=workers, gpu_gb=memory_gb, gpus=gpus)
+    memory_gb, count = gpu_gb or memory_gb, gpus or count
+    made = plan_of(resolved, values, prover, verifier, workers=workers, memory_gb=memory_gb, gpus=count)
     if as_json:
         emit({**made.plain(), "machine": name})
     else:
@@ -124,6 +128,7 @@ def _step(made: ExperimentPlan) -> Table:
         ("longest rollout", bounds.longest_s, "alone in its worker"),
         ("in turns", bounds.turns_s / steps, "sampling, then training"),
         ("best overlap", bounds.overlap_s / steps, f"{bounds.limit} is the slower side"),
+        ("the whole game", made.run_s, "about, with mints, verifier phases and tests"),
     ]
     columns = [Column("", wrap=False), Column("at least", "right", "strong", wrap=False), Column("", style="quiet")]
     return Table(columns, [(name, short_seconds(seconds), note) for name, seconds, note in rows])
@@ -140,7 +145,7 @@ def _memory(made: ExperimentPlan) -> Table:
         sizes = [stage.parts.get(name, 0.0) for stage in stages]
         table.add(name, *(byte_size(size) if size else "" for size in sizes))
     table.add("total", *(byte_size(stage.total) for stage in stages))
-    if made.gpu_gb is not None:
+    if made.memory_gb is not None:
         table.add("available", *(byte_size(made.available_gb(stage) * 1e9) for stage in stages))
         table.add("", *("fits" if made.fits(stage) else "does not fit" for stage in stages))
     return table

@@ -53,6 +53,9 @@ def train(
         bool,
         typer.Option("--dry-run", help="Print all settings, batch sizes, downloads, prompts and grades, and stop."),
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Play although the plan says that the memory is too small.")
+    ] = False,
     as_json: JsonOfFirst = False,
     debug: DebugOption = False,
 ) -> None:
@@ -81,11 +84,11 @@ def train(
         if dry_run:
             from pvg_cli.dry_run import show_plan
 
-            show_plan(plan, demonstrations, as_json)
+            show_plan(plan, demonstrations, as_json, force=force)
             return
         if plan.notice:
             say(plan.notice)
-        _print_result(_play(plan, as_json, meeting), plan, as_json)
+        _print_result(_play(plan, as_json, meeting, force=force), plan, as_json)
 
 
 @contextmanager
@@ -135,17 +138,20 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     return read_demonstrations(section)
 
 
-def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None) -> GameOutcome:
+def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, *, force: bool) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
     from pvg_cli.driving import drive_run
+    from pvg_cli.dry_run import memory_plan
     from pvg_cli.output import stderr
     from pvg_cli.run_display import PHASES, PLAY_PHASES, RunDisplay
     from pvg_cli.runs import create, fetch
 
     fetch(plan.experiment.sources())
     announce_loading()
+    if line := memory_plan(plan.experiment, force=force):
+        say(line)
     run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
     if meeting is not None:

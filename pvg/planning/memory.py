@@ -157,9 +157,13 @@ class Pass:
         return self.prompt + GROUP * (self.completion - 1)
 
 
+class UncountableError(ConfigurationError):
+    """The forward pass of a model cannot run on tensors without memory."""
+
+
 @lru_cache(maxsize=256)
 def activations_of(shape: ModelShape, forward: Pass) -> Activations:
-    """Raises ConfigurationError for a model whose numbers decide what it computes."""
+    """Raises UncountableError for a model that needs numbers to compute, such as those that choose experts."""
     if _has_experts(shape.config) and forward.dtype == "float32":
         # torch knows the sizes of products of experts only for weights in bfloat16.
         halves = activations_of(shape, replace(forward, dtype="bfloat16", precision="bfloat16"))
@@ -177,7 +181,6 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
     """Bytes of the storages that the log-probs of `groups` groups save for the backward pass, without the weights."""
     import torch
     from torch._subclasses import FakeTensorMode
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.autograd.graph import saved_tensors_hooks
 
     from pvg.models.adapters import attach_adapters
@@ -212,10 +215,10 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
             with saved_tensors_hooks(save, lambda tensor: tensor), precision, attention:
                 starts = np.full(len(rows), forward.prompt, dtype=np.int32)
                 kept = shared_prompt_outputs(module, rows, starts, fused_layers=forward.fused)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            raise ConfigurationError(
-                f"The activations of {shape.name} cannot be counted: its numbers decide what it computes."
-            ) from None
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+            raise UncountableError(
+                f"The memory of {shape.name} cannot be planned: {str(error).strip().partition(chr(10))[0][:200]}"
+            ) from error
         del kept  # until here, because a storage's address could be used again
     return sum(storage.nbytes() for storage in storages.values())
 

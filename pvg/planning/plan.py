@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
@@ -16,8 +17,10 @@ from pvg.config.load import changed, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.errors import ConfigurationError, UsageError, counted
-from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of
+from pvg.hub import Say
+from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of, read_shape
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
+from pvg.store.run_players import base_source
 
 QUANTILES = 2048  # lengths in the pool of a log-normal distribution
 
@@ -334,8 +337,9 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ExperimentPlan:
-    """`bounds`: of a batch, which has `training.minibatches` optimizer steps. `gpu_gb`: memory of each GPU, to compare
-    `memory` with; None: no GPU. `gpus`: their number; on a single one, trainer and server share its memory."""
+    """`bounds`: of a batch, which has `training.minibatches` optimizer steps. `memory_gb`: of each GPU, or of the
+    machine, to compare `memory` with; None: unknown. `gpus`: their number; 0: a CPU. On a single GPU, trainer and
+    server share its memory. `run_s`: about the seconds of the whole game, without a warm start."""
 
     experiment: Experiment
     inputs: Inputs
@@ -345,8 +349,9 @@ class ExperimentPlan:
     notes: list[str]
     memory: list[MemoryPlan]
     memory_advice: list[str]
-    gpu_gb: float | None
+    memory_gb: float | None
     gpus: int
+    run_s: float
 
     @property
     def step_s(self) -> float:
@@ -371,15 +376,16 @@ class ExperimentPlan:
                 {"stage": m.stage, "place": m.place, "parts": m.parts, "total": m.total, "fits": self.fits(m)}
                 for m in self.memory
             ],
-            "gpu_gb": self.gpu_gb,
+            "memory_gb": self.memory_gb,
             "gpus": self.gpus,
+            "run_s": self.run_s,
             "advice": self.advice + self.memory_advice,
             "notes": self.notes,
         }
 
     def fits(self, plan: MemoryPlan) -> bool | None:
-        """Whether a stage fits into its GPU; None without a GPU."""
-        return None if self.gpu_gb is None else plan.total <= self.available_gb(plan) * GB
+        """Whether a stage fits into the memory; None if that is unknown."""
+        return None if self.memory_gb is None else plan.total <= self.available_gb(plan) * GB
 
     def available_gb(self, plan: MemoryPlan) -> float:
         """What a stage may take of its GPU. A server takes only its share (serving.gpu_memory_utilization), and on a
@@ -387,7 +393,7 @@ class ExperimentPlan:
         served = self.experiment.serving.gpu_memory_utilization
         shares_gpu = self.gpus == 1 and not isinstance(self.experiment.rollout.engine, TorchSampling)
         share = served if plan.place == "server" else 1.0 - served if shares_gpu else 1.0
-        return (self.gpu_gb or math.inf) * share
+        return (self.memory_gb or math.inf) * share
 
 
 def plan_of(
@@ -397,10 +403,10 @@ def plan_of(
     verifier: ModelShape,
     *,
     workers: int | None = None,
-    gpu_gb: float | None = None,
+    memory_gb: float | None = None,
     gpus: int = 1,
 ) -> ExperimentPlan:
-    """`workers`: instead of the experiment's own. `gpu_gb`: memory of each of the `gpus`; None: no GPU."""
+    """`workers`: instead of the experiment's own. `memory_gb` and `gpus`: see ExperimentPlan."""
     work = work_of(experiment, inputs, workers=workers)
     memory = memory_of(
         experiment,
@@ -408,22 +414,76 @@ def plan_of(
         verifier,
         prompt_tokens=math.ceil(inputs["prompt_tokens"]),
         slots=work.slots,
-        gpu_bytes=None if gpu_gb is None else gpu_gb * GB,
+        gpu_bytes=memory_gb * GB if memory_gb and gpus else None,
     )
     in_process = isinstance(experiment.rollout.engine, TorchSampling)
+    bounds = bounds_of(work)
     found = ExperimentPlan(
         experiment,
         inputs,
         work,
-        bounds_of(work),
+        bounds,
         [] if in_process else list(_advice(experiment, work)),
         [f"{note}." for note in (*warm_start(experiment, inputs), *not_modelled(experiment))],
         list(memory),
         [],
-        gpu_gb,
+        memory_gb,
         gpus,
+        _run_s(experiment, work, bounds, verifier.parameters / prover.parameters),
     )
     return replace(found, memory_advice=list(_memory_advice(found)))
+
+
+def _run_s(experiment: Experiment, work: BatchWork, bounds: StepBounds, verifier_share: float) -> float:
+    """Seconds of all rounds: mint, verifier phase, prover phase, and the round's test. `verifier_share`: the verifier's
+    parameters by the prover's."""
+    game, training = experiment.game, experiment.training
+    sample_s = bounds.sampling_s / work.rollouts
+    batches = game.rounds * math.ceil(training.steps / training.minibatches)
+    sampled = 2 * game.rounds * game.test.problems * game.test.samples  # both roles
+    sequences = 0
+    for round_ in range(game.rounds):
+        sampled += game.problems_of_mint(round_) * game.mint_samples
+        sequences += 2 * experiment.verifier.pairs * experiment.verifier_phase_steps(round_)
+    verifier_s = sequences * work.mean_length * work.train_token_s * verifier_share
+    return batches * bounds.least_s(work.ahead) + sampled * sample_s + verifier_s
+
+
+# --- the machine on which pvg runs ------------------------------------------------------------------------------------
+
+
+def machine_here(experiment: Experiment) -> tuple[str, float, int]:
+    """The name of the nearest machine in MACHINES, and the memory in GB and the number of GPUs of this machine (0: the
+    experiment computes on the CPU). A GPU that is not in the list counts as an L40S."""
+    if not experiment.models.on_gpu:
+        return "cpu", psutil.virtual_memory().total / GB, 0
+    import torch
+
+    found = torch.cuda.get_device_properties(0)
+    name = next((name for name in MACHINES if name.upper() in found.name.upper()), "l40s")
+    return name, found.total_memory / GB, torch.cuda.device_count()
+
+
+def plan_here(experiment: Experiment, say: Say) -> ExperimentPlan:
+    """The plan of the experiment on this machine. Raises the errors of `read_shape`."""
+    name, memory_gb, gpus = machine_here(experiment)
+    sources = (experiment.models.prover.source, experiment.models.verifier.source)
+    prover, verifier = (read_shape(base_source(source), say) for source in sources)
+    inputs = Inputs.assumed(experiment, prover, verifier, MACHINES[name])
+    return plan_of(experiment, inputs, prover, verifier, memory_gb=memory_gb, gpus=gpus)
+
+
+def says(plan: ExperimentPlan) -> str:
+    """One line: the time of the game and its peak of memory."""
+    peak = max(plan.memory, key=lambda stage: stage.total / plan.available_gb(stage))
+    of = f" of {plan.available_gb(peak):.3g}" if plan.memory_gb else ""
+    return f"By the plan, the game takes about {short_seconds(plan.run_s)} and {peak.total / GB:.2g}{of} GB of memory."
+
+
+def refuse_what_cannot_fit(plan: ExperimentPlan) -> None:
+    """Raises ConfigurationError if a stage of the plan needs more memory than this machine has."""
+    if plan.memory_advice:
+        raise ConfigurationError(plan.memory_advice[0], "Details: pvg plan. To play anyway, add --force.")
 
 
 def _loads(experiment: Experiment, key: str, value: Any) -> bool:
@@ -469,11 +529,17 @@ def _memory_advice(plan: ExperimentPlan) -> Iterator[str]:
             continue
         available, served = plan.available_gb(stage) * GB, stage.place == "server"
         largest = max(stage.parts, key=stage.parts.__getitem__)
-        shared = available < (plan.gpu_gb or 0.0) * GB
+        shared = available < (plan.memory_gb or 0.0) * GB
         limit = (
             "a server may take of its GPU (serving.gpu_memory_utilization)"
             if served
-            else ("the server leaves of the GPU (serving.gpu_memory_utilization)" if shared else "the GPU has")
+            else (
+                "the server leaves of the GPU (serving.gpu_memory_utilization)"
+                if shared
+                else "the GPU has"
+                if plan.gpus
+                else "the machine has"
+            )
         )
         if stage.stage == "sample":
             rows = int((available - (stage.total - stage.parts["KV cache"])) // stage.kv_row_bytes)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from calling import pvg
 
+pytestmark = pytest.mark.slow  # each plan counts activations
+
 MODEL = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -49,7 +51,7 @@ def served(empty_folder: Path) -> str:
 def test_the_plan_of_the_default_experiment() -> None:
     called = pvg("plan")
     assert called.code == 0
-    for text in ("mean_tokens", "step time", "best overlap", "trained weights", "KV cache"):
+    for text in ("the whole game", "mean_tokens", "step time", "best overlap", "trained weights", "KV cache"):
         assert text in called.out
 
 
@@ -70,7 +72,9 @@ def test_memory_against_a_gpu(served: str) -> None:
     assert not prover["fits"]
     assert any("'train the prover' needs" in line and "training.adapters" in line for line in called.document["advice"])
     assert "does not fit" in pvg("plan", served).out
-    assert all(stage["fits"] for stage in pvg("plan", served, "--gpu-gb", "1000", "--json").document["memory"])
+    assert all(
+        stage["fits"] for stage in pvg("plan", served, "--gpu-gb", "1000", "--gpus", "2", "--json").document["memory"]
+    )
 
 
 def test_in_turns_it_tries_prefetch(served: str) -> None:
@@ -100,3 +104,23 @@ def test_a_config_that_is_not_json_is_refused(served: str) -> None:
     assert "not a valid JSON file" in pvg("plan", served).err
     Path("eight/config.json").write_text("{}")
     assert "model_type" in pvg("plan", served).err
+
+
+def test_train_refuses_before_the_first_sample_what_cannot_fit(served: str) -> None:
+    settings = ("-s", "rollout.engine=torch", "-s", "rollout.prefetch=none")
+    for flag in ((), ("--dry-run",)):
+        called = pvg("train", served, *settings, *flag)
+        assert called.code == 2
+        assert "more than the machine has" in called.err
+        assert "--force" in called.err
+    assert not Path("runs").exists()
+    assert "model.safetensors" in pvg("train", served, *settings, "--force").err  # the next thing that it needs
+
+
+def test_a_single_gpu_is_shared_with_the_server(served: str) -> None:
+    shares = {"serving.gpu_memory_utilization=0.45": {1: 0.55, 2: 1.0}, "serving.gpu_memory_utilization=0.9": {1: 0.1}}
+    for setting, by_gpus in shares.items():
+        for gpus, share in by_gpus.items():
+            words = ("--gpu", "h100", "--gpus", str(gpus), "-s", "training.adapters.rank=8", "-s", setting, "--json")
+            (training, *_) = pvg("plan", served, *words).document["memory"]
+            assert training["fits"] == (training["total"] <= share * 80e9)

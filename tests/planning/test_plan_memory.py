@@ -123,6 +123,7 @@ def test_stages_of_an_experiment() -> None:
     assert cache == 256 * (16 + experiment.rollout.max_tokens) * prover.kv_bytes(4)
 
 
+@pytest.mark.slow
 def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
     found = shape(QWEN_7B, tmp_path)
     model = {"source": "hf:a/b"}
@@ -145,7 +146,7 @@ def test_adapters_on_the_base_share_its_weights(tmp_path: Path) -> None:
 def test_advice_for_sampling_is_about_the_place_where_it_runs(engine: str, tmp_path: Path) -> None:
     found = shape(QWEN_7B, tmp_path)
     experiment = build_experiment({"name": "large", "rollout": {"engine": engine}})
-    plan = plan_of(experiment, Inputs.assumed(experiment, found, found, MACHINES["h100"]), found, found, gpu_gb=24)
+    plan = plan_of(experiment, Inputs.assumed(experiment, found, found, MACHINES["h100"]), found, found, memory_gb=24)
     (advice,) = [line for line in plan.memory_advice if line.startswith("'sample' needs")]
     if engine == "vllm":
         assert "than a server may take of its GPU (serving.gpu_memory_utilization)" in advice
