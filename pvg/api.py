@@ -14,8 +14,12 @@ keys with their values: what `pvg train -s KEY=VALUE` takes. The calls also work
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from fractions import Fraction
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import tomli_w
@@ -23,7 +27,7 @@ import tomli_w
 from pvg.config.experiment import Experiment
 from pvg.config.load import find_experiment
 from pvg.config.load import load_experiment as read_experiment
-from pvg.errors import UsageError
+from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
@@ -69,8 +73,8 @@ def play(
     receives every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
     with `Run(path).resume()`.
 
-    Raises UsageError if the run exists, ConfigurationError for settings that cannot work, MissingRequirementError for
-    what this machine lacks, TrainingDivergedError for weights that are not finite.
+    Raises UsageError if the run exists or another thread plays a game, ConfigurationError for settings that cannot
+    work, MissingRequirementError for what this machine lacks, TrainingDivergedError for weights that are not finite.
     """
     from pvg.hub import fetch_all, pinned
     from pvg.store.run_players import pinned_players
@@ -89,7 +93,7 @@ def play(
     sources = pinned_players(pinned(chosen.sources(), watching.noticed))
     chosen = with_workers(chosen.with_sources(sources))
     fetch_all(sources, watching.noticed)
-    root = chosen.store.root
+    root = chosen.store.root.absolute()
     if name is not None:
         refuse_name(name)
     directory = RunDirectory.create(root, free_name(root, chosen.name) if name is None else name, chosen)
@@ -119,7 +123,7 @@ def evaluate(
     experiment = settings_to_evaluate(run.directory, _overrides(settings or {}))
     wanted = default_parts(experiment) if parts is None else parse_parts(",".join(parts))
     watching = observer or SilentObserver()
-    with run.directory.lock(work="evaluate"):
+    with _alone(), run.directory.lock(work="evaluate"):
         outcome = run_to_end(
             lambda: measure(experiment, run.directory, wanted, rounds, observer=watching, stop=asyncio.Event())
         )
@@ -129,12 +133,13 @@ def evaluate(
 class Run:
     """A run on the disk: what `play` returns, and what `Run("runs/NAME")` opens. Reading it needs no torch.
 
-    Each access reads the files again, so you can watch a run that another process plays.
+    Each access reads the files again, so you can watch a run that another process plays. `path` is absolute, so a
+    change of the working directory does not matter.
     """
 
     def __init__(self, run: str | Path) -> None:
         """`run`: a path, or the name of a run in ./runs. Otherwise raises UsageError that names the nearest."""
-        self.directory = RunDirectory.open(run, RUNS)
+        self.directory = RunDirectory(RunDirectory.open(run, RUNS).path.absolute())
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -207,16 +212,52 @@ def _overrides(settings: Settings) -> list[str]:
     """Settings as the strings that `-s` takes, so that both mean the same."""
     found = []
     for key, value in settings.items():
-        plain = str(value) if isinstance(value, Path) else value
+        plain = _plain(value)
         if plain is None or isinstance(plain, Mapping):
             raise UsageError(f"The setting {key!r} is {plain!r}.", "Give each setting as a dotted key with a value.")
-        found.append(f"{key}={tomli_w.dumps({'value': plain}).removeprefix('value = ').rstrip()}")
+        try:
+            found.append(f"{key}={tomli_w.dumps({'value': plain}).removeprefix('value = ').rstrip()}")
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"{key}: the value is a {type(value).__name__}, which no setting can have.",
+                "Give a number, a text, True, False, or a list of these.",
+            ) from None
     return found
+
+
+def _plain(value: Any) -> Any:
+    """Python's own value of a path, an enum, a fraction, or an array or scalar of numpy or torch; others as they are. A
+    float of 16 or 32 bits becomes the shortest one that means it: 0.1 instead of 0.10000000149011612."""
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, Path | Fraction):
+        return str(value) if isinstance(value, Path) else value.numerator if value.denominator == 1 else float(value)
+    if isinstance(value, list | tuple) or (hasattr(value, "ndim") and value.ndim):
+        return [_plain(item) for item in value]
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    return float(str(value)) if isinstance(plain, float) and type(value).__module__ == "numpy" else plain
+
+
+_PLAYING = Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Raises UsageError while another thread plays or evaluates a game: both would draw from torch's generator."""
+    if not _PLAYING.acquire(blocking=False):
+        raise UsageError(
+            "Another thread of this process plays or evaluates a game.",
+            "Wait for it, or use processes: concurrent.futures.ProcessPoolExecutor",
+        )
+    try:
+        yield
+    finally:
+        _PLAYING.release()
 
 
 def _played(directory: RunDirectory, experiment: Experiment, observer: Observer, *, resume: bool) -> Run:
     from pvg.game.run import play as play_run
 
-    with directory.lock(discard=lambda: not resume and not directory.has_state):
+    with directory.lock(discard=lambda: not resume and not directory.has_state), _alone():
         run_to_end(lambda: play_run(experiment, directory, observer=observer, stop=asyncio.Event(), resume=resume))
     return Run(directory.path)

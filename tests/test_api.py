@@ -7,18 +7,26 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from game.kill_drill import small_experiment
 
 import pvg
 from pvg.config.experiment import Experiment
+from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import verifier_weights_name
-from pvg.telemetry.events import SilentObserver
+from pvg.telemetry.events import PhaseInfo, SilentObserver
 
 pytestmark = pytest.mark.slow
 
@@ -66,8 +74,80 @@ def test_settings_are_those_of_the_command_line() -> None:
         pvg.load_experiment("modchian")
 
 
+class Count(Enum):
+    FIVE = 5
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        *(
+            ("training.steps", value, 5)
+            for value in (np.int64(5), np.array(5), torch.tensor(5), Fraction(5), Count.FIVE)
+        ),
+        *(("training.learning_rate", value, 0.1) for value in (np.float32(0.1), np.float16(0.1), np.float64(0.1))),
+        *(("training.learning_rate", value, 0.1) for value in (Fraction(1, 10), Decimal("0.1"))),
+        ("evaluate.attacks", np.array(["src"]), ("src",)),
+        ("evaluate.attacks", ("src", "cgc"), ("src", "cgc")),
+        ("training.gradient_checkpointing", np.bool_(True), True),
+    ],
+)
+def test_values_of_other_libraries_are_settings(key: str, value: Any, expected: Any) -> None:
+    assert value_of(pvg.load_experiment("modchain", {key: value}), key) == expected
+
+
+@pytest.mark.parametrize(
+    "value", [b"5", 1j, object(), {5}, [None], np.datetime64("2020-01-01"), float("nan"), 2**70, "a\udcff", np.nan]
+)
+def test_other_values_are_refused(value: Any) -> None:
+    for key in ("training.steps", "name"):
+        with pytest.raises(ConfigurationError, match=key):
+            pvg.load_experiment("modchain", {key: value})
+
+
+def test_a_run_stays_readable_from_another_folder(
+    played: pvg.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (played.rounds, played.status, played.metrics, played.weights, played.name)
+    found = pvg.Run("mine")
+    monkeypatch.chdir(tmp_path)
+    assert (played.rounds, played.status, played.metrics, played.weights, played.name) == before
+    assert (found.rounds, found.examples()) == (played.rounds, played.examples())
+    with pvg.VerifierScorer.load(found) as scorer:
+        assert scorer.score_texts(PROBLEM, SOLUTIONS).shape == (4,)
+
+
+def test_threads_may_open_scorers_at_once(played: pvg.Run) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for scorer in list(threads.map(pvg.VerifierScorer.load, [played] * 4)):
+            with scorer:
+                assert scorer.score_texts(PROBLEM, SOLUTIONS[:1]).shape == (1,)
+
+
+def test_a_second_thread_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(small_experiment().to_toml())
+    begun, going_on = Event(), Event()
+
+    class Waiting(SilentObserver):
+        def phase_started(self, info: PhaseInfo) -> None:
+            begun.set()
+            assert going_on.wait(60)
+
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(pvg.play, "small.toml", {"game.rounds": 1}, name="first", observer=Waiting())
+        assert begun.wait(60)
+        try:
+            with pytest.raises(UsageError, match="Another thread"):
+                pvg.play("small.toml", name="second")
+        finally:
+            going_on.set()
+        assert first.result().status == "complete"
+    assert [run.name for run in Path("runs").iterdir()] == ["first"]
+
+
 def test_a_run_says_what_it_holds(played: pvg.Run) -> None:
-    assert played.path == Path("runs/mine")
+    assert played.path == Path("runs/mine").absolute()
     assert (played.name, played.status, played.experiment.game.rounds) == ("mine", "complete", 1)
     assert [set(metrics) >= {"helpful_accuracy", "fooled_rate"} for metrics in played.rounds] == [True]
     assert {"step", "phase", "round"} <= {record["kind"] for record in played.metrics}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,16 +44,21 @@ class ModelClosedError(RuntimeError):
     """A bug in the caller: it used a model after closing it."""
 
 
+LOADING = threading.RLock()
+
+
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing progress bars into pvg's display."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    """Keep transformers from drawing progress bars into pvg's display. One thread at a time: loading sets defaults of
+    the whole process, such as torch's device."""
+    with LOADING:
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if shown:
+                logging.enable_progress_bar()
 
 
 def digest_weights(weights: Mapping[str, Tensor], digest: Any) -> None:

@@ -159,7 +159,8 @@ class RunDirectory:
     @property
     def argument(self) -> str:
         """How a command names this run: its name in the default folder, its path elsewhere. Quoted for a shell."""
-        return shlex.quote(self.name if self.path == Store().root / self.name else str(self.path))
+        in_default = self.path.absolute() == (Store().root / self.name).absolute()
+        return shlex.quote(self.name if in_default else str(self.path))
 
     experiment_file = _Inside("experiment.toml")
     state = _Inside("state.json")  # the previous commit is next to it (pvg.store.state)
