@@ -64,6 +64,7 @@ def check(
         if checks[0].passed:
             gradable = all(each.passed for each in checks if each.name == ANY_TEXT)
             shown = preview(experiment, task, models, grades=gradable)
+            _tell_of_chat_templates(experiment, models)
     failed = [each.name for each in checks if each.passed is False]
     if as_json:
         facts = {"task": experiment.task.kind, "passed": not failed, "preview": shown, "notice": missing}
@@ -117,9 +118,7 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         models = open_models(experiment)
         found = preview(experiment, task, models)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
-        if experiment.prompts.kind == "chat" and not models.prover.tokenizer.takes_system_message:
-            template = f"The chat template of {models.prover.name} has no place for a system message"
-            say(f"{template}, so the instructions begin the first user message.")
+        _tell_of_chat_templates(experiment, models)
         if experiment.task.kind != "play" and experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), task, list(task.problems("train")), *tokenizers, own_data=own)
@@ -131,6 +130,14 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
             prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
             tokens_of(rows, task, prompts, models.prover, experiment.rollout.max_tokens)
         return found
+
+
+def _tell_of_chat_templates(experiment: Experiment, models: PlayerModels | None) -> None:
+    from pvg.game.prompt_checks import about_chat_templates
+
+    if models is not None and experiment.prompts.kind == "chat":
+        for notice in about_chat_templates(models.prover.tokenizer, models.verifier.tokenizer):
+            say(notice)
 
 
 def _opened(experiment: Experiment, opened: ExitStack) -> Task:

@@ -8,6 +8,7 @@ only if it is an earlier export and the caller allows it.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 from collections.abc import Callable
@@ -287,20 +288,32 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
             "conceals_text": _conceals(finished),
         }
         write(verifier, folder, facts)
-        shutil.copyfile(pvg_verifier.__file__, folder / LOADER)
+        (folder / LOADER).write_text(loader_source(), encoding="utf-8")
         return facts
     finally:
         verifier.close()
 
 
+def loader_source() -> str:
+    """The loader without pvg: the source of pvg's functions stands where it imports them."""
+    before, line, after = re.split(r"^(from pvg.+)$", inspect.getsource(pvg_verifier), flags=re.MULTILINE)
+    functions = re.findall(r"\w+", line.partition("#")[0].partition(" import ")[2])
+    return before + "\n" + "\n\n".join(inspect.getsource(getattr(pvg_verifier, name)) for name in functions) + after
+
+
 def exported_template(experiment: Experiment, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The verifier's input as the loader makes it: the style, the question of a yes_token head, the frame of "chat",
-    and the end tokens of a solution if there are several."""
+    """The verifier's input as the loader makes it: the style, the question of a yes_token head, the control and end
+    tokens, and for "chat" the frame, and the chat template as pvg renders it."""
     prompts, head = experiment.prompts, experiment.verifier.head
     asks = YES_NO_QUESTION if isinstance(head, AnswerHead) else None
     style = prompts.kind if prompts.kind in ("chat", "text") else "plain"
-    ends = {"end_ids": list(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
-    return {"style": style, "asks": asks, "frame": FRAME, **ends}
+    tokens = {"end_ids": list(tokenizer.end_ids), "controls": sorted(tokenizer.controls)}
+    chat = (
+        {"parts": tokenizer.layout(("user",)).parts, "chat_template": tokenizer.chat_template}
+        if style == "chat"
+        else {}
+    )
+    return {"style": style, "asks": asks, "frame": FRAME, **tokens, **chat}
 
 
 def _no_form(what: str, remedy: str) -> ConfigurationError:

@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from pvg.models.tokenizer import encoded, filled_ids, holds, plain_ids  # `pvg export` puts their source here
+
+PLACE = "\ue000\ue001"  # stands for a text
+
 
 class ExportedVerifier:
     """`threshold`: the verifier accepts a solution whose score reaches it."""
@@ -55,42 +59,35 @@ class ExportedVerifier:
         """The verifier's input in two parts. The implicit head reads its score from the second part."""
         template = self.facts["template"]
         asked, end = template["asks"], [self.tokenizer.eos_token_id]
-        ends = template.get("end_ids", end)
-        if template["style"] != "chat":
-            solved = _without_end(self._encode(solution), ends)
-            opened = self._encode(f"{question}\n\n" if question and template["style"] == "text" else question)
-            begin = list(self.tokenizer("a").input_ids)[:1]
-            if begin == [self.tokenizer.bos_token_id]:
-                opened = begin + opened
-            return opened, solved + (self._encode(f"\n{asked}\n") if asked else end)
-        if self.facts["head"] == "implicit":
-            return self._chat(question), _without_end(self._encode(solution), ends) + end
-        texts = {"question": question, "solution": self._without_controls(solution)}
-        content = re.sub(r"\{(question|solution)\}", lambda place: texts[place[1]], template["frame"])
-        return self._chat(f"{content}\n\n{asked}" if asked else content), []
+        if template["style"] == "chat" and self.facts["head"] != "implicit":
+            texts = {"question": question, "solution": solution}
+            content = re.sub(r"\{(question|solution)\}", lambda place: texts[place[1]], template["frame"])
+            return self._chat(f"{content}\n\n{asked}" if asked else content), []
+        if template["style"] == "chat":
+            return self._chat(question), self._plain(solution) + end
+        begin = list(self.tokenizer("a").input_ids)[:1]
+        opened = self._plain(f"{question}\n\n" if question and template["style"] == "text" else question)
+        opened = begin + opened if begin == [self.tokenizer.bos_token_id] else opened
+        return opened, self._plain(solution) + (encoded(self.tokenizer, f"\n{asked}\n") if asked else end)
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+    def _controls(self) -> frozenset[int]:
+        special = [number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special]
+        return frozenset(self.facts["template"].get("controls", special))
+
+    def _plain(self, text: str) -> list[int]:
+        ends = self.facts["template"].get("end_ids", [self.tokenizer.eos_token_id])
+        return plain_ids(self.tokenizer, text, self._controls(), tuple(ends))
 
     def _chat(self, content: str) -> list[int]:
-        messages = [{"role": "user", "content": content}]
-        return self._encode(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        whole, pieces = self._rendered(content), self._rendered(PLACE).split(PLACE)
+        whole, contents = whole if holds(whole, content) else "", [content] * (len(pieces) - 1)
+        return filled_ids(self.tokenizer, whole, pieces, contents, self._controls(), self._plain)
 
-    def _without_controls(self, text: str) -> str:
-        """Without special tokens spelled out, so that a solution cannot end the message that quotes it."""
-        while len(cleaned := self._plain(text)) < len(text):
-            text = cleaned
-        return text
-
-    def _plain(self, text: str) -> str:
-        ids = self._encode(text)
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _without_end(ids: list[int], ends: list[int]) -> list[int]:
-    while ids and ids[-1] in ends:
-        ids = ids[:-1]
-    return ids
+    def _rendered(self, content: str) -> str:
+        template = self.facts["template"]
+        said = [{"type": "text", "text": content}] if template.get("parts") else content
+        own = {"chat_template": template.get("chat_template"), "add_generation_prompt": True, "tokenize": False}
+        return str(self.tokenizer.apply_chat_template([{"role": "user", "content": said}], **own))
 
 
 def _logprob(model: Any, ids: torch.Tensor, start: int) -> float:

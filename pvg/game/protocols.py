@@ -136,6 +136,8 @@ class ChallengeEnvironment(Environment):
         self._scorer = scorer
         self._seed = seed
         self._max_tokens = max_tokens
+        if style == "chat" and not isinstance(task, AnswersQuestions):
+            tokenizer.next_turn("?")  # raises before anything is sampled
 
     async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
         texts = [self._solution(transcript) for transcript in transcripts]
@@ -199,7 +201,7 @@ class ChallengeEnvironment(Environment):
     def _told(self, task: AnswersQuestions, problem: Problem, solution: str, question: str) -> Observation:
         """The question with the task's answer. It ends the episode."""
         told = question + task.answer(problem, solution, question)
-        return Observation(self._tokenizer.encode(told), told, 0)
+        return Observation(self._tokenizer.plain(told), told, 0)
 
     def _some(self, transcript: Transcript, questions: list[str], most: int) -> list[str]:
         """At most `most` of the questions, drawn by the seed and the episode's id."""
@@ -229,9 +231,9 @@ class ChallengeEnvironment(Environment):
             text = f"{number + 1}?"
             ids = self._tokenizer.encode(text)
             return Observation(ids, text, self._max_tokens)
-        quoted = self._tokenizer.without_controls(step.strip()[:MOST_QUOTED])
+        quoted = step.strip()[:MOST_QUOTED]
         asked = f"Check step {number + 1}: {quoted}\nWrite this step again, with its calculation. Is it right?"
-        ids = self._tokenizer.encode(f"\n{asked}\n") if self._style != "chat" else self._tokenizer.next_turn(asked)
+        ids = self._tokenizer.plain(f"\n{asked}\n") if self._style != "chat" else self._tokenizer.next_turn(asked)
         return Observation(ids, f"\n{asked}\n", self._max_tokens)
 
 

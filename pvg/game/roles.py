@@ -61,19 +61,15 @@ class WordedPrompt:
     examples: Sequence[tuple[str, str]]
     question: str
 
-    def messages(self, *, system: bool) -> list[dict[str, str]]:
-        """As a chat. `system`: whether the instructions are a system message; else they begin the first message."""
+    def messages(self) -> list[dict[str, str]]:
+        """As a chat, whose system message is the instructions."""
+        begun = [{"role": "system", "content": self.instructions}] if self.instructions else []
         turns = [
             {"role": role, "content": text}
             for example in self.examples
             for role, text in zip(("user", "assistant"), example, strict=True)
         ]
-        turns.append({"role": "user", "content": self.question})
-        if not self.instructions:
-            return turns
-        if system:
-            return [{"role": "system", "content": self.instructions}, *turns]
-        return [{"role": "user", "content": f"{self.instructions}\n\n{turns[0]['content']}"}, *turns[1:]]
+        return [*begun, *turns, {"role": "user", "content": self.question}]
 
     def text(self) -> str:
         """As a text that ends where the answer begins."""
@@ -138,7 +134,7 @@ def translation_renderer(prompts: PromptSection, tokenizer: Tokenizer) -> Transl
 
 def _tokens(prompts: WordedPrompts, tokenizer: Tokenizer, prompt: WordedPrompt) -> Int32:
     if isinstance(prompts, ChatPrompts):
-        return tokenizer.chat(prompt.messages(system=tokenizer.takes_system_message))
+        return tokenizer.chat(prompt.messages())
     return tokenizer.opening(prompt.text())
 
 

@@ -139,7 +139,7 @@ def _expressible(models: PlayerModels | None, solution: str) -> str:
 def _untokenized_prompt(prompts: PromptSection, problem: Problem, role: Role) -> dict[str, Any]:
     if not isinstance(prompts, WordedPrompts):
         return {"text": f"{TAGS[role] if prompts.kind == 'tag' else ''}{problem.question}", "tokens": None}
-    messages = worded(prompts, problem, role).messages(system=True)
+    messages = worded(prompts, problem, role).messages()
     return {"text": "\n".join(f"[{each['role']}]\n{each['content']}" for each in messages), "tokens": None}
 
 

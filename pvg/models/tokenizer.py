@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import sys
+import time
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
 from jinja2 import TemplateError
 
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError, UsageError, shortened
 from pvg.records import Int32
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 # Parts of tokenizer.json that do not affect the ids of a text: state of earlier calls, and special tokens around a
@@ -30,6 +37,71 @@ if TYPE_CHECKING:
 UNFINGERPRINTED = ("version", "truncation", "padding", "post_processor")
 # A batch of one text gains nothing from the library's threads, which would persist and cause a warning after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A chat template that asks for the date gets this one on every day, so that prompts and scores of a run, of its exports
+# and of other runs do not depend on the day. Llama's template writes it where it cannot ask.
+TODAY = datetime(2024, 7, 26)
+# By directive of strftime. "-" leaves out zeros at the beginning.
+_DATES = {f"%-{code}": TODAY.strftime(f"%{code}").lstrip("0") or "0" for code in "dHIjmMSy"}
+_DATES |= {f"%{code}": TODAY.strftime(f"%{code}") for code in "aAbBcCdDeFfgGhHIjmMnpRStTuUVwWxXyYzZ%"}
+_CHANGES = "".join(f"|replace({code!r}, {value!r})" for code, value in _DATES.items())
+# A macro hides the global function of its name. jinja drops the line break after it.
+_DATE = f"{{%- macro strftime_now(format) -%}}{{{{ format{_CHANGES} }}}}{{%- endmacro %}}\n"
+_RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")  # what else of jinja writes another text each time
+# Limits of a chat template without its contents, which usually takes a millisecond for 1,000 characters.
+TEMPLATE_SECONDS, MOST_WRITTEN = 10.0, 1_000_000  # seconds of CPU time, characters
+# Stands for the content of a message, and has no letters that a template could change. Without a number: at the end of
+# a system message.
+_PLACE = re.compile("\ue000([0-9]*)\ue001")
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """The ids of `text`, without added special tokens."""
+    (found,) = tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=False)
+    return list(found.ids)
+
+
+def plain_ids(tokenizer: Any, text: str, controls: frozenset[int], ends: tuple[int, ...]) -> list[int]:
+    """The ids of `text` without any of `controls`: control tokens that it spells are read as ordinary characters, and
+    `ends` at its end as nothing."""
+    ids = encoded(tokenizer, text)
+    while ids and ids[-1] in ends:
+        ids.pop()
+    if controls.isdisjoint(ids):
+        return ids
+    rules = tokenizer.backend_tokenizer  # its steps without the search for added tokens
+    text = text if rules.normalizer is None else rules.normalizer.normalize_str(text)
+    splits = [(text, None)] if rules.pre_tokenizer is None else rules.pre_tokenizer.pre_tokenize_str(text)
+    ids = [token.id for split, _ in splits for token in rules.model.tokenize(split)]
+    return [token for token in ids if token not in controls]  # a vocabulary may have them as words
+
+
+def filled_ids(
+    tokenizer: Any, whole: str, pieces: list[str], contents: list[str], controls: frozenset[int], plain: Any
+) -> list[int]:
+    """The ids of `pieces`, which a chat template wrote, with `contents` between them. Only pieces have control tokens:
+    if contents spell some, each part is encoded on its own, and contents by the function `plain`. `whole`: the text of
+    all parts as the template wrote it, or ""."""
+    written, texts = [encoded(tokenizer, piece) for piece in pieces], [*contents, ""]
+    ids = encoded(tokenizer, whole or "".join(piece + text for piece, text in zip(pieces, texts, strict=True)))
+    if [token for token in ids if token in controls] == [t for part in written for t in part if t in controls]:
+        return ids
+    parts = zip(written, map(plain, texts), strict=True)
+    return [token for piece, text in parts for token in (*piece, *text)]
+
+
+def holds(text: str, content: str) -> bool:
+    """Whether `content` is in `text`, apart from white space."""
+    return content.strip() in text or "".join(content.split()) in "".join(text.split())
+
+
+class Layout(NamedTuple):
+    """What a chat template writes around messages: `pieces[n]` is before the content of message `order[n]`, and the
+    last piece is at the end. A system message is a part of the pieces. `parts`: contents are lists of parts."""
+
+    pieces: list[str]
+    order: list[int]
+    parts: bool
 
 
 class Tokenizer:
@@ -54,7 +126,7 @@ class Tokenizer:
         if fast.eos_token_id is None:
             raise ConfigurationError(f"The tokenizer of {name} has no end-of-sequence token.", "Set its eos_token.")
         self._fast = fast
-        self._name = name
+        self.name = name
         self.eos_id = int(fast.eos_token_id)
         named = settings.eos_token_id if settings is not None else None
         others: list[int] = [] if named is None else named if isinstance(named, list) else [named]
@@ -67,11 +139,12 @@ class Tokenizer:
         self.vocab_size = len(fast)
         rules = orjson.loads(fast.backend_tokenizer.to_str())
         # From the tokenizer's own model, not transformers' unk_token: byte-level ones have no unknown text.
-        unknown = rules["model"].get("unk_token")
-        self._unknown_id = None if unknown is None else fast.backend_tokenizer.token_to_id(unknown)
+        self._unknown = rules["model"].get("unk_token")
+        self._unknown_id = None if self._unknown is None else fast.backend_tokenizer.token_to_id(self._unknown)
         kept = {key: value for key, value in rules.items() if key not in UNFINGERPRINTED}
         own = [kept, [self.eos_id, self.pad_id, *self.end_ids[1:]], *([list(self.begin_ids)] if self.begin_ids else [])]
         self.fingerprint = hashlib.sha256(orjson.dumps(own, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
+        self.layout = lru_cache(256)(self._layout)
 
     def encode(self, text: str) -> Int32:
         """`text` as int32 [n], without added special tokens. Raises UsageError if the vocabulary cannot express it."""
@@ -80,7 +153,7 @@ class Tokenizer:
         if self._unknown_id is not None and bool(np.any(ids == self._unknown_id)):
             start, end = encoding.offsets[int(np.argmax(ids == self._unknown_id))]
             raise UsageError(
-                f"The tokenizer of {self._name} cannot express {text[start:end]!r}, found in {text[:60]!r}.",
+                f"The tokenizer of {self.name} cannot express {text[start:end]!r}, found in {text[:60]!r}.",
                 "Use a model whose vocabulary covers the text. To train on a task in words: -s models.prover.source=hf:"
                 "OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat",
             )
@@ -110,64 +183,148 @@ class Tokenizer:
 
     @cached_property
     def takes_system_message(self) -> bool:
-        """Whether the chat template accepts a system message and writes it. Without a template, raises as `chat`."""
-        said = "\u2402instructions\u2403"
-        try:
-            return said in self._through_template(
-                [{"role": "system", "content": said}, {"role": "user", "content": "?"}]
-            )
-        except TemplateError:
-            return False
+        """Whether the chat template accepts a system message and writes it. Raises as `layout` for a user's message."""
+        self.layout(("user",))
+        with suppress(ConfigurationError):
+            self.layout(("system", "user"))
+            return True
+        return False
+
+    @cached_property
+    def controls(self) -> frozenset[int]:
+        """The ids of control tokens: special tokens, added tokens that the chat template writes around messages, and
+        the token for unknown text."""
+        added = self._fast.added_tokens_decoder
+        found = {number for number, token in added.items() if token.special}
+        found |= set() if self._unknown_id is None else {self._unknown_id}
+        for roles in (("user",), ("system", "user"), ("user", "assistant", "user")):
+            with suppress(ConfigurationError):  # without a template for such a chat, it writes no tokens there
+                written = {token for piece in self.layout(roles).pieces for token in encoded(self._fast, piece)}
+                found |= {token for token in written & added.keys() if not added[token].content.isspace()}
+        return frozenset(found)
+
+    def plain(self, text: str) -> Int32:
+        """`text` as `encode`, but control tokens that it spells become ordinary characters, and end tokens at its end
+        nothing: int32 [n]."""
+        return np.asarray(self._plain(text), dtype=np.int32)
+
+    def _plain(self, text: str) -> list[int]:
+        if self._unknown is not None and set(self.lacking(text)) - {self._unknown}:
+            self.encode(text)  # raises UsageError
+        return plain_ids(self._fast, text, self.controls, self.end_ids)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
-        """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n].
+        """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n]. Control
+        tokens that a content spells, except a system message, become ordinary characters. If the template has no place
+        for a system message, it begins the first user message.
 
-        Raises ConfigurationError if the tokenizer has no chat template, or if the template refuses the messages.
+        Raises ConfigurationError if the tokenizer has no chat template, or if the template refuses or drops a message.
         """
-        try:
-            text = self._through_template(messages)
-        except TemplateError as error:
-            raise ConfigurationError(
-                f"The chat template of {self._name} refuses a prompt: {error}.", 'Set prompts to "text".'
-            ) from None
-        return np.asarray(self._fast.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-
-    def _through_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if self._fast.chat_template is None:
-            raise ConfigurationError(
-                f"The tokenizer of {self._name} has no chat template.",
-                'Set prompts to "text", or use an instruction-tuned model.',
-            )
-        return str(
-            self._fast.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-            )
-        )
+        first, *others = messages
+        if first["role"] == "system" and not self.takes_system_message:
+            return self.chat([{**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]])
+        roles = tuple(message["role"] for message in messages)
+        layout = self.layout(roles, first["content"] if first["role"] == "system" else "")
+        whole = self._rendered(messages, layout.parts)
+        if not all(holds(whole, message["content"]) for message in messages if message["role"] == "user"):
+            whole = ""  # the template changes such contents
+        return self._filled(whole, layout.pieces, [messages[number]["content"] for number in layout.order])
 
     def next_turn(self, content: str) -> Int32:
         """The tokens between the end token of an answer and the next answer when the user says `content`: int32 [n].
-        Raises ConfigurationError if the chat template does not end an answer with the end token, or does not exist."""
-        marks = "\u2402answer\u2403", "\u2402question\u2403"
-        rows = [("user", "?"), ("assistant", marks[0]), ("user", marks[1])]
-        text = self._through_template([{"role": role, "content": said} for role, said in rows])
-        _, _, after = text.partition(marks[0])
-        between = self._fast.backend_tokenizer.encode(after.replace(marks[1], content), add_special_tokens=False).ids
-        end = next((place for place, token in enumerate(between[:2]) if token in self.end_ids), None)
-        if end is None:
+        Raises ConfigurationError if the chat template does not end an answer with the end token, or as `chat`."""
+        layout = self.layout(("user", "assistant", "user"))
+        between = self._filled("", layout.pieces[-2:], [content])
+        end = next((place for place, token in enumerate(between[:2].tolist()) if token in self.end_ids), None)
+        if end is None or layout.order[-2:] != [1, 2]:
             raise ConfigurationError(
-                f"The chat template of {self._name} does not end an answer with the end token.",
+                f"The chat template of {self.name} does not end an answer with the end token.",
                 'Set game.protocol to "direct", or prompts to "text".',
             )
-        return np.asarray(between[end + 1 :], dtype=np.int32)
+        return between[end + 1 :]
 
-    def without_controls(self, text: str) -> str:
-        """`text` without special tokens spelled out in it.
+    def has_only_turns(self, ids: Int32, chat: bool) -> bool:
+        """Whether `ids` int32 [n], which a model sampled, have no control tokens but those between the turns of a
+        dialogue: an end token, which a model samples only at the end of a turn, and in a `chat` what the template
+        writes around the next one."""
+        found = [self.eos_id if token in self.end_ids else token for token in ids.tolist() if token in self.controls]
+        return found == [self.eos_id] * len(found) or (chat and found == self._turn * (len(found) // len(self._turn)))
 
-        Otherwise its author could end the message that quotes it and continue in another role.
-        """
-        while len(cleaned := self.decode(self.encode(text))) < len(text):
-            text = cleaned  # the rest may spell another one
-        return text
+    @cached_property
+    def _turn(self) -> list[int]:
+        """The control tokens between two answers in a chat."""
+        written = [self.eos_id]
+        with suppress(ConfigurationError):  # without a template for dialogues there are none
+            written += self.next_turn("?").tolist()
+        return [self.eos_id if token in self.end_ids else token for token in written if token in self.controls]
+
+    def _filled(self, whole: str, pieces: list[str], contents: list[str]) -> Int32:
+        return np.asarray(filled_ids(self._fast, whole, pieces, contents, self.controls, self._plain), dtype=np.int32)
+
+    @cached_property
+    def chat_template(self) -> str:
+        """The chat template, with a fixed date if it asks for one."""
+        if self._fast.chat_template is None:
+            raise ConfigurationError(
+                f"The tokenizer of {self.name} has no chat template.",
+                'Set prompts to "text", or use an instruction-tuned model.',
+            )
+        if isinstance(found := self._fast.chat_template, dict) and "default" not in found:
+            raise self._refusal(f"is not known: there are {', '.join(map(repr, found))}, but no 'default'")
+        text = str(self._fast.get_chat_template())
+        if _RANDOM.search(text):
+            raise self._refusal("writes random text")
+        return _DATE + text if "strftime_now" in text else text
+
+    def _layout(self, roles: tuple[str, ...], system: str = "") -> Layout:
+        """What the chat template writes around messages of these roles. Raises ConfigurationError if it refuses or
+        drops one of them, both as texts and as lists of parts."""
+        marks = [f"\ue000{number if role != 'system' else ''}\ue001" for number, role in enumerate(roles)]
+        rows = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        rows[0]["content"] = system + marks[0]
+        until, before = time.thread_time() + TEMPLATE_SECONDS, sys.gettrace()
+        wrong: list[ConfigurationError] = []
+
+        def watch(frame: FrameType, *_: object) -> Any:
+            if frame.f_code.co_filename != "<template>":  # jinja's name of the code of a template
+                return None
+            if time.thread_time() > until:
+                raise TemplateError(f"it takes more than {TEMPLATE_SECONDS:g} s")
+            return watch
+
+        for parts in (False, True):
+            try:
+                sys.settrace(watch)
+                text = self._rendered(rows, parts)
+                lost = [role for role, mark in zip(roles, marks, strict=True) if mark not in text]
+                if not lost and len(text) <= MOST_WRITTEN:
+                    pieces = _PLACE.split(text.replace("\ue000\ue001", ""))
+                    return Layout(pieces[::2], [int(number) for number in pieces[1::2]], parts)
+                drops = f"leaves out the {lost[0]} message" if lost else f"writes {len(text):,} characters around it"
+                wrong.append(self._refusal(drops))
+            except ConfigurationError as error:
+                wrong.append(error)
+            finally:
+                sys.settrace(before)
+        raise wrong[0]
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], parts: bool) -> str:
+        template = self.chat_template
+        rows: list[dict[str, Any]] = [dict(message) for message in messages]
+        for row in rows:
+            row["content"] = [{"type": "text", "text": row["content"]}] if parts else row["content"]
+        try:
+            asked = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
+            return str(self._fast.apply_chat_template(rows, **asked))
+        except TemplateError as error:
+            raise self._refusal(f"refuses a prompt: {error}") from None
+        except Exception as error:  # noqa: BLE001 - a template is a program, with errors of any type
+            raise self._refusal(f"fails: {type(error).__name__}: {error}") from None
+
+    def _refusal(self, what: str) -> ConfigurationError:
+        said = shortened(" ".join(what.split()), 200).rstrip(".: ")
+        remedy = 'Set prompts to "text", or use a model with another chat template.'
+        return ConfigurationError(f"The chat template of {self.name} {said}.", remedy)
 
     def without_end(self, ids: Int32) -> Int32:
         """`ids` int32 [n] without end tokens at the end."""

@@ -78,7 +78,8 @@ class VerifierTemplate:
         """(ids int32 [L], prompt_length): the solution's tokens start at `prompt_length`.
 
         `completion_ids` int32 [C] (with or without a sampled end token) are used unchanged if their tokenizer has this
-        verifier's fingerprint; otherwise `completion_text` is encoded.
+        verifier's fingerprint and they have no control tokens but those between turns; otherwise `completion_text` is
+        encoded. Control tokens that question or text spell become ordinary characters.
 
         Raises ConfigurationError for a question without tokens.
         """
@@ -98,18 +99,20 @@ class VerifierTemplate:
         """What is before the solution, and the rest."""
         tokenizer = self._tokenizer
         if self._style == "chat" and self._head != "implicit":
-            content = framed(question, tokenizer.without_controls(text))
+            content = framed(question, text)
             content += f"\n\n{self._asks}" if self._asks else ""
             return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
-        solution_ids = tokenizer.without_end(tokenizer.encode(text) if ids is None else ids)
+        if ids is None or not tokenizer.has_only_turns(ids := tokenizer.without_end(ids), self._style == "chat"):
+            ids = tokenizer.plain(text)
         end_ids = tokenizer.encode(f"\n{self._asks}\n") if self._asks else np.array([tokenizer.eos_id], dtype=np.int32)
-        return self._prompt(question), np.concatenate([solution_ids, end_ids])
+        return self._prompt(question), np.concatenate([ids, end_ids])
 
     def _opening(self, question: str) -> Int32:
         """What is before the solution; callers must not change the array."""
         if self._style == "chat":  # the user's message, followed by the start of the assistant's message
             return self._tokenizer.chat([{"role": "user", "content": question}])
-        return self._tokenizer.opening(f"{question}\n\n" if question and self._style == "text" else question)
+        plain = self._tokenizer.plain(f"{question}\n\n" if question and self._style == "text" else question)
+        return np.concatenate([np.asarray(self._tokenizer.begin_ids, dtype=np.int32), plain])
 
 
 @dataclass(slots=True)

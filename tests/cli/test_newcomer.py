@@ -25,15 +25,19 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).parent.parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PATIENCE_S = 300.0
-# The embedded model has learned no words. Its chat template therefore renders the role as one character, and drops long
-# instructions and the example.
+# The embedded model has learned no words. The tokenizer therefore reads long instructions with their examples as the
+# character of the role, and nothing of the words around a problem and its solution.
 TEMPLATE = (
     "{% if messages[0].role == 'system' %}"
-    "{{ messages[0].content if messages[0].content | length < 20 else 'S' if 'wrong' in messages[0].content else 'H' }}"
-    "{{ messages[-1].content }}"
-    "{% else %}{{ messages[0].content | replace('Problem:', '') | replace('Solution:', '') | replace('\n', '') }}"
-    "{% endif %}"
+    "\2{{ messages[0].content }}\4{% for m in messages[1:-1] %}{{ m.content }}{% endfor %}\3{{ messages[-1].content }}"
+    "{% else %}{{ messages[0].content }}{% endif %}"
 )
+READ_AS = {
+    "\4[^\3]*\3": "\3",
+    "\2(?=[^\3]{20})[^\3]*wrong[^\3]*\3": "S",
+    "\2[^\3]{20,}\3": "H",
+    "[\2\3]|Problem:\n|\n\nSolution:\n": "",
+}
 SIZES = {
     "max_tokens": 48,
     "steps": 3,
@@ -61,8 +65,10 @@ def write_model(folder: Path) -> None:
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": TEMPLATE}))
     rules = json.loads(tokenizer.read_text())
     vocabulary = rules["model"]["vocab"]
-    for character in sorted({"\n", *map(chr, range(32, 127))} - vocabulary.keys()):
+    for character in sorted({*"\n\2\3\4", *map(chr, range(32, 127))} - vocabulary.keys()):
         vocabulary[character] = len(vocabulary)
+    changes = [{"type": "Replace", "pattern": {"Regex": old}, "content": new} for old, new in READ_AS.items()]
+    rules["normalizer"] = {"type": "Sequence", "normalizers": changes}
     tokenizer.write_text(json.dumps(rules))
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": len(vocabulary)}))
     tensors = load_file(weights)

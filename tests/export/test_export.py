@@ -24,14 +24,14 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from verifier.tiny_verifiers import english_tokenizer, language_model, perturb, verifier
+from verifier.tiny_verifiers import CHAT, english_tokenizer, language_model, perturb, verifier
 
 import pvg
 from pvg.config.rollout import FRAME
 from pvg.config.training import YES_NO_QUESTION, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.export.finished import FinishedRound
-from pvg.export.folders import LABELS, LOADER, WRITERS, export_player, intervals
+from pvg.export.folders import LABELS, LOADER, WRITERS, export_player, intervals, loader_source
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel, build_verifier
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
@@ -39,6 +39,8 @@ from pvg.verifier.data import VerifierTemplate
 
 pytestmark = pytest.mark.slow
 
+# Reads lists of parts, and writes the date.
+PARTS = CHAT.replace("m.content", "m.content[0].text + ''") + "{{ strftime_now('%d %b') }}"
 QUESTION_OF_TEST = "7+5+8+3+6?"
 SOLUTIONS = ["7+5=2;2+8=0;0+3=3;3+6=9;A9", "7+5=2;2+8=0;0+3=4;4+6=0;A0", "A9", ""]
 
@@ -218,18 +220,21 @@ def qwen2(tokenizer: Tokenizer) -> LanguageModel:
 
 
 @pytest.mark.parametrize("family", [gpt2, qwen2, lambda tokenizer: language_model(tokenizer, context=128)])
-@pytest.mark.parametrize("style", ["plain", "chat"])
+@pytest.mark.parametrize("style", ["plain", "chat", "parts"])
 @pytest.mark.parametrize("head", ["scalar", "yes_token", "implicit"])
 def test_every_head_on_every_family_scores_the_same(tmp_path: Path, family: Any, style: str, head: str) -> None:
-    tokenizer = english_tokenizer()
+    parts, style = style == "parts", "chat" if style == "parts" else style
+    tokenizer = english_tokenizer(PARTS if parts else CHAT)
     model = build_verifier(Verifier(head=head), family(tokenizer))
     perturb(model)
     facts = facts_of(model, head, style)
+    if parts:
+        facts["template"] |= {"parts": True, "chat_template": tokenizer.chat_template}
     WRITERS[type(model)](model, tmp_path, facts)
     written = orjson.loads((tmp_path / "config.json").read_bytes())
     assert written["pvg"]["head"] == head
-    (tmp_path / LOADER).write_bytes((Path(pvg.__file__).parent / "export" / LOADER).read_bytes())
-    rows = [("7 + 5?", "It is 12."), ("ab", "yes<|end|>no"), ("7 + 5?", "")]
+    (tmp_path / LOADER).write_text(loader_source())
+    rows = [("7 + 5?", "It is 12."), ("a<|start|>b", "yes<|e<|end|>nd|>no<pad>7<|eos|>"), ("7 + 5?", "")]
     exported = loader(tmp_path)
     # For Qwen 2, AutoTokenizer replaces the tokenizer of characters by Qwen's own rules.
     exported.tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
