@@ -77,13 +77,14 @@ TF32_ERROR = 2.0**-3
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context of a forward pass: bfloat16 autocast, or nothing for "float32". Weights stay float32.
+    """The context of a forward pass: bfloat16 autocast, or nothing for "float32"; "auto" is bfloat16 on a GPU. Weights
+    stay float32.
 
     Autocast is per thread: enter it in the thread that computes.
     """
-    if precision == "float32":
+    if precision == "float32" or (precision == "auto" and device.type != "cuda"):
         return nullcontext()
-    if precision == "bfloat16":
+    if precision in ("auto", "bfloat16"):
         return torch.autocast(device.type, dtype=torch.bfloat16)
     raise ConfigurationError(f"There is no precision {precision!r}.", "Known: float32, bfloat16.")
 

@@ -171,11 +171,11 @@ async def training(
     with ThreadPoolExecutor(1) as executor:
         trainer = Trainer(
             learner.module,
-            PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id, chosen.models.precision),
+            PolicyObjective(chosen.training, chosen.rollout, learner.tokenizer.pad_id, chosen.models.compute_dtype),
             SETTINGS,
             Listed(batches),
             executor=executor,
-            precision=chosen.models.precision,
+            precision=chosen.models.compute_dtype,
             gradient_checkpointing=chosen.training.gradient_checkpointing,
             ranks=model,
         )
