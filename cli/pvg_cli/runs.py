@@ -182,9 +182,8 @@ def plan_resume(
         _refuse_complete(run, experiment.game.rounds, clean)
     if state:
         from pvg.game.ledger import check_same_inputs
-        from pvg.game.states import GameState
 
-        check_same_inputs(GameState.from_plain(state), experiment)
+        check_same_inputs(state, experiment)
     more = f" It will have {experiment.game.rounds} rounds." if extended else ""
     # The run does not record what a resumed run may change, such as the settings that bound memory.
     again = resume_command(run, overrides, name, cluster)

@@ -384,7 +384,7 @@ async def evaluate(
     started = time.perf_counter()
     check_protocol(experiment, parts)
     reading = OpenedRun.open(run)
-    check_same_inputs(reading.state, experiment)
+    check_same_inputs(reading.state.plain(), experiment)
     chosen = chosen_rounds(reading, run, rounds)
     reading.check_players(_sampled_rounds(chosen, parts))  # not when their turn comes, perhaps after hours
     if "exploit" in parts:

@@ -63,11 +63,10 @@ class FinishedRound:
         """Rounds count from 0; -1 is the last. Raises the errors of pvg.store.run_players.open_round, and StateError if
         the folder of a model has changed since the run started."""
         from pvg.game.ledger import check_same_inputs
-        from pvg.game.states import GameState
 
         state, number = open_round(run, round_)
         rounds, experiment = state["rounds"], run.experiment()
-        check_same_inputs(GameState.from_plain(state), experiment, only_models=True)
+        check_same_inputs(state, experiment, only_models=True)
         return cls(run, experiment, number, len(rounds), tuple(state.get("weights", ())), dict(rounds[number]))
 
     @property

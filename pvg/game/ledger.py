@@ -39,7 +39,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import base_source
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore, JournalMark, JsonLines, read_json_lines
+from pvg.store.state import FileStateStore, JournalMark, JsonLines, State, read_json_lines
 from pvg.tasks.data import files_of
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
@@ -295,7 +295,7 @@ class Ledger:
             if limits := check_same_configuration(state, experiment):
                 self.notices.append(f"The last bits of the weights may change: {'; '.join(limits)}.")
                 self.log.event("run", event="settings", changed="; ".join(limits))
-            check_same_inputs(state, experiment)
+            check_same_inputs(loaded.state, experiment)
             if state.code_version != code_version:
                 self.notices.append(
                     f"This run started with pvg {state.code_version} and continues with {code_version}."
@@ -376,13 +376,14 @@ def inputs_of(experiment: Experiment, *, only_models: bool = False) -> dict[str,
     return found | {path: (Path(path), digest) for path, digest in own.items()}
 
 
-def check_same_inputs(state: GameState, experiment: Experiment, *, only_models: bool = False) -> None:
+def check_same_inputs(state: State, experiment: Experiment, *, only_models: bool = False) -> None:
     """Raises StateError if a file that the run reads has changed since it started. One that is missing is for the code
-    that opens it."""
+    that opens it. `state`: a commit as plain data."""
+    inputs, folder = state.get("inputs", {}), state.get("folder", "")
     for name, (path, digest) in inputs_of(experiment, only_models=only_models).items():
-        if state.inputs.get(name, digest) != digest:
+        if inputs.get(name, digest) != digest:
             what = "has other files than when" if path.is_dir() else "has changed since"
-            elsewhere = "" if state.folder in ("", str(Path.cwd())) else f" It started in the folder {state.folder}."
+            elsewhere = "" if folder in ("", str(Path.cwd())) else f" It started in the folder {folder}."
             raise StateError(
                 f"{path} {what} this run started.{elsewhere}",
                 "Restore it (the run's folder code/ has copies of Python files), or start a new run with --name.",
