@@ -107,12 +107,15 @@ def open_input(path: str | Path) -> BufferedReader:
     return file
 
 
-def open_to_append(path: Path) -> int:
-    """A file, opened for appending and created if it is missing. Raises StateError for a FIFO or a socket: to open a
-    FIFO would wait for its reader. Other errors are those of `open`."""
+def open_own(path: Path, flags: int) -> int:
+    """A file whose name pvg has chosen, opened for writing and created if it is missing. Raises StateError for a link,
+    which may lead to a file that is not pvg's, and for a FIFO or a socket: to open a FIFO would wait for its reader.
+    Other errors are those of `open`."""
+    if path.is_symlink():
+        raise StateError(f"{path} is a link, through which pvg does not write.", "Put the file itself in its place.")
     try:
-        file = _without_waiting(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-        if not stat.S_ISFIFO(os.fstat(file).st_mode):
+        file = _without_waiting(str(path), flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
     except OSError as error:

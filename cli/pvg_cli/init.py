@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import re
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -43,10 +43,16 @@ def init(
 
 def write_scaffold(folder: Path) -> list[Path]:
     """Write the files and return their paths. Raises UsageError if one of them exists, and writes none then."""
-    texts = {path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in SCAFFOLD.iterdir()}
+    from pvg.store.atomic import write_output
+
+    files = {
+        path.name.removesuffix(".template"): path.read_text(encoding="utf-8") for path in sorted(SCAFFOLD.iterdir())
+    }
+    texts = {name: text.replace("@NAME@", experiment_name(folder)).encode() for name, text in files.items()}
     with user_paths():
-        there = [name for name in sorted(texts) if (folder / name).exists()]
-        if there:
+        there = [name for name in texts if os.path.lexists(folder / name)]
+        same = [name for name in there if (folder / name).is_file() and (folder / name).read_bytes() == texts[name]]
+        if there and (there != same or len(same) == len(texts)):  # otherwise a killed call has written some
             where = "This folder" if folder == Path() else f"The folder {folder}"
             raise UsageError(
                 f"{where} already has {', '.join(there)}, and pvg init replaces no file.",
@@ -56,18 +62,16 @@ def write_scaffold(folder: Path) -> list[Path]:
             folder.mkdir(parents=True, exist_ok=True)
         except FileNotFoundError as error:  # a file system that refuses new folders, such as /proc
             raise UsageError(f"{folder} cannot be created.", "Name another folder: pvg init DIR") from error
-        for name, text in sorted(texts.items()):
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text.replace("@NAME@", experiment_name(folder)))
-    return [folder / name for name in sorted(texts)]
+        for name in texts.keys() - set(there):
+            write_output(folder / name, texts[name])
+    return [folder / name for name in texts]
 
 
 def experiment_name(folder: Path) -> str:
     """The name of the folder, with the characters that a run's name may have. Not a name of a part of a run."""
-    from pvg.store.run_directory import PARTS_OF_A_RUN
+    from pvg.store.run_directory import PARTS_OF_A_RUN, as_run_name
 
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).lstrip("._-")
-    name = name[:50] or "experiment"
+    name = as_run_name(folder.resolve().name, 50) or "experiment"
     return f"my-{name}" if PARTS_OF_A_RUN.fullmatch(name) else name
 
 

@@ -73,15 +73,15 @@ def report(
         return
     directories = _open(targets, runs)
     if len(directories) > 1:
-        _show_runs(directories, None if no_html else html or _own(PAGE), as_json)
+        _show_runs(directories, None if no_html else html or own_page(PAGE), as_json)
     else:
-        _show_run(directories[0], examples, None if no_html else html or _own(directories[0].report), as_json)
+        _show_run(directories[0], examples, None if no_html else html or own_page(directories[0].report), as_json)
 
 
-def _own(page: Path) -> Path:
-    """`page`, whose name pvg has chosen. Raises StateError for a FIFO, a socket or a device, to which `write_page`
-    writes if the user names it: to open a FIFO waits for its reader."""
-    if page.exists() and not page.is_file() and not page.is_dir():
+def own_page(page: Path) -> Path:
+    """`page`, whose name pvg has chosen. Raises StateError for a link, a FIFO, a socket or a device, to which
+    `write_page` writes if the user names it: to open a FIFO waits for its reader."""
+    if page.is_symlink() or (page.exists() and not page.is_file() and not page.is_dir()):
         raise StateError(
             f"{page} is not a regular file.",
             "Move it away, write the page elsewhere with --html FILE, or leave it out with --no-html.",
@@ -158,7 +158,7 @@ def _rollouts_page(run: RunDirectory, summary: RunSummary, page: Path) -> tuple[
     """The file of the page with all solutions, and its text; None for both without solutions."""
     from pvg.reporting.solutions import rollouts_file, stored_rollouts
 
-    beside = _own(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
+    beside = own_page(page.with_name("rollouts.html" if page.name == PAGE.name else f"{page.stem}-rollouts.html"))
     stored = stored_rollouts(run, summary)
     return (beside, rollouts_file(stored, run, summary, page.name)) if stored.count else (None, None)
 

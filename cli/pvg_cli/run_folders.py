@@ -46,6 +46,7 @@ def list_(
     import time
 
     from pvg.reporting.follow import list_runs, runs_table
+    from pvg.store.run_directory import half_removed
     from pvg_cli.output import stdout
 
     _refuse_no_folder(runs)
@@ -59,6 +60,9 @@ def list_(
                 say(f"{run.name}: {note}")
     else:
         say(f"There is no run {'with these tags ' if tags else ''}in {runs}. Start one with: pvg train")
+    for name in half_removed(runs):
+        what = f"{name} is half removed: `pvg runs remove` was killed. To finish it: pvg runs remove"
+        say(f"{what} {shlex.quote(name)}{'' if runs == Path('runs') else f' --runs {shlex.quote(str(runs))}'}")
 
 
 def _refuse_no_folder(runs: Path) -> None:
@@ -143,20 +147,39 @@ def remove(
     """Delete runs with all of their files. Asks first. A run that a process plays is not deleted, and one that another
     run starts from only with --force."""
     from pvg.reporting.formats import byte_size
-    from pvg.store.run_directory import RunDirectory, folder_bytes, remove_run
+    from pvg.store.run_directory import RunDirectory, delete_removed, folder_bytes, half_removed, remove_run
 
-    directories = list({run.path: run for run in (RunDirectory.open(name, runs) for name in names)}.values())
+    opened, left = dict[Path, RunDirectory](), dict[Path, list[Path]]()
+    for name in names:
+        found = {
+            folder / Path(name).name: half_removed(folder).get(Path(name).name) for folder in (runs, Path(name).parent)
+        }
+        try:
+            run = RunDirectory.open(name, runs)
+            opened[run.path] = run
+        except UsageError:
+            if not any(found.values()):
+                raise
+            left |= {path: folders for path, folders in found.items() if folders}
+    directories = list(opened.values())
     if not force:
         _refuse_needed(directories)
     sizes = {run.path: folder_bytes(run.path) for run in directories}
+    sizes |= {path: sum(map(folder_bytes, folders)) for path, folders in left.items()}
     if not yes:
-        _ask([f"{run.path} ({byte_size(sizes[run.path])})" for run in directories], as_json)
+        _ask(
+            [f"{path} ({'half removed, ' if path in left else ''}{byte_size(sizes[path])})" for path in sizes], as_json
+        )
     for run in directories:
         name = run.name  # that of a link's target, as long as there is one
         remove_run(run, say)
         say(f"Removed {name}: {byte_size(sizes[run.path])}.")
+    for path, folders in left.items():
+        for folder in folders:
+            delete_removed(folder)
+        say(f"Removed the rest of {path.name}: {byte_size(sizes[path])}.")
     if as_json:
-        emit({"removed": [str(run.path) for run in directories], "bytes": sum(sizes.values())})
+        emit({"removed": list(map(str, sizes)), "bytes": sum(sizes.values())})
 
 
 def _refuse_needed(directories: list[RunDirectory]) -> None:

@@ -198,10 +198,11 @@ def _write(plan: StudyPlan, folder: StudyFolder, command: str) -> StudyResults:
     from pvg.reporting.table import write_page
     from pvg.study.results import collect, write_results
     from pvg.study.text import study_page
+    from pvg_cli.report import own_page
 
     results = collect(plan, command)
     write_results(folder.results, results)
-    write_page(folder.page, study_page(results))
+    write_page(own_page(folder.page), study_page(results))
     return results
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from pvg.store.atomic import (
     make_directory,
     read_stored,
     remove_temporaries,
+    remove_tree,
     temporary_beside,
     write_atomic,
 )
@@ -268,7 +268,7 @@ def remove_folder(path: Path) -> None:
     if path.exists():
         removed = temporary_beside(path)
         path.rename(removed)
-        shutil.rmtree(removed)
+        remove_tree(removed)
 
 
 # --- the frozen verifier of a round -----------------------------------------------------------------------------------

@@ -196,10 +196,14 @@ def remove_temporaries(directory: Path, name: str = "", *, older_than_s: float =
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder that a driver on another host, which has lost the run, may be removing too."""
-    while path.exists():
+    """Remove a folder that a driver on another host, which has lost the run, may be removing too. Of a link, only the
+    link: it may lead to a folder that is not pvg's."""
+    while os.path.lexists(path):
         with suppress(FileNotFoundError):
-            shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
 
 def make_directory(path: Path) -> None:

@@ -12,12 +12,12 @@ next commit. A lease (pvg.store.lease) keeps drivers on several hosts apart.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
 import shlex
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from pvg.errors import (
     system_module,
     user_paths,
 )
+from pvg.inputs import open_own
 from pvg.store.atomic import (
     OLD_S,
     DamagedFileError,
@@ -63,10 +64,8 @@ def exclusive(file: Path, refusal: Callable[[str], PvgError]) -> Iterator[None]:
     """
     fcntl = system_module("fcntl")
     with user_paths(), disk_full_explained(file):
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        descriptor = open_own(file, os.O_RDWR)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise StateError(f"{file} is not a regular file.", "Move it away. pvg then makes a new one.")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -94,6 +93,13 @@ def _identity(path: Path) -> tuple[int, int] | None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
+
+
+def as_run_name(text: str, longest: int) -> str:
+    """What of a text may be in the name of a run: other characters become dashes. May be empty."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:longest]
+
+
 # In a source such as run:runs/mine/round-2/verifier these words mean a part of the run (pvg.config.base).
 PARTS_OF_A_RUN = re.compile(r"prover|verifier|warmup|round-\d{1,6}", re.ASCII)
 
@@ -154,7 +160,7 @@ class RunDirectory:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return Path(os.path.abspath(self.path)).name  # a link to a run has its own name, which commands take
 
     @property
     def argument(self) -> str:
@@ -407,7 +413,7 @@ def runs_in(root: Path) -> list[str]:
     return sorted(folder.name for folder in folders if RunDirectory(folder).is_run and not is_removed(folder))
 
 
-REMOVED_NAME = re.compile(r"\.removed-.+-[0-9a-f]{8}")
+REMOVED_NAME = re.compile(r"\.removed-(?P<of>.+)-[0-9a-f]{8}")
 
 
 def removed_name(name: str, number: str) -> str:
@@ -417,6 +423,15 @@ def removed_name(name: str, number: str) -> str:
 
 def is_removed(path: Path) -> bool:
     return REMOVED_NAME.fullmatch(path.name) is not None
+
+
+def half_removed(root: Path) -> dict[str, list[Path]]:
+    """What killed removals have left in `root`, by the name of the run."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if match := REMOVED_NAME.fullmatch(path.name):
+            found.setdefault(match["of"], []).append(path)
+    return found
 
 
 # What users do with the folders of runs: tags, sizes, removal, and runs without a game.
@@ -502,11 +517,12 @@ def remove_run(run: RunDirectory, waiting: Callable[[str], None]) -> None:
     with run.lock(waiting=waiting), user_paths():
         os.rename(folder, grave)
         sync_directory(folder.parent)
-    for left in [path for path in folder.parent.iterdir() if is_removed(path)]:
-        _delete(left)
+    for left in itertools.chain(*half_removed(folder.parent).values()):
+        delete_removed(left)
 
 
-def _delete(folder: Path) -> None:
+def delete_removed(folder: Path) -> None:
+    """Delete what a removal has renamed. Raises StateError if that is impossible."""
     try:
         # First the file that makes a folder a run, in case a user gives the folder its old name.
         RunDirectory(folder).experiment_file.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import IO, Any, NamedTuple
 import orjson
 
 from pvg.errors import StateError
-from pvg.inputs import open_to_append
+from pvg.inputs import open_own
 from pvg.store.atomic import (
     DamagedFileError,
     disk_full_explained,
@@ -55,7 +55,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         existed = path.exists()
-        self._file = open(open_to_append(path), "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._file = open(open_own(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: SIM115 (closed by close)
         if not existed:
             sync_directory(path.parent)
         size = os.fstat(self._file.fileno()).st_size

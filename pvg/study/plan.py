@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +41,7 @@ from pvg.config.load import (
 from pvg.errors import ConfigurationError, PvgError
 from pvg.evaluation.report import PARTS, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.inputs import read_text
-from pvg.store.run_directory import RUN_NAME, RunDirectory
+from pvg.store.run_directory import RUN_NAME, RunDirectory, as_run_name
 from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
 from pvg.telemetry.cpu import (
@@ -369,7 +368,7 @@ def read_study(path: Path) -> StudyFile:
 
 def resolve_arms(file: StudyFile, origin: str, overrides: Sequence[str] = ()) -> list[Arm]:
     """Every arm with its whole experiment. Raises ConfigurationError with all mistakes, each with its arm."""
-    alone = None if file.grid else ArmEntry(name=_as_name(Path(file.experiment).stem) or "game")
+    alone = None if file.grid else ArmEntry(name=as_run_name(Path(file.experiment).stem, LONGEST_LABEL) or "game")
     entries: Sequence[ArmEntry | None] = file.arm or (alone,)
     arms: list[Arm] = []
     mistakes: dict[str, None] = {}
@@ -439,13 +438,8 @@ def _points(grid: Mapping[str, Any], origin: str) -> Iterator[tuple[str, dict[st
 def _label(key: str, value: Any) -> str:
     """The label of a value in an arm's name: for text its last part, otherwise the key and the value."""
     if isinstance(value, str):
-        return _as_name(value.replace("\\", "/").replace(":", "/").rstrip("/").rsplit("/", 1)[-1])
-    return f"{key.rsplit('.', 1)[-1]}-{_as_name(str(value).lower())}"
-
-
-def _as_name(text: str) -> str:
-    """What of a text may be in the name of an arm, which is that of its runs: other characters become dashes."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:LONGEST_LABEL]
+        return as_run_name(value.replace("\\", "/").replace(":", "/").rstrip("/").rsplit("/", 1)[-1], LONGEST_LABEL)
+    return f"{key.rsplit('.', 1)[-1]}-{as_run_name(str(value).lower(), LONGEST_LABEL)}"
 
 
 def _refuse_doubles(arms: Sequence[Arm], origin: str) -> None:

@@ -29,6 +29,7 @@ import orjson
 from pvg.config.load import differences, leaves
 from pvg.errors import PvgError, StateError, UsageError, user_paths
 from pvg.evaluation.report import attack_kinds, default_parts, report_of
+from pvg.inputs import open_own
 from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.run_directory import exclusive
@@ -317,6 +318,9 @@ def _toml(value: object) -> str:
     return orjson.dumps(value).decode()  # JSON and TOML agree on numbers, booleans, texts and lists
 
 
+OUTPUTS = {"log": os.O_APPEND, "json": os.O_TRUNC}  # of a cell's process, by ending
+
+
 def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequence[str]) -> _Playing:
     folder.of(cell, "failed").unlink(missing_ok=True)
     if job == "train":
@@ -325,7 +329,8 @@ def _start(plan: StudyPlan, folder: StudyFolder, cell: Cell, job: Job, pvg: Sequ
     else:
         assert plan.evaluate is not None
         command = evaluate_command(cell, plan.evaluate)
-    with open(folder.of(cell, "log"), "ab") as log, open(folder.of(cell, "json"), "wb") as document:
+    log_file, document_file = (open_own(folder.of(cell, ending), os.O_WRONLY | how) for ending, how in OUTPUTS.items())
+    with open(log_file, "ab") as log, open(document_file, "wb") as document:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", BOUND, str(os.getpid()), *pvg, *command],
             stdin=subprocess.DEVNULL,

@@ -31,7 +31,7 @@ from scipy.stats import rankdata
 
 from pvg.config.base import StrictRecord
 from pvg.errors import MissingRequirementError, PvgError, counted
-from pvg.store.atomic import write_output
+from pvg.store.atomic import write_atomic
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, read_facts
 from pvg.study.plan import Cell, StudyPlan
 from pvg.study.playing import CellProgress, StudyFolder, progress_of
@@ -456,7 +456,7 @@ def write_results(path: Path, results: StudyResults) -> None:
         results.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
     )
     try:
-        write_output(path, data)
+        write_atomic(path, data)
     except OSError as error:
         raise MissingRequirementError(f"Cannot write the results {path}: {error.strerror}.", "") from error
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pvg.errors import counted
-from pvg.inputs import open_input, open_to_append
+from pvg.inputs import open_input, open_own
 
 
 class Events(Protocol):
@@ -49,7 +49,7 @@ class EventLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._torn = path.is_file() and _ends_within_a_line(path)  # a full disk or a kill can end a write early
-        self._file: int | None = open_to_append(path)
+        self._file: int | None = open_own(path, os.O_WRONLY | os.O_APPEND)
 
     def event(self, tag: str, **fields: object) -> None:
         self.line(format_event(tag, **fields))

@@ -25,7 +25,7 @@ def test_the_scaffold_is_written_and_its_next_steps_are_told(tmp_path: Path) -> 
     assert "pvg train experiment.toml" in called.out
     python = next(line.split(" -m pytest")[0].strip() for line in called.out.splitlines() if " -m pytest" in line)
     subprocess.run([*shlex.split(python), "-c", "import pvg"], cwd=tmp_path / "my game!", check=True)
-    assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game-"
+    assert load_experiment(tmp_path / "my game!" / "experiment.toml").name == "my-game"
 
 
 def test_nothing_is_replaced_or_half_written(tmp_path: Path) -> None:
@@ -35,6 +35,15 @@ def test_nothing_is_replaced_or_half_written(tmp_path: Path) -> None:
     assert called.document["error"]["message"] == "This folder already has task.py, and pvg init replaces no file."
     assert [path.name for path in tmp_path.iterdir()] == ["task.py"]
     assert (tmp_path / "task.py").read_text() == "mine"
+
+
+def test_the_same_command_finishes_what_a_killed_one_has_begun(tmp_path: Path) -> None:
+    written = [Path(path) for path in pvg("init", "new", "--json").document["files"]]
+    texts = {path: path.read_bytes() for path in written}
+    assert pvg("init", "new").code == 2
+    written[1].unlink()
+    assert pvg("init", "new").code == 0
+    assert {path: path.read_bytes() for path in written} == texts
 
 
 def test_the_scaffold_passes_its_own_test_and_its_check_and_plays() -> None:

@@ -59,6 +59,17 @@ def test_a_state_of_a_run_has_one_word(word: str) -> None:
     assert pvg("report", "first", "--json").document["damaged"] is (word == "damaged")
 
 
+@pytest.mark.parametrize("name", ["report.html", "rollouts.html"])
+def test_a_page_is_not_written_through_a_link(tmp_path: Path, name: str) -> None:
+    run, other = played(Path("runs")), tmp_path / "other"
+    other.write_text("not of pvg")
+    (run.path / name).symlink_to(other)
+    called = pvg("report", run.name)
+    assert called.code == 2
+    assert f"{name} is not a regular file" in called.err
+    assert other.read_text() == "not of pvg"
+
+
 def test_a_second_page_has_all_solutions_and_the_two_pages_link_to_each_other() -> None:
     run = played(Path("runs"))
     called = pvg("report", "first")

@@ -123,9 +123,13 @@ def test_a_kill_half_way_leaves_no_folder_that_looks_like_a_run() -> None:
     assert len(list(RUNS.iterdir())) == 1
     assert not list(RUNS.glob("*/experiment.toml"))
     assert pvg("runs", "--json").document["runs"] == []
-    played(RUNS, "second")
-    pvg("runs", "remove", "second", "--yes")
+    assert f"pvg runs remove {run.name}" in pvg("runs").err
+    assert pvg("runs", "remove", run.name).code == 2  # it asks again
+    called = pvg("runs", "remove", run.name, "--yes", "--json")
+    assert called.document["removed"] == [str(run.path)]
     assert list(RUNS.iterdir()) == []
+    assert "is half removed" not in pvg("runs").err
+    assert pvg("runs", "remove", run.name, "--yes").code == 2
 
 
 @pytest.mark.parametrize(("answer", "left"), [("n", ["first"]), ("y", [])])

@@ -149,6 +149,20 @@ def test_prune_keeps_what_is_named_and_nothing_else(tmp_path: Path) -> None:
     assert prune(tmp_path / "absent", set()) == []
 
 
+def test_prune_removes_of_a_link_only_the_link(tmp_path: Path) -> None:
+    disk, kept = tmp_path / "disk", tmp_path / "kept"
+    for name in ("old", "new"):
+        write_checkpoint(disk, name, {}, {})
+        (tmp_path / "checkpoints").mkdir(exist_ok=True)
+        (tmp_path / "checkpoints" / name).symlink_to(disk / name)
+    kept.mkdir()
+    (tmp_path / "checkpoints" / ".tmp-x-0a1b2c3d").symlink_to(kept)
+    prune(tmp_path / "checkpoints", {"new"})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["new"]
+    assert kept.is_dir()
+    assert verify_checkpoint(disk, "old") == verify_checkpoint(tmp_path / "checkpoints", "new") == {}
+
+
 def test_prune_goes_on_where_another_host_removes_the_same_files(tmp_path: Path, monkeypatch) -> None:
     """A driver that has lost the run may wake up while it prunes."""
     for name in ("a", "b", "c"):

@@ -15,7 +15,8 @@ import pytest
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, StateError, UsageError
 from pvg.store.run_directory import RunDirectory, runs_in
-from pvg.store.state import FileStateStore
+from pvg.store.state import FileStateStore, JsonLines
+from pvg.telemetry.events import EventLog
 
 EXPERIMENT = Experiment(name="tiny", seed=3)
 
@@ -29,6 +30,37 @@ def test_create_writes_the_experiment_it_reads_back(tmp_path: Path) -> None:
         assert folder.parent == run.path
     assert run.state == run.path / "state.json"
     assert (run.metrics.name, run.spans.name, run.events.name) == ("metrics.jsonl", "spans.jsonl", "events.log")
+
+
+@pytest.mark.parametrize("name", ["lock", "events.log", "metrics.jsonl", "spans.jsonl"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_pvg_writes_through_no_link_in_a_run(tmp_path: Path, name: str, exists: bool) -> None:
+    run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
+    other, link = tmp_path / "other", run.path / name
+    if exists:
+        other.write_bytes(b"not of pvg\n")
+    link.unlink(missing_ok=True)
+    link.symlink_to(other)
+
+    def drive() -> None:
+        with run.lock():
+            EventLog(run.events)
+            JsonLines(run.metrics)
+            JsonLines(run.spans)
+
+    with pytest.raises(StateError, match=f"{name} is a link"):
+        drive()
+    assert other.exists() is exists
+    assert not exists or other.read_bytes() == b"not of pvg\n"
+
+
+def test_a_link_to_a_run_has_the_name_that_commands_take(tmp_path: Path) -> None:
+    RunDirectory.create(tmp_path / "elsewhere", "exp", EXPERIMENT)
+    for name in ("seed0", "seed1"):
+        (tmp_path / name).symlink_to("elsewhere/exp")
+    assert runs_in(tmp_path) == ["seed0", "seed1"]
+    assert [RunDirectory.open(name, tmp_path).name for name in runs_in(tmp_path)] == ["seed0", "seed1"]
+    assert RunDirectory(tmp_path / "seed0/../seed1/.").name == "seed1"
 
 
 def test_an_existing_run_is_refused_with_two_ways_on(tmp_path: Path) -> None:
