@@ -226,6 +226,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         ),
     ],
 )
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does_and_each_keeps_its_part(model_folder: Path, settings: dict[str, Any]) -> None:
     async def work(group: RankGroup) -> None:
         chosen, batches = experiment(model_folder, **settings), [batch(seed) for seed in range(6)]
