@@ -212,7 +212,7 @@ def test_decoupled_pays_translations_by_hand():
 
 # --- from rollouts to rewards, and from rewards to advantages ---------------------------------------------------------
 
-LOOP, SUM, SHORT = "for i in range(9):\n    total += i * i\n", "print(sum(x * x for x in range(n + 1)) // 2)\n", "x"
+LOOP, SUM = "for i in range(9):\n    total += i * i\n", "print(sum(x * x for x in range(n + 1)) // 2)\n"
 
 
 class Programs:
@@ -234,20 +234,22 @@ def rollouts(*rows: dict[str, Any]) -> list[Rollout]:
 
 @pytest.mark.parametrize("kind", ["gated", "composite"])
 def test_sneaky_programs_pay_for_what_they_repeat(kind: str) -> None:
-    """Of their reference, and of their group: the fourth repeats the second, but in another group."""
+    """Of their reference, or of their group: the last one repeats two of another group."""
+    repeats = {"role": Role.SNEAKY, "text": SUM, "reference": LOOP, "correct": False}
     sample = rollouts(
         {"role": Role.HELPFUL, "text": LOOP, "reference": LOOP},
-        {"role": Role.SNEAKY, "text": LOOP, "reference": LOOP, "correct": False},
-        {"role": Role.SNEAKY, "text": SUM, "reference": LOOP, "correct": False},
-        {"role": Role.SNEAKY, "text": LOOP, "reference": SUM, "correct": False, "group": 1},
+        {**repeats, "text": LOOP},
+        {**repeats, "group": 1},
+        {**repeats, "group": 1},
+        {**repeats, "group": 2},
     )
-    scores_N = np.zeros(4, dtype=np.float32)
+    scores_N = np.zeros(5, dtype=np.float32)
     game = Game(reward={"kind": kind, "similarity_weight": 2.0})
     paid_N, found = pay(game, Programs(), sample, scores_N)
     assert found.similarity_N is not None
     assert found.similarity_N.dtype == np.float32
-    assert found.similarity_N[:2].tolist() == [0.0, 1.0]
-    assert found.similarity_N[2:].max() < 0.5
+    assert found.similarity_N[:4].tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert found.similarity_N[4] < 0.5
     free = Game(reward={"kind": kind, "similarity_weight": 0.0})
     np.testing.assert_allclose(pay(free, Programs(), sample, scores_N)[0] - paid_N, 2.0 * found.similarity_N)
     for other, task in ((free, Programs()), (Game(reward="src"), Programs()), (game, object())):

@@ -126,11 +126,14 @@ def test_requests_without_an_answer_are_told_once_and_go_elsewhere_after_a_resta
         await d.publish(0)
         await d.break_generation(default=Fault("hang"), only=0)
         asked = [asyncio.create_task(d.ask(request(i))) for i in range(8)]
-        await until(lambda: bool(d.events.named("server.silent")))
+
+        def told() -> list[dict[str, Any]]:  # of the other server too, on a machine that is busy for so long
+            return [event for event in d.events.named("server.silent") if event["server"] == d.proxies[0].url]
+
+        await until(lambda: bool(told()))
         probes = d.servers[0].calls["/pvg/info"]
         await until(lambda: d.servers[0].calls["/pvg/info"] > probes + 3)
-        (silent,) = d.events.named("server.silent")
-        assert (silent["server"], silent["requests"]) == (d.proxies[0].url, 4)
+        assert [silent["requests"] for silent in told()] == [4]
         d.proxies[0].default = Fault()
         d.proxies[0].reset_all()
         await asyncio.gather(*asked)

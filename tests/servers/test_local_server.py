@@ -34,7 +34,7 @@ async def serve():
         await asyncio.sleep(600)
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
-process.SILENCE_S = process.BODY_S = 0.5
+process.SILENCE_S = process.BODY_S = 3.0  # a busy machine may need a second for a request
 if sys.argv[1] == "uvloop":
     import uvloop
     uvloop.run(serve())

@@ -131,7 +131,7 @@ def test_huge_texts_are_read(piece):
 
 def test_an_endless_expression_ends_at_its_limit_and_the_next_one_is_read(monkeypatch):
     expressions._reader.close()
-    monkeypatch.setattr(expressions, "LIMIT_S", 0.3)
+    monkeypatch.setattr(expressions, "LIMIT_S", 1.0)
     assert value_of_latex("9^{9^{9^9}}") is None
     assert value_of_latex("\\sqrt{49}") == 7
 
