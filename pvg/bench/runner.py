@@ -22,16 +22,17 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pvg.bench.busy import busy_processes
 from pvg.bench.planning import (
     BenchPlan,
     Kind,
@@ -223,6 +224,44 @@ def _require_finite(values: Mapping[str, float]) -> None:
     if wrong:
         named = ", ".join(f"{name} = {value}" for name, value in wrong.items())
         raise NotFiniteError(f"Measured a value that is not finite: {named}.")
+
+
+# --- other processes, which keep cores busy as other programs on the machine would ------------------------------------
+
+# Uses a core until the standard input ends, also because the owner was killed. It looks about once per millisecond.
+BUSY = """
+import select, sys
+print("computing", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    for _ in range(20_000):
+        pass
+"""
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[list[int]]:
+    """The process ids of `count` processes. All of them compute when the block begins; none is left when it ends.
+
+    Each has its own session, because Linux divides the cores between sessions first (autogroup), and a program in
+    another terminal has its own session too."""
+    with ExitStack() as stack:
+        processes = [stack.enter_context(_busy_process()) for _ in range(count)]
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun
+        yield [process.pid for process in processes]
+
+
+@contextmanager
+def _busy_process() -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-I", "-S", "-c", BUSY]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:  # closes the pipes and waits, last of all
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # --- all variants of one call of `pvg bench`, and their report --------------------------------------------------------

@@ -8,11 +8,11 @@ import time
 
 import psutil
 
-from pvg.bench.busy import busy_processes
+from pvg.bench.runner import busy_processes
 
 OWNER = """
 import time
-from pvg.bench.busy import busy_processes
+from pvg.bench.runner import busy_processes
 with busy_processes(2) as numbers:
     print(*numbers, flush=True)
     time.sleep(600)

@@ -68,7 +68,7 @@ def test_an_ablation_says_what_each_switch_bought_beside_busy_processes(monkeypa
     found: list[int] = []
 
     def busy() -> list[psutil.Process]:
-        return [child for child in psutil.Process().children() if any("busy.py" in word for word in child.cmdline())]
+        return [child for child in psutil.Process().children() if any("computing" in word for word in child.cmdline())]
 
     class Counting(TinyWorkload):
         async def sample(self, index: int) -> Mapping[str, float]:

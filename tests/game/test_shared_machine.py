@@ -20,7 +20,7 @@ import asyncio, json, os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from kill_drill import small_experiment
-from pvg.bench.busy import busy_processes
+from pvg.bench.runner import busy_processes
 from pvg.config.load import build_experiment
 from pvg.game.run import play
 from pvg.store.run_directory import RunDirectory

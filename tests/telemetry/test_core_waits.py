@@ -16,7 +16,7 @@ LINUX = Path("/proc/self/schedstat").is_file()
 # Pinned to one core, as the busy process that it starts is: the kernel gives each a half of it.
 BESIDE_A_BUSY_PROCESS = """
 import json, os, sys, time
-from pvg.bench.busy import busy_processes
+from pvg.bench.runner import busy_processes
 from pvg.telemetry.waits import CoreWaits
 
 os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
