@@ -149,12 +149,11 @@ ALL_SLOW = "all slow"
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """One variant to measure. `says`: what its last switch does."""
+    """One variant to measure."""
 
     label: str
     overrides: dict[str, Any]
     settings: BenchSettings
-    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -167,11 +166,6 @@ class BenchPlan:
     interleave: bool
     table: WorkloadTable = field(default_factory=lambda: WORKLOADS)
     serve: bool = False
-
-    @property
-    def samples(self) -> int:
-        """The number of samples in all variants, warm-up included."""
-        return len(self.choices) * (self.base.profile.warmup + self.base.profile.repeats)
 
 
 def plan_bench(
@@ -199,24 +193,17 @@ def plan_bench(
     settle = partial(settings_of, profile, origin)
     base = settle(given)
     kind: Kind = "bench"
-    choices = [PlannedVariant("", {}, base)]
+    variants: list[tuple[str, list[SettingChange]]] = [("", [])]
     if sweep is not None:
-        kind, changes = "sweep", _swept(sweep, given)
-        choices = [
-            PlannedVariant(_label(change), {change.key: change.value}, settle([*given, change])) for change in changes
-        ]
+        kind, variants = "sweep", [(_label(change), [change]) for change in _swept(sweep, given)]
     elif ablate:
-        kind = "ablation"
-        choices = [
-            PlannedVariant(label, {change.key: change.value for change in state}, settle([*given, *state]), says)
-            for label, state, says in _ladder(base, origin, given)
-        ]
+        kind, variants = "ablation", _ladder(base, origin, given)
     elif own := _own_sweep(profile, origin, given):
-        kind = "sweep"
-        choices = [
-            PlannedVariant(label, {change.key: change.value for change in changes}, settle([*given, *changes]), says)
-            for label, changes, says in own
-        ]
+        kind, variants = "sweep", own
+    choices = [
+        PlannedVariant(label, {change.key: change.value for change in changes}, settle([*given, *changes]))
+        for label, changes in variants
+    ]
     for choice in choices:
         _check_headline(make_workload(choice.settings, table).measures, base)
     if not serve and any(map(is_served, choices)):
@@ -292,22 +279,16 @@ def _swept(sweep: str, given: Sequence[SettingChange]) -> list[SettingChange]:
     return changes
 
 
-def _own_sweep(
-    profile: Profile, origin: str, given: Sequence[SettingChange]
-) -> list[tuple[str, list[SettingChange], str]]:
-    """The profile's sweep: per variant its label, its changes, and what they do. Empty if the profile has none, or if
-    the user gives one of its settings."""
-    found = [
-        (value.label, list(flattened(value.changes, f"[[sweep]] of {origin}")), value.says) for value in profile.sweep
-    ]
-    varied = {change.key for _, changes, _ in found for change in changes}
+def _own_sweep(profile: Profile, origin: str, given: Sequence[SettingChange]) -> list[tuple[str, list[SettingChange]]]:
+    """The profile's sweep: per variant its label and its changes. Empty if the profile has none, or if the user gives
+    one of its settings."""
+    found = [(value.label, list(flattened(value.changes, f"[[sweep]] of {origin}"))) for value in profile.sweep]
+    varied = {change.key for _, changes in found for change in changes}
     return [] if varied & {change.key for change in given} else found
 
 
-def _ladder(
-    base: BenchSettings, origin: str, given: Sequence[SettingChange]
-) -> list[tuple[str, list[SettingChange], str]]:
-    """Per variant, slowest first: its label, the state of all switches, and what its last switch does."""
+def _ladder(base: BenchSettings, origin: str, given: Sequence[SettingChange]) -> list[tuple[str, list[SettingChange]]]:
+    """Per variant, slowest first: its label and the state of all switches."""
     rungs = base.profile.ladder
     if not rungs:
         raise UsageError(f"The profile {base.profile.name!r} has no ladder.", "Add [[ladder]] to its file.")
@@ -317,11 +298,11 @@ def _ladder(
     state: dict[str, SettingChange] = {}
     for rung in rungs:
         state.setdefault(rung.switch, SettingChange(rung.switch, rung.slow, f"[[ladder]] of {origin}"))
-    variants = [(ALL_SLOW, list(state.values()), "")]
+    variants = [(ALL_SLOW, list(state.values()))]
     for rung in rungs:
         fast = SettingChange(rung.switch, rung.fast, f"[[ladder]] of {origin}")
         state[rung.switch] = fast
-        variants.append((_label(fast), list(state.values()), rung.says))
+        variants.append((_label(fast), list(state.values())))
     return variants
 
 

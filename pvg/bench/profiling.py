@@ -275,16 +275,9 @@ class ProfileResult:
 
     def plain(self) -> dict[str, Any]:
         """As JSON data."""
-        return {
-            "folder": str(self.folder),
-            "title": self.title,
-            "operators": [asdict(operator) for operator in self.operators],
-            "passes": [{"name": each.name, "walls_s": list(each.walls_s)} for each in self.passes],
-            "slower_by": slowdowns(self.passes) if self.passes else {},
-            "budget": self.budget.model_dump() if self.budget else None,
-            "files": [asdict(file) for file in self.files],
-            "missing": self.missing,
-        }
+        budget = self.budget and self.budget.model_dump()
+        slower_by = slowdowns(self.passes) if self.passes else {}
+        return {**asdict(self), "folder": str(self.folder), "slower_by": slower_by, "budget": budget}
 
 
 def profile_stage(
