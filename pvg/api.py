@@ -256,8 +256,8 @@ def _alone() -> Iterator[None]:
 
 
 def _played(directory: RunDirectory, experiment: Experiment, observer: Observer, *, resume: bool) -> Run:
-    from pvg.game.run import play as play_run
-
     with directory.lock(discard=lambda: not resume and not directory.has_state), _alone():
+        from pvg.game.run import play as play_run
+
         run_to_end(lambda: play_run(experiment, directory, observer=observer, stop=asyncio.Event(), resume=resume))
     return Run(directory.path)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from types import ModuleType
 
 EXIT_CHECK_FAILED = 1
@@ -55,6 +56,42 @@ def counted(number: int, noun: str) -> str:
 def reason(error: OSError) -> str:
     """The system's words for an error: "Address already in use". asyncio puts a whole sentence into `strerror`."""
     return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception, and those that it came from: its cause, the members of a group, and what a library was handling
+    when it raised it. What pvg was handling explains no error of pvg."""
+    pending, seen = [error], set[int]()
+    while pending:
+        one = pending.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        before = one.__cause__ or (None if raised_by_pvg(one) or one.__suppress_context__ else one.__context__)
+        pending += [] if before is None else [before]
+        pending += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+
+
+def packages_in(error: BaseException) -> list[str]:
+    """The packages whose code an exception passed through, the one that raised it last."""
+    return [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+
+
+def raised_by_pvg(error: BaseException) -> bool:
+    """Whether pvg's own code raised an exception, and not a library that it called."""
+    return packages_in(error)[-1:] in (["pvg"], ["pvg_cli"])
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that an exception says, without its full stop; its type if it says nothing."""
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__).rstrip(".")
+
+
+def variables_quoted(error: BaseException) -> list[str]:
+    """The environment variables whose values an exception or one of its causes quotes, such as 'abc'."""
+    said = " ".join(map(str, causes(error)))
+    return sorted(name for name, value in os.environ.items() if value and repr(value) in said)
 
 
 class PvgError(Exception):

@@ -19,7 +19,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from traceback import walk_tb
+from types import CodeType, ModuleType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -32,6 +33,8 @@ REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
 Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
 # The settings that accept one, by section.
 EXTENSIBLE = {"task": ("source", "game"), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
+
+MODULES = "pvg_extension_"  # begins the names of modules that are users' files
 
 # Expressions whose values cannot be called.
 PLAIN = (
@@ -86,7 +89,7 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
     Python, or does not define the name. Runs nothing."""
     for key, name in named:
         path, attribute = split_reference(name)
-        tree = _parsed(key, path, _source(key, path))
+        tree, _ = _parsed(key, path, _source(key, path))
         defined, imports = (
             set(_defined(tree)),
             [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)],
@@ -144,12 +147,14 @@ def _source(key: str, path: Path) -> bytes:
         ) from None
 
 
-def _parsed(key: str, path: Path, source: bytes) -> ast.Module:
+def _parsed(key: str, path: Path, source: bytes) -> tuple[ast.Module, CodeType]:
+    """The syntax tree and the code of a file. The compiler refuses more than the parser, such as a late `global`."""
     try:
-        return ast.parse(source, filename=str(path))
-    except (SyntaxError, ValueError) as error:
+        tree = ast.parse(source, filename=str(path))
+        return tree, compile(source, str(path), "exec", dont_inherit=True)
+    except Exception as error:  # noqa: BLE001 - also ValueError, RecursionError, MemoryError: all are about the text
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        what = error.msg if isinstance(error, SyntaxError) else error
+        what = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
         raise ConfigurationError(f"{key}: {path}{line} is not valid Python: {what}.") from None
 
 
@@ -184,10 +189,10 @@ def _unusable(key: str, attribute: str, tree: ast.Module) -> str:
 def _module(key: str, path: Path) -> ModuleType:
     """The file as a module. It runs once per process and content, so that its classes keep their identity."""
     source = _source(key, path)
-    name = f"pvg_extension_{path.stem}_{hashlib.sha256(bytes(path.resolve()) + source).hexdigest()[:16]}"
+    name = f"{MODULES}{path.stem}_{hashlib.sha256(bytes(path.resolve()) + source).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    code = compile(_parsed(key, path, source), str(path), "exec")
+    _, code = _parsed(key, path, source)
     spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -195,12 +200,30 @@ def _module(key: str, path: Path) -> ModuleType:
     sys.modules[name] = module  # before it runs, because its dataclasses look up their module
     try:
         exec(code, module.__dict__)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
-        raise ConfigurationError(
-            f"{key}: running {path} failed: {type(error).__name__}: {error}.", "--debug shows the traceback."
-        ) from error
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _failure(f"{key}: running {path} failed", error) from error
     return module
+
+
+def _failure(what: str, error: BaseException) -> ConfigurationError:
+    """The error for a user's code that raised `error`, perhaps the SystemExit of `sys.exit` or argparse."""
+    return ConfigurationError(f"{what}: {type(error).__name__}: {error}.", "--debug shows the traceback.")
+
+
+def failure_of(error: BaseException) -> ConfigurationError | None:
+    """The error to show for an exception that passed through a user's file; None if no frame of it is in one."""
+    frames = [
+        (frame, line)
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith(MODULES)
+    ]
+    if not frames:
+        return None
+    frame, line = frames[-1]
+    return _failure(f"{frame.f_code.co_filename}, line {line}, failed", error)
 
 
 def called(key: str, name: str, function: Callable[..., R], *args: Any) -> R:
@@ -208,11 +231,9 @@ def called(key: str, name: str, function: Callable[..., R], *args: Any) -> R:
     through."""
     try:
         return function(*args)
-    except PvgError:
+    except (PvgError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         if not is_reference(name):
             raise
-        raise ConfigurationError(
-            f"{key} = {name!r} failed: {type(error).__name__}: {error}.", "--debug shows the traceback."
-        ) from error
+        raise _failure(f"{key} = {name!r} failed", error) from error

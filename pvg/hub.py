@@ -1,4 +1,4 @@
-"""Models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` in an experiment.
+"""Models and datasets of the Hugging Face hub, `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`, and uploads to it.
 
     sources = pinned(experiment.sources(), say)             # each hub id with its commit: hf:OWNER/NAME@<commit>
     fetch_all(sources, say)                                 # downloads the files that are not in the cache
@@ -14,6 +14,8 @@ So no pickle and no code reaches the disk. Importing this module does not import
 from __future__ import annotations
 
 import functools
+import os
+import re
 import signal
 import sys
 import threading
@@ -24,7 +26,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pvg.config.base import HubId, is_hub_id, parse
-from pvg.errors import DISK_FULL, ConfigurationError, MissingRequirementError, PvgError, UsageError, counted
+from pvg.errors import (
+    DISK_FULL,
+    ConfigurationError,
+    MissingRequirementError,
+    PvgError,
+    UsageError,
+    causes,
+    counted,
+    first_line,
+    packages_in,
+    raised_by_pvg,
+    variables_quoted,
+)
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -34,6 +48,9 @@ if TYPE_CHECKING:
 Kind = Literal["model", "dataset"]
 Say = Callable[[str], None]
 
+# Variables that huggingface_hub's HTTP client reads.
+CERTIFICATES, ROUTES = re.compile("SSL_CERT_(FILE|DIR)"), re.compile("HF_ENDPOINT|(?i:(https?|all)_proxy)")
+LOGIN = "set HF_TOKEN or type: hf auth login"
 TIMEOUT_S = 30.0  # for an answer about a repository
 AGAIN = "Run the same command again: it does not download complete files again."
 OFFLINE: dict[Kind, str] = {
@@ -301,6 +318,38 @@ def _stoppable(shown: bool) -> Iterator[type[tqdm]]:
             signal.signal(number, handler)
 
 
+def check_client() -> None:
+    """Raises UnreachableError if the environment's proxies or certificates allow no request at all. Asks nobody."""
+    from huggingface_hub import get_session
+
+    with _explained(HubId("any/model"), "model"):
+        get_session()
+
+
+# --- uploading ---------------------------------------------------------------------------------------------------
+
+
+def upload(folder: Path, repository: str, *, public: bool) -> tuple[str, str]:
+    """Upload `folder` as one commit. Returns the address of the repository, and who can see it.
+
+    An existing repository keeps its visibility. Raises MissingRequirementError if the hub refuses or does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        with _explained(parse(f"hf:{repository}"), "model", "cannot be uploaded to {}"):
+            url = api.create_repo(repository, repo_type="model", private=not public, exist_ok=True)
+            private = bool(api.model_info(repository).private)
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"Upload {folder.name} from pvg")
+    except PvgError as error:
+        raise MissingRequirementError(
+            f"The upload to {repository} failed: {error.message}",
+            f"The export is in {folder}. Check the token's permission to write, and repeat with --overwrite.",
+        ) from error
+    return str(url), "you and the members of the organisation only" if private else "everyone"
+
+
 # --- errors --------------------------------------------------------------------------------------------------------
 
 
@@ -309,25 +358,21 @@ class UnreachableError(MissingRequirementError):
 
 
 @contextmanager
-def _explained(hub_id: HubId, kind: Kind) -> Iterator[None]:
-    """Convert an exception of huggingface_hub to a PvgError with the repository and a remedy."""
+def _explained(hub_id: HubId, kind: Kind, doing: str = "cannot be downloaded from {}") -> Iterator[None]:
+    """Convert an exception of huggingface_hub, or of a library below it, to a PvgError with the repository and a
+    remedy. `doing`: what failed, with a place for the address of the hub."""
     try:
         yield
-    except PvgError:
-        raise
     except Exception as error:
-        explained = _explanation(error, hub_id, kind)
-        if explained is None:
+        if isinstance(error, PvgError) or raised_by_pvg(error):
             raise
-        raise explained from error
+        raise _explanation(error, hub_id, kind, doing) from error
 
 
-def _explanation(error: BaseException, hub_id: HubId, kind: Kind) -> PvgError | None:
+def _explanation(error: BaseException, hub_id: HubId, kind: Kind, doing: str) -> PvgError:
     from huggingface_hub import errors
     from huggingface_hub.constants import ENDPOINT
 
-    # The base class of transport errors: huggingface_hub's HTTP client differs between major versions.
-    transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
     if isinstance(error, errors.HfHubHTTPError):
         return _refusal(error, hub_id, kind, ENDPOINT)
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -335,16 +380,27 @@ def _explanation(error: BaseException, hub_id: HubId, kind: Kind) -> PvgError | 
             f"HF_HUB_OFFLINE is set, but {hub_id} is not completely in the cache {cache_folder()}.",
             f"Unset HF_HUB_OFFLINE for one command, or set HF_HOME to a cache that has it. {OFFLINE[kind]}",
         )
-    if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError | transport):
-        explained = None if error.__cause__ is None else _explanation(error.__cause__, hub_id, kind)
-        what = f"{hub_id} cannot be downloaded from {ENDPOINT}: {_first_line(error) or type(error).__name__}."
-        return explained or UnreachableError(what, f"Check the network. {AGAIN} {OFFLINE[kind]}")
-    return _disk_error(error, hub_id) if isinstance(error, OSError) else None
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.DryRunError) and error.__cause__ is not None:
+        return _explanation(error.__cause__, hub_id, kind, doing)
+    # Transport errors of huggingface_hub's HTTP client may be OSErrors too.
+    if isinstance(error, OSError) and (error.filename or error.errno in DISK_FULL or type(error) is OSError):
+        return _disk_error(error, hub_id)
+    if isinstance(error, UnicodeEncodeError):  # of a header, and the token is the one that a user writes
+        return MissingRequirementError(f"The token of the hub is none: {first_line(error)}.", f"Correct it: {LOGIN}.")
+    named = ", ".join(["the network", *(variables_quoted(error) or _connection_variables(error))])
+    what = f"{hub_id} {doing.format(ENDPOINT)}: {first_line(error)}."
+    return UnreachableError(what, f"Check {named}. {AGAIN} {OFFLINE[kind]}")
+
+
+def _connection_variables(error: BaseException) -> list[str]:
+    """The variables of this environment that may have caused an error of huggingface_hub's HTTP client."""
+    of_tls = any("ssl" in packages_in(cause) or "CERTIFICATE" in str(cause) for cause in causes(error))
+    return sorted(filter((CERTIFICATES if of_tls else ROUTES).fullmatch, os.environ))
 
 
 def _disk_error(error: OSError, hub_id: HubId) -> PvgError:
-    if error.errno is None:  # the size of a downloaded file differs from the size on the hub
-        return MissingRequirementError(f"The download of {hub_id.repository} is damaged: {_first_line(error)}", AGAIN)
+    if not error.errno:  # the size of a downloaded file differs from the size on the hub
+        return MissingRequirementError(f"The download of {hub_id.repository} is damaged: {first_line(error)}.", AGAIN)
     place = cache_folder() if error.errno in DISK_FULL else error.filename or cache_folder()
     return MissingRequirementError(f"{place}: {error.strerror}.", f"Set HF_HOME to a folder with room. {AGAIN}")
 
@@ -354,18 +410,14 @@ def _refusal(error: Any, hub_id: HubId, kind: Kind, host: str) -> PvgError:
     from huggingface_hub import errors
 
     page = f"{host}/{'datasets/' if kind == 'dataset' else ''}{hub_id.repository}"
-    login = "set HF_TOKEN or type: hf auth login"
     name, status = f"The {kind} {hub_id.repository!r}", error.response.status_code
     if isinstance(error, errors.GatedRepoError):
-        return MissingRequirementError(f"{name} is gated.", f"Request access at {page}, then {login}.")
+        return MissingRequirementError(f"{name} is gated.", f"Request access at {page}, then {LOGIN}.")
     if isinstance(error, errors.RevisionNotFoundError):
         return UsageError(f"{name} has no revision {hub_id.revision or 'main'!r}.", f"See {page}/commits.")
     if status == 403 or "Invalid credentials" in error.response.headers.get("X-Error-Message", ""):
-        return MissingRequirementError(f"{host} does not accept your token.", f"Make a new one, then {login}.")
+        return MissingRequirementError(f"{host} does not accept your token.", f"Make a new one, then {LOGIN}.")
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 404):
-        return UsageError(f"{name} is not at {host}, or is private.", f"Check the name; for a private one {login}.")
-    return UnreachableError(f"{host} answers with HTTP status {status}.", "Try again later.")
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return UsageError(f"{name} is not at {host}, or is private.", f"Check the name; for a private one {LOGIN}.")
+    words = f": {error.server_message}" if error.server_message else ""
+    return UnreachableError(f"{host} answers with HTTP status {status}{words}.", "Try again later.")

@@ -72,11 +72,11 @@ def python_command() -> str:
 
 
 def pvg_command() -> list[str]:
-    """The words that start pvg in any folder: `pvg` if the shell finds this one, otherwise `PYTHON -m pvg`."""
+    """The words that start pvg in any folder: `pvg` if the shell finds this one, otherwise `PYTHON -P -m pvg`."""
     found = shutil.which("pvg")
     beside = Path(sys.executable).parent / "pvg"
     here = found is not None and (Path(found).resolve() == beside.resolve())
-    return ["pvg"] if here else [python_command(), "-m", "pvg"]
+    return ["pvg"] if here else [python_command(), "-P", "-m", "pvg"]
 
 
 def _python() -> str:

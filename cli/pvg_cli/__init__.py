@@ -1,6 +1,7 @@
 """The command line of pvg.
 
-Ctrl-C while the modules of a command load ends the process with one line and exit code 130, instead of a traceback.
+Ctrl-C while the modules of a command load ends the process with one line and exit code 130, instead of a traceback. So
+does a package without which no command runs, with exit code 3.
 """
 
 import contextlib
@@ -11,17 +12,23 @@ from types import TracebackType
 _otherwise = sys.excepthook
 
 
-def _interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For an interrupt that no command has handled, because none runs yet."""
-    if kind is not KeyboardInterrupt:
+def _unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For an interrupt or a missing package that no command has handled, because none runs yet."""
+    said, remedy, code = "Stopped before the work started.", "", 130
+    if isinstance(error, ImportError) and (error.name or "pvg").partition(".")[0] not in ("pvg", "pvg_cli"):
+        said = f"error: The package {(error.name or '').partition('.')[0]} cannot be imported: {error}."
+        remedy, code = "Install pvg again, with its dependencies.", 3
+    elif kind is not KeyboardInterrupt:
         _otherwise(kind, error, trace)
         return
-    said = "Stopped before the work started."
     if "--json" in sys.argv and not (sys.argv[1:2] == ["train"] and follows()):
-        details = f'{{"type": "Stopped", "message": "{said}", "remedy": "", "exit_code": 130}}'
-        write(1, f'{{"schema_version": 1, "error": {details}}}\n'.encode())
-    write(2, f"{said}\n".encode())
-    os._exit(130)
+        name = "Stopped" if code == 130 else "MissingRequirementError"
+        import json
+
+        details = {"type": name, "message": said.removeprefix("error: "), "remedy": remedy, "exit_code": code}
+        write(1, f"{json.dumps({'schema_version': 1, 'error': details})}\n".encode())
+    write(2, "".join(f"{line}\n" for line in (said, remedy) if line).encode(errors="backslashreplace"))
+    os._exit(code)
 
 
 def follows() -> bool:
@@ -39,4 +46,4 @@ def write(descriptor: int, text: bytes) -> None:
         os.write(descriptor, text)
 
 
-sys.excepthook = _interrupted
+sys.excepthook = _unhandled

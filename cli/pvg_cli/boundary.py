@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -35,10 +35,16 @@ from pvg.errors import (
     PvgError,
     StoppedAtStart,
     UsageError,
+    causes,
+    first_line,
     one_line,
+    packages_in,
     path_error,
+    raised_by_pvg,
+    variables_quoted,
     visible,
 )
+from pvg.installation import pvg_command
 from pvg_cli import follows
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
@@ -51,6 +57,8 @@ MACHINE_ERRORS: dict[int, str] = {
     errno.EMFILE: "Raise the limit on open files (ulimit -n), and try again.",
     **dict.fromkeys(DISK_FULL, "Free some space on that disk, and try again."),
 }
+NO_TEMPORARY = "Free some space, or set TMPDIR to a folder that can be written: export TMPDIR=FOLDER"
+OWN = frozenset({"", "__main__", "pvg", "pvg_cli"})  # packages whose failed import is a defect of pvg
 PRINTING = frozenset({"pvg_cli", "rich", "typer", "click"})  # packages that write to stdout and stderr
 SCHEMA_VERSION = 1  # of a document that names no other version
 EXIT_STOPPED = 130  # the code that shells report for a program ended by SIGINT
@@ -79,8 +87,35 @@ def error_document(kind: str, message: str, remedy: str, exit_code: int) -> dict
 
 def print_json(document: Mapping[str, Any]) -> None:
     """Write a document as it is, such as a JSON Schema."""
-    sys.stdout.write(json_text(document).decode() + "\n")
-    sys.stdout.flush()
+    write_utf8(json_text(document) + b"\n")
+
+
+_documents: list[TextIO] = []  # stdout, while a command keeps it for one document
+
+
+def write_utf8(text: bytes) -> None:
+    """Write to stdout what must be UTF-8, such as JSON and TOML, whatever the encoding of the terminal or locale."""
+    stream = _documents[-1] if _documents else sys.stdout
+    stream.flush()
+    if hasattr(stream, "buffer"):
+        stream.buffer.write(text)
+    else:  # a stream of Python, without bytes
+        stream.write(text.decode())
+    stream.flush()
+
+
+@contextlib.contextmanager
+def kept_for_documents(wanted: bool) -> Iterator[None]:
+    """Keep stdout for `write_utf8`. What a user's file or a library prints meanwhile goes to stderr."""
+    if not wanted:
+        yield
+        return
+    _documents.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _documents.pop()
 
 
 def json_text(document: Mapping[str, Any]) -> bytes:
@@ -90,8 +125,15 @@ def json_text(document: Mapping[str, Any]) -> bytes:
 
 
 def say(text: str, colour: str | None = None) -> None:
-    """Print a line on stderr, with colour if stderr is a terminal. Control characters are escaped."""
-    typer.secho(visible(text), err=True, fg=colour)
+    """Print a line on stderr. The console decides about the colour. Control characters are escaped."""
+    if colour is None:
+        typer.echo(visible(text), err=True)
+        return
+    from rich.text import Text
+
+    from pvg_cli.output import stderr
+
+    stderr().print(Text(visible(text), style=colour), soft_wrap=True)
 
 
 def first_prints(as_json: bool) -> bool:
@@ -129,6 +171,41 @@ def _end_if_unread(error: BaseException | None, trace: TracebackType | None) -> 
     if isinstance(broken, BrokenPipeError) and (broken is not error or _was_printing(trace)):
         _silence_stdout()
         raise typer.Exit
+
+
+def explanation(error: BaseException) -> PvgError | None:
+    """The error of the user or of the machine behind an exception, by its kind and the code that raised it. None: a
+    defect of pvg."""
+    for cause in causes(error):
+        if isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS:
+            return path_error(cause, MissingRequirementError, MACHINE_ERRORS[cause.errno])
+        if isinstance(cause, PermissionError) and cause.filename:  # of another user, such as a colleague's run
+            return path_error(cause, *PATH_MISTAKES[cause.errno or errno.EACCES])
+        if isinstance(cause, FileNotFoundError) and packages_in(cause)[-1:] == ["tempfile"] and not cause.filename:
+            return MissingRequirementError(f"{first_line(cause)}.", NO_TEMPORARY)
+        if not isinstance(cause, OSError):  # libraries in other languages give the system's words alone
+            for number, remedy in MACHINE_ERRORS.items():
+                if os.strerror(number) in str(cause) and not raised_by_pvg(cause):
+                    return MissingRequirementError(f"{first_line(cause)}.", remedy)
+    extensions = sys.modules.get("pvg.extensions")  # not loaded: no user's file has run
+    return (extensions and extensions.failure_of(error)) or _unimportable(error)
+
+
+def _unimportable(error: BaseException) -> PvgError | None:
+    """The error for a package that is missing, or whose own code fails when it is imported; None for any other one."""
+    for cause in causes(error):
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
+        names = [frame.f_globals.get("__name__", "") for frame in frames]
+        names += [cause.name or ""] if isinstance(cause, ImportError) else []
+        for package in (name.partition(".")[0] for name in names):
+            if package not in OWN:
+                variables = " and ".join(variables_quoted(error))
+                doctor = shlex.join([*pvg_command(), "doctor"])
+                remedy = f"Correct the variable {variables}." if variables else f"Check the installation: {doctor}"
+                return MissingRequirementError(
+                    f"The package {package} cannot be imported: {first_line(error)}.", remedy
+                )
+    return None
 
 
 def announce_loading() -> None:
@@ -192,16 +269,17 @@ class ErrorHandler:
             if isinstance(error, StoppedAtStart) or isinstance(error.__context__, StoppedAtStart):
                 _end_at_once()
             raise typer.Exit(EXIT_STOPPED)
-        elif isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-            self._of_the_machine(error)
-        elif isinstance(error, PermissionError) and error.filename:  # of another user, such as a colleague's run
-            self._mistake(path_error(error, *PATH_MISTAKES[error.errno or errno.EACCES]))
         elif isinstance(error, CommandLineError):
             self._usage_error(error)
         elif error is None or isinstance(error, typer.Exit):
             self._ended(error)
-        elif isinstance(error, Exception) and not isinstance(error, (typer.Abort, BrokenPipeError)):
-            self._defect(error)
+        elif not isinstance(error, (typer.Abort, BrokenPipeError)):
+            if isinstance(error, OSError) and error.errno in DISK_FULL and _was_printing(trace) and not error.filename:
+                _silence_stdout()
+            if (explained := explanation(error)) is not None:
+                self._mistake(explained)
+            elif isinstance(error, Exception):
+                self._defect(error)
 
     def _usage_error(self, error: Any) -> None:
         if hasattr(error, "message"):
@@ -218,14 +296,10 @@ class ErrorHandler:
             if error is None:
                 raise typer.Exit from None
         except OSError as full:
-            if full.errno not in DISK_FULL:
+            if (explained := explanation(full)) is None:
                 raise
-            self._of_the_machine(full)
-
-    def _of_the_machine(self, error: OSError) -> None:
-        if error.errno in DISK_FULL and not error.filename:  # stdout goes to a full disk
             _silence_stdout()
-        self._mistake(path_error(error, MissingRequirementError, MACHINE_ERRORS[error.errno or 0]))
+            self._mistake(explained)
 
     def _mistake(self, error: PvgError) -> None:
         if self.debug:
@@ -248,13 +322,18 @@ class ErrorHandler:
             "This is a bug in pvg. Please report it with the lines above and the output of `pvg doctor --json`.",
             typer.colors.RED,
         )
-        self._document(type(error).__name__, str(error), "This is a bug in pvg. Please report it.", EXIT_DEFECT)
+        self._document(
+            type(error).__name__, visible(str(error)), "This is a bug in pvg. Please report it.", EXIT_DEFECT
+        )
         raise typer.Exit(EXIT_DEFECT) from error
 
     def _document(self, kind: str, message: str, remedy: str, exit_code: int) -> None:
         if self.as_json:
+            import json
+
+            document = {"schema_version": SCHEMA_VERSION, **error_document(kind, message, remedy, exit_code)}
             try:
-                emit(error_document(kind, message, remedy, exit_code))
+                write_utf8(json.dumps(document, indent=2).encode() + b"\n")  # orjson may be what is missing
             except OSError:  # stdout is closed or full; stderr has the message
                 _silence_stdout()
 
@@ -317,6 +396,8 @@ class Commands(TyperGroup):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         open_closed_streams()
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # tables and paths; `write_utf8` is for what must stay exact
         outlive_readers_of_stderr()
         _called[:] = args
         as_json = "--json" in args
@@ -329,7 +410,8 @@ class Commands(TyperGroup):
         return context
 
     def invoke(self, ctx: Any) -> Any:
-        with terminated_as_interrupted(), ctx.meta["pvg.handler"]:
+        handler = ctx.meta["pvg.handler"]
+        with terminated_as_interrupted(), handler, kept_for_documents(handler.as_json):
             _refuse_deleted_folder()
             return super().invoke(ctx)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
-from pvg_cli.boundary import emit, say
+from pvg_cli.boundary import emit, say, write_utf8
 from pvg_cli.options import DebugOption, JsonOption, check_output, write_output
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def compare(
     check_output("--markdown", file, a, b)
     comparison = compare_reports(_read(a), _read(b), paths=(str(a), str(b)), fail_above=threshold)
     if markdown == "":
-        typer.echo(markdown_text(comparison), nl=False)
+        write_utf8(markdown_text(comparison).encode())
     elif file is not None:
         write_output(file, markdown_text(comparison))
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import math
 import platform
 import re
 import shutil
@@ -19,7 +19,7 @@ import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, PvgError, counted, one_line, shortened, system_module
 from pvg.installation import DISTRIBUTION, install_extra, install_packages
-from pvg_cli.boundary import announce_loading, emit
+from pvg_cli.boundary import announce_loading, emit, explanation
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
 Verdict = Literal["ok", "missing", "notice"]
@@ -45,7 +45,8 @@ MARKS: dict[Verdict, tuple[str, str]] = {
     "notice": ("note", "badge warn"),
 }
 SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow")  # of the others only problems are shown
-LOADED = ("torch", "transformers")  # libraries that are often installed, but for another machine
+LOADED = ("torch", "transformers")  # libraries that models need
+MODULES = {"nvidia-ml-py": "pynvml"}  # required package -> its module, if it has another name
 REQUIREMENT = re.compile(r"([\w.-]+)>=([\d.]+)")  # without a marker: on every system
 OTHER_FOLDER = "Choose another folder: --set store.root=FOLDER"
 
@@ -66,7 +67,7 @@ def doctor(runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: 
     pvg supports Linux and macOS. On Windows, run it in WSL.
     """
     announce_loading()
-    findings = [finding for check in CHECKS for finding in check(runs)]
+    findings = [finding for check in CHECKS for finding in _findings(check, runs)]
     healthy = all(finding.verdict != "missing" for finding in findings)
     if as_json:
         emit({"healthy": healthy, "checks": [asdict(finding) for finding in findings]})
@@ -76,9 +77,27 @@ def doctor(runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: 
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+def _findings(check: Callable[[Path], Iterator[CheckResult]], runs: Path) -> Iterator[CheckResult]:
+    """What a check finds. If the machine ends it, that is a finding too."""
+    try:
+        yield from check(runs)
+    except Exception as error:
+        if (known := explanation(error)) is None:
+            raise
+        yield CheckResult(
+            check.__name__.removeprefix("check_").replace("_", " "), "missing", known.message, known.remedy
+        )
+
+
 def _print(findings: list[CheckResult], healthy: bool) -> None:
-    from pvg.reporting.table import Column, Table, TableCell
     from pvg_cli.output import stdout
+
+    try:
+        from pvg.reporting.table import Column, Table, TableCell
+    except ImportError:  # a package is missing, and these lines say which
+        for finding in findings:
+            typer.echo(f"{MARKS[finding.verdict][0]}: {finding.name}: {finding.found}. {finding.remedy}")
+        return
 
     table = Table([Column(), Column(style="strong", wrap=False), Column()], narrow=True)
     for finding in findings:
@@ -101,7 +120,7 @@ def check_system(runs: Path) -> Iterator[CheckResult]:
 
 
 def check_packages(runs: Path) -> Iterator[CheckResult]:
-    """The required packages: whether they are installed, new enough, and whether the large ones can be loaded."""
+    """The required packages: whether they are installed, new enough, and can be loaded."""
     for package, least in {**dict.fromkeys(SHOWN, ""), **least_versions()}.items():
         found = version_of(package)
         if found is None:
@@ -109,7 +128,7 @@ def check_packages(runs: Path) -> Iterator[CheckResult]:
         elif _numbers(found) < _numbers(least):
             remedy = install_packages(f"{package}>={least}")
             yield CheckResult(package, "missing", f"{found}, but pvg needs {least} or newer", remedy)
-        elif package in LOADED and (problem := why_not_loaded(package)):
+        elif problem := why_not_loaded(MODULES.get(package, package.replace("-", "_"))):
             told = f"{found} is installed, but cannot be loaded: {problem}"
             yield CheckResult(package, "missing", told, f"Uninstall {package} first. Then: {install_packages(package)}")
         elif package == "torch":
@@ -227,6 +246,21 @@ def check_workers(runs: Path) -> Iterator[CheckResult]:
     yield CheckResult("workers", "ok", f"{counted(workers, 'worker')} by default" if workers else none)
 
 
+def check_temporary_files(runs: Path) -> Iterator[CheckResult]:
+    """The folder of temporary files. torch and workers need one."""
+    yield CheckResult("temporary files", "ok", tempfile.gettempdir())
+
+
+def check_hub(runs: Path) -> Iterator[CheckResult]:
+    """The variables that say how the Hugging Face hub is reached. Sends nothing."""
+    from pvg.hub import check_client
+
+    try:
+        check_client()
+    except PvgError as error:
+        yield CheckResult("hub", "notice", error.message, error.remedy)
+
+
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
     """How well this machine isolates programs that a model wrote. Only task.kind = "code" runs such programs."""
     from pvg.sandbox import probe
@@ -247,9 +281,11 @@ def check_machine(runs: Path) -> Iterator[CheckResult]:
     import psutil
 
     from pvg.telemetry.cpu import native_bfloat16
+    from pvg.telemetry.waits import cpu_quota, usable_cores
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield CheckResult("cores", "ok", str(cores))
+    quota = cpu_quota()
+    limit = "" if math.isinf(quota) else f", with a CPU quota of {quota:g} cores"
+    yield CheckResult("cores", "ok", f"{usable_cores()} of {psutil.cpu_count() or 1}{limit}")
     memory = psutil.virtual_memory().total / GIB
     remedy = "" if memory >= LEAST_MEMORY_GB else f"The embedded game needs {LEAST_MEMORY_GB:.0f} GB."
     yield CheckResult("memory", "notice" if remedy else "ok", f"{memory:.1f} GB", remedy)
@@ -287,6 +323,8 @@ CHECKS: tuple[Callable[[Path], Iterator[CheckResult]], ...] = (
     check_vllm,
     check_models,
     check_runs_folder,
+    check_temporary_files,
+    check_hub,
     check_sandbox,
     check_machine,
     check_workers,

@@ -44,7 +44,8 @@ def export(
     AutoModelForSequenceClassification, and every verifier opens with the small file pvg_verifier.py in the folder.
     """
     from pvg.export.finished import FinishedRound
-    from pvg.export.target import check_push, check_target, push_folder
+    from pvg.export.target import check_push, check_target
+    from pvg.hub import upload
     from pvg.store.run_directory import RunDirectory
 
     if out is None:
@@ -76,7 +77,7 @@ def export(
                 "The model card and other files of the export contain the prompt of each role for a problem of the "
                 f"run's data. Everyone who can see {push} can read it."
             )
-        url, visible_to = push_folder(out, push, public=public)
+        url, visible_to = upload(out, push, public=public)
         say(f"Uploaded to {url}. Visible to: {visible_to}.")
     if as_json:
         emit({"out": str(out), "url": url, **facts})

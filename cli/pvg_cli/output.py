@@ -14,6 +14,8 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
+from pvg_cli.boundary import write_utf8
+
 PIPE_WIDTH = 100  # columns, if the output is not a terminal and COLUMNS is not set
 NARROWEST = 40  # columns; in a narrower output no table can be read
 QUIET = "bright_black"
@@ -52,7 +54,7 @@ def print_toml(text: str) -> None:
     if sys.stdout.isatty():
         stdout().print(Syntax(text.rstrip(), "toml", theme="ansi_dark", background_color="default", word_wrap=True))
     else:
-        sys.stdout.write(text)
+        write_utf8(text.encode())
 
 
 def names_table(about: Mapping[str, str], use: str, command: str) -> Group:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg.errors import StoppedAtStart, UsageError, counted, user_paths
-from pvg_cli.boundary import announce_loading, emit, say
+from pvg_cli.boundary import announce_loading, emit, kept_for_documents, say, write_utf8
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, check_output
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def score(
 def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool) -> dict[str, Any]:
     """Score all rows. A file gets its name when it is complete."""
     import asyncio
-    import sys
 
     import orjson
 
@@ -90,7 +89,8 @@ def _write(finished: FinishedRound, file: Path, out: Path | None, as_json: bool)
                 rows, accepted = rows + 1, accepted + verdict.accepted
 
         if out is None:
-            asyncio.run(work(lambda data: sys.stdout.write(data.decode())))
+            with kept_for_documents(True):
+                asyncio.run(work(write_utf8))
         else:
             with user_paths(), output_file(out) as target:
                 unfinished = Path(target.name)

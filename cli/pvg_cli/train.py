@@ -152,16 +152,16 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, *, force: bool)
     announce_loading()
     if line := memory_plan(plan.experiment, force=force):
         say(line)
-    run = plan.run if plan.resume else create(plan)
     experiment = plan.experiment
+    with ExitStack() as opening:
+        # Workers import torch while this process does, so nothing imports it before them.
+        supply = open_supply(experiment)
+        if supply is not None:
+            opening.callback(supply.end)
+        run = plan.run if plan.resume else create(plan)
+        stack = opening.pop_all()
     if meeting is not None:
         meeting.run = str(run.path.absolute())
-
-    # Workers import torch while this process does, so nothing imports it before them.
-    stack = ExitStack()
-    supply = open_supply(experiment)
-    if supply is not None:
-        stack.callback(supply.end)
 
     async def work(observer: RunDisplay, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play

@@ -10,6 +10,7 @@ threads than the machine has cores, they sleep between operations instead of spi
 from __future__ import annotations
 
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 
 from pvg.errors import ConfigurationError
+from pvg.telemetry.waits import usable_cores
 
-# torch's default, read before an experiment changes it: the available cores, or OMP_NUM_THREADS.
+# torch's default, read before an experiment changes it: OMP_NUM_THREADS, or the available cores. torch sees no quotas.
 ALL_THREADS = torch.get_num_threads()
+if "OMP_NUM_THREADS" not in os.environ:
+    ALL_THREADS = min(ALL_THREADS, usable_cores())
 
 # Narrower models are computed in one thread.
 WIDE = 512

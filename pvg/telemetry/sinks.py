@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from pvg.errors import MissingRequirementError, counted
+from pvg.errors import MissingRequirementError, counted, one_line, raised_by_pvg, variables_quoted
 from pvg.installation import install_extra
 
 CAPACITY = 1000  # queued points: minutes of a run whose sink hangs, in less than a megabyte
@@ -137,20 +137,15 @@ class WandbSink(MetricSink):
         import wandb
 
         mode: Any = os.environ.get("WANDB_MODE", "offline")
-        try:
-            self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "pvg"),
-                group=opening.name,
-                name=opening.name,
-                dir=str(opening.directory),
-                config=dict(opening.config),
-                mode=mode,
-                settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to the run's display
-            )
-        except (wandb.Error, OSError) as error:
-            raise MissingRequirementError(
-                f"Cannot open Weights & Biases: {error}.", "Run `wandb login`, or set WANDB_MODE=offline."
-            ) from error
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "pvg"),
+            group=opening.name,
+            name=opening.name,
+            dir=str(opening.directory),
+            config=dict(opening.config),
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off"),  # the terminal belongs to the run's display
+        )
         if mode == "offline":
             opening.on_notice(
                 f"Weights & Biases is offline: `wandb sync {opening.directory / 'wandb' / 'offline-run-*'}` uploads "
@@ -265,6 +260,15 @@ def open_sinks(names: Sequence[str], opening: SinkContext) -> dict[str, MetricSi
             except ImportError as error:
                 says = f"telemetry.sinks names {name}, which cannot be imported ({error})."
                 raise MissingRequirementError(says, install_extra(name)) from error
+            except Exception as error:
+                if raised_by_pvg(error):
+                    raise
+                own = sorted(variable for variable in os.environ if variable.startswith(f"{name.upper()}_"))
+                named = ", ".join(variables_quoted(error) or own) or "its installation"
+                raise MissingRequirementError(
+                    f"telemetry.sinks names {name}, which does not start: {one_line(str(error)).rstrip('.')}.",
+                    f"Check {named}, or leave {name} out of telemetry.sinks.",
+                ) from error
     except BaseException:
         for sink in opened.values():
             sink.close()

@@ -33,6 +33,7 @@ from pvg.telemetry.alerts import Alert, AlertKind
 
 Result = TypeVar("Result")
 
+ROOT = Path("/")
 TASKS = Path("/proc/self/task")
 # Share of a window above which the machine counts as shared. Two programs that compute on one core have 0.5.
 SHARED = 0.2
@@ -107,9 +108,40 @@ def finished(future: Future[Result]) -> Result:
     return future.result()
 
 
-def usable_cores() -> int:
-    """Cores that this process may use; in a container or under taskset fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores that this process may use; in a container or under taskset fewer than the machine has. A quota that is no
+    whole number counts as the next one. `root`: the folder with /proc and /sys."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(cores, cpu_quota(root))))
+
+
+def cpu_quota(root: Path = ROOT) -> float:
+    """The CPU time per second that the cgroups of this process allow it, such as 0.5 after `docker run --cpus 0.5`.
+    Infinite without a quota. A group's quota also holds for the groups in it."""
+    least, cgroups = math.inf, root / "sys/fs/cgroup"
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return least
+    for _, controllers, path in (line.split(":", 2) for line in groups if line.count(":") >= 2):
+        if "cpu" in controllers.split(",") or not controllers:
+            for mount in {cgroups / (controllers or "unified"), cgroups / "cpu", cgroups}:
+                # In a container, `path` may be that of the host, and the mount be the container's own group.
+                inside = mount / path.strip("/")
+                least = min(least, *map(_quota_of, [inside, *inside.parents][: len(Path(path).parts)]))
+    return least
+
+
+def _quota_of(group: Path) -> float:
+    """The quota of one group, of version 1 or 2: "max" and -1 mean none."""
+    for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        try:
+            quota, period = " ".join((group / file).read_text(encoding="ascii") for file in files).split()
+            if quota.isdecimal() and int(quota) and int(period):
+                return int(quota) / int(period)
+        except (OSError, ValueError):  # not this version
+            continue
+    return math.inf
 
 
 class CoreWaits:

@@ -105,7 +105,7 @@ class LocalSupply:
         ours, theirs = socket.socketpair()
         with theirs:
             self._nursery = subprocess.Popen(
-                [sys.executable, "-c", NURSERY, json.dumps(sys.path), str(theirs.fileno())],
+                [sys.executable, "-P", "-c", NURSERY, json.dumps(sys.path), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._messages,

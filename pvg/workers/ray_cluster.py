@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,6 @@ MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Ray's name for: nodes use 127.0.0.1. Otherwise Ray replaces a loopback address by the machine's own.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-QUIET: Mapping[str, Any] = {"log_to_driver": False, "configure_logging": False}
 LOOPBACK = ("127.0.0.1", "localhost")
 PROBE_S = 2.0  # between two probes of the head, and for its answer
 HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
@@ -193,6 +192,13 @@ def _start(workers: int, log: Callable[[str], None]) -> RayConnection:
     return connection
 
 
+def _options(ray: Any) -> dict[str, Any]:
+    """Arguments of every `ray.init`. As for a job of a client, Ray's workers then do not look for modules in the
+    current folder of this process, where a file of the user may have the name of a module."""
+    job = ray.job_config.JobConfig(_client_job=True)
+    return {"log_to_driver": False, "configure_logging": False, "job_config": job}
+
+
 def _init(ray: Any, workers: int) -> None:
     try:
         ray.init(
@@ -200,7 +206,7 @@ def _init(ray: Any, workers: int) -> None:
             num_cpus=max(usable_cores(), workers),
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
-            **QUIET,
+            **_options(ray),
             _node_name=socket.gethostname(),
             # Ray's workers have a lower priority than other programs by default.
             _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
@@ -225,7 +231,7 @@ def _join(address: str, log: Callable[[str], None]) -> RayConnection:
         os.environ.update(LOOPBACK_ONLY)
     ray = _import(log)
     try:
-        ray.init(address, **QUIET)
+        ray.init(address, **_options(ray))
     except Exception as error:
         raise _refusal(ray, address, error) from error
     return RayConnection(ray, ray.util.get_node_ip_address())
