@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from traceback import walk_tb
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -89,7 +89,7 @@ def check_references(named: Iterable[tuple[str, str]]) -> None:
     Python, or does not define the name. Runs nothing."""
     for key, name in named:
         path, attribute = split_reference(name)
-        tree, _ = _parsed(key, path, _source(key, path))
+        tree = _parsed(key, path, _source(key, path))
         defined, imports = (
             set(_defined(tree)),
             [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)],
@@ -147,11 +147,12 @@ def _source(key: str, path: Path) -> bytes:
         ) from None
 
 
-def _parsed(key: str, path: Path, source: bytes) -> tuple[ast.Module, CodeType]:
-    """The syntax tree and the code of a file. The compiler refuses more than the parser, such as a late `global`."""
+def _parsed(key: str, path: Path, source: bytes) -> ast.Module:
+    """The syntax tree of a file that compiles. The compiler refuses more than the parser, such as a late `global`."""
     try:
         tree = ast.parse(source, filename=str(path))
-        return tree, compile(source, str(path), "exec", dont_inherit=True)
+        compile(tree, str(path), "exec", dont_inherit=True)
+        return tree
     except Exception as error:  # noqa: BLE001 - also ValueError, RecursionError, MemoryError: all are about the text
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
@@ -192,7 +193,7 @@ def _module(key: str, path: Path) -> ModuleType:
     name = f"{MODULES}{path.stem}_{hashlib.sha256(bytes(path.resolve()) + source).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    _, code = _parsed(key, path, source)
+    code = compile(_parsed(key, path, source), str(path), "exec", dont_inherit=True)
     spec = importlib.util.spec_from_loader(name, loader=None, origin=str(path))
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

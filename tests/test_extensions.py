@@ -20,7 +20,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.task import CustomTask
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
-from pvg.extensions import check_references, resolve
+from pvg.extensions import check_references, load, resolve
 from pvg.game.players import Players
 from pvg.game.rewards import rewards
 from pvg.game.run import play
@@ -82,6 +82,9 @@ def test_dataclasses_of_a_file_find_their_module() -> None:
         ("x = 1\n", "mine.py:y", "does not define 'y'"),
         ("x = 1\n", "mine.py:x", "is a int"),
         ("raise ValueError('no luck')\n", "mine.py:x", "ValueError: no luck"),
+        ("import sys\nsys.exit('done')\n", "mine.py:x", "SystemExit: done"),
+        ("import argparse\nargparse.ArgumentParser(prog='x').parse_args(['--no'])\n", "mine.py:x", "SystemExit: 2"),
+        ("class Mine(BaseException): ...\nraise Mine('odd')\n", "mine.py:x", "Mine: odd"),
         ("def x(:\n", "mine.py:x", "line 1 is not valid Python"),
         ("", "other.py:x", "cannot read other.py: No such file"),
     ],
@@ -103,6 +106,25 @@ def test_references_are_checked_without_running_the_file() -> None:
     with pytest.raises(ConfigurationError, match="does not define 'yours'") as caught:
         check_references(with_reward("mine.py:yours").own_code())
     assert caught.value.remedy == "It defines: also, mine."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("return 5", "break", "yield 1", "await x", "def f(a, a): ...", "nonlocal x", "__debug__ = 1", "x = 'a\0'"),
+        *("x = 1\ndef f():\n    x = 2\n    global x", "x = 1\nfrom __future__ import annotations", "def f():\nx = 1"),
+        *("# coding: nonsense", "x = " + "-" * 3000 + "1", "x = " + "+".join(["1"] * 50_000), "x = " + "(" * 500),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_the_compiler_refuses_is_refused_without_running_the_file(text: str) -> None:
+    written(f"{text}\ndef mine(o, g): ...\nraise SystemExit\n")
+    for read in (
+        lambda: check_references(with_reward("mine.py:mine").own_code()),
+        lambda: load("a.key", "mine.py:mine"),
+    ):
+        with pytest.raises(ConfigurationError, match=r"mine\.py.* is not valid Python: ."):
+            read()
 
 
 def test_imported_names_may_be_named() -> None:

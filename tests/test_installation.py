@@ -98,7 +98,7 @@ def test_the_commands_of_any_folder_name_this_installation(monkeypatch: pytest.M
     monkeypatch.setattr(sys, "executable", str(environment / "python"))
     monkeypatch.setenv("PATH", str(linked))
     monkeypatch.chdir(tmp_path)
-    assert pvg_command() == [str(environment / "python"), "-m", "pvg"]
+    assert pvg_command() == [str(environment / "python"), "-P", "-m", "pvg"]
     (linked / "pvg").symlink_to(environment / "pvg")
     assert pvg_command() == ["pvg"]
     assert python_command() == str(environment / "python")

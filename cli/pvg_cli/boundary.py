@@ -44,7 +44,6 @@ from pvg.errors import (
     variables_quoted,
     visible,
 )
-from pvg.installation import pvg_command
 from pvg_cli import follows
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
@@ -193,6 +192,8 @@ def explanation(error: BaseException) -> PvgError | None:
 
 def _unimportable(error: BaseException) -> PvgError | None:
     """The error for a package that is missing, or whose own code fails when it is imported; None for any other one."""
+    from pvg.installation import pvg_command
+
     for cause in causes(error):
         frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__) if frame.f_code.co_name == "<module>"]
         names = [frame.f_globals.get("__name__", "") for frame in frames]

@@ -104,7 +104,7 @@ def model_card(finished: FinishedRound, facts: dict[str, Any], folder: str, repo
     loader = PackageLoader("pvg.export")
     templates = Environment(loader=loader, undefined=ChainableUndefined, keep_trailing_newline=True)  # no HTML
     templates.filters["fenced"] = _fenced
-    place = "folder" if repository and facts["player"] == "verifier" else f'"{repository or folder}"'
+    place = "folder" if repository and facts["player"] == "verifier" else repr(repository or folder)
     plain = finished.experiment.model_dump(mode="json", exclude_none=True)
     values = {
         **facts,

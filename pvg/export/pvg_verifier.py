@@ -9,6 +9,7 @@ The folder's config.json has the facts under the key "pvg": head, template, thre
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -27,6 +28,10 @@ class ExportedVerifier:
 
     def __init__(self, folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        # From the tokenizer's own model, not transformers' unk_token: byte-level ones have no unknown text.
+        backend = self.tokenizer.backend_tokenizer
+        self.unknown_text = json.loads(backend.to_str())["model"].get("unk_token")
+        self.unknown = None if self.unknown_text is None else backend.token_to_id(self.unknown_text)
         reference = Path(folder) / "reference"  # the implicit head compares two language models
         kind: Any = AutoModelForCausalLM if reference.is_dir() else AutoModelForSequenceClassification
         folders = [Path(folder), *([reference] if reference.is_dir() else [])]
@@ -36,8 +41,19 @@ class ExportedVerifier:
         self.device = device
 
     def score(self, question: str, solution: str) -> float:
-        """The verifier's logit."""
+        """The verifier's logit. Raises ValueError for what `pvg score` refuses: no text, an empty question, characters
+        that the tokenizer cannot express, and more tokens than the context has."""
+        for name, text in (("question", question), ("solution", solution)):
+            if not isinstance(text, str):
+                raise ValueError(f"{name!r} is {text!r}, not a text.")
+        if not question.strip():
+            raise ValueError("'question' is empty.")
         prompt, rest = self.tokens(question, solution)
+        size, context = len(prompt) + len(rest), self.model.config.get_text_config().max_position_embeddings
+        if size > context:
+            raise ValueError(
+                f"The solution needs {size} tokens to verify. This exceeds the verifier's context of {context}."
+            )
         ids = torch.tensor([prompt + rest], device=self.device)
         with torch.inference_mode():
             if self.reference:
@@ -76,6 +92,10 @@ class ExportedVerifier:
 
     def _plain(self, text: str) -> list[int]:
         ends = self.facts["template"].get("end_ids", [self.tokenizer.eos_token_id])
+        (found,) = self.tokenizer.backend_tokenizer.encode_batch([text], add_special_tokens=False)
+        for token, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if token == self.unknown and text[start:end] != self.unknown_text:
+                raise ValueError(f"The tokenizer cannot express {text[start:end]!r}, found in {text[:60]!r}.")
         return plain_ids(self.tokenizer, text, self._controls(), tuple(ends))
 
     def _chat(self, content: str) -> list[int]:

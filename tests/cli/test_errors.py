@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 import pytest
 import tomli_w
-from calling import ENTRY, Called, at_import, pvg
+from calling import ENTRY, SMALL, Called, at_import, pvg, pvg_process
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from pvg import extensions
 from pvg.config.experiment import Experiment
 from pvg.errors import LONGEST_LINE, LONGEST_WORD, MissingRequirementError, PvgError, one_line, visible
 from pvg.store.run_directory import RunDirectory
@@ -163,6 +167,92 @@ def test_each_kind_of_error_has_an_exit_code(
         assert "runs/secret" in called.err
     if isinstance(error, PvgError):
         assert error.remedy in called.err
+
+
+def ran_in(module: str, text: str) -> Callable[[], None]:
+    return lambda: exec(compile(text, "code", "exec"), {"__name__": module})
+
+
+def of_user(name: str) -> Callable[[], object]:
+    return lambda: extensions.called("a.key", "known", extensions.load("a.key", f"own.py:{name}"))
+
+
+FULL_IN_RUST = "def save():\n    raise RuntimeError('I/O error: No space left on device (os error 28)')\nsave()"
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "named"),
+    [
+        (ran_in("torch", "raise OSError('libcudart.so.12: cannot open shared object file')"), 3, "torch cannot be"),
+        (ran_in("scipy.linalg", "raise ValueError('numpy.dtype size changed')"), 3, "scipy cannot be imported"),
+        (ran_in("pvg.models", "import no_such_package.inside"), 3, "no_such_package cannot be imported"),
+        (ran_in("huggingface_hub", "int('abc')"), 3, "HF_ANY_TIMEOUT"),
+        (ran_in("pvg.models", "from pvg import no_such_name"), 70, "no_such_name"),
+        (ran_in("pvg.models", "int('abc')"), 70, "abc"),
+        (ran_in("safetensors.torch", FULL_IN_RUST), 3, "Free some space"),
+        (ran_in("pvg.models", "try:\n    import gone\nexcept ImportError:\n    {}['key']"), 70, "key"),
+        (of_user("wrong"), 2, "own.py, line 3, failed: TypeError"),
+        (of_user("ends"), 2, "own.py, line 5, failed: SystemExit: 4"),
+        (tempfile.gettempdir, 3, "TMPDIR"),
+    ],
+)
+def test_the_code_that_raised_an_error_decides_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], code: int, named: str
+) -> None:
+    Path("own.py").write_text("import sys\ndef wrong():\n    return 1 + ''\ndef ends():\n    sys.exit(4)\n")
+    monkeypatch.setenv("HF_ANY_TIMEOUT", "abc")
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    monkeypatch.setattr("pvg_cli.runs.resolve", lambda *_: act())
+    called = pvg("config", "show", "--json")
+    assert called.code == code, called.err
+    error = called.document["error"]
+    assert named in error["message"] + error["remedy"]
+    assert ("Traceback" in called.err) is (code == 70)
+
+
+def test_a_document_is_all_that_stdout_has_whatever_a_users_file_prints() -> None:
+    """A user's file prints while it is loaded; the prompt has characters that the terminal's encoding has not."""
+    Path("own.py").write_text("print('loaded')\ndef own(outcomes, game):\n    return outcomes.scores_N\n")
+    Path("prompt.txt").write_text("H – é {question}", encoding="utf-8")
+    given = ("-s", "prompts.helpful.file=prompt.txt", "-s", "prompts=text")
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    shown = subprocess.run(
+        [*ENTRY, "config", "show", "modchain", *given], env=ascii_only, capture_output=True, check=True
+    )
+    assert "H – é" in shown.stdout.decode()
+    shown = subprocess.run(
+        [*ENTRY, "config", "show", "modchain", *given, "--json"], env=ascii_only, capture_output=True, check=True
+    )
+    assert "H – é" in shown.stdout.decode()
+    assert orjson.loads(shown.stdout)
+    failed = subprocess.run([*ENTRY, "report", "ünï–", "--json"], env=ascii_only, capture_output=True, check=False)
+    assert failed.returncode == 2
+    assert "ünï–" in orjson.loads(failed.stdout)["error"]["message"]
+    played = pvg("train", *SMALL, "-s", "game.reward=own.py:own", "--json")
+    assert played.code == 0, played.err
+    assert played.document["status"] == "complete"
+    assert "loaded" in played.err
+
+
+@pytest.mark.parametrize("variable", ["NO_COLOR", "TERM"])
+def test_errors_have_the_colours_of_everything_else(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[31m" in pvg("report", "gone").err
+    monkeypatch.setenv(variable, "dumb")
+    assert "\x1b[31m" not in pvg("report", "gone").err
+
+
+@pytest.mark.parametrize("sink", ["wandb", "trackio"])
+def test_a_tracker_that_does_not_start_leaves_no_run(sink: str) -> None:
+    environment = {**os.environ, "WANDB_MODE": "nonsense", "TRACKIO_SERVER_URL": "http://127.0.0.1:9"}
+    given = ("train", *SMALL, "--name", "mine", "-s", f"telemetry.sinks={sink}", "-s", "cluster=none", "--json")
+    called = pvg_process(*given, env=environment)
+    assert called.code == 3, called.err
+    assert sink.upper() in called.document["error"]["remedy"]
+    assert not Path("runs/mine").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EACCES, 3), (errno.ENOTDIR, 2)])

@@ -124,6 +124,18 @@ def test_an_implicit_verifier_scores_with_its_loader_as_pvg_does(implicit: Finis
     assert len({round(score, 3) for score in wanted}) == len(SOLUTIONS)
     assert [exported.score(QUESTION_OF_TEST, text) for text in SOLUTIONS] == pytest.approx(wanted, abs=1e-4)
     assert exported.threshold == pytest.approx(implicit.metrics["threshold"])
+    long = "1+1=2;" * 100
+    for question, solution in (
+        ("é", "A9"),
+        ("7+5?", "é"),
+        ("", "A9"),
+        (" ", "A9"),
+        ("7+5?", long),
+        (7, "A9"),
+        ("7+5?", None),
+    ):
+        with pytest.raises(ValueError, match=r"cannot express 'é'|is empty|context of 128|not a text"):
+            exported.score(question, solution)
     with pytest.raises(ValueError, match="calibration"):
         exported.probability(QUESTION_OF_TEST, "A9")
     exported.facts["calibration"] = {"slope": 1e6, "offset": 0.5}

@@ -117,7 +117,7 @@ def test_an_upload_is_private_unless_asked(run: library.Run, monkeypatch: pytest
     assert notice < called.err.index("uploading")
     assert ("everyone" if public else "you and the members of the organisation only") in called.err
     assert called.document["url"] == "hub/me/mine"
-    assert 'AutoModelForCausalLM.from_pretrained("me/mine")' in Path("pushed/README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained('me/mine')" in Path("pushed/README.md").read_text()
 
 
 def test_an_upload_without_a_token_is_refused_before_the_export(
