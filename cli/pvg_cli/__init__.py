@@ -7,7 +7,9 @@ does a package without which no command runs, with exit code 3.
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from types import TracebackType
+from typing import TextIO
 
 _otherwise = sys.excepthook
 
@@ -44,6 +46,34 @@ def write(descriptor: int, text: bytes) -> None:
     """Write to stdout or stderr at once, as a signal handler may."""
     with contextlib.suppress(OSError):  # the caller has closed it, or its reader has ended or does not read
         os.write(descriptor, text)
+
+
+_documents: list[TextIO] = []  # stdout, while a command keeps it for one document
+
+
+def write_utf8(text: bytes) -> None:
+    """Write to stdout what must be UTF-8, such as JSON and TOML, whatever the encoding of the terminal or locale."""
+    stream = _documents[-1] if _documents else sys.stdout
+    stream.flush()
+    if hasattr(stream, "buffer"):
+        stream.buffer.write(text)
+    else:  # a stream of Python, without bytes
+        stream.write(text.decode())
+    stream.flush()
+
+
+@contextlib.contextmanager
+def kept_for_documents(wanted: bool) -> Iterator[None]:
+    """Keep stdout for `write_utf8`. What a user's file or a library prints meanwhile goes to stderr."""
+    if not wanted:
+        yield
+        return
+    _documents.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _documents.pop()
 
 
 sys.excepthook = _unhandled

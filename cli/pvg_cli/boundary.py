@@ -22,7 +22,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -44,7 +44,7 @@ from pvg.errors import (
     variables_quoted,
     visible,
 )
-from pvg_cli import follows
+from pvg_cli import follows, kept_for_documents, write_utf8
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
 # Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
@@ -87,34 +87,6 @@ def error_document(kind: str, message: str, remedy: str, exit_code: int) -> dict
 def print_json(document: Mapping[str, Any]) -> None:
     """Write a document as it is, such as a JSON Schema."""
     write_utf8(json_text(document) + b"\n")
-
-
-_documents: list[TextIO] = []  # stdout, while a command keeps it for one document
-
-
-def write_utf8(text: bytes) -> None:
-    """Write to stdout what must be UTF-8, such as JSON and TOML, whatever the encoding of the terminal or locale."""
-    stream = _documents[-1] if _documents else sys.stdout
-    stream.flush()
-    if hasattr(stream, "buffer"):
-        stream.buffer.write(text)
-    else:  # a stream of Python, without bytes
-        stream.write(text.decode())
-    stream.flush()
-
-
-@contextlib.contextmanager
-def kept_for_documents(wanted: bool) -> Iterator[None]:
-    """Keep stdout for `write_utf8`. What a user's file or a library prints meanwhile goes to stderr."""
-    if not wanted:
-        yield
-        return
-    _documents.append(sys.stdout)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        _documents.pop()
 
 
 def json_text(document: Mapping[str, Any]) -> bytes:

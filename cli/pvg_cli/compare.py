@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, UsageError, user_paths
-from pvg_cli.boundary import emit, say, write_utf8
+from pvg_cli import write_utf8
+from pvg_cli.boundary import emit, say
 from pvg_cli.options import DebugOption, JsonOption, check_output, write_output
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from pvg_cli.boundary import write_utf8
+from pvg_cli import write_utf8
 
 PIPE_WIDTH = 100  # columns, if the output is not a terminal and COLUMNS is not set
 NARROWEST = 40  # columns; in a narrower output no table can be read

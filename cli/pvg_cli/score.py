@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pvg.errors import StoppedAtStart, UsageError, counted, user_paths
-from pvg_cli.boundary import announce_loading, emit, kept_for_documents, say, write_utf8
+from pvg_cli import kept_for_documents, write_utf8
+from pvg_cli.boundary import announce_loading, emit, say
 from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunArgument, RunsOption, check_output
 
 if TYPE_CHECKING:
