@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pvg.errors import MissingRequirementError, UsageError, user_paths
+from pvg.errors import UsageError, user_paths
 from pvg_cli import completion
 from pvg_cli.boundary import first_prints, say
 
@@ -91,8 +91,5 @@ def write_output(path: Path, text: str) -> None:
     """Write the file of an option, whole or not at all, and say where it is."""
     from pvg.store import atomic
 
-    try:
-        atomic.write_output(path, text.encode())
-    except MissingRequirementError as error:  # its remedy is for a run, which can be resumed
-        raise MissingRequirementError(error.message, "Give another file.") from error
+    atomic.write_output(path, text.encode())
     say(f"Written to {path}.")

@@ -217,7 +217,5 @@ def write_report(path: Path, report: BenchReport) -> None:
     elsewhere = "Free space or fix the permissions, or write the report elsewhere with --out FILE."
     try:
         write_output(path, data)
-    except MissingRequirementError as error:  # its remedy mentions resuming, which only a run can do
-        raise MissingRequirementError(error.message, elsewhere) from error
     except OSError as error:
         raise MissingRequirementError(f"Cannot write the report {path}: {error.strerror}.", elsewhere) from error

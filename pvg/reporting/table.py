@@ -175,8 +175,6 @@ def write_page(path: Path, text: str) -> None:
     remedy = "Write the page elsewhere with --html FILE, or leave it out with --no-html."
     try:
         write_output(path, text.encode())
-    except MissingRequirementError as error:  # its own remedy is for a run, which can be resumed
-        raise MissingRequirementError(error.message, remedy) from error
     except OSError as error:
         kind = UsageError if error.errno in NO_FILE_THERE else MissingRequirementError
         raise kind(f"The page {path} cannot be written: {error.strerror}.", remedy) from error
