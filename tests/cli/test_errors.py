@@ -95,7 +95,7 @@ SETTINGS = [
     ("task.settings.x=nan", "task.settings.x"),
     ("@fifo", "fifo"),
     ("@~nosuchuser/x", "nosuchuser"),
-    ("@a\0b", "NUL"),
+    ("@a\0b", "cannot be a path"),
     ("serving.servers=http://host:99999", "serving.servers"),
     ("serving.servers=http://user:secret@host:80", "serving.servers"),
     ("serving.servers=http://..:80", "serving.servers"),
