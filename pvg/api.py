@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import FITTED, Experiment
 from pvg.config.load import find_experiment
 from pvg.config.load import load_experiment as read_experiment
 from pvg.errors import ConfigurationError, UsageError
@@ -77,6 +77,7 @@ def play(
     work, MissingRequirementError for what this machine lacks, TrainingDivergedError for weights that are not finite.
     """
     from pvg.hub import fetch_all, pinned
+    from pvg.planning.plan import fitted_here
     from pvg.store.run_players import pinned_players
     from pvg.telemetry.cpu import precision_warnings, without_slow_bfloat16
     from pvg.workers.choice import with_workers
@@ -93,6 +94,10 @@ def play(
     sources = pinned_players(pinned(chosen.sources(), watching.noticed))
     chosen = with_workers(chosen.with_sources(sources))
     fetch_all(sources, watching.noticed)
+    kept = FITTED if isinstance(experiment, Experiment) else settings or ()
+    chosen, line = fitted_here(chosen, watching.noticed, chosen=kept, force=True)
+    if line:
+        watching.noticed(line)
     root = chosen.store.root.absolute()
     if name is not None:
         refuse_name(name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pvg.errors import counted
 from pvg.hub import KEYS, download_of, hub_ids
 from pvg.reporting.table import Column, Table
-from pvg_cli.boundary import emit, say
+from pvg_cli.boundary import emit
 from pvg_cli.output import QUIET, print_toml, stdout
 from pvg_cli.task import print_preview, prompts_of
 
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
     from pvg.game.warm_start import Demonstrations
     from pvg_cli.runs import RunPlan
 
+    Fit = Callable[[Experiment], tuple[Experiment, str]]
 
-def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool, *, force: bool) -> None:
-    """Show what a run would be. Raises what `pvg train` would raise."""
+
+def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: bool, fit: Fit) -> None:
+    """Show what a run would be. Raises what `pvg train` would raise. `fit`: what `pvg train` does for the memory."""
     experiment = plan.experiment
     downloads = {key: download_of(source, KEYS[key]) for key, source in hub_ids(experiment.sources()).items()}
     lacking = [key for key, download in downloads.items() if download.missing]
-    needs = "" if lacking else memory_plan(experiment, force=force)
+    experiment, needs = (experiment, "") if lacking else fit(experiment)
     preview = None if lacking else prompts_of(experiment, demonstrations)
     warmup = {} if demonstrations is None else _warmup(experiment, demonstrations)
     if as_json:
@@ -50,23 +53,6 @@ def show_plan(plan: RunPlan, demonstrations: Demonstrations | None, as_json: boo
     if needs:
         console.print(f"\n{needs}")
     console.print(f"\nThe run {'would continue' if plan.resume else 'would be'} in {plan.run.path}.", style=QUIET)
-
-
-def memory_plan(experiment: Experiment, *, force: bool = False) -> str:
-    """One line about time and memory by the plan. Raises ConfigurationError if the experiment cannot fit into this
-    machine, unless `force`. Nothing about embedded models, which fit anywhere."""
-    if experiment.models.embedded:
-        return ""
-    from pvg.planning.memory import UncountableError
-    from pvg.planning.plan import plan_here, refuse_what_cannot_fit, says
-
-    try:
-        found = plan_here(experiment, say)
-    except UncountableError as error:
-        return str(error)
-    if not force:
-        refuse_what_cannot_fit(found)
-    return says(found)
 
 
 def _warmup(experiment: Experiment, found: Demonstrations) -> dict[str, Any]:

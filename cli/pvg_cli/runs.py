@@ -15,6 +15,7 @@ from pvg.config.load import (
     chosen_keys,
     differences,
     find_experiment,
+    fitted_as,
     load_experiment,
     overridden,
     read_override,
@@ -162,6 +163,7 @@ def plan_resume(
     if note:
         say(note)
     experiment = with_workers(wanted.with_sources(located(wanted.sources(), own.sources())), own)
+    experiment = fitted_as(own, experiment, chosen_keys(overrides))
     # Only if asked for: the experiment's file may have more rounds than the run was started with.
     extended = more_rounds and experiment.game.rounds > own.game.rounds
     if extended:

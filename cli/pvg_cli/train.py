@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,9 +28,11 @@ from pvg_cli.options import (
 if TYPE_CHECKING:
     import asyncio
 
+    from pvg.config.experiment import Experiment
     from pvg.game.run import GameOutcome
     from pvg.game.warm_start import Demonstrations
     from pvg.workers.torchrun import Meeting
+    from pvg_cli.dry_run import Fit
     from pvg_cli.run_display import RunDisplay
     from pvg_cli.runs import RunPlan
 
@@ -68,6 +71,8 @@ def train(
             "--name and --resume cannot be used together.",
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
+    from pvg.config.load import chosen_keys
+
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     with ExitStack() as stack:
         meeting = None
@@ -75,20 +80,22 @@ def train(
             meeting = stack.enter_context(_meeting(dry_run))
         if meeting is not None and resume is None:
             resume = meeting.run
-        plan = _planned(name, settings, run_name, resume, cluster, clean=not dry_run)
+        chosen = chosen_keys(settings)
+        plan = _planned(name, settings, run_name, resume, cluster, chosen, clean=not dry_run)
         if meeting is not None:
             from pvg.workers.torchrun import refuse_other_counts
 
             refuse_other_counts(plan.experiment, meeting.launch)
         demonstrations = None if plan.resume else _demonstrations(plan)
+        fit = partial(_fitted, resume=plan.resume, chosen=chosen, force=force)
         if dry_run:
             from pvg_cli.dry_run import show_plan
 
-            show_plan(plan, demonstrations, as_json, force=force)
+            show_plan(plan, demonstrations, as_json, fit)
             return
         if plan.notice:
             say(plan.notice)
-        _print_result(_play(plan, as_json, meeting, force=force), plan, as_json)
+        _print_result(_play(plan, as_json, meeting, fit), plan, as_json)
 
 
 @contextmanager
@@ -111,17 +118,23 @@ def _meeting(dry_run: bool) -> Iterator[Meeting | None]:
 
 
 def _planned(
-    name: str | None, settings: list[str], run_name: str | None, resume: str | None, cluster: str | None, *, clean: bool
+    name: str | None,
+    settings: list[str],
+    run_name: str | None,
+    resume: str | None,
+    cluster: str | None,
+    chosen: Collection[str],
+    *,
+    clean: bool,
 ) -> RunPlan:
     """The run to play. Warns about its settings."""
-    from pvg.config.load import chosen_keys
     from pvg.telemetry.cpu import precision_warnings
     from pvg_cli.runs import plan_new, plan_resume, resolve
 
     if resume is not None:
         plan = plan_resume(name, settings, resume, cluster, clean=clean)
     else:
-        plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen_keys(settings))
+        plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen)
     for warning in [*plan.experiment.warnings(), *precision_warnings(plan.experiment, resumed=plan.resume)]:
         say(f"warning: {warning}.")
     return plan
@@ -138,19 +151,28 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
     return read_demonstrations(section)
 
 
-def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, *, force: bool) -> GameOutcome:
+def _fitted(experiment: Experiment, *, resume: bool, chosen: Collection[str], force: bool) -> tuple[Experiment, str]:
+    """See fitted_here. A run that is resumed keeps what it began with."""
+    from pvg.config.experiment import FITTED
+    from pvg.planning.plan import fitted_here
+
+    return fitted_here(experiment, say, chosen=FITTED if resume else chosen, force=force)
+
+
+def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, fit: Fit) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
     from pvg_cli.driving import drive_run
-    from pvg_cli.dry_run import memory_plan
     from pvg_cli.output import stderr
     from pvg_cli.run_display import PHASES, PLAY_PHASES, RunDisplay
     from pvg_cli.runs import create, fetch
 
     fetch(plan.experiment.sources())
     announce_loading()
-    if line := memory_plan(plan.experiment, force=force):
+    experiment, line = fit(plan.experiment)
+    plan = replace(plan, experiment=experiment)
+    if line:
         say(line)
     experiment = plan.experiment
     with ExitStack() as opening:

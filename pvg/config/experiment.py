@@ -33,6 +33,9 @@ UNHASHED_SECTIONS = frozenset({"telemetry", "store", "serving", "weights", "eval
 MEMORY_SETTINGS = {"training": ("micro_batch_tokens", "gradient_checkpointing"), "verifier": ("micro_batch_tokens",)}
 # Also bounds memory, but changes what is sampled: phases sample chunks of this size, each from its own seed, and a
 # commit counts chunks. So it is not one of MEMORY_SETTINGS.
+MAX_ROWS = "rollout.engine.max_rows"
+# What a new run lowers if the memory is too small (pvg.planning.plan.fitted_here).
+FITTED = ("training.micro_batch_tokens", "verifier.micro_batch_tokens", MAX_ROWS)
 
 
 TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import difflib
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 import pvg
 from pvg.config.base import as_table, kinds_of
-from pvg.config.experiment import SECTION_NAMES, TABLES, Experiment, fields_of, is_section
+from pvg.config.experiment import FITTED, MAX_ROWS, SECTION_NAMES, TABLES, Experiment, fields_of, is_section
 from pvg.config.operation import URL_EXAMPLE, URL_PATTERN
 from pvg.config.rollout import TEXTS_FOR_A_TASK
+from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, PvgError, UsageError, shortened, user_paths
 from pvg.inputs import DEEPEST, check_settings, expanded, read_text
 
@@ -125,6 +126,16 @@ def changed(experiment: Experiment, values: Mapping[str, Any]) -> Experiment | N
         return build_experiment(data)
     except ConfigurationError:
         return None
+
+
+def fitted_as(run: Experiment, experiment: Experiment, chosen: Collection[str]) -> Experiment:
+    """The experiment to resume a run with, with the run's values where pvg lowered them to fit the memory. The `chosen`
+    settings stay."""
+    sampled_here = run.rollout.engine.kind == experiment.rollout.engine.kind == "torch"
+    keys = [key for key in FITTED if key not in chosen and (key != MAX_ROWS or sampled_here)]
+    before = {key: value_of(run, key) for key in keys}
+    lower = {key: value for key, value in before.items() if value < value_of(experiment, key)}
+    return (changed(experiment, lower) if lower else None) or experiment
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:

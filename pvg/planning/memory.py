@@ -263,16 +263,20 @@ LOGITS_CHUNK, GPU_LOGITS_SHARE = 4_194_304, 1 / 128
 LOGITS_COPIES = 3  # the chunk's logits, their probabilities, and the gradient
 CONTEXT_BYTES = 600 << 20  # of a process on a GPU: assumed. A CUDA context takes 300 to 600 MiB.
 Place = Literal["trainer", "server"]
+ACTIVATIONS = "activations, at the peak"
+STAGES = ("train the prover", "train the verifier", "sample")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The peak of one stage. `parts`: bytes by what they are for. `place`: the process that takes them. In a stage that
-    samples, `rows` rollouts have a KV cache of `kv_row_bytes` each."""
+    trains, a micro-batch has `positions`. In a stage that samples, `rows` rollouts have a KV cache of `kv_row_bytes`
+    each."""
 
     stage: str
     place: Place
     parts: dict[str, float] = field(default_factory=dict)
+    positions: int = 0
     rows: int = 0
     kv_row_bytes: float = 0.0
 
@@ -325,7 +329,7 @@ def training_parts(
         "gradients, at the peak": gradients if end >= start else head_gradient,
         "optimizer": 2.0 * FLOAT32 * model.trained,
         "weights in the precision of passes": constant if casts else 0.0,
-        "activations, at the peak": layer if end >= start else everything + after,
+        ACTIVATIONS: layer if end >= start else everything + after,
     }
 
 
@@ -357,25 +361,25 @@ def memory_of(
     lengths = (prompt_tokens, rollout.max_tokens)
     positions = max(length, min(experiment.training.micro_batch_tokens, batch))
     training = training_parts(policy, positions, *lengths, gpu_bytes)
-    yield MemoryPlan("train the prover", "trainer", {**frozen, "verifier": verifier_bytes, **training})
+    yield MemoryPlan("train the prover", "trainer", {**frozen, "verifier": verifier_bytes, **training}, positions)
 
     pairs = 2 * experiment.verifier.pairs * length
     positions = max(length, min(experiment.verifier.micro_batch_tokens, pairs))
     own = training_parts(scoring, positions, *lengths, gpu_bytes)
     start = _frozen_verifier_bytes(experiment, scoring)
-    yield MemoryPlan("train the verifier", "trainer", {**frozen, "verifier's initial weights": start, **own})
+    yield MemoryPlan("train the verifier", "trainer", {**frozen, "verifier's initial weights": start, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
         rows = min(engine.max_rows, experiment.training.groups * rollout.group_size)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
         parts = {**frozen, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
-        yield MemoryPlan("sample", "trainer", parts, rows, kv_row)
+        yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)
     else:
         share = experiment.serving.tensor_parallel
         weights = prover.parameters * sampling / share
         parts = {"weights of the server": weights, **context, "KV cache": slots * kv_row / share}
-        yield MemoryPlan("sample", "server", parts, slots, kv_row / share)
+        yield MemoryPlan("sample", "server", parts, 0, slots, kv_row / share)
 
 
 def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:

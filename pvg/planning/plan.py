@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,13 +12,23 @@ import psutil
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from pvg.config.experiment import Experiment
+from pvg.config.experiment import FITTED, Experiment
 from pvg.config.load import changed, nearest
 from pvg.config.operation import LocalCluster, RayCluster, has_workers, processes_of, ranks_of, shards_of
 from pvg.config.rollout import SamplingAhead, TorchSampling
+from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.hub import Say
-from pvg.planning.memory import BYTES, MemoryPlan, ModelShape, memory_of, read_shape
+from pvg.planning.memory import (
+    ACTIVATIONS,
+    BYTES,
+    STAGES,
+    MemoryPlan,
+    ModelShape,
+    UncountableError,
+    memory_of,
+    read_shape,
+)
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
 from pvg.store.run_players import base_source
 
@@ -473,17 +483,55 @@ def plan_here(experiment: Experiment, say: Say) -> ExperimentPlan:
     return plan_of(experiment, inputs, prover, verifier, memory_gb=memory_gb, gpus=gpus)
 
 
+# What pvg gives by itself to the activations of a micro-batch, and to the KV cache: on a CPU, more is not faster.
+CPU_SHARE_GB = 2.0
+GPU_SHARE = 0.8  # of a GPU, for all that the plan counts
+
+
+def fitted_here(
+    experiment: Experiment, say: Say, *, chosen: Collection[str] = (), force: bool = False
+) -> tuple[Experiment, str]:
+    """The experiment with micro-batches and rows that suit this machine's memory, except for the `chosen` settings, and
+    one line about its time and memory. Embedded models fit anywhere: nothing changes, and the line is empty.
+
+    Raises ConfigurationError if a stage needs more memory than this machine has, unless `force`.
+    """
+    if experiment.models.embedded:
+        return experiment, ""
+    try:
+        plan = plan_here(experiment, say)
+    except UncountableError as error:
+        return experiment, f"{error}."
+    smaller: dict[str, Any] = {}
+    for stage in plan.memory:
+        key = dict(zip(STAGES, FITTED, strict=True))[stage.stage]
+        part = ACTIVATIONS if stage.positions else "KV cache"
+        if key in chosen or stage.place == "server":
+            continue
+        fixed_gb = (stage.total - stage.parts[part]) / GB
+        spare_gb = min(CPU_SHARE_GB, (psutil.virtual_memory().available / GB - fixed_gb) / 2)
+        if plan.gpus:
+            spare_gb = GPU_SHARE * plan.available_gb(stage) - fixed_gb
+        row = math.ceil(plan.inputs["prompt_tokens"]) + experiment.rollout.max_tokens
+        # Prompts may be longer than assumed, so there is room for some rows.
+        unit, least = (1, 16) if stage.rows else (256, max(1024, 2 * row))
+        amount = max(int((stage.rows or stage.positions) * spare_gb * GB / stage.parts[part]) // unit * unit, least)
+        if amount < min(stage.rows or stage.positions, value_of(experiment, key)):
+            smaller[key] = amount
+    line = ""
+    if smaller and (other := changed(experiment, smaller)) is not None:
+        experiment, plan = other, plan_here(other, say)
+        line = f"So that they fit into the memory: {', '.join(f'{key} = {n}' for key, n in smaller.items())}. "
+    if plan.memory_advice and not force:
+        raise ConfigurationError(plan.memory_advice[0], "Details: pvg plan. To play anyway, add --force.")
+    return experiment, line + says(plan)
+
+
 def says(plan: ExperimentPlan) -> str:
     """One line: the time of the game and its peak of memory."""
     peak = max(plan.memory, key=lambda stage: stage.total / plan.available_gb(stage))
     of = f" of {plan.available_gb(peak):.3g}" if plan.memory_gb else ""
     return f"By the plan, the game takes about {short_seconds(plan.run_s)} and {peak.total / GB:.2g}{of} GB of memory."
-
-
-def refuse_what_cannot_fit(plan: ExperimentPlan) -> None:
-    """Raises ConfigurationError if a stage of the plan needs more memory than this machine has."""
-    if plan.memory_advice:
-        raise ConfigurationError(plan.memory_advice[0], "Details: pvg plan. To play anyway, add --force.")
 
 
 def _loads(experiment: Experiment, key: str, value: Any) -> bool:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from pvg.config.load import build_experiment, find_experiment, load_experiment
+from pvg.config.experiment import FITTED
+from pvg.config.load import build_experiment, find_experiment, fitted_as, load_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.models.adapters import attach_adapters
@@ -32,7 +33,7 @@ from pvg.planning.memory import (
     shape_of,
     training_parts,
 )
-from pvg.planning.plan import MACHINES, Inputs, plan_of
+from pvg.planning.plan import MACHINES, Inputs, fitted_here, plan_here, plan_of
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 
@@ -210,3 +211,26 @@ def test_what_autograd_saves_is_what_the_plan_counts(family: str, rank: int, pre
     assert found.layer * positions + found.copies == pytest.approx(of_layer, rel=0.1)
     # The objective keeps more than log-probs: a few numbers per completion token.
     assert found.outside * positions == pytest.approx(saved[1] - of_layer, rel=0.3)
+
+
+@pytest.mark.slow
+def test_micro_batches_fit_a_laptop_unless_they_are_chosen(tmp_path: Path) -> None:
+    """The shape of SmolLM2-135M with the default settings: 16,384 positions would take more than 16 GB."""
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True).save_pretrained(tmp_path)
+    model = {"source": str(tmp_path)}
+    models = {"prover": model, "verifier": model, "device": "cpu"}
+    experiment = build_experiment({"name": "own", "models": models, "rollout": {"max_tokens": 256}})
+    fitted, line = fitted_here(experiment, print)
+    assert fitted.training.micro_batch_tokens < 16_384
+    assert (
+        max(stage.total for stage in plan_here(fitted, print).memory)
+        < 6e9
+        < plan_here(experiment, print).memory[0].total
+    )
+    assert "micro_batch_tokens" in line
+    kept, _ = fitted_here(experiment, print, chosen=FITTED, force=True)
+    assert kept == experiment
+    assert fitted_as(fitted, experiment, ()) == fitted
+    assert fitted_as(fitted, experiment, ("training.micro_batch_tokens",)).training == experiment.training
+    assert fitted_as(experiment, fitted, ()) == fitted
