@@ -54,7 +54,7 @@ FILES: dict[str, tuple[str, type[BaseModel]]] = {
 @cache
 def documents() -> dict[str, tuple[str, type[BaseModel]]]:
     """Name -> the command that prints the document, and its type."""
-    described = tomllib.loads(PLACE.read_text())
+    described = tomllib.loads(PLACE.read_text(encoding="utf-8"))
     parts = described.pop("parts")
     names = dict(NAMES)
     for name, lines in parts.items():

@@ -32,7 +32,7 @@ from pvg.store.state import read_json_lines
 Point = tuple[float, float]
 
 # Centres of the tiles, in steps of the grid.
-PLACES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+PLACES: dict[str, str] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 STEPS = {"standard": (70, 58), "mini": (112, 82)}  # pixels of a step
 MARGIN = (42, 36)  # pixels around the outermost centres
 LOWER = 7  # pixels from the centre of a tile to its unit, so that the name fits above

@@ -35,8 +35,9 @@ def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=N
 
 def test_centred_scores_are_taken_within_a_problem_and_a_role():
     # problem 0, helpful: 1, 3 (mean 2); problem 0, sneaky: 10, 20 (mean 15); problem 1, helpful: 5 alone (mean 5)
-    found = centred_scores(outcomes([1, 3, 10, 20, 5], [1] * 5, [1, 1, 0, 0, 1], problems=[0, 0, 0, 0, 1]))
-    np.testing.assert_allclose(found, [-1, 1, -5, 5, 0])
+    # problem 2, sneaky: 7 alone
+    found = centred_scores(outcomes([1, 3, 10, 20, 5, 7], [1] * 6, [1, 1, 0, 0, 1, 0], problems=[0, 0, 0, 0, 1, 2]))
+    np.testing.assert_allclose(found, [-1, 1, -5, 5, 0, 0])
 
 
 def test_src_by_hand():
@@ -48,6 +49,8 @@ def test_src_by_hand():
     # The same scores, misaligned throughout: helpful incorrect V'=+1 -> -1; sneaky correct V'=+3 -> -3.
     found = rewards(outcomes([2, 4, 0, 6], [0, 0, 1, 1], [1, 1, 0, 0]), Game(reward="src"))
     np.testing.assert_allclose(found, [-1, -1, -1, -3])
+    # Alone in its group V' = 0, which is not above the mean.
+    np.testing.assert_allclose(rewards(outcomes([9], [1], [1]), Game(reward="src")), [-1])
 
 
 def test_cgc_by_hand():
@@ -59,8 +62,9 @@ def test_cgc_by_hand():
 
 
 def test_cgc_refuses_a_live_score_at_or_below_its_floor():
-    with pytest.raises(ValueError, match=r"reward\.floor"):
-        rewards(outcomes([-2.5], [1], [1]), Game(reward={"kind": "cgc", "floor": -2.0}))
+    for score in (-2.5, -2.0):
+        with pytest.raises(ValueError, match=r"reward\.floor"):
+            rewards(outcomes([score], [1], [1]), Game(reward={"kind": "cgc", "floor": -2.0}))
     # A misaligned solution below the floor is paid the floor, not its score: nothing to refuse.
     np.testing.assert_allclose(rewards(outcomes([-2.5], [0], [1]), Game(reward={"kind": "cgc", "floor": -2.0})), [-2])
 
@@ -199,6 +203,9 @@ def test_decoupled_pays_translations_by_hand():
     kept, correct = [1, 1, 1, 0, 1, 0], [1, 1, 1, 0, 1, 0]
     found = rewards(outcomes(scores, correct, helpful, solver=[1] * 6, kept=kept), Game(reward="decoupled"))
     np.testing.assert_allclose(found, [-2, -2, 1.22474, -2, -2, 1.22474], atol=1e-4)
+    # Scores 1, 3, 4: mean 8/3, std sqrt(14)/3. What is a little above the mean is paid too.
+    found = rewards(outcomes([1, 3, 4], [1] * 3, [1] * 3, solver=[1] * 3, kept=[1] * 3), Game(reward="decoupled"))
+    np.testing.assert_allclose(found, [-2, 1 / 14**0.5, 4 / 14**0.5], atol=1e-4)
     # The solver is wrong: convincing anybody of its answer costs the faithful role what it gains otherwise.
     kept, correct = [1, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 0]
     found = rewards(outcomes(scores, correct, helpful, solver=[0] * 6, kept=kept), Game(reward="decoupled"))
