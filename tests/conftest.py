@@ -14,7 +14,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from pvg.spinning import bound_spinning
 
@@ -29,6 +29,10 @@ settings.load_profile("quick")
 # `make fuzz`: far more examples where a test does not say how many, from a new seed each time.
 settings.register_profile(
     "fuzz", max_examples=3000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# `make mutants`: the same examples each time, and no search for a smaller one that fails.
+settings.register_profile(
+    "mutants", max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 
 UNMARKED_S = 1.0  # CPU seconds from which the summary names a test without the mark; more than 0.3, for busy machines
