@@ -87,6 +87,16 @@ def test_an_override_cannot_reach_into_a_setting(tmp_path: Path) -> None:
     assert "not a section" in complaint(tmp_path, "seed.inner=3", text="seed = 1").message
 
 
+def test_files_of_windows_editors_are_read(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_bytes("\ufeffHelp.\r\nWell.\r".encode())
+    mine = f'seed = 3\r\n[prompts]\r\nkind = "chat"\r\nhelpful.file = "{tmp_path / "prompt.txt"}"\r\n'
+    (tmp_path / "mine.toml").write_bytes(b"\xef\xbb\xbf" + mine.encode())
+    (tmp_path / "more.toml").write_bytes(b"\xef\xbb\xbfname = 'more'")
+    experiment = load_experiment(tmp_path / "mine.toml", [f"@{tmp_path / 'more.toml'}"])
+    assert (experiment.seed, experiment.name) == (3, "more")
+    assert getattr(experiment.prompts, "helpful", None) == "Help.\nWell."
+
+
 @pytest.mark.parametrize("text", ["seed = ", "seed = 1\nseed = 2"])
 def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     error = complaint(tmp_path, text=text)

@@ -47,8 +47,10 @@ from pvg.errors import (
 from pvg_cli import follows, kept_for_documents, write_utf8
 
 EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h; no check and no user error uses this code
-# Errors of the machine, whatever path they concern: errno -> the remedy. So is a missing permission. Any other OSError
-# is a mistake of the user in a `user_paths` block (pvg.errors), and a defect elsewhere.
+# Mistakes of the user, whatever path they concern: a file of another user, and names that pvg itself never makes.
+EVERYWHERE = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP})
+# Errors of the machine, whatever path they concern: errno -> the remedy. Any other OSError is a mistake of the user in
+# a `user_paths` block (pvg.errors), and a defect elsewhere.
 MACHINE_ERRORS: dict[int, str] = {
     errno.EROFS: "Make the file system writable, or copy the folder to a writable disk and work there.",
     errno.EIO: "Check the disk, and restore damaged files from a copy.",
@@ -150,8 +152,8 @@ def explanation(error: BaseException) -> PvgError | None:
     for cause in causes(error):
         if isinstance(cause, OSError) and cause.errno in MACHINE_ERRORS:
             return path_error(cause, MissingRequirementError, MACHINE_ERRORS[cause.errno])
-        if isinstance(cause, PermissionError) and cause.filename:  # of another user, such as a colleague's run
-            return path_error(cause, *PATH_MISTAKES[cause.errno or errno.EACCES])
+        if isinstance(cause, OSError) and cause.errno in EVERYWHERE and cause.filename:
+            return path_error(cause, *PATH_MISTAKES[cause.errno])
         if isinstance(cause, FileNotFoundError) and packages_in(cause)[-1:] == ["tempfile"] and not cause.filename:
             return MissingRequirementError(f"{first_line(cause)}.", NO_TEMPORARY)
         if not isinstance(cause, OSError):  # libraries in other languages give the system's words alone

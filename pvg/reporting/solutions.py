@@ -27,6 +27,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
 from pvg.store.state import FileStateStore
 
+LONGEST_LINE = 400  # characters of an answer and of a grader's note, which a user's task may write
 LONGEST = 4000  # characters of a solution; the rest can be read in the shard
 STEP = re.compile(r"\bstep (\d+)\b")
 
@@ -75,6 +76,10 @@ def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str]
 def shortened(text: str, longest: int) -> str:
     """The first `longest` characters, and how many more there are."""
     return text if len(text) <= longest else f"{text[:longest]} … and {len(text) - longest} more characters"
+
+
+def _line(text: str) -> str:
+    return shortened(" ".join(text.split()), LONGEST_LINE)
 
 
 def _pieces(text: str) -> list[str]:
@@ -227,13 +232,13 @@ def example_of(rollout: Rollout, why: str) -> Example:
         role=rollout.role.value,
         round=rollout.round,
         source=rollout.source,
-        question=rollout.question,
+        question=shortened(rollout.question, LONGEST),
         text=rollout.turns[0].text if rollout.turns else rollout.text,
-        reference=rollout.reference,
-        answer=rollout.grade.answer,
+        reference=_line(rollout.reference),
+        answer=None if rollout.grade.answer is None else _line(rollout.grade.answer),
         correct=rollout.grade.correct,
         well_formed=rollout.grade.well_formed,
-        note=rollout.grade.note,
+        note=_line(rollout.grade.note),
         score=rollout.score,
         reward=rollout.reward,
         solver_text=None if rollout.solver is None else rollout.solver.text,

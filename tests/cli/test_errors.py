@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BIG = "9" * 5000
+LONG = "x" * 300
 
 
 def refused(called: Called, code: int, named: str) -> None:
@@ -77,6 +78,11 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     *((("config", "validate", name), name) for name in HOSTILE_FILES if name.endswith(".toml")),
     (("config", "validate", "fifo.toml"), "fifo.toml"),
     (("config", "validate", "large.toml"), "large.toml"),
+    (("runs", "list", "--runs", LONG), "too long"),
+    (("diagnose", LONG), "too long"),
+    (("train", "-s", "task=data", "-s", f"task.path={LONG}"), "too long"),
+    (("train", "-s", f"models.prover.source={LONG}"), "too long"),
+    (("train", "-s", f"warmup.path={LONG}"), "too long"),
 ]
 
 
@@ -146,6 +152,8 @@ def test_a_file_in_place_of_the_folder_of_runs_and_a_deleted_current_folder_are_
         (RuntimeError("a bug of \x1b[31m ours"), 70, True),
         (PermissionError(errno.EACCES, "Permission denied", "runs/secret"), 3, False),
         (OSError(errno.ENOSPC, "No space left on device"), 3, False),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "runs/secret"), 2, False),
+        (OSError(errno.ELOOP, "Too many levels of symbolic links", "runs/secret"), 2, False),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/secret"), 70, True),
         (PermissionError(errno.EPERM, "not permitted"), 70, True),
     ],

@@ -48,6 +48,8 @@ def test_the_same_command_finishes_what_a_killed_one_has_begun(tmp_path: Path) -
 
 def test_the_scaffold_passes_its_own_test_and_its_check_and_plays() -> None:
     pvg("init")
+    with Path("data.jsonl").open("a") as file:  # U+2028 separates lines for Python's splitlines, not in JSON
+        file.write('{"question": "9+9+9?\u2028", "answer": "7"}\n')
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(pytest_, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

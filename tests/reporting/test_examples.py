@@ -24,6 +24,19 @@ def test_a_malformed_text_is_no_flaw(tmp_path: Path) -> None:
     assert [example.id for example in choose_examples(run)] == ["flaw"]
 
 
+def test_the_words_of_a_grader_are_bounded(tmp_path: Path) -> None:
+    run = begin(tmp_path)
+    grade = Grade(False, True, "7\n" * 100_000, "wrong\n" * 50_000)
+    commit(
+        run,
+        state("complete"),
+        {"checkpoint-00000": [rollout("flaw", Role.SNEAKY, correct=False, score=1.0, grade=grade)]},
+    )
+    console = Console(file=StringIO(), width=80)
+    console.print(examples_list(choose_examples(run)))
+    assert len(console.file.getvalue().splitlines()) < 50  # type: ignore[attr-defined]
+
+
 def test_the_newest_scored_round_speaks(tmp_path: Path) -> None:
     run = played(tmp_path)
     later = [replace(rollout("minted", Role.SNEAKY, correct=False, score=None), round=1)]
