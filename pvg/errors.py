@@ -9,7 +9,7 @@ import errno
 import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import ModuleType
@@ -51,6 +51,12 @@ def shortened(text: str, most: int = 80) -> str:
 def counted(number: int, noun: str) -> str:
     """A number with its noun, which gets an s unless the number is 1: "1 thread", "2 threads"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def listed(names: Sequence[str], most: int = 20) -> str:
+    """The names in one line; of many, the first ones and how many there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def reason(error: OSError) -> str:

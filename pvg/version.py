@@ -8,12 +8,23 @@ from pathlib import Path
 
 import pvg
 
+GIT_S = 30.0
+
 
 def code_version() -> str:
     """pvg's version, with the git commit if it runs from a checkout."""
     root = Path(pvg.__file__).parent.parent
     if not (root / ".git").exists() or shutil.which("git") is None:
         return pvg.__version__
-    command = ["git", "describe", "--always", "--dirty"]
-    found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return f"{pvg.__version__}+{found.stdout.strip()}" if found.returncode == 0 else pvg.__version__
+    commit = git(root, "describe", "--always", "--dirty")
+    return pvg.__version__ if commit is None else f"{pvg.__version__}+{commit}"
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What git prints; None if it fails, or does not end in GIT_S, as on a disk of the network that hangs."""
+    command = ["git", *arguments]
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=GIT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -465,6 +465,10 @@ def test_a_growing_game_adds_problems_and_steps_in_each_round() -> None:
             {"game": {"reward": "cgc"}, "training": {"loss": "rloo", "minibatches": 2, "steps": 4}},
             "training.loss = 'rloo' has no ratio, so later minibatches",
         ),
+        (
+            {"game": {"reward": "cgc"}, "rollout": {"group_size": 2, "deadline": "cut"}},
+            "rollout.deadline has no effect",
+        ),
     ],
 )
 def test_a_setting_that_works_but_is_odd_is_warned_of(overrides, key):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from importlib import metadata
@@ -32,6 +31,7 @@ from pvg.inputs import REPORT_BYTES, read_input, text_of
 from pvg.store.atomic import write_output
 from pvg.telemetry.device import GpuUnavailableError, driver, processor
 from pvg.telemetry.waits import usable_cores
+from pvg.version import git
 
 GIB = 1024**3
 # Files that affect a measured figure. A new report in docs/ does not make the code dirty.
@@ -82,15 +82,10 @@ def git_state(root: Path) -> tuple[str | None, bool | None]:
     """The commit of the checkout at `root`, and whether the code differs from it; (None, None) without a checkout."""
     if not (root / ".git").exists() or shutil.which("git") is None:
         return None, None
-    commit = _git(root, "rev-parse", "HEAD")
+    commit = git(root, "rev-parse", "HEAD")
     present = [name for name in CODE if (root / name).exists()]
-    changes = _git(root, "status", "--porcelain", "--", *present)
+    changes = git(root, "status", "--porcelain", "--", *present)
     return commit, None if changes is None else bool(changes)
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def gpu_and_driver() -> tuple[str | None, str | None]:

@@ -543,6 +543,9 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
 
 
 def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
+    deadline = experiment.rollout.deadline
+    if deadline.kind != "none" and rollouts_of_deadline(experiment) <= deadline.min_rollouts:
+        yield f"rollout.deadline has no effect: it keeps {deadline.min_rollouts} rollouts, and there are no more"
     training, rollout, prefetch = experiment.training, experiment.rollout, experiment.rollout.prefetch
     if prefetch.kind != "none" and rollout.engine.kind == "torch":
         yield (

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ from typing import Any, Literal
 import orjson
 
 from pvg.errors import StateError, UsageError
-from pvg.store.atomic import DamagedFileError, disk_full_explained, read_stored, sync_directory, write_atomic
+from pvg.store.atomic import DamagedFileError, atomic_file, disk_full_explained, read_stored, sync_directory
 
 BEAT_S = 5.0
 WATCH_S = 30.0  # six beats
@@ -164,7 +165,8 @@ def leased(
         if lost:
             for journal in filter(Path.is_file, journals):
                 # A driver that still has the old file open then writes to a deleted file, not to the new one.
-                write_atomic(journal, journal.read_bytes())
+                with journal.open("rb") as old, atomic_file(journal) as new:  # in pieces: it may be larger than memory
+                    shutil.copyfileobj(old, new)
         sync_directory(folder)
         yield
     finally:

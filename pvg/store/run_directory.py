@@ -36,6 +36,7 @@ from pvg.errors import (
     StateError,
     StoppedAtStart,
     UsageError,
+    listed,
     path_error,
     system_module,
     user_paths,
@@ -237,7 +238,7 @@ class RunDirectory:
         known = runs_in(root)
         raise UsageError(
             f"There is no run {str(path_or_name)!r} in {root}.{did_you_mean(name, known)}",
-            f"Known runs: {', '.join(known)}." if known else "Start one with: pvg train",
+            f"Known runs: {listed(known)}." if known else "Start one with: pvg train",
         )
 
     def experiment(self) -> Experiment:

@@ -63,11 +63,16 @@ def digest_of(problems: Iterable[Problem]) -> str:
     return digest.hexdigest()
 
 
-def digests_elsewhere(section: TaskSection) -> dict[str, str]:
-    """Split -> digest of its problems in a new process. Raises ConfigurationError if that process fails."""
+def digests_elsewhere(section: TaskSection, limit_s: float = 600.0) -> dict[str, str]:
+    """Split -> digest of its problems in a new process. Raises ConfigurationError if that process fails, or does not
+    end in `limit_s`."""
     data = orjson.dumps(section.model_dump(mode="json", exclude_none=True))
     command = [sys.executable, "-P", "-c", "import pvg.tasks; pvg.tasks.print_digests()"]
-    done = subprocess.run(command, input=data, capture_output=True, check=False)
+    try:
+        done = subprocess.run(command, input=data, capture_output=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        why = f"The task has not opened in another process within {limit_s:.0f} s."
+        raise ConfigurationError(why, "It opened here: see whether it waits for something.") from None
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise ConfigurationError(f"The task does not open in another process: {shortened(last)}")

@@ -108,6 +108,21 @@ def finished(future: Future[Result]) -> Result:
     return future.result()
 
 
+def in_daemon(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Run `work` in a daemon thread, which neither the end of the process nor a wait for the result with a limit waits
+    for: a call of a library that has no limit of time."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (the caller gets it)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
 def usable_cores(root: Path = ROOT) -> int:
     """Cores that this process may use; in a container or under taskset fewer than the machine has. A quota that is no
     whole number counts as the next one. `root`: the folder with /proc and /sys."""

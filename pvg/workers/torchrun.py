@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import os
 import secrets
 import signal
 import socket
@@ -26,18 +25,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.operation import LocalCluster, ranks_of
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError, StoppedAtStart, UsageError
+from pvg.telemetry.waits import in_daemon
 from pvg.workers.links import LOOPBACK
 from pvg.workers.node_agent import DriverAddress, NodeAgent
 
-STORE_S = 60.0  # to connect to the store of torchrun
+STORE_S = 60.0  # to connect to the store of torchrun, and for each of its answers
 JOIN_S = 120.0  # for all processes to import torch, for a driver to begin, and to connect to the driver
 POLL_S = 0.2
 END_S = 60.0  # after the connection to the driver has ended, to learn its exit code or of the next driver
@@ -46,6 +47,9 @@ EXIT_LOST, EXIT_STOPPED = EXIT_ENVIRONMENT, 130
 ANY_PORT = 9  # to find a route, nothing is sent
 # The way out for a program that has inherited the variables of torchrun, such as one that a notebook starts.
 ALONE = "start pvg without torchrun's variables: env -u TORCHELASTIC_RUN_ID pvg train ..."
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -151,31 +155,44 @@ class Meeting:
         self._failed_before = ""  # the driver that failed before this process looked
         _route(launch.host)  # torch would try for a minute to reach a name that this machine does not know
         with self._reaching():
-            store = TCPStore(launch.host, launch.port, is_master=False, timeout=timedelta(seconds=STORE_S))
+            where, patience = (launch.host, launch.port), timedelta(seconds=STORE_S)
+            store = self._asked(lambda: TCPStore(*where, is_master=False, timeout=patience), 2 * STORE_S)
         self._store = PrefixStore("pvg", store)
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
             yield
-        except self._lost as error:
+        except (self._lost, TimeoutError) as error:
+            why = str(error).splitlines()[0] if str(error) else f"no reply in {STORE_S:g} s, so torchrun may hang"
             raise MissingRequirementError(
-                f"torchrun's store at {self.launch.host}:{self.launch.port} does not answer: "
-                f"{str(error).splitlines()[0]}",
+                f"torchrun's store at {self.launch.host}:{self.launch.port} does not answer: {why}",
                 f"See the output of torchrun on the first machine. If it has ended, {ALONE}",
             ) from None
 
+    def _asked(self, call: Callable[[], T], limit_s: float) -> T:
+        """The result of a call of the store, which has no limit: it waits for ever if torchrun is stopped."""
+        return in_daemon(call, "pvg-store").result(limit_s)
+
     def _note(self, key: str) -> Any:
         """The value of a note; None if it is not there."""
-        with self._reaching():
+
+        def read() -> Any:
             return orjson.loads(self._store.get(key)) if self._store.check([key]) else None
+
+        with self._reaching():
+            return self._asked(read, STORE_S)
 
     def _leave(self, key: str, value: Any) -> None:
         """Write a note. It is in the store when this returns: `set` does not wait for the store, but the answer to
         `check` comes after it on the same connection."""
-        with self._reaching():
+
+        def write() -> None:
             self._store.set(key, orjson.dumps(value).decode())
             self._store.check([key])
+
+        with self._reaching():
+            self._asked(write, STORE_S)
 
     # The driver's side.
 
@@ -201,9 +218,10 @@ class Meeting:
         found = []
         for number in range(1, self.launch.processes):
             key = f"{self._driver}/process/{number}"
+            came = partial(self._store.wait, [key], timedelta(seconds=JOIN_S))
             try:
-                self._store.wait([key], timedelta(seconds=JOIN_S))
-            except self._lost:
+                self._asked(came, JOIN_S + STORE_S)
+            except (self._lost, TimeoutError):
                 raise MissingRequirementError(
                     f"Process {number} of torchrun has not reached its store in {JOIN_S:g} s.",
                     f"Start pvg train in all processes of torchrun and see their output, or {ALONE}",
@@ -332,10 +350,11 @@ async def _serve(meeting: Meeting, say: Callable[[str], None]) -> int:
     patience_s = JOIN_S
     while patience_s > 0:
         try:
-            news = await _news(meeting, say)
-        except MissingRequirementError:
+            news = await asyncio.to_thread(meeting.news)
+        except MissingRequirementError as error:
             if not tried:
                 raise
+            say(f"Process {number} of torchrun: {error.message}")
             # The first torchrun has ended, and its store with it, before this process could read the exit code.
             break
         if news.exit_code is not None:
@@ -361,16 +380,6 @@ async def _serve(meeting: Meeting, say: Callable[[str], None]) -> int:
         )
     say(f"Process {number} of torchrun: the driver has ended without an exit code.")
     return EXIT_LOST
-
-
-async def _news(meeting: Meeting, say: Callable[[str], None]) -> News:
-    """The driver's news. Ends this process if the network to the store is broken, because the call may hang then."""
-    try:
-        async with asyncio.timeout(STORE_S):
-            return await asyncio.to_thread(meeting.news)
-    except TimeoutError:
-        say(f"Process {meeting.launch.number} of torchrun: the machine of the driver does not answer.")
-        os._exit(EXIT_LOST)
 
 
 def node_name(number: int) -> str:

@@ -10,8 +10,9 @@ import orjson
 import pytest
 from calling import pvg
 
-from pvg.config.task import TaskSection
-from pvg.tasks import digest_of, open_task
+from pvg.config.task import CustomTask, TaskSection
+from pvg.errors import ConfigurationError
+from pvg.tasks import digest_of, digests_elsewhere, open_task
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +65,12 @@ def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"train": digest_of(task.problems("train")), "test": digest_of(task.problems("test"))}
 
     monkeypatch.setattr("pvg.game.task_check.digests_elsewhere", here)
+
+
+def test_a_task_that_does_not_open_in_another_process_is_not_waited_for() -> None:
+    Path("own.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
+    with pytest.raises(ConfigurationError, match="not opened in another process within 3 s"):
+        digests_elsewhere(CustomTask(source="own.py:Sums"), limit_s=3.0)
 
 
 def test_a_task_of_ones_own_is_shown_and_checked(request: pytest.FixtureRequest) -> None:

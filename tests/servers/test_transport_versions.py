@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.servers.publishing import PublishingSession, WeightLabel
+from pvg.servers.transports import files
 from pvg.servers.transports.files import STABLE, VersionFolders
 from pvg.store.atomic import write_synced
 
@@ -23,6 +25,22 @@ def fill(folder: Path) -> dict[str, int]:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_a_lock_that_another_process_holds_and_keeps_is_not_waited_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(files, "LOCK_S", 0.1)
+    take, held = fcntl.flock, []
+
+    def taken_first(descriptor: int, how: int) -> None:
+        if not held:  # the other process looks in the instant between opening and locking
+            held.append(os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR))
+            take(held[0], fcntl.LOCK_EX)
+        take(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken_first)
+    with pytest.raises(StateError, match="Another process holds the new lock"):
+        VersionFolders(tmp_path, "run", FIRST)
+    os.close(held[0])
 
 
 def test_a_version_is_a_folder_with_its_sizes(tmp_path: Path) -> None:

@@ -63,6 +63,16 @@ def test_a_link_to_a_run_has_the_name_that_commands_take(tmp_path: Path) -> None
     assert RunDirectory(tmp_path / "seed0/../seed1/.").name == "seed1"
 
 
+def test_an_unknown_name_among_many_runs_names_a_few(tmp_path: Path) -> None:
+    for number in range(50):
+        RunDirectory(tmp_path / f"r{number}").path.mkdir()
+        (tmp_path / f"r{number}/experiment.toml").touch()
+        (tmp_path / f"r{number}/lock").touch()
+    with pytest.raises(UsageError) as caught:
+        RunDirectory.open("nope", tmp_path)
+    assert caught.value.remedy.endswith(" and 30 more.")
+
+
 def test_an_existing_run_is_refused_with_two_ways_on(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "first", EXPERIMENT)
     before = run.experiment_file.read_bytes()

@@ -245,6 +245,9 @@ def pair() -> Iterator[tuple[Launch, Launch]]:
     del store  # ends its server
 
 
+ADDRESS = DriverAddress("127.0.0.1", 1, b"secret", "/")
+
+
 def failed(launch: Launch) -> None:
     """A driver that has ended with an error."""
     with pytest.raises(RuntimeError), driving(launch):
@@ -256,6 +259,35 @@ def test_a_note_is_there_for_all_processes_when_it_was_left(pair: tuple[Launch, 
     for number in range(10_000):
         driver._leave(str(number), number)
         assert process._note(str(number)) == number
+
+
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_no_process_waits_for_a_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as torchrun:
+        try:
+            assert torchrun.stdout is not None
+            port = int(torchrun.stdout.readline())
+            driver, process = (Meeting(Launch(n, 2, n, True, "127.0.0.1", port)) for n in range(2))
+            driver.begin("one")
+            monkeypatch.setattr("pvg.workers.torchrun.STORE_S", 0.5)
+            monkeypatch.setattr("pvg.workers.torchrun.JOIN_S", 0.5)
+            torchrun.send_signal(signal.SIGSTOP)
+            calls: list[Callable[[], object]] = [process.news, driver.others, lambda: driver.invite(ADDRESS, [])]
+            for call in [*calls, lambda: Meeting(process.launch)]:
+                with pytest.raises(MissingRequirementError, match="torchrun"):
+                    call()
+            driver.end(1)
+        finally:
+            torchrun.kill()
 
 
 def test_a_restarted_process_waits_for_the_next_driver_when_the_last_one_failed(pair: tuple[Launch, Launch]) -> None:
@@ -281,7 +313,7 @@ def test_a_process_ends_with_the_exit_code_of_a_driver_that_began_and_failed_aft
 
 
 def test_a_process_does_not_follow_the_invitation_of_the_one_that_it_replaces(pair: tuple[Launch, Launch]) -> None:
-    address = DriverAddress("127.0.0.1", 1, b"secret", "/")
+    address = ADDRESS
     driver, first = Meeting(pair[0]), Meeting(pair[1])
     driver.begin("driver")
     assert first.news() == News(begun=True)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from pvg.errors import MissingRequirementError
-from pvg.workers import links
+from pvg.workers import links, nodes
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import CHALLENGE_BYTES, KEY, admitted, connect, interface_of, own_address
 
@@ -34,6 +34,16 @@ async def meet(call) -> int | BaseException:
     answer = await found
     server.close()
     return answer
+
+
+def test_an_agent_that_connects_and_then_hangs_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(nodes, "PROCESS_S", 0.1)
+    with pytest.raises(ConnectionError, match="has connected, and then was silent"):
+        asyncio.run(_greeted(asyncio.StreamReader))
+
+
+async def _greeted(silent):
+    await nodes.greeting(silent())
 
 
 def test_a_caller_with_the_secret_is_admitted_under_its_key():

@@ -96,6 +96,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 STABLE = "STABLE"
 STABLE_VERSION = 1
 LOCK_PREFIX = ".session-"
+LOCK_S = 10.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # a run, or a session's tail
 
@@ -201,18 +202,34 @@ class VersionFolders:
 
 def _take_lock(path: Path) -> int:
     """A descriptor that holds the lock. Closing it, or the end of the process, shows that the session is over."""
-    fcntl = system_module("fcntl")
     while True:
         try:
             with disk_full_explained(path):
                 descriptor = _open_lock(path, os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             raise StateError(f"The session of {path} is already open.", "Close it first.") from None
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _locked(descriptor, path)
         # Between opening and locking, another session may have considered it dead and removed it.
         if os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)
+
+
+def _locked(descriptor: int, path: Path) -> None:
+    """Lock a new file. Another session that looks whether it is dead holds it for an instant. Raises StateError if it
+    does not let go in LOCK_S."""
+    fcntl, until = system_module("fcntl"), time.monotonic() + LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                os.close(descriptor)
+                what = f"Another process holds the new lock {path} for {LOCK_S:g} s, so it may hang."
+                raise StateError(what, f"End it (it has the file open: fuser {path}), and try again.") from None
+            time.sleep(0.01)
+        else:
+            return
 
 
 @contextmanager

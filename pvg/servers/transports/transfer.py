@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from pvg.servers.pool import ConnectionBroken, Reply, ReplyTimeout, ServerFault
 from pvg.servers.publishing import BROKEN, WeightLabel, WeightUpdate
 from pvg.servers.transports.files import untied, wire_dtype
 from pvg.telemetry.spans import run_in
+from pvg.telemetry.waits import in_daemon
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -379,7 +379,10 @@ class TransferTransport:
     async def _disband(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            await asyncio.gather(group.client.shutdown(), _in_daemon(group.engine.shutdown))
+            # The engine's own shutdown may wait for a worker that is gone.
+            left = asyncio.ensure_future(asyncio.gather(group.client.shutdown(), _in_daemon(group.engine.shutdown)))
+            left.add_done_callback(_retrieve)
+            await asyncio.wait([left], timeout=self._timeout_s)
 
     async def _watched(self, client: GroupClient, work: Callable[[], T]) -> T:
         """Run `work` in a thread. Raises _GivenUp if a server fails or the time is up. The rest of the group may then
@@ -418,17 +421,7 @@ def _current(device: torch.device) -> AbstractContextManager[None]:
 
 
 def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread, which the end of the process does not wait for."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (it is raised in the event loop)
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="pvg-transfer", daemon=True).start()
-    return asyncio.wrap_future(done)
+    return asyncio.wrap_future(in_daemon(work, "pvg-transfer"))
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
