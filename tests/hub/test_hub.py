@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import close_session, constants, file_download
 from loopback_hub import TOKEN, Hub, commit_of
 
 from pvg import hub as pvg_hub
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, UsageError
-from pvg.hub import HubId, fetch, fetch_config, hub_ids, parse, pinned, pinned_as
+from pvg.hub import HubId, fetch, fetch_config, hub_ids, parse, pinned, pinned_as, upload
 from pvg.planning.memory import read_shape
 
 pytestmark = pytest.mark.slow
@@ -203,6 +204,37 @@ def test_a_hub_that_does_not_answer_is_told_and_the_cache_serves(
     assert said[0].endswith(f". hf:tiny/prover is commit {commit}, from the cache.")
     with pytest.raises(MissingRequirementError, match=r"http://127\.0\.0\.1:9: .*Check the network"):
         fetch("hf:tiny/other", "model", QUIET)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("ALL_PROXY", "socks://127.0.0.1:9"),
+        ("HTTPS_PROXY", "ftp://127.0.0.1:9"),
+        ("http_proxy", "http://127.0.0.1:port"),
+        ("SSL_CERT_FILE", "/no/such.pem"),
+        ("SSL_CERT_FILE", "/dev/null"),
+        ("HF_TOKEN", "hf_é"),
+    ],
+)
+def test_a_variable_that_allows_no_request_is_named(
+    hub: Hub, here: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy") or name.startswith("SSL_CERT")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, value)
+    close_session()
+    try:
+        for send in (
+            lambda: fetch("hf:some/model", "model", QUIET),
+            lambda: upload(here.parent, "some/model", public=False),
+        ):
+            with pytest.raises(MissingRequirementError) as caught:
+                send()
+            assert variable in str(caught.value.__cause__ if "upload" in str(caught.value) else caught.value)
+    finally:
+        close_session()
 
 
 def test_huggingface_hub_is_loaded_for_a_download_alone() -> None:

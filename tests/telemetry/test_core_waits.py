@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pvg.telemetry.waits import SHARED, CoreTime, CoreWaits, crowding
+from pvg.telemetry.waits import SHARED, CoreTime, CoreWaits, cpu_quota, crowding, usable_cores
 
 LINUX = Path("/proc/self/schedstat").is_file()
 
@@ -92,3 +94,31 @@ def test_with_workers_their_waits_and_those_of_the_driver_are_one_share() -> Non
     # A driver that waits, next to workers that hardly do.
     assert crowding({**device, "core_wait": 0.9}, CoreTime(0.1, 0.9, 0.9) + CoreTime(9.0, 0.5, 0.3)) is None
     assert CoreTime.of_metrics({"up": 2.0}) is None  # nothing was measured yet
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "quota", "cores"),
+    [
+        ("0::/", {"cpu.max": "50000 100000"}, 0.5, 1),  # a container with its own view of the groups
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5, 2),  # the outer group has a quota
+        ("0::/a/b", {"a/cpu.max": "max 100000", "a/b/cpu.max": "300000 100000"}, 3, 3),
+        ("0::/of/the/host", {"cpu.max": "200000 100000"}, 2, 2),  # a container that sees the path of its host
+        ("4:cpu,cpuacct:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "50000", "cpu/a/cpu.cfs_period_us": "100000"}, 0.5, 1),
+        ("1:cpu:/a", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf, 4),
+        ("0::/", {"cpu.max": "1000 100000"}, 0.01, 1),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf, 4),
+        ("nonsense", {"cpu.max": "nonsense"}, math.inf, 4),
+        ("0::/", {"cpu.max": ""}, math.inf, 4),
+        ("0::/", {"cpu.max": "900000 100000"}, 9, 4),  # more than the machine has
+        (None, {}, math.inf, 4),
+    ],
+)
+def test_a_cpu_quota_of_a_container_counts_as_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str | None, files: dict[str, str], quota: float, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4), raising=False)
+    of_process = {} if groups is None else {"proc/self/cgroup": groups}
+    for name, text in {**of_process, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert (cpu_quota(tmp_path), usable_cores(tmp_path)) == (quota, cores)
