@@ -120,7 +120,6 @@ ACTIONS = {
     "train -s telemetry.sinks=tensorboard --name no": 3,  # an extra
     "train -s telemetry.sinks=wandb --name no": 3,
     "serve embedded": 2,
-    "study --help": 0,
     "init mine": 0,
     "bench": 0,
     "compare rows.jsonl rows.jsonl": 2,
