@@ -133,11 +133,15 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
 
 
 def _tell_of_chat_templates(experiment: Experiment, models: PlayerModels | None) -> None:
-    from pvg.game.prompt_checks import about_chat_templates
-
-    if models is not None and experiment.prompts.kind == "chat":
-        for notice in about_chat_templates(models.prover.tokenizer, models.verifier.tokenizer):
-            say(notice)
+    if models is None or experiment.prompts.kind != "chat":
+        return
+    if not models.prover.tokenizer.takes_system_message:
+        template = f"The chat template of {models.prover.name} has no place for a system message"
+        say(f"{template}, so the instructions begin the first user message.")
+    for name in sorted(
+        {each.name for each in (models.prover, models.verifier) if each.tokenizer.layout(("user",)).parts}
+    ):
+        say(f"The chat template of {name} reads only lists of parts, so each message becomes a list of one text.")
 
 
 def _opened(experiment: Experiment, opened: ExitStack) -> Task:

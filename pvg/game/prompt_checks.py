@@ -151,20 +151,6 @@ def _check_context(max_length: int, need: int, key: str) -> None:
 # What a user should know about the test problems of a run: how many there are, and whether that is enough.
 
 
-def about_chat_templates(*tokenizers: Tokenizer) -> list[str]:
-    """What pvg does for chat templates that do not take messages as they are: one line each."""
-    found = []
-    for name, tokenizer in {tokenizer.name: tokenizer for tokenizer in tokenizers}.items():
-        if not tokenizer.takes_system_message:
-            lacks = "has no place for a system message"
-            found.append(f"The chat template of {name} {lacks}, so the instructions begin the first user message.")
-        if tokenizer.layout(("user",)).parts:
-            found.append(
-                f"The chat template of {name} reads only lists of parts, so each message becomes a list of one text."
-            )
-    return found
-
-
 # With fewer problems, the 95 % interval of an accuracy covers half of all possible values.
 FEWEST = 10
 

@@ -41,18 +41,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A chat template that asks for the date gets this one on every day, so that prompts and scores of a run, of its exports
 # and of other runs do not depend on the day. Llama's template writes it where it cannot ask.
 TODAY = datetime(2024, 7, 26)
-# By directive of strftime. "-" leaves out zeros at the beginning.
-_DATES = {f"%-{code}": TODAY.strftime(f"%{code}").lstrip("0") or "0" for code in "dHIjmMSy"}
-_DATES |= {f"%{code}": TODAY.strftime(f"%{code}") for code in "aAbBcCdDeFfgGhHIjmMnpRStTuUVwWxXyYzZ%"}
-_CHANGES = "".join(f"|replace({code!r}, {value!r})" for code, value in _DATES.items())
+_CODES = [f"%-{code}" for code in "dHIjmMSy"] + [f"%{code}" for code in "aAbBcCdDeFfgGhHIjmMnpRStTuUVwWxXyYzZ%"]
+_CHANGES = "".join(f"|replace({code!r}, {TODAY.strftime(code)!r})" for code in _CODES)
 # A macro hides the global function of its name. jinja drops the line break after it.
 _DATE = f"{{%- macro strftime_now(format) -%}}{{{{ format{_CHANGES} }}}}{{%- endmacro %}}\n"
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\b")  # what else of jinja writes another text each time
 # Limits of a chat template without its contents, which usually takes a millisecond for 1,000 characters.
 TEMPLATE_SECONDS, MOST_WRITTEN = 10.0, 1_000_000  # seconds of CPU time, characters
-# Stands for the content of a message, and has no letters that a template could change. Without a number: at the end of
-# a system message.
-_PLACE = re.compile("\ue000([0-9]*)\ue001")
+_PLACE = re.compile("\ue000([0-9]+)\ue001")  # stands for a message, and has no letters that a template could change
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:
@@ -62,8 +58,7 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def plain_ids(tokenizer: Any, text: str, controls: frozenset[int], ends: tuple[int, ...]) -> list[int]:
-    """The ids of `text` without any of `controls`: control tokens that it spells are read as ordinary characters, and
-    `ends` at its end as nothing."""
+    """The ids of `text`, whose control tokens are read as ordinary characters, and `ends` at its end as nothing."""
     ids = encoded(tokenizer, text)
     while ids and ids[-1] in ends:
         ids.pop()
@@ -148,12 +143,10 @@ class Tokenizer:
 
     def encode(self, text: str) -> Int32:
         """`text` as int32 [n], without added special tokens. Raises UsageError if the vocabulary cannot express it."""
-        (encoding,) = self._fast.backend_tokenizer.encode_batch([text], add_special_tokens=False)
-        ids: Int32 = np.asarray(encoding.ids, dtype=np.int32)
-        if self._unknown_id is not None and bool(np.any(ids == self._unknown_id)):
-            start, end = encoding.offsets[int(np.argmax(ids == self._unknown_id))]
+        ids: Int32 = np.asarray(encoded(self._fast, text), dtype=np.int32)
+        if self._unknown_id is not None and self._unknown_id in ids:
             raise UsageError(
-                f"The tokenizer of {self.name} cannot express {text[start:end]!r}, found in {text[:60]!r}.",
+                f"The tokenizer of {self.name} cannot express {self.lacking(text)[0]!r}, found in {text[:60]!r}.",
                 "Use a model whose vocabulary covers the text. To train on a task in words: -s models.prover.source=hf:"
                 "OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat",
             )
@@ -206,12 +199,9 @@ class Tokenizer:
     def plain(self, text: str) -> Int32:
         """`text` as `encode`, but control tokens that it spells become ordinary characters, and end tokens at its end
         nothing: int32 [n]."""
-        return np.asarray(self._plain(text), dtype=np.int32)
-
-    def _plain(self, text: str) -> list[int]:
         if self._unknown is not None and set(self.lacking(text)) - {self._unknown}:
-            self.encode(text)  # raises UsageError
-        return plain_ids(self._fast, text, self.controls, self.end_ids)
+            return self.encode(text)  # raises UsageError
+        return np.asarray(plain_ids(self._fast, text, self.controls, self.end_ids), dtype=np.int32)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
         """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n]. Control
@@ -237,29 +227,22 @@ class Tokenizer:
         between = self._filled("", layout.pieces[-2:], [content])
         end = next((place for place, token in enumerate(between[:2].tolist()) if token in self.end_ids), None)
         if end is None or layout.order[-2:] != [1, 2]:
-            raise ConfigurationError(
-                f"The chat template of {self.name} does not end an answer with the end token.",
-                'Set game.protocol to "direct", or prompts to "text".',
-            )
+            raise self._refusal("does not end an answer with the end token")
         return between[end + 1 :]
 
     def has_only_turns(self, ids: Int32, chat: bool) -> bool:
-        """Whether `ids` int32 [n], which a model sampled, have no control tokens but those between the turns of a
-        dialogue: an end token, which a model samples only at the end of a turn, and in a `chat` what the template
-        writes around the next one."""
-        found = [self.eos_id if token in self.end_ids else token for token in ids.tolist() if token in self.controls]
-        return found == [self.eos_id] * len(found) or (chat and found == self._turn * (len(found) // len(self._turn)))
-
-    @cached_property
-    def _turn(self) -> list[int]:
-        """The control tokens between two answers in a chat."""
-        written = [self.eos_id]
-        with suppress(ConfigurationError):  # without a template for dialogues there are none
-            written += self.next_turn("?").tolist()
-        return [self.eos_id if token in self.end_ids else token for token in written if token in self.controls]
+        """Whether the control tokens in `ids` int32 [n] are those between the turns of a dialogue: end tokens, which a
+        model samples only at the end of a turn, and in a `chat` what the template writes around the next turn."""
+        turn = [self.eos_id]
+        if chat and not self.controls.isdisjoint(ids.tolist()):
+            with suppress(ConfigurationError):  # a template without dialogues
+                turn += self.next_turn("?").tolist()
+        rows = ([t for t in row if t in self.controls] for row in (ids.tolist(), turn))
+        found, turn = ([self.eos_id if t in self.end_ids else t for t in row] for row in rows)
+        return found in ([self.eos_id] * len(found), turn * (len(found) // len(turn)))
 
     def _filled(self, whole: str, pieces: list[str], contents: list[str]) -> Int32:
-        return np.asarray(filled_ids(self._fast, whole, pieces, contents, self.controls, self._plain), dtype=np.int32)
+        return np.asarray(filled_ids(self._fast, whole, pieces, contents, self.controls, self.plain), dtype=np.int32)
 
     @cached_property
     def chat_template(self) -> str:
@@ -279,29 +262,26 @@ class Tokenizer:
     def _layout(self, roles: tuple[str, ...], system: str = "") -> Layout:
         """What the chat template writes around messages of these roles. Raises ConfigurationError if it refuses or
         drops one of them, both as texts and as lists of parts."""
-        marks = [f"\ue000{number if role != 'system' else ''}\ue001" for number, role in enumerate(roles)]
-        rows = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-        rows[0]["content"] = system + marks[0]
-        until, before = time.thread_time() + TEMPLATE_SECONDS, sys.gettrace()
-        wrong: list[ConfigurationError] = []
+        marks = {f"\ue000{number if role != 'system' else ''}\ue001": role for number, role in enumerate(roles)}
+        rows = [{"role": role, "content": mark} for mark, role in marks.items()]
+        rows[0]["content"] = system + rows[0]["content"]
+        until, before, wrong = time.thread_time() + TEMPLATE_SECONDS, sys.gettrace(), []
 
         def watch(frame: FrameType, *_: object) -> Any:
-            if frame.f_code.co_filename != "<template>":  # jinja's name of the code of a template
-                return None
-            if time.thread_time() > until:
+            if (ours := frame.f_code.co_filename == "<template>") and time.thread_time() > until:  # jinja's name of it
                 raise TemplateError(f"it takes more than {TEMPLATE_SECONDS:g} s")
-            return watch
+            return watch if ours else None
 
         for parts in (False, True):
             try:
                 sys.settrace(watch)
                 text = self._rendered(rows, parts)
-                lost = [role for role, mark in zip(roles, marks, strict=True) if mark not in text]
-                if not lost and len(text) <= MOST_WRITTEN:
-                    pieces = _PLACE.split(text.replace("\ue000\ue001", ""))
-                    return Layout(pieces[::2], [int(number) for number in pieces[1::2]], parts)
-                drops = f"leaves out the {lost[0]} message" if lost else f"writes {len(text):,} characters around it"
-                wrong.append(self._refusal(drops))
+                if lost := [role for mark, role in marks.items() if mark not in text]:
+                    raise self._refusal(f"leaves out the {lost[0]} message")
+                if len(text) > MOST_WRITTEN:
+                    raise self._refusal(f"writes {len(text):,} characters around a prompt")
+                pieces = _PLACE.split(text.replace("\ue000\ue001", ""))
+                return Layout(pieces[::2], [int(number) for number in pieces[1::2]], parts)
             except ConfigurationError as error:
                 wrong.append(error)
             finally:
@@ -309,12 +289,11 @@ class Tokenizer:
         raise wrong[0]
 
     def _rendered(self, messages: Sequence[Mapping[str, str]], parts: bool) -> str:
-        template = self.chat_template
         rows: list[dict[str, Any]] = [dict(message) for message in messages]
-        for row in rows:
-            row["content"] = [{"type": "text", "text": row["content"]}] if parts else row["content"]
+        for row in rows if parts else ():
+            row["content"] = [{"type": "text", "text": row["content"]}]
+        asked = {"chat_template": self.chat_template, "add_generation_prompt": True, "tokenize": False}
         try:
-            asked = {"chat_template": template, "add_generation_prompt": True, "tokenize": False}
             return str(self._fast.apply_chat_template(rows, **asked))
         except TemplateError as error:
             raise self._refusal(f"refuses a prompt: {error}") from None
@@ -322,9 +301,8 @@ class Tokenizer:
             raise self._refusal(f"fails: {type(error).__name__}: {error}") from None
 
     def _refusal(self, what: str) -> ConfigurationError:
-        said = shortened(" ".join(what.split()), 200).rstrip(".: ")
-        remedy = 'Set prompts to "text", or use a model with another chat template.'
-        return ConfigurationError(f"The chat template of {self.name} {said}.", remedy)
+        message = f"The chat template of {self.name} {shortened(' '.join(what.split()), 200).rstrip('.: ')}."
+        return ConfigurationError(message, 'Set prompts to "text", or use a model with another chat template.')
 
     def without_end(self, ids: Int32) -> Int32:
         """`ids` int32 [n] without end tokens at the end."""
