@@ -487,7 +487,7 @@ class _Connection(web.RequestHandler):
         return answer
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        if not isinstance(kw.get("exc_info"), HttpProcessingError | web.RequestPayloadError | OSError):
+        if not isinstance(kw.get("exc_info"), HttpProcessingError | web.RequestPayloadError | ConnectionError):
             super().log_exception(*args, **kw)
 
 
