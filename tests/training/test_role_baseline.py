@@ -36,6 +36,9 @@ def test_baselines_by_hand() -> None:
     assert baseline.value(H) == pytest.approx(expected)
     assert baseline.value(S) == pytest.approx(-4.0)  # untouched
     assert observed(baseline, [(H, 0.0)]) == pytest.approx([expected])
+    for role in (H, S):
+        assert observed(RoleBaseline(), [(role, 3.0), (role, 1.0)]) == [1.0, 3.0]
+    assert observed(RoleBaseline(), [(H, 0.1)] * 3) == [0.1] * 3  # (3 x 0.1 - 0.1) / 2 is not 0.1
 
 
 REWARDS = st.lists(st.tuples(st.sampled_from([H, S]), st.integers(-8, 8).map(lambda n: n / 4)), min_size=1, max_size=9)

@@ -100,6 +100,14 @@ def test_a_tracker_that_went_through_json_goes_on_bit_by_bit(batches: list, cut:
 # --- advantages ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_a_row_counts_by_its_tokens_and_at_least_once(fewest: int) -> None:
+    # Surprises 0 once and 4 three times: mean 3, variance (9 + 3) / 4 = 3.
+    found = tracked_advantages(np.array([0.0, 4.0]), np.zeros(2), np.array([fewest, 3]), np.zeros(2))
+    assert found.tolist() == pytest.approx([-(3**0.5), 1 / 3**0.5], abs=1e-5)
+    assert found.dtype == tracked_advantages(*[np.zeros(0)] * 4).dtype == np.float32
+
+
 @settings(deadline=None)
 @given(
     rows=st.lists(
