@@ -47,7 +47,7 @@ def check(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show a task's problems, prompts and grades, and check them. It opens and downloads no weights of models.
+    """Show a task's problems, prompts and grades, and check them. It downloads no models.
 
     The exit code is 1 if a check fails.
     """
@@ -117,6 +117,8 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         task = _opened(experiment, opened)
         models = open_models(experiment)
         found = preview(experiment, task, models)
+        for notice in found["notices"]:
+            say(notice)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
         _tell_of_chat_templates(experiment, models)
         if experiment.task.kind != "play" and experiment.warmup.path is None:
@@ -169,8 +171,9 @@ def _print(checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) 
         )
     if shown is not None:
         print_preview(shown, console)
-    if missing:
-        say(missing)
+    for notice in (missing, *(shown["notices"] if shown is not None else ())):
+        if notice:
+            say(notice)
 
 
 def print_preview(found: dict[str, Any], console: Console) -> None:

@@ -48,7 +48,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.events import Observer, PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
-from pvg.training.forward import ForwardSettings, recompute_logprobs
+from pvg.training.forward import ForwardSettings, fitted, recompute_logprobs
 from pvg.verifier.scorer import ScoringModel
 
 if TYPE_CHECKING:
@@ -243,9 +243,10 @@ def _kl(context: EvaluationContext, rollouts: Sequence[Rollout], tensors: Mappin
     not depend on the questions, and a change of the answers adds nothing. Correctness refers to the solution too.
     """
     experiment, base = context.experiment, context.players.base
-    settings = ForwardSettings.of(experiment.training, experiment.rollout.temperature, base.tokenizer.pad_id)
-    settings = replace(settings, precision="float32", router_replay=False)
     batch = _batch(rollouts)
+    training, _ = fitted(experiment.training, base.module, int(batch.lengths_N.max()))
+    settings = ForwardSettings.of(training, experiment.rollout.temperature, base.tokenizer.pad_id)
+    settings = replace(settings, precision="float32", router_replay=False)
     with base.copy() as policy:
         policy.load_weights(tensors)
         own = recompute_logprobs(policy.module, batch, settings)

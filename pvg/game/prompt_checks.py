@@ -33,9 +33,10 @@ def check_prompts_fit(
     halves: Mapping[Half, Sequence[Problem]],
     test: Sequence[Problem],
     max_length: int,
-) -> None:
-    """Raises ConfigurationError if a half or the test split has no problems, if both roles get one prompt for opposite
-    rewards, or if the longest prompt does not fit into a token budget or the prover's context of `max_length` tokens.
+) -> int:
+    """The most tokens of a prompt and its completion. Raises ConfigurationError if a half or the test split has no
+    problems, if both roles get one prompt for opposite rewards, or if the longest prompt does not fit into a token
+    budget or the prover's context of `max_length` tokens.
 
     Finds the longest question by characters and tokenizes only this one.
     """
@@ -64,15 +65,17 @@ def check_prompts_fit(
                 f"to {limits.room}.",
                 f"Set it to at least {least}, or lower rollout.max_tokens.",
             )
+    return need
 
 
 def check_verifier_input_fits(
     limits: TokenLimits, template: VerifierTemplate, problems: Sequence[Problem], max_length: int
-) -> None:
-    """Raises ConfigurationError if the longest problem and solution do not fit into the verifier's context."""
+) -> int:
+    """The most tokens of the verifier's input. Raises ConfigurationError if they do not fit into its context."""
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
-    _check_context(max_length, len(ids) + limits.room, "models.verifier")
+    _check_context(max_length, need := len(ids) + limits.room, "models.verifier")
+    return need
 
 
 def writable_solution(

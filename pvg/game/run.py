@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import psutil
 import torch
@@ -27,16 +27,19 @@ from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
 from pvg.game.orders import environment_of
-from pvg.game.players import Players
+from pvg.game.players import Players, template_of
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.session import InterruptedByUser, Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.models.shared_prompts import check_packing
-from pvg.models.sources import open_learner
-from pvg.records import BASE_SOURCE, Problem, Role, Split
-from pvg.rollout.decoding import check_decoding
+from pvg.models.logprobs import check_logits
+from pvg.models.packing import padded_width
+from pvg.models.routing import routers_of
+from pvg.models.shared_prompts import check_rows
+from pvg.models.sources import BaseProver, open_learner, open_verifier
+from pvg.records import BASE_SOURCE, Half, Problem, Role, Split
+from pvg.rollout.decoding import check_decoding, check_layers
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
@@ -48,12 +51,16 @@ from pvg.telemetry.events import Observer, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.telemetry.waits import usable_cores
+from pvg.training.forward import fitted
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import checkpoint_layers
 from pvg.verifier.losses import pair_loss
 from pvg.version import code_version
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from pvg.models.language_model import LanguageModel
     from pvg.workers.pool import Supply
 
 SessionT = TypeVar("SessionT", bound=Session)
@@ -173,7 +180,10 @@ async def _warm_up(
 async def _enter_game(experiment: Experiment, session: Session, first: Phase) -> None:
     if session.state.phase is Phase.INIT:
         with span("open_models"):
-            await session.players.compute(lambda: check_players_can_train(experiment, session))
+            halves = session.halves()
+            await session.players.compute(
+                lambda: check_models(experiment, session.task, session.players, halves, session.longest)
+            )
             if experiment.task.kind != "play":
                 _note_shared_questions(session)
         await session.commit_state(session.state.enter(first))
@@ -256,9 +266,14 @@ async def open_session(
             from pvg.game.protocols import read_solutions
 
             prompts.solutions = await read_solutions(session)
-        check_prompts_fit(
+        session.longest = check_prompts_fit(
             experiment.token_limits(), prompts, session.halves(), session.test_problems(), players.base.max_length
         )
+        session.training, why = await players.compute(
+            lambda: fitted(session.training, players.base.module, session.longest)
+        )
+        if why and ledger.state.phase is Phase.INIT:
+            observer.noticed(why)
     with user_paths(), span("sync"):
         await players.ready(scoring=scoring)
     place = {"round": ledger.state.round, "phase": ledger.state.phase.value}
@@ -315,37 +330,45 @@ def monitoring_of(session: Session, experiment: Experiment, run: RunDirectory) -
     )
 
 
-def check_players_can_train(experiment: Experiment, session: Session) -> None:
-    """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase.
-    It tests whether the files of the user's losses and reward run, whether the verifier takes its head, its template
-    and the longest solution, whether both models can express a correct solution, and whether the prover can be
-    sampled in batches and supports shared prompts, gradient checkpointing and its adapters (without peft:
-    MissingRequirementError)."""
-    players = session.players
-    PolicyObjective(experiment.training, experiment.rollout, players.base.tokenizer.pad_id)
+def check_models(
+    experiment: Experiment, task: Task, players: BaseProver, halves: Mapping[Half, Sequence[Problem]], longest: int
+) -> None:
+    """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase
+    and that depend only on models and settings: `pvg train --dry-run` and `pvg task check` call it too. It tests
+    whether the files of the user's losses and reward run, whether the verifier takes its head, its template and the
+    longest solution, whether both models can express a correct solution, whether rows of up to `longest` tokens get
+    the numbers that they have alone, and whether the prover can be sampled in batches and supports gradient
+    checkpointing, router replay and its adapters (without peft: MissingRequirementError)."""
+    training, rollout, base = experiment.training, experiment.rollout, players.base
+    if rollout.engine.kind == "torch":
+        check_layers(base.module)  # as the engine does when it opens
+    PolicyObjective(training, rollout, base.tokenizer.pad_id)
+    check_rows(base.module, longest, rollout.max_tokens, "models.prover")
+    check_logits(base.module)
     if experiment.task.kind != "play":
         pair_loss(experiment.verifier.loss)
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
-        _check_verifier(experiment, session)
-    if experiment.rollout.engine.kind == "torch":
-        check_decoding(players.base.module, players.base.device)
-    if experiment.training.shared_prompts:
-        check_packing(players.base.module)
-    if experiment.training.adapters.rank or experiment.training.gradient_checkpointing:
+        _check_verifier(experiment, task, base, [*halves["verifier"], *halves["prover"]])
+    if rollout.engine.kind == "torch":
+        check_decoding(base.module, base.device, longest)
+    if training.router_replay:
+        routers_of(base.module)
+    if training.adapters.rank or training.gradient_checkpointing:
         with open_learner(players, round_=0) as learner:
-            if experiment.training.gradient_checkpointing:
+            if training.gradient_checkpointing:
                 checkpoint_layers(learner.module)
 
 
-def _check_verifier(experiment: Experiment, session: Session) -> None:
-    players = session.players
-    with closing(players.open_verifier()) as verifier:
-        problems = session.problems("verifier") + session.problems("prover")
-        check_verifier_input_fits(experiment.token_limits(), players.template(verifier), problems, verifier.max_length)
-        tokenizers = players.base.tokenizer, verifier.tokenizer
+def _check_verifier(experiment: Experiment, task: Task, base: LanguageModel, problems: Sequence[Problem]) -> None:
+    section, limits = experiment.verifier, experiment.token_limits()
+    with closing(open_verifier(section, experiment.models, experiment.seed, base.device, base)) as verifier:
+        template = template_of(experiment.prompts, task, verifier)
+        longest = check_verifier_input_fits(limits, template, problems, verifier.max_length)
+        module = cast("nn.Module", verifier.backbone)
+        check_rows(module, padded_width(longest, verifier.max_length), limits.solution, "models.verifier")
         if experiment.warmup.path is None:
             own = experiment.task.kind == "data"
-            writable_solution(experiment.sources(), session.task, problems, *tokenizers, own_data=own)
+            writable_solution(experiment.sources(), task, problems, base.tokenizer, verifier.tokenizer, own_data=own)
 
 
 RoleChoice = Literal["both", "helpful", "sneaky"]

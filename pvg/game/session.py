@@ -59,6 +59,7 @@ class Session:
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
+    longest: int = 0  # tokens of a prompt and its completion, at most
     monitoring: Monitoring | None = None
     phase_metrics: dict[str, float | None] = field(default_factory=dict)  # of the latest finished phase
     _problems: dict[str, list[Problem]] = field(default_factory=dict)

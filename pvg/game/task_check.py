@@ -3,14 +3,15 @@
     for check in checks_of(experiment, task, models):
         print(check.passed, check.name, check.detail)
 
-A check that cannot be made has `passed` None, and the detail says why. No check needs the weights of a model.
+A check that cannot be made has `passed` None, and the detail says why. Only `preview` opens the weights of models.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -38,7 +39,7 @@ from pvg.tasks.task import (
 )
 
 if TYPE_CHECKING:
-    from pvg.models.sources import WeightlessModel
+    from pvg.models.sources import BaseProver, WeightlessModel
     from pvg.models.tokenizer import Tokenizer
     from pvg.verifier.data import Head, VerifierTemplate
 
@@ -80,14 +81,16 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         halves[half_of(problem.id)].append(problem)
     problem, plays = (halves["prover"] or train)[0], experiment.task.kind == "play"
     found: dict[str, Any] = {"problem": problem.id, "question": problem.question, "prompts": {}}
-    found |= {"challenge": None, "verifier_input": None, "graded": []}
+    found |= {"challenge": None, "verifier_input": None, "graded": [], "notices": []}
     prompts = None
     if models is not None:
         prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
-        check_prompts_fit(experiment.token_limits(), prompts, halves, test, models.prover.max_length)
+        longest = check_prompts_fit(experiment.token_limits(), prompts, halves, test, models.prover.max_length)
     if models is not None and not plays:
         template = verifier_template_of(experiment, task, models.verifier)
         check_verifier_input_fits(experiment.token_limits(), template, train, models.verifier.max_length)
+    if models is not None:
+        found["notices"] = _tried_models(experiment, task, halves, longest)
     if plays:
         return found
     right = correct_solution(task, problem)
@@ -107,6 +110,33 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     read, _ = template.tokens(problem.question, text, completion, tokenizer.fingerprint)
     shown = {"text": models.verifier.tokenizer.shown(read), "tokens": len(read)}
     return found | {"challenge": challenge, "verifier_input": shown}
+
+
+LARGEST_TRIED = 2**30  # bytes of weights
+
+
+def _tried_models(
+    experiment: Experiment, task: Task, halves: Mapping[Half, Sequence[Problem]], longest: int
+) -> list[str]:
+    """Try the models as `pvg train` does before it samples, if their weights are small. Returns what the user should
+    know. Raises what `check_models` raises."""
+    import torch
+
+    from pvg.game.run import check_models
+    from pvg.models import open_model
+    from pvg.models.logprobs import refuse_without_head
+    from pvg.models.sources import weight_bytes
+    from pvg.training.forward import fitted
+
+    models, training = experiment.models, experiment.training
+    if (size := sum(weight_bytes(each) for each in (models.prover, models.verifier))) > LARGEST_TRIED:
+        return [f"The models have {size / 1e9:.1f} GB of weights, which only pvg train tries, before it samples."]
+    with open_model(models.prover, torch.device("cpu"), models.dtype) as base:
+        refuse_without_head(base.module)
+        _, why = fitted(training, base.module, longest)
+        players = SimpleNamespace(seed=experiment.seed, adapters=training.adapters, base=base)
+        check_models(experiment, task, cast("BaseProver", players), halves, longest)
+    return [why] if why else []
 
 
 def graded_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> list[dict[str, Any]]:

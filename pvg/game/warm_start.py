@@ -78,7 +78,8 @@ class SupervisedObjective:
     """The mean loss per solution token as the trainer's objective. The temperature is 1, as in the model itself."""
 
     def __init__(self, section: Training, pad_id: int, precision: str = "float32") -> None:
-        self._forward = ForwardSettings.of(section, 1.0, pad_id, precision)
+        # No sampler has chosen experts for these solutions.
+        self._forward = replace(ForwardSettings.of(section, 1.0, pad_id, precision), router_replay=False)
 
     def prepare(self, batch: PolicyBatch) -> PolicyBatch:
         """Each token of the batch counts the same."""

@@ -13,7 +13,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import orjson
 import torch
@@ -51,13 +51,19 @@ def attach_adapters(
         lora_alpha=alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=sorted({name.rpartition(".")[2] for name in layers}),
-        exclude_modules=_head_names(module) or None,
+        target_modules=sorted(layers),
         base_model_name_or_path=module.name_or_path or model.name,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):  # peft draws random weights, which are replaced below
-        module = peft.inject_adapter_in_model(config, module, KEY)
+        # In a module without a configuration: for some mixtures of experts, peft changes the names of the layers.
+        peft.inject_adapter_in_model(config, nn.ModuleDict({"model": module}), KEY)
+    wrapped = {name for name, part in module.named_modules() if hasattr(part, "lora_A")}
+    if differ := sorted(wrapped.symmetric_difference(layers)):
+        raise ConfigurationError(
+            f"peft does not put adapters on the linear layers of model {model.name!r}, such as {differ[0]!r}.",
+            f"Set {section}.adapters.rank to 0 to train all weights.",
+        )
     return AdaptedModel(module, model, layers, _plain_config(config), seed)
 
 
@@ -144,7 +150,6 @@ class AdaptedModel(LanguageModel):
             layer: Any = module.get_submodule(name)
             layer.base_layer.weight.data = _merged(layer)
             module.set_submodule(name, layer.base_layer)
-        del module.peft_config
         module.requires_grad_(True)
         return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
 
@@ -199,8 +204,18 @@ def _head_names(module: PreTrainedModel) -> list[str]:
 
 
 def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
-    heads = _head_names(module)
-    return {n: part for n, part in module.named_modules() if isinstance(part, nn.Linear) and n not in heads}
+    """Those of the language model: no vision tower, no head, no router or gate."""
+    parts, heads = set(cast(Any, module).get_decoder().modules()), _head_names(module)
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear)
+        and part in parts
+        and name not in heads
+        # Some routers are subclasses that return a tuple, and the gate of a shared expert has one output.
+        and "Router" not in type(part).__name__
+        and part.out_features > 1
+    }
 
 
 def _check(model: LanguageModel, rank: int, section: str) -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pvg.errors import ConfigurationError
+from pvg.errors import ConfigurationError, PvgError, one_line, shortened
 from pvg.telemetry.waits import usable_cores
 
 # torch's default, read before an experiment changes it: OMP_NUM_THREADS, or the available cores. torch sees no quotas.
@@ -91,6 +92,24 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
     if precision in ("auto", "bfloat16"):
         return torch.autocast(device.type, dtype=torch.bfloat16)
     raise ConfigurationError(f"There is no precision {precision!r}.", "Known: float32, bfloat16.")
+
+
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """Turns errors of transformers and of the libraries below it, which are of many types, into a ConfigurationError
+    that begins with `what`."""
+    try:
+        yield
+    except (PvgError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = shortened(one_line(str(error)), LONGEST_QUOTE) or type(error).__name__
+        if isinstance(error, KeyError):  # whose text is the key alone
+            said = f"{type(error).__name__} {said}"
+        raise ConfigurationError(f"{what}: {said.removesuffix('.')}.", remedy) from error
+
+
+LONGEST_QUOTE = 400  # characters
 
 
 def rounding_tolerance(shallow: float, layers: int) -> float:

@@ -40,6 +40,9 @@ class LowRankAdapter:
     config: Mapping[str, object]
 
 
+UNLIMITED = 2**31 - 1  # tokens
+
+
 class ModelClosedError(RuntimeError):
     """A bug in the caller: it used a model after closing it."""
 
@@ -59,6 +62,13 @@ def without_progress_bars() -> Iterator[None]:
         finally:
             if shown:
                 logging.enable_progress_bar()
+
+
+def context_of(config: Any) -> int:
+    """Most tokens of a row. A model without a table of positions (BLOOM, Mamba) says none and has no limit."""
+    text = config.get_text_config()
+    known = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return int(next((length for length in known if length), UNLIMITED))
 
 
 def digest_weights(weights: Mapping[str, Tensor], digest: Any) -> None:
@@ -104,7 +114,7 @@ class LanguageModel:
     @property
     def max_length(self) -> int:
         """Most tokens of prompt plus completion."""
-        return int(self.module.config.max_position_embeddings)
+        return context_of(self.module.config)
 
     @property
     def num_parameters(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from pvg.errors import ConfigurationError
-from pvg.models.compute import product_tolerance
+from pvg.models.compute import explained, product_tolerance
 from pvg.models.packing import pack_rows
 from pvg.models.shared_prompts import packed_hidden, trust_packing
 from pvg.records import Int32
@@ -324,7 +324,7 @@ def check_logits(module: nn.Module) -> None:
         )
     modes = [(part, part.training) for part in module.modules()]
     module.eval()  # with dropout the two forward passes would differ
-    with torch.no_grad():
+    with torch.no_grad(), explained(f"{name} gives no logits", "Choose another model."):
         ids_12 = torch.arange(2, device=head.weight.device)[None] % head.weight.shape[0]
         expected_V = model(input_ids=ids_12, use_cache=False).logits[0, -1].float()
         hidden_12D = getattr(model.get_decoder()(input_ids=ids_12, use_cache=False), "last_hidden_state", None)

@@ -8,7 +8,8 @@ interact outside of attention, a custom attention) is refused, never computed wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -16,14 +17,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.errors import ConfigurationError
-from pvg.models.compute import product_tolerance
-from pvg.models.packing import PackedRows, last_attention, last_tokens, pack_rows, packed_attention
+from pvg.models.compute import explained, product_tolerance
+from pvg.models.packing import PackedRows, last_attention, last_tokens, pack_rows, packed_attention, pad_right
+from pvg.records import Int32
 
 # The layers of Llama-like decoders on packed rows, with norms and rotary embedding in few passes.
 
@@ -173,6 +176,7 @@ REMEDY = "Set training.shared_prompts = false."
 # a shallow model (pvg.models.compute.product_tolerance).
 _TOLERANCE_FLOAT32 = 1e-4
 _TOLERANCE_BFLOAT16 = 5e-2
+TURNS_ALIKE = 1e-2  # difference of cosines and sines; products of TF32 round them
 # The check takes tokens from all over the vocabulary (the stride is prime). A vocabulary often begins with special
 # tokens that are hardly trained; after them, rounding to bfloat16 alone moved SmolLM2's hidden states by a fifth.
 PLACES_APART = 7919
@@ -192,7 +196,7 @@ def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> 
     compute packed rows.
     """
     check_packing(module, fused_layers)
-    _check_window(module, int(packed.lengths_N.max()))
+    check_window(module, int(packed.lengths_N.max()))
     return _hidden(module, packed, fused_layers)
 
 
@@ -259,36 +263,127 @@ def check_packing(module: nn.Module, fused_layers: bool = True) -> None:
     if getattr(model.config.get_text_config(), "_attn_implementation", None) != "sdpa":
         raise ConfigurationError(f"{name} has a custom attention, which cannot share prompts.", REMEDY)
     weight = model.get_input_embeddings().weight
-    ids = (np.arange(1, 12) * PLACES_APART % weight.shape[0]).astype(np.int32)
+    ids = _tokens(module, 11)
     rows = [ids[:8], np.concatenate([ids[:3], ids[7:]]), ids[2:6]]  # two rows share a prompt of three tokens
     modes = [(part, part.training) for part in module.modules()]
     module.eval()  # with dropout the two forward passes would differ
-    with torch.no_grad():
-        packed = pack_rows(rows, np.array([3, 3, 2]), weight.device)
-        found_TD = _hidden(module, packed, fused_layers)
-        alone = [
-            model.get_decoder()(input_ids=torch.from_numpy(row[None]).long().to(weight.device), use_cache=False)
-            for row in rows
-        ]
-    for part, training in modes:
-        part.training = training
-    hidden = [output.last_hidden_state[0] for output in alone]
-    expected_TD = torch.cat([hidden[0][:3], hidden[2][:2], hidden[0][3:-1], hidden[1][3:-1], hidden[2][2:-1]]).float()
-    layers = model.config.get_text_config().num_hidden_layers
-    tolerance = product_tolerance(weight, _TOLERANCE_FLOAT32, _TOLERANCE_BFLOAT16, layers)
-    if not bool((found_TD.float() - expected_TD).abs().max() <= tolerance * expected_TD.abs().max()):
+    packed = pack_rows(rows, np.array([3, 3, 2]), weight.device)
+    try:
+        with torch.no_grad(), explained(f"{name} cannot compute rows that share a prompt", REMEDY):
+            found_TD = _hidden(module, packed, fused_layers)
+            hidden = [_hidden_of(module, [row]) for row in rows]
+    finally:
+        for part, training in modes:
+            part.training = training
+    expected_TD = torch.cat([hidden[0][:3], hidden[2][:2], hidden[0][3:-1], hidden[1][3:-1], hidden[2][2:-1]])
+    if not _alike(module, found_TD.float(), expected_TD):
         raise ConfigurationError(f"{name} cannot compute rows that share a prompt.", REMEDY)
     module.__dict__.setdefault(_CHECKED, set()).add(fused_layers)
 
 
-def _check_window(module: nn.Module, longest: int) -> None:
-    """Refuse rows that are longer than a layer's window, because packed attention sees whole rows."""
-    config = cast(Any, module).config.get_text_config()
-    for name in ("sliding_window", "attention_chunk_size"):
-        window = getattr(config, name, None)
-        if window and longest > window:  # Qwen2-MoE uses 0 for no window
+def check_window(module: nn.Module, longest: int) -> None:
+    """Raises ConfigurationError for rows that are longer than a layer's window: packed attention sees whole rows."""
+    for name, window in _numbers(module, WINDOW):
+        if longest > window:
             raise ConfigurationError(
                 f"A row of {longest} tokens is longer than {type(module).__name__}'s {name} of {window}, which shared "
                 "prompts do not support.",
                 REMEDY,
             )
+
+
+# Names of settings with a number of tokens after which a layer computes something else.
+WINDOW = re.compile("(window|window_size|chunk_size|local_attention)$")
+CHANGES = re.compile(f"{WINDOW.pattern}|original_max_position")
+SHORT, ROW = 2, 4  # tokens of the rows that are always tried
+
+
+def longest_tried(module: nn.Module, longest: int) -> int:
+    """The tokens of a long row that shows whether others depend on it. `longest` if the model's configuration has a
+    smaller number of tokens at which something changes, otherwise a few."""
+    return longest if any(number < longest for _, number in _numbers(module, CHANGES)) else ROW
+
+
+def check_rows(module: nn.Module, longest: int, max_tokens: int, key: str) -> None:
+    """Raises ConfigurationError unless a row has the same hidden states with eager attention, and beside a row of
+    `longest` tokens. With some rotary embeddings, all positions of a batch depend on its
+    longest row. Long rows are computed only for a model whose configuration has a smaller number for such a change.
+
+    `longest`: the most tokens of prompt and completion of the model `key`, of which `max_tokens` are
+    rollout.max_tokens."""
+    model, name = cast(Any, module), type(module).__name__
+    config = model.config.get_text_config()
+    with torch.no_grad(), explained(f"{name} gives pvg no hidden states", "Choose another model."):
+        short, long = (_tokens(module, count) for count in (SHORT, ROW))
+        with _attention(config, "eager"):
+            eager = _hidden_of(module, [long])
+        if not _alike(module, eager, _hidden_of(module, [long])):
+            raise ConfigurationError(
+                f"{name} computes other numbers with the attention 'sdpa', which pvg uses, than with 'eager'.",
+                "Choose another model.",
+            )
+        limits = [number for _, number in _numbers(module, CHANGES) if number < longest]
+        if _is_alone(module, short, _tokens(module, longest_tried(module, longest))):
+            return
+        safe = max((n for n in [ROW, *limits] if _is_alone(module, short, _tokens(module, n))), default=0)
+    fits = max_tokens - longest + safe
+    raise ConfigurationError(
+        f"{key}: {name} computes other numbers for a row when a row of more than {safe} tokens is in the same batch, "
+        f"and a row may have {longest} tokens.",
+        f"Set rollout.max_tokens to at most {fits}, or choose another model." if fits > 0 else "Choose another model.",
+    )
+
+
+def _is_alone(module: nn.Module, short: Int32, long: Int32) -> bool:
+    """Whether the short row has the same hidden states and rotations alone and beside the long one."""
+    turns: list[list[Tensor]] = []
+
+    def look(part: nn.Module, _inputs: Any, output: Any) -> None:
+        if any("inv_freq" in name for name, _ in part.named_buffers(recurse=False)):
+            turns[-1].extend(
+                each[:1, :SHORT].float() for each in output if isinstance(each, Tensor) and each.dim() == 3
+            )
+
+    found = []
+    with register_module_forward_hook(look):
+        for rows in ([short], [short, long]):
+            turns.append([])
+            found.append(_hidden_of(module, rows))
+    same = all(torch.allclose(one, other, atol=TURNS_ALIKE) for one, other in zip(*turns, strict=True))
+    return same and _alike(module, *found)
+
+
+def _hidden_of(module: nn.Module, rows: Sequence[Int32]) -> Tensor:
+    """The last hidden states [T, D] of the first of the rows, which are padded."""
+    ids_BL, _ = pad_right(rows, 0, cast(Any, module).get_input_embeddings().weight.device)
+    output = cast(Any, module).get_decoder()(input_ids=ids_BL, use_cache=False)
+    return cast(Tensor, output.last_hidden_state[0, : len(rows[0])]).float()
+
+
+def _tokens(module: nn.Module, count: int) -> Int32:
+    places = np.arange(1, count + 1) * PLACES_APART
+    ids: Int32 = (places % cast(Any, module).get_input_embeddings().weight.shape[0]).astype(np.int32)
+    return ids
+
+
+def _alike(module: nn.Module, found_TD: Tensor, expected_TD: Tensor) -> bool:
+    model = cast(Any, module)
+    layers = model.config.get_text_config().num_hidden_layers
+    weight = model.get_input_embeddings().weight
+    tolerance = product_tolerance(weight, _TOLERANCE_FLOAT32, _TOLERANCE_BFLOAT16, layers)
+    return bool((found_TD - expected_TD).abs().max() <= tolerance * expected_TD.abs().max())
+
+
+def _numbers(module: nn.Module, names: re.Pattern[str]) -> list[tuple[str, int]]:
+    """The settings of the model's configuration with such names and a number of tokens; 0 and None are no number."""
+    config = vars(cast(Any, module).config.get_text_config())
+    if set(config.get("layer_types") or ()) == {"full_attention"}:
+        config = {key: value for key, value in config.items() if not WINDOW.search(key)}
+    found, places = [], [config]
+    while places:
+        place = places.pop()
+        places += [value for value in place.values() if isinstance(value, dict)]
+        found += [
+            (key, value) for key, value in place.items() if names.search(str(key)) and type(value) is int and value
+        ]
+    return sorted(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,11 +28,12 @@ from transformers import (
 from pvg.config.base import is_hub_id, is_run_id, parse, parse_run_id, shown_source
 from pvg.config.load import embedded_model, embedded_names
 from pvg.config.training import Adapters, DataType, Models, ModelSection, Verifier
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, one_line
+from pvg.errors import ConfigurationError, MissingRequirementError, PvgError
 from pvg.inputs import expanded
 from pvg.installation import in_checkout, install_packages
+from pvg.models.compute import explained
 from pvg.models.heads import VerifierModel, build_verifier
-from pvg.models.language_model import LanguageModel, without_progress_bars
+from pvg.models.language_model import LanguageModel, context_of, without_progress_bars
 from pvg.models.logprobs import mark_without_head
 from pvg.models.tokenizer import Tokenizer
 from pvg.seeds import seed_for
@@ -153,33 +154,45 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
         return _read_without_weights(place.parent if place.is_file() else place, name, arguments)
 
 
+def weight_bytes(section: ModelSection) -> int:
+    """The size of the files with a model's weights."""
+    if is_run_id(section.source):  # it has as many as the model from which it was trained
+        return weight_bytes(find_player(parse_run_id(section.source)).section)
+    place, _ = located(section.source)
+    return sum(file.stat().st_size for file in ([place] if place.is_file() else place.glob("*.safetensors")))
+
+
 def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> WeightlessModel:
     with _explained(place):
         config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
+        _refuse_architecture(config)
         fast = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
         try:
             settings = GenerationConfig.from_pretrained(place, local_files_only=True)
         except OSError:  # missing or damaged; transformers does the same when it opens the model
             settings = GenerationConfig.from_model_config(config)
-        return WeightlessModel(name, Tokenizer(fast, name, settings), int(config.max_position_embeddings))
+        rows = config.get_text_config().vocab_size
+        return WeightlessModel(name, Tokenizer(fast, name, settings, rows), context_of(config))
 
 
-@contextmanager
-def _explained(place: Path) -> Iterator[None]:
-    """Turns every error of transformers into a ConfigurationError that names the folder. transformers and the libraries
-    below it raise errors of many types for a damaged file, a wrong setting or an unknown architecture."""
-    try:
-        yield
-    except (PvgError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        said = one_line(str(error)) or type(error).__name__
-        if isinstance(error, KeyError):  # whose text is the key alone
-            said = f"{type(error).__name__} {said}"
+def _refuse_architecture(config: PreTrainedConfig) -> None:
+    """Raises ConfigurationError for what transformers opens as no causal language model, or as one without sdpa."""
+    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
         raise ConfigurationError(
-            f"{place} cannot be opened: {said}",
-            "Check its files, or choose a language model that transformers knows and that is not quantized.",
-        ) from error
+            f"transformers has no causal language model of the type {config.model_type!r}.",
+            "Choose a language model (*ForCausalLM), such as one of the families Llama, Qwen, Mistral or Gemma 3.",
+        )
+    if not kind._supports_sdpa:
+        raise ConfigurationError(
+            f"transformers computes {kind.__name__} without scaled dot product attention (sdpa), which pvg needs.",
+            "Choose a model with it, such as one of the families Llama, Qwen, Mistral or Gemma 3.",
+        )
+
+
+def _explained(place: Path) -> AbstractContextManager[None]:
+    remedy = "Check its files, or choose a language model that transformers knows and that is not quantized."
+    return explained(f"{place} cannot be opened", remedy)
 
 
 def _model_directory(source: str) -> Path:
@@ -212,6 +225,7 @@ def _model_directory(source: str) -> Path:
 def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer]:
     with _explained(directory):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        _refuse_architecture(config)
         module, loading = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
@@ -225,7 +239,7 @@ def _read_directory(directory: Path, dtype: torch.dtype, name: str) -> tuple[Pre
         )
         _refuse_misfits(directory, module, loading)
         fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return module, Tokenizer(fast, name, module.generation_config)
+    return module, Tokenizer(fast, name, module.generation_config, module.get_input_embeddings().weight.shape[0])
 
 
 def _refuse_misfits(directory: Path, module: PreTrainedModel, loading: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 class Tokenizer:
     """Wraps a fast transformers tokenizer. Each of `end_ids` ends a completion; `eos_id`, the first, is written at the
     end of a text. `begin_ids`: the tokens with which a text begins, such as Gemma's `<bos>`; most models have none.
-    `pad_id` fills rows; models never see it."""
+    `pad_id` fills rows, where no token looks."""
 
     eos_id: int
     end_ids: tuple[int, ...]
@@ -112,25 +112,36 @@ class Tokenizer:
     fingerprint: str
 
     def __init__(
-        self, fast: PreTrainedTokenizerFast, name: str = "tokenizer", settings: GenerationConfig | None = None
+        self,
+        fast: PreTrainedTokenizerFast,
+        name: str = "tokenizer",
+        settings: GenerationConfig | None = None,
+        rows: int | None = None,
     ) -> None:
         """`settings`: the model's own settings of generation, which may have more end tokens. Gemma, for example, ends
-        the turn of a chat with another token than a text."""
+        the turn of a chat with another token than a text. `rows`: of the model's embedding; None: as many as needed.
+        A fine-tuned model's tokenizer often has a token more than the model, for padding."""
         if not getattr(fast, "is_fast", False):
             raise ConfigurationError(f"The tokenizer of {name} has no tokenizer.json.", "Save it as a fast tokenizer.")
         if fast.eos_token_id is None:
             raise ConfigurationError(f"The tokenizer of {name} has no end-of-sequence token.", "Set its eos_token.")
         self._fast = fast
         self.name = name
-        self.eos_id = int(fast.eos_token_id)
+        self._rows = len(fast) if rows is None else rows
         named = settings.eos_token_id if settings is not None else None
         others: list[int] = [] if named is None else named if isinstance(named, list) else [named]
         # Only special tokens count. A configuration may keep a default id, which is an ordinary token here.
         special = {number for number, token in fast.added_tokens_decoder.items() if token.special}
-        self.end_ids = tuple(dict.fromkeys([self.eos_id, *(number for number in others if number in special)]))
+        ends = [fast.eos_token_id, *(number for number in others if number in special)]
+        self.end_ids = tuple(dict.fromkeys(int(number) for number in ends if number < self._rows))
+        words = fast.get_vocab().values() if len(fast) > self._rows else ()  # all of a large one take 0.1 s
+        self._refuse_outside([*(number for number in words if number not in special)] or ends[: not self.end_ids])
+        self.eos_id = self.end_ids[0]
         begin = list(fast("a").input_ids)[:1]  # not "": a tokenizer that ends texts would write its end token first
         self.begin_ids = tuple(begin) if begin == [fast.bos_token_id] else ()
-        self.pad_id = self.eos_id if fast.pad_token_id is None else int(fast.pad_token_id)
+        self._refuse_outside(self.begin_ids)
+        pad = fast.pad_token_id
+        self.pad_id = self.eos_id if pad is None or pad >= self._rows else int(pad)
         self.vocab_size = len(fast)
         rules = orjson.loads(fast.backend_tokenizer.to_str())
         # From the tokenizer's own model, not transformers' unk_token: byte-level ones have no unknown text.
@@ -144,9 +155,9 @@ class Tokenizer:
     def encode(self, text: str) -> Int32:
         """`text` as int32 [n], without added special tokens. Raises UsageError if the vocabulary cannot express it."""
         ids: Int32 = np.asarray(encoded(self._fast, text), dtype=np.int32)
-        if self._unknown_id is not None and self._unknown_id in ids:
+        if self._unknown_id in ids or max(ids, default=0) >= self._rows:
             raise UsageError(
-                f"The tokenizer of {self.name} cannot express {self.lacking(text)[0]!r}, found in {text[:60]!r}.",
+                f"The tokenizer of {self.name} cannot express {(self.lacking(text) or [text])[0]!r}, found in {text[:60]!r}.",
                 "Use a model whose vocabulary covers the text. To train on a task in words: -s models.prover.source=hf:"
                 "OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat",
             )
@@ -163,6 +174,14 @@ class Tokenizer:
         (encoding,) = self._fast.backend_tokenizer.encode_batch([text], add_special_tokens=False)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
         return list(dict.fromkeys(text[start:end] for number, (start, end) in pairs if number == self._unknown_id))
+
+    def _refuse_outside(self, ids: Sequence[int]) -> None:
+        if (largest := max(ids, default=0)) >= self._rows:
+            raise ConfigurationError(
+                f"The tokenizer of {self.name} has the token {self._fast.convert_ids_to_tokens(largest)!r} with the "
+                f"id {largest}, but the model's embedding has {self._rows} rows.",
+                "Use the tokenizer with which the model was trained, or resize the model's embedding.",
+            )
 
     def decode(self, ids: Int32) -> str:
         """The text of `ids` int32 [n]. Special tokens are skipped, spaces are kept."""
@@ -242,7 +261,9 @@ class Tokenizer:
         return found in ([self.eos_id] * len(found), turn * (len(found) // len(turn)))
 
     def _filled(self, whole: str, pieces: list[str], contents: list[str]) -> Int32:
-        return np.asarray(filled_ids(self._fast, whole, pieces, contents, self.controls, self.plain), dtype=np.int32)
+        ids = filled_ids(self._fast, whole, pieces, contents, self.controls, self.plain)
+        self._refuse_outside(ids)
+        return np.asarray(ids, dtype=np.int32)
 
     @cached_property
     def chat_template(self) -> str:

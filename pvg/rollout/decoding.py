@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from pvg.errors import ConfigurationError, TrainingDivergedError
-from pvg.models.compute import product_tolerance
+from pvg.models.compute import explained, product_tolerance
 from pvg.models.packing import pad_right, token_budget_batches
+from pvg.models.shared_prompts import longest_tried
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.sampler import RowSettings, draw, uniform_numbers
@@ -355,26 +356,36 @@ def _prefilled(
     return Cache(layers=[RoomyLayer(*both, capacity) for both in filled]) if filled else DynamicCache()
 
 
-def check_decoding(module: nn.Module, device: torch.device) -> None:
+KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def check_layers(module: nn.Module) -> None:
+    """Raises ConfigurationError for a model with layers that need more state than keys and values."""
+    config = cast(Any, module).config.get_text_config()
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS):
+        raise ConfigurationError(
+            f"The torch engine cannot sample from {type(module).__name__}: it has {unknown[0]} layers.",
+            "Choose a model with attention layers only.",
+        )
+
+
+def check_decoding(module: nn.Module, device: torch.device, longest: int = 0) -> None:
     """Raises ConfigurationError if this engine cannot decode with the model, or if the model computes other logits for
     a prompt when a longer prompt is in the same batch: some models ignore `position_ids`, and some look ahead. Models
-    in 16 bits are not checked, because rounding may give them other logits."""
+    in 16 bits are not checked, because rounding may give them other logits. `longest`: see
+    pvg.models.shared_prompts.longest_tried."""
+    check_layers(module)
     model, name = cast(Any, module), type(module).__name__
     weight = model.get_output_embeddings().weight
     if weight.dtype != torch.float32:
         return
-    ids_P = np.arange(4, dtype=np.int32) % weight.shape[0]
+    ids_P = np.arange(longest_tried(module, longest), dtype=np.int32) % weight.shape[0]
     requests = [GenerationRequest(f"check {n}", ids_P[:n], Sampling(1, ()), seed=0) for n in (2, len(ids_P))]
     tolerance = product_tolerance(weight, ALIKE, ALIKE_16_BITS, model.config.get_text_config().num_hidden_layers)
-    try:
-        with torch.inference_mode():
-            found_RV = _Batch(module, requests, device, None).next_logits()
-            ids_1P = torch.from_numpy(ids_P).to(device).long()[None]
-            alone_V = [model(input_ids=ids_1P[:, : len(r.prompt_ids)], use_cache=False).logits[0, -1] for r in requests]
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as error:  # models raise errors of many types for a cache or an argument that they do not know
-        raise ConfigurationError(f"pvg's torch engine cannot sample with {name}: {error}.", REMEDY) from error
+    with torch.inference_mode(), explained(f"pvg's torch engine cannot sample with {name}", REMEDY):
+        found_RV = _Batch(module, requests, device, None).next_logits()
+        ids_1P = torch.from_numpy(ids_P).to(device).long()[None]
+        alone_V = [model(input_ids=ids_1P[:, : len(r.prompt_ids)], use_cache=False).logits[0, -1] for r in requests]
     # Not for NaN: decoding itself refuses a model whose logits are not finite.
     if any(bool((f - a).abs().max() > tolerance * a.abs().max()) for f, a in zip(found_RV, alone_V, strict=True)):
         raise ConfigurationError(

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Int32
-from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, diverged
+from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, check_layers, diverged
 from pvg.rollout.engine import (
     Completion,
     CutShort,
@@ -52,9 +52,6 @@ from pvg.telemetry.spans import run_in, submit_in
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
-
-# Layer types that pvg.rollout.decoding supports.
-KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclass(slots=True)
@@ -96,7 +93,7 @@ class TorchEngine(Engine):
     ) -> None:
         if max_rows < 1 or max_in_flight < 1:
             raise ConfigurationError(f"max_rows ({max_rows}) and max_in_flight ({max_in_flight}) must be at least 1.")
-        _check_layers(model)
+        check_layers(model.module)
         self._model = model
         self._vocabulary = int(model.module.get_input_embeddings().weight.shape[0])
         self._max_rows = max_rows
@@ -390,17 +387,6 @@ class TorchEngine(Engine):
                 f"{longest} tokens, more than the model's {self._model.max_length}.",
                 "Lower rollout.max_tokens or shorten the prompts.",
             )
-
-
-def _check_layers(model: LanguageModel) -> None:
-    """Raises ConfigurationError for a model with layers that need more state than keys and values."""
-    config = model.module.config.get_text_config()
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYERS)
-    if unknown:
-        raise ConfigurationError(
-            f"The torch engine cannot sample from {type(model.module).__name__}: it has {unknown[0]} layers.",
-            "Choose a model with attention layers only.",
-        )
 
 
 def _closed_error() -> StateError:

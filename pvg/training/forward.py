@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pvg.config.training import Training
-from pvg.errors import MissingRequirementError, counted
+from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.models.compute import autocast
 from pvg.models.logprobs import CompletionOutputs, check_logits, completion_outputs, shared_prompt_outputs
 from pvg.models.packing import distinct_prompts, distinct_rows, pad_right, shared_prompt_batches, token_budget_batches
-from pvg.models.shared_prompts import check_packing
+from pvg.models.shared_prompts import check_packing, check_window
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
 
@@ -66,6 +66,19 @@ class ForwardSettings:
             precision,
             section.router_replay,
         )
+
+
+def fitted(section: Training, module: nn.Module, longest: int) -> tuple[Training, str]:
+    """The section, without `shared_prompts` if `module` cannot compute rows of up to `longest` tokens in this way, and
+    then the reason."""
+    if section.shared_prompts:
+        try:
+            check_packing(module)
+            check_window(module, longest)
+        except ConfigurationError as error:
+            why = f"{error.message} So training computes each row with its own prompt."
+            return section.model_copy(update={"shared_prompts": False}), why
+    return section, ""
 
 
 def forward_batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings) -> list[NDArray[np.int64]]:
