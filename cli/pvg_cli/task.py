@@ -64,6 +64,7 @@ def check(
         if checks[0].passed:
             gradable = all(each.passed for each in checks if each.name == ANY_TEXT)
             shown = preview(experiment, task, models, grades=gradable)
+            missing = " ".join([missing, *shown.pop("notices")]).strip()
             _tell_of_chat_templates(experiment, models)
     failed = [each.name for each in checks if each.passed is False]
     if as_json:
@@ -117,7 +118,7 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
         task = _opened(experiment, opened)
         models = open_models(experiment)
         found = preview(experiment, task, models)
-        for notice in found["notices"]:
+        for notice in found.pop("notices"):
             say(notice)
         tokenizers = models.prover.tokenizer, models.verifier.tokenizer
         _tell_of_chat_templates(experiment, models)
@@ -171,9 +172,8 @@ def _print(checks: list[TaskCheck], shown: dict[str, Any] | None, missing: str) 
         )
     if shown is not None:
         print_preview(shown, console)
-    for notice in (missing, *(shown["notices"] if shown is not None else ())):
-        if notice:
-            say(notice)
+    if missing:
+        say(missing)
 
 
 def print_preview(found: dict[str, Any], console: Console) -> None:

@@ -135,7 +135,8 @@ class Tokenizer:
         ends = [fast.eos_token_id, *(number for number in others if number in special)]
         self.end_ids = tuple(dict.fromkeys(int(number) for number in ends if number < self._rows))
         words = fast.get_vocab().values() if len(fast) > self._rows else ()  # all of a large one take 0.1 s
-        self._refuse_outside([*(number for number in words if number not in special)] or ends[: not self.end_ids])
+        self._refuse_outside([number for number in words if number not in special])
+        self._refuse_outside([] if self.end_ids else ends)
         self.eos_id = self.end_ids[0]
         begin = list(fast("a").input_ids)[:1]  # not "": a tokenizer that ends texts would write its end token first
         self.begin_ids = tuple(begin) if begin == [fast.bos_token_id] else ()
