@@ -157,8 +157,9 @@ class Tokenizer:
         """`text` as int32 [n], without added special tokens. Raises UsageError if the vocabulary cannot express it."""
         ids: Int32 = np.asarray(encoded(self._fast, text), dtype=np.int32)
         if self._unknown_id in ids or max(ids, default=0) >= self._rows:
+            part, *_ = self.lacking(text) or [text]
             raise UsageError(
-                f"The tokenizer of {self.name} cannot express {(self.lacking(text) or [text])[0]!r}, found in {text[:60]!r}.",
+                f"The tokenizer of {self.name} cannot express {part!r}, found in {text[:60]!r}.",
                 "Use a model whose vocabulary covers the text. To train on a task in words: -s models.prover.source=hf:"
                 "OWNER/NAME -s models.verifier.source=hf:OWNER/NAME -s prompts=chat",
             )
