@@ -176,7 +176,7 @@ def test_a_token_outside_of_the_embedding_is_not_used(role: str, tmp_path: Path)
     "name", ["DeepSeek V3", "GLM 4 MoE", "ERNIE 4.5 MoE", "Qwen 2 MoE", "Gemma 3 with images", "Falcon"]
 )
 def test_adapters_are_on_the_dense_and_shared_layers_of_every_language_model(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
+    pytest.importorskip("peft", reason="`make install`")
     with opened(saved(name, tmp_path)) as model, attach_adapters(model, 2, 4.0, 0) as adapted:
         adapted.module(input_ids=torch.arange(8)[None]).logits.logsumexp(-1).sum().backward()
         trained = {name for name, weight in adapted.module.named_parameters() if weight.requires_grad}
