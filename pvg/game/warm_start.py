@@ -13,7 +13,6 @@ Invariant: the phase depends only on the file, the settings and the last commit.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from pvg.config.training import Training, Warmup
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, UsageError, shortened, user_paths
 from pvg.game.session import Session
 from pvg.game.states import GameState, Phase
-from pvg.inputs import check_regular, expanded
+from pvg.inputs import check_regular, expanded, file_digest
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Int32, Problem, Role
@@ -154,9 +153,7 @@ def read_demonstrations(section: Warmup) -> Demonstrations:
     kept = [is_held_out(row.question, HELD_OUT) and len(rows) >= LEAST_TO_HOLD_OUT for row in rows]
     train = [row for row, out in zip(rows, kept, strict=True) if not out]
     held_out = [row for row, out in zip(rows, kept, strict=True) if out]
-    with open(file, "rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    return Demonstrations(train or rows, held_out if train else [], digest)
+    return Demonstrations(train or rows, held_out if train else [], file_digest(file))
 
 
 def _demonstration(row: object, place: str) -> Demonstration:
