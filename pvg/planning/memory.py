@@ -79,6 +79,10 @@ def read_shape(source: str, say: Say) -> ModelShape:
         folder = fetch_config(source, say).parent
     else:
         folder = EMBEDDED / rest if separator and kind == "embedded" else expanded(source, "models")
+    if not folder.is_dir():
+        from pvg.models.sources import located
+
+        folder, _ = located(source)  # raises what opening the model would raise
     if not (folder / "config.json").is_file():
         raise MissingRequirementError(
             f"There is no config.json of the model {source!r}.",
@@ -157,13 +161,9 @@ class Pass:
         return self.prompt + GROUP * (self.completion - 1)
 
 
-class UncountableError(ConfigurationError):
-    """The forward pass of a model cannot run on tensors without memory."""
-
-
 @lru_cache(maxsize=256)
 def activations_of(shape: ModelShape, forward: Pass) -> Activations:
-    """Raises UncountableError for a model that needs numbers to compute, such as those that choose experts."""
+    """Raises ConfigurationError for a model that needs numbers to compute, such as those that choose experts."""
     if _has_experts(shape.config) and forward.dtype == "float32":
         # torch knows the sizes of products of experts only for weights in bfloat16.
         halves = activations_of(shape, replace(forward, dtype="bfloat16", precision="bfloat16"))
@@ -216,7 +216,7 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
                 starts = np.full(len(rows), forward.prompt, dtype=np.int32)
                 kept = shared_prompt_outputs(module, rows, starts, fused_layers=forward.fused)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            raise UncountableError(
+            raise ConfigurationError(
                 f"The memory of {shape.name} cannot be planned: {str(error).strip().partition(chr(10))[0][:200]}"
             ) from error
         del kept  # until here, because a storage's address could be used again

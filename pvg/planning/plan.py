@@ -19,16 +19,7 @@ from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.hub import Say
-from pvg.planning.memory import (
-    ACTIVATIONS,
-    BYTES,
-    STAGES,
-    MemoryPlan,
-    ModelShape,
-    UncountableError,
-    memory_of,
-    read_shape,
-)
+from pvg.planning.memory import ACTIVATIONS, BYTES, STAGES, MemoryPlan, ModelShape, memory_of, read_shape
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
 from pvg.store.run_players import base_source
 
@@ -500,8 +491,8 @@ def fitted_here(
         return experiment, ""
     try:
         plan = plan_here(experiment, say)
-    except UncountableError as error:
-        return experiment, f"{error}."
+    except ConfigurationError as error:  # what is wrong with a model is said where it is opened
+        return experiment, f"The plan of memory is missing: {error.message}"
     smaller: dict[str, Any] = {}
     for stage in plan.memory:
         key = dict(zip(STAGES, FITTED, strict=True))[stage.stage]
