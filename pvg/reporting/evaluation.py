@@ -5,8 +5,10 @@ Every number has its interval, if there is one, and the number of its samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from markupsafe import Markup
@@ -15,8 +17,8 @@ from rich.text import Text
 
 from pvg.errors import counted
 from pvg.evaluation.intervals import CONFIDENCE, Estimate
-from pvg.evaluation.report import AttackRecord, EvaluationReport, FlawDetection, RoundEvaluation
-from pvg.records import Role, source_of_round
+from pvg.evaluation.report import AttackCheck, AttackRecord, BestOfNCurves, EvaluationReport, PolicyDistance
+from pvg.records import BASE_SOURCE, Role, source_of_round
 from pvg.reporting.charts import ChartLine, Interval, ReferenceLine, XAxis, line_chart, round_axis
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.solutions import Example, shown_solution
@@ -29,24 +31,9 @@ ATTACKS = ("src", "cgc", "goodhart")
 ASIDE = 0.05  # of a round between kinds of attack: all censored attacks end at the same limit and would hide each other
 CHANCE = (ReferenceLine(0.5, "chance"),)
 
+TABLES: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["tables"]
+
 markup = TemplateMacros("run.html.j2")
-
-
-def interval(number: Estimate | None, *, digits: int = 2) -> str:
-    """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
-    if number is None or number.value is None:
-        return ABSENT
-    value = f"{number.value:.{digits}f}"
-    if number.low is None or number.high is None:
-        return f"{value} [{ABSENT}]"
-    return f"{value} [{number.low:.{digits}f},{number.high:.{digits}f}]"
-
-
-def steps_to_exploit(attack: AttackRecord) -> str:
-    """`140`, `> 200` for a censored attack, or why there is no number."""
-    if attack.status in ("no_reference", "no_signal", "diverged"):
-        return attack.status.replace("_", " ")
-    return f"> {attack.limit}" if attack.status == "censored" else str(attack.steps)
 
 
 def evaluation_tables(report: EvaluationReport) -> Group:
@@ -132,202 +119,147 @@ class EvaluationTable(NamedTuple):
     examples: Sequence[Example] = ()
 
 
-def _tables(report: EvaluationReport) -> list[EvaluationTable]:
-    rounds = report.rounds
-    return [
-        EvaluationTable(
-            "Steps to exploit, and the trained attackers on test problems",
-            _exploit(rounds),
-            "More steps: the verifier is harder to fool. > is the limit, without success. wrong, gap and accepted "
-            "check the attacker on test problems: its share of wrong solutions, how far the verifier scores these "
-            "below correct ones, and the share of them that it accepts. Only an attacker with many accepted wrong "
-            "solutions fools it.",
-        ),
-        EvaluationTable(
-            "What the attackers write on test problems",
-            _kinds_of_flaws(rounds),
-            "share: how many of the attacker's wrong solutions have this flaw, as the task's grader names it. "
-            "accepted: how many of these the verifier accepts. Flaws with a share below 1 % are only in "
-            "evaluation.json. Below: typical solutions, each with a score near the median of its kind.",
-            attack_examples(rounds),
-        ),
-        EvaluationTable(
-            "Detection at the run's threshold",
-            _detection(rounds),
-            "Higher is better. completeness: helpful solutions that are correct and accepted. soundness: wrong sneaky "
-            "solutions (flaws) that are rejected. AUC: whether flaws score below correct solutions; 0.5 is chance.",
-        ),
-        EvaluationTable(
-            "Best of n",
-            _best_of_n(rounds),
-            "How often the solution with the best score is correct. balanced: half of n are correct, so chance is "
-            "0.5. natural: n helpful solutions as sampled. chance chooses at random, and pass@n is the best possible "
-            "choice.",
-        ),
-        EvaluationTable(
-            "Separability of the roles by style (AUC, 0.5 is chance)",
-            _separability(rounds),
-            "Near 0.5, style does not give the roles away; near 1 it does. Read the two columns 'within': 'overall' "
-            "also counts that one role is correct more often.",
-        ),
-        EvaluationTable(
-            "Legibility tax at the same KL",
-            _tax(report),
-            "tax: the accuracy of a prover that was trained for correctness only (baseline), minus that of the run's "
-            "prover at the same KL. Above 0, legibility costs accuracy. ≥: the baseline has a smaller KL even at its "
-            "largest, and reaches this accuracy there.",
-        ),
-        EvaluationTable(
-            "Calibration",
-            _calibration(rounds),
-            "Lower is better. ECE: the mean gap between predicted and true probability; compare it with the ECE that "
-            "chance alone gives. Brier: the mean squared error of the probability; always saying 0.5 has 0.25.",
-        ),
-        EvaluationTable(
-            "Locating the flaw by the largest fall of the score",
-            _localisation(rounds),
-            "gain: how much more often the verifier's largest fall is at the wrong step than a guess. 0 is no better "
-            "than guessing.",
-        ),
-    ]
+Value = Estimate | float | str | None  # of a cell
+Rows = Iterator[Sequence[Value]]
 
 
-def _table(first: str, *columns: str) -> Table:
-    """`columns`: title, style and place of each column, such as "problems:quiet:pages"."""
-    found = [Column(first)]
-    for column in columns:
-        title, style, on = [*column.split(":"), "", ""][:3]
-        found.append(Column(title, "right", style, on=cast(Where, on or "everywhere")))
-    return Table(found, narrow=True)
+def _tables(report: EvaluationReport) -> Iterator[EvaluationTable]:
+    for spec in TABLES:
+        parts = [[*column.split(":"), "", "", ""][:4] for column in spec["columns"]]
+        columns = [
+            Column(title, "right" if place else "left", style, on=cast(Where, where or "everywhere"))
+            for place, (title, style, where, _) in enumerate(parts)
+        ]
+        table = Table(columns, narrow=True)
+        for row in ROWS[spec["rows"]](report):
+            table.add(*(_text(value, int(part[3] or 2)) for value, part in zip(row, parts, strict=True)))
+        if spec["rows"] == "localisation" and not table and any(found.localisation for found in report.rounds):
+            table.caption = "Not known by this task."
+        examples = attack_examples(report) if spec["rows"] == "kinds" else []
+        yield EvaluationTable(spec["title"], table, spec["reading"], examples)
 
 
-def _attacks(rounds: Sequence[RoundEvaluation]) -> Iterator[tuple[RoundEvaluation, AttackRecord]]:
-    return ((found, attack) for found in rounds for attack in found.exploit or ())
+def _text(value: Value, digits: int) -> str:
+    """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
+    match value:
+        case None | Estimate(value=None):
+            return ABSENT
+        case Estimate(value=float(middle), low=float(low), high=float(high)):
+            return f"{middle:.{digits}f} [{low:.{digits}f},{high:.{digits}f}]"
+        case Estimate(value=float(middle)):
+            return f"{middle:.{digits}f} [{ABSENT}]"
+        case float():
+            return f"{value:.{digits}f}"
+    return str(value)
 
 
-def _exploit(rounds: Sequence[RoundEvaluation]) -> Table:
-    columns = ("steps:strong", "closest gap", "at step::pages", "wrong:sneaky", "gap:sneaky", "accepted:verifier")
-    table = _table("round", "attacker", *columns, "solutions::pages")
-    for found, attack in _attacks(rounds):
+def _attacks(report: EvaluationReport) -> Iterator[tuple[int, AttackRecord]]:
+    return ((found.round, attack) for found in report.rounds for attack in found.exploit or ())
+
+
+def _checks(report: EvaluationReport) -> Iterator[tuple[int, AttackRecord, AttackCheck]]:
+    return ((round_, attack, attack.check) for round_, attack in _attacks(report) if attack.check)
+
+
+def _exploit(report: EvaluationReport) -> Rows:
+    for round_, attack in _attacks(report):
+        steps: Value = attack.steps
+        if attack.status in ("no_reference", "no_signal", "diverged"):
+            steps = attack.status.replace("_", " ")
+        elif attack.status == "censored":
+            steps = f"> {attack.limit}"
         check = attack.check
-        table.add(
-            str(found.round),
-            attack.kind,
-            steps_to_exploit(attack),
-            ABSENT if attack.closest_gap is None else f"{attack.closest_gap:.2f}",
-            ABSENT if attack.closest_step is None else str(attack.closest_step),
-            *(interval(number) for number in ((check.error_rate, check.gap, check.accepted) if check else [None] * 3)),
-            str(check.error_rate.n) if check else attack.reason,
+        last = (
+            (check.error_rate, check.gap, check.accepted, check.error_rate.n) if check else (*[None] * 3, attack.reason)
         )
-    return table
+        yield round_, attack.kind, steps, attack.closest_gap, attack.closest_step, *last
 
 
-def _kinds_of_flaws(rounds: Sequence[RoundEvaluation]) -> Table:
-    table = _table("round", "attacker", "flaw", "share:sneaky", "accepted:verifier", "solutions:quiet:pages")
-    for found, attack in _attacks(rounds):
-        for kind in attack.check.kinds if attack.check else ():
+def _kinds_of_flaws(report: EvaluationReport) -> Rows:
+    for round_, attack, check in _checks(report):
+        for kind in check.kinds:
             if (kind.share.value or 0.0) >= RARE:
-                counts = (interval(kind.share), interval(kind.accepted), str(kind.accepted.n))
-                table.add(str(found.round), attack.kind, kind.kind, *counts)
-    return table
+                yield round_, attack.kind, kind.kind, kind.share, kind.accepted, kind.accepted.n
 
 
-def attack_examples(rounds: Sequence[RoundEvaluation]) -> list[Example]:
+def attack_examples(report: EvaluationReport) -> list[Example]:
     """The example solutions of all attackers, with the decision of the attacked verifier."""
     examples = []
-    for found, attack in _attacks(rounds):
-        for example in attack.check.examples if attack.check else ():
-            threshold = attack.check.threshold if attack.check else None
+    for round_, attack, check in _checks(report):
+        for example in check.examples:
             decision = "accepted" if example.accepted else "refused"
-            at = "" if threshold is None else f" at threshold {threshold:+.2f}"
             facts: dict[str, Any] = {
                 **example.model_dump(include={"id", "question", "reference", "answer", "note", "score"}),
                 **{"role": Role.SNEAKY.value, "correct": False, "well_formed": True, "reward": None},
             }
-            why, source = f"{attack.kind} attacker of round {found.round}, {decision}{at}", source_of_round(found.round)
-            examples.append(Example(why=why, round=found.round, source=source, text=example.solution, **facts))
+            why = f"{attack.kind} attacker of round {round_}, {decision} at threshold {check.threshold:+.2f}"
+            source = source_of_round(round_)
+            examples.append(Example(why=why, round=round_, source=source, text=example.solution, **facts))
     return examples
 
 
-def _detection(rounds: Sequence[RoundEvaluation]) -> Table:
-    columns = ("n:quiet", "problems:quiet:pages", "completeness:helpful", "soundness:sneaky", "AUC:verifier")
-    table = _table("round", "of", *columns)
-    for found in rounds:
-        if found.detection is None:
-            continue
-        whole = found.detection.completeness
-        table.add(str(found.round), "helpful solutions", str(whole.n), str(whole.problems), interval(whole), "", "")
-        for flaws in found.detection.sources:
-            sound = flaws.soundness
-            counts = (str(sound.n), str(sound.problems))
-            table.add("", f"flaws of {flaws.source}", *counts, "", interval(sound), interval(flaws.auc))
-    return table
+def _detection(report: EvaluationReport) -> Rows:
+    for found in report.rounds:
+        if found.detection:
+            whole = found.detection.completeness
+            yield found.round, "helpful solutions", whole.n, whole.problems, whole, "", ""
+            for flaws in found.detection.sources:
+                sound = flaws.soundness
+                yield "", f"flaws of {flaws.source}", sound.n, sound.problems, "", sound, flaws.auc
 
 
-def _best_of_n(rounds: Sequence[RoundEvaluation]) -> Table:
-    columns = ("balanced:verifier", "problems:quiet", "natural:helpful", "pass@n", "chance:quiet")
-    table = _table("round", "by", "n", *columns)
-    for found in rounds:
+def _best_of_n(report: EvaluationReport) -> Rows:
+    for found in report.rounds:
         for curves in found.best_of_n or ():
             natural = {point.n: point for point in curves.natural}
             for place, point in enumerate(curves.balanced):
+                first = ("", "") if place else (found.round, curves.source)
+                problems = f"{point.accuracy.n}/{point.accuracy.n + point.excluded}"
                 other = natural.get(point.n)
-                table.add(
-                    *((str(found.round), curves.source) if not place else ("", "")),
-                    str(point.n),
-                    interval(point.accuracy),
-                    f"{point.accuracy.n}/{point.accuracy.n + point.excluded}",
-                    interval(other.accuracy if other else None),
-                    interval(other.pass_at_n if other else None),
-                    f"{other.chance.value:.2f}" if other and other.chance.value is not None else ABSENT,
-                )
-    return table
+                last = (other.accuracy, other.pass_at_n, other.chance.value) if other else [None] * 3
+                yield *first, point.n, point.accuracy, problems, *last
 
 
-def _separability(rounds: Sequence[RoundEvaluation]) -> Table:
-    columns = ("n:quiet:pages", "within correct:helpful", "n:quiet:pages", "within incorrect:sneaky", "n:quiet:pages")
-    table = _table("round", "overall:strong", *columns)
-    for found in rounds:
-        if (probe := found.separability) is not None:
-            cells = [(interval(n), str(n.n)) for n in (probe.overall, probe.correct, probe.incorrect)]
-            table.add(str(found.round), *(text for cell in cells for text in cell))
-    return table
+def _separability(report: EvaluationReport) -> Rows:
+    for found in report.rounds:
+        if probe := found.separability:
+            yield found.round, *(x for one in (probe.overall, probe.correct, probe.incorrect) for x in (one, one.n))
 
 
-def _tax(report: EvaluationReport) -> Table:
-    table = _table("policy", "KL per solution", "per token:quiet", "accuracy:helpful", "tax:strong")
-    found = [(f"baseline {point.name}", point, "") for point in (report.baseline.points if report.baseline else ())]
+def _tax(report: EvaluationReport) -> Rows:
+    found: list[tuple[str, PolicyDistance, Value]] = []
+    found += [(f"baseline {point.name}", point, "") for point in (report.baseline.points if report.baseline else ())]
     for tax in filter(None, (round_.tax for round_ in report.rounds)):
-        cost = interval(tax.tax)
-        found.append((tax.policy.name, tax.policy, cost if tax.in_range or cost == ABSENT else f"≥ {cost}"))
-    for name, point, cost in found:
-        table.add(name, interval(point.kl), interval(point.kl_per_token, digits=3), interval(point.accuracy), cost)
-    return table
+        bound = not tax.in_range and tax.tax.value is not None
+        found.append((tax.policy.name, tax.policy, f"≥ {_text(tax.tax, 2)}" if bound else tax.tax))
+    yield from ((name, point.kl, point.kl_per_token, point.accuracy, cost) for name, point, cost in found)
 
 
-def _calibration(rounds: Sequence[RoundEvaluation]) -> Table:
-    table = _table("round", "probability", "n:quiet", "ECE:verifier", "by chance:quiet", "Brier:verifier")
-    for found in rounds:
-        if found.calibration is None:
-            continue
-        raw = "sigmoid(score)" if found.calibration.raw_is_probability else "sigmoid(score), not a probability"
-        for name, one in ((raw, found.calibration.raw), ("Platt fit, held out", found.calibration.fitted)):
-            if one is not None:
-                chance = ABSENT if one.ece_by_chance is None else f"{one.ece_by_chance:.2f}"
-                table.add(str(found.round), name, str(one.ece.n), interval(one.ece), chance, interval(one.brier))
-    return table
+def _calibration(report: EvaluationReport) -> Rows:
+    for found in report.rounds:
+        if (fits := found.calibration) is not None:
+            raw = "sigmoid(score)" if fits.raw_is_probability else "sigmoid(score), not a probability"
+            for name, one in ((raw, fits.raw), ("Platt fit, held out", fits.fitted)):
+                if one is not None:
+                    yield found.round, name, one.ece.n, one.ece, one.ece_by_chance, one.brier
 
 
-def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
-    table = _table("round", "solutions:quiet", "located:strong", "by guessing:quiet", "gain:verifier")
-    measured = [(found.round, found.localisation) for found in rounds if found.localisation is not None]
-    for round_, one in measured:
-        if one.known:
-            chance = ABSENT if one.chance is None else f"{one.chance:.3f}"
-            table.add(str(round_), str(one.solutions), interval(one.accuracy), chance, interval(one.gain))
-    if measured and not table:
-        table.caption = "Not known by this task."
-    return table
+def _localisation(report: EvaluationReport) -> Rows:
+    for found in report.rounds:
+        if (one := found.localisation) and one.known:
+            yield found.round, one.solutions, one.accuracy, one.chance, one.gain
+
+
+ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
+    "exploit": _exploit,
+    "kinds": _kinds_of_flaws,
+    "detection": _detection,
+    "best_of_n": _best_of_n,
+    "separability": _separability,
+    "tax": _tax,
+    "calibration": _calibration,
+    "localisation": _localisation,
+}
 
 
 # --- charts ------------------------------------------------------------------------------------------------------
@@ -335,16 +267,8 @@ def _localisation(rounds: Sequence[RoundEvaluation]) -> Table:
 
 def evaluation_charts(report: EvaluationReport) -> list[Markup]:
     """Empty where a part was not measured."""
-    rounds = report.rounds
-    by_n = (_balanced_chart(rounds), _natural_chart(rounds))
-    return [
-        _exploit_chart(rounds),
-        _auc_chart(rounds),
-        _roc_chart(rounds),
-        *by_n,
-        _reliability_chart(rounds),
-        _tax_chart(report),
-    ]
+    charts = (_exploit_chart, _auc_chart, _roc_chart, _balanced_chart, _natural_chart, _reliability_chart, _tax_chart)
+    return [chart(report) for chart in charts]
 
 
 def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]], dash: str = "") -> ChartLine:
@@ -354,75 +278,68 @@ def _line(name: str, style: str, points: Iterable[tuple[float | None, Estimate]]
     return ChartLine(name, [[(x, value) for x, value, _, _ in known]], style, dash, dots=True, whiskers=whiskers)
 
 
-def _by_round(rounds: Sequence[RoundEvaluation]) -> XAxis:
-    return round_axis([found.round for found in rounds])
+def _by_round(report: EvaluationReport) -> XAxis:
+    return round_axis([found.round for found in report.rounds])
 
 
-def _exploit_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    lines = []
+def _exploit_chart(report: EvaluationReport) -> Markup:
+    attacks, lines = list(_attacks(report)), []
     for place, kind in enumerate(ATTACKS):
-        points = [
-            (found.round + ASIDE * (place - 1), float(attack.steps))
-            for found, attack in _attacks(rounds)
-            if attack.kind == kind and attack.steps is not None
-        ]
+        own = [(round_, attack.steps) for round_, attack in attacks if attack.kind == kind]
+        points = [(round_ + ASIDE * (place - 1), float(steps)) for round_, steps in own if steps is not None]
         lines.append(ChartLine(kind, [points], f"run-{place}", dots=True))
-    limits = [
-        ReferenceLine(float(limit), "limit") for limit in sorted({attack.limit for _, attack in _attacks(rounds)})
-    ]
+    limits = [ReferenceLine(float(limit), "limit") for limit in sorted({attack.limit for _, attack in attacks})]
     unit = "optimizer steps of a fresh attacker; at the limit: no exploit was found"
-    return line_chart("Steps to exploit", lines, _by_round(rounds), "number", zero=True, references=limits, unit=unit)
+    return line_chart("Steps to exploit", lines, _by_round(report), "number", zero=True, references=limits, unit=unit)
 
 
-def _auc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    kinds = (("own flaws", "sneaky", ""), ("base flaws", "ink", "dotted"), ("previous flaws", "verifier", "dashed"))
-    points: dict[str, list[tuple[float | None, Estimate]]] = {name: [] for name, _, _ in kinds}
-    for found in rounds:
-        sources = (source_of_round(found.round), "base", source_of_round(found.round - 1))
-        for flaws in found.detection.sources if found.detection else ():
-            if flaws.source in sources:
-                points[kinds[sources.index(flaws.source)][0]].append((float(found.round), flaws.auc))
-    lines = [_line(name, style, points[name], dash) for name, style, dash in kinds]
+def _auc_chart(report: EvaluationReport) -> Markup:
+    measured = [(found.round, found.detection.sources) for found in report.rounds if found.detection]
+    lines = []
+    for name, style, dash, source in (
+        ("own flaws", "sneaky", "", source_of_round),
+        ("base flaws", "ink", "dotted", lambda _: BASE_SOURCE),
+        ("previous flaws", "verifier", "dashed", lambda round_: source_of_round(round_ - 1)),
+    ):
+        points = [(float(n), flaws.auc) for n, sources in measured for flaws in sources if flaws.source == source(n)]
+        lines.append(_line(name, style, points, dash))
     unit = "helpful correct against flaws"
-    return line_chart("AUC by round", lines, _by_round(rounds), "auc", references=CHANCE, unit=unit)
+    return line_chart("AUC by round", lines, _by_round(report), "auc", references=CHANCE, unit=unit)
 
 
-def _roc_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    last = next((found for found in reversed(rounds) if found.detection is not None), None)
-    if last is None or last.detection is None:
+def _roc_chart(report: EvaluationReport) -> Markup:
+    measured = [(found.round, found.detection.sources) for found in report.rounds if found.detection]
+    if not measured:
         return Markup()
-    lines = [_roc(flaws, place) for place, flaws in enumerate(last.detection.sources)]
-    title, x = f"ROC of round {last.round}, by source of flaws", XAxis(0.0, 1.0, "false-positive rate")
-    return line_chart(title, lines, x, "share", unit="true-positive rate")
-
-
-def _roc(flaws: FlawDetection, place: int) -> ChartLine:
-    dash = "dashed" if place >= SHADES else ""
-    return ChartLine(flaws.source, [[(x, y) for x, y in flaws.roc]], f"run-{place % SHADES}", dash)
-
-
-def _over_n(rounds: Sequence[RoundEvaluation]) -> tuple[dict[int, float], XAxis]:
-    """The place of each n, and the axis."""
-    curves = [one for found in rounds for one in found.best_of_n or ()]
-    sizes = sorted({point.n for one in curves for points in (one.balanced, one.natural) for point in points})
-    places = {n: float(place) for place, n in enumerate(sizes)}
-    return places, XAxis(-0.25, max(0, len(sizes) - 1) + 0.25, "n", [(at, str(n)) for n, at in places.items()])
-
-
-def _balanced_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    places, x = _over_n(rounds)
+    last, sources = measured[-1]
     lines = [
-        _line(f"round {found.round}", f"run-{found.round % SHADES}", [(places[p.n], p.accuracy) for p in own.balanced])
-        for found in rounds
-        for own in found.best_of_n or ()
-        if own.source != "base"
+        ChartLine(flaws.source, [flaws.roc], f"run-{place % SHADES}", "dashed" if place >= SHADES else "")
+        for place, flaws in enumerate(sources)
+    ]
+    x = XAxis(0.0, 1.0, "false-positive rate")
+    return line_chart(f"ROC of round {last}, by source of flaws", lines, x, "share", unit="true-positive rate")
+
+
+def _own_curves(report: EvaluationReport) -> tuple[list[tuple[int, BestOfNCurves]], dict[int, float], XAxis]:
+    """Best of n by the rounds' own solutions, the place of each n, and the axis."""
+    curves = [(found.round, one) for found in report.rounds for one in found.best_of_n or ()]
+    sizes = sorted({point.n for _, one in curves for points in (one.balanced, one.natural) for point in points})
+    places = {n: float(place) for place, n in enumerate(sizes)}
+    x = XAxis(-0.25, max(0, len(sizes) - 1) + 0.25, "n", [(at, str(n)) for n, at in places.items()])
+    return [(round_, one) for round_, one in curves if one.source != BASE_SOURCE], places, x
+
+
+def _balanced_chart(report: EvaluationReport) -> Markup:
+    measured, places, x = _own_curves(report)
+    lines = [
+        _line(f"round {round_}", f"run-{round_ % SHADES}", [(places[p.n], p.accuracy) for p in own.balanced])
+        for round_, own in measured
     ]
     return line_chart("Balanced best of n, own solutions", lines, x, "share", references=CHANCE, unit="correct choices")
 
 
-def _natural_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    places, x = _over_n(rounds)
-    measured = [(found, own) for found in rounds for own in found.best_of_n or () if own.source != "base"]
+def _natural_chart(report: EvaluationReport) -> Markup:
+    measured, places, x = _own_curves(report)
     if not measured:
         return Markup()
     last, own = measured[-1]
@@ -431,23 +348,23 @@ def _natural_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
         _line("chosen by the verifier", "verifier", [(places[p.n], p.accuracy) for p in own.natural]),
         _line("drawn at random", "ink", [(places[p.n], p.chance) for p in own.natural], "dashed"),
     ]
-    return line_chart(f"Best of n helpful solutions, round {last.round}", lines, x, "share", unit="correct")
+    return line_chart(f"Best of n helpful solutions, round {last}", lines, x, "share", unit="correct")
 
 
-def _reliability_chart(rounds: Sequence[RoundEvaluation]) -> Markup:
-    last = next((found for found in reversed(rounds) if found.calibration is not None), None)
-    if last is None or last.calibration is None:
+def _reliability_chart(report: EvaluationReport) -> Markup:
+    measured = [(found.round, found.calibration) for found in report.rounds if found.calibration]
+    if not measured:
         return Markup()
+    last, fits = measured[-1]
     lines = [ChartLine("calibrated", [[(0.0, 0.0), (1.0, 1.0)]], "ink", "dotted")]
-    measured = (
-        ("sigmoid(score)", "verifier", last.calibration.raw),
-        ("Platt fit, held out", "run-1", last.calibration.fitted),
-    )
-    for name, style, errors in measured:
+    for name, style, errors in (
+        ("sigmoid(score)", "verifier", fits.raw),
+        ("Platt fit, held out", "run-1", fits.fitted),
+    ):
         if errors is not None:
             lines.append(_line(name, style, [(one.predicted, one.correct) for one in errors.bins]))
     x = XAxis(0.0, 1.0, "predicted")
-    return line_chart(f"Reliability, round {last.round}", lines, x, "share", unit="correct, by predicted probability")
+    return line_chart(f"Reliability, round {last}", lines, x, "share", unit="correct, by predicted probability")
 
 
 def _tax_chart(report: EvaluationReport) -> Markup:
