@@ -14,6 +14,7 @@ from rich.text import Text
 
 from pvg.reporting.formats import (
     HOME_PHASES,
+    SHOWN,
     compact,
     duration,
     metric_display,
@@ -23,7 +24,7 @@ from pvg.reporting.formats import (
     short_seconds,
     trend,
 )
-from pvg.reporting.terminal import HELPFUL, QUIET, SNEAKY, VERIFIER, BudgetBar, percent_short, rounds_table
+from pvg.reporting.terminal import QUIET, BudgetBar, percent_short, rounds_table
 from pvg.telemetry.events import PhaseInfo, Progress
 from pvg.telemetry.spans import total_seconds
 from pvg_cli.display import Display, framed, progress_row
@@ -36,26 +37,8 @@ RATE_WINDOW = 20  # reports that the rate is averaged over, so that one slow ste
 BUDGET_WINDOW = 10  # steps that the time budget is averaged over
 PHASES = ("mint", "train_verifier", "train_prover", "checkpoint")
 PLAY_PHASES = ("train_prover", "checkpoint")  # of self-play
-# The most important numbers, in two columns: a metric and its colour, on the left and on the right.
-NUMBERS = (
-    ("helpful_accuracy", HELPFUL, "verifier_auc", VERIFIER),
-    ("sneaky_error_rate", SNEAKY, "pair_accuracy", VERIFIER),
-    ("fooled_rate", SNEAKY, "score_gap", VERIFIER),
-    ("malformed", QUIET, "tokens_per_s", "blue"),
-)
-PLAY_NUMBERS = (  # self-play has one role and no verifier
-    ("reward_mean", HELPFUL, "entropy", QUIET),
-    ("legal", HELPFUL, "tokens_per_s", "blue"),
-)
-WARMUP_NUMBERS = (("loss", HELPFUL, "grad_norm", QUIET),)  # in the warm start there are no solutions yet
-LINE_METRICS = (
-    *("held_out_loss_before", "held_out_loss_after", "helpful_accuracy", "sneaky_error_rate", "fooled_rate"),
-    *("verifier_auc", "pair_accuracy", "legal", "tokens_per_s"),
-)
-ROUND_METRICS = (
-    *("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "fooled_rate_previous", "fooled_rate_base"),
-    *("verifier_auc", "verifier_auc_previous"),
-)
+LIVE = SHOWN["live"]
+LINE_METRICS, ROUND_METRICS = LIVE["line_metrics"], LIVE["round_metrics"]
 
 
 class RunDisplay(Display):
@@ -285,8 +268,8 @@ class RunDisplay(Display):
             table.add_column(no_wrap=True, style=QUIET, width=17)
             table.add_column(no_wrap=True, justify="right", width=8)
             table.add_column(no_wrap=True, ratio=1)
-        numbers = WARMUP_NUMBERS if self._warming else PLAY_NUMBERS if self.phases == PLAY_PHASES else NUMBERS
-        for left, left_style, right, right_style in numbers:
+        which = "warmup_numbers" if self._warming else "play_numbers" if self.phases == PLAY_PHASES else "numbers"
+        for left, left_style, right, right_style in LIVE[which]:
             table.add_row(*self._number(left, left_style, spark), *self._number(right, right_style, spark))
         return table
 

@@ -1,4 +1,5 @@
-"""Numbers as short text: percentages, scores, durations, sparklines, and how each metric of a run is shown.
+"""Numbers as short text: percentages, scores, durations, sparklines, and how each metric of a run is shown
+(formats.toml).
 
 Pure functions of numbers; the terminal tables, the live display and the HTML page share them.
 """
@@ -7,28 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pvg.telemetry.catalogue import LABELS, METRICS
-from pvg.telemetry.spans import UNACCOUNTED
 
-# The parts of a time budget: their order and their families, on the terminal and on pages.
-
-
-OTHER = "other"
-
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "sampling": ("rollout", "decode", "prefill", "grade"),
-    "scoring": ("score", "score_service", "score_queue"),
-    "training": ("forward_backward", "reference", "recompute", "optimizer", "credit", "pack", "draw_pairs"),
-    "bookkeeping": ("sync", "checkpoint", "evaluate", "record", "open_models"),
-    "waiting": ("wait_for_rollouts", "wait_for_pairs", "wait_for_demonstrations", "wait_for_weights"),
-    OTHER: (),
-    UNACCOUNTED: (UNACCOUNTED,),
-}
+SHOWN: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+HOME_PHASES: dict[str, str] = SHOWN["home_phases"]  # metric -> the phase whose values form its curve
+FAMILIES: dict[str, list[str]] = SHOWN["families"]  # family of work -> parts of a time budget
+OTHER = "other"  # the family of unknown parts
 SHADES = 4  # per family; the fifth part has the first shade again
 
 _FAMILY_OF = {part: family for family, parts in FAMILIES.items() for part in parts}
@@ -82,53 +74,8 @@ class MetricDisplay:
     higher_is_better: bool | None = None
 
 
-# Unit of the catalogue -> style; of all other units: a plain number.
-UNIT_STYLES: dict[str, NumberStyle] = {
-    "share": "share",
-    "score": "score",
-    "reward": "score",
-    "s": "seconds",
-    "bytes": "bytes",
-    "tokens/s": "rate",
-    "pairs/s": "rate",
-    "count": "rate",
-    "pairs": "rate",
-}
-# Not in a run's metrics file: computed by reports.
-COMPUTED = {
-    "prover_step_s": MetricDisplay("prover step, median", "seconds", False),
-    "verifier_step_s": MetricDisplay("verifier step, median", "seconds", False),
-    "time_in_phases_s": MetricDisplay("time in phases", "seconds", False),
-}
-
-# The phase whose values form the curve of a metric. Mint samples come from another prover and checkpoint samples from
-# other problems, so a line through all phases would show jumps where nothing happened.
-HOME_PHASES = {
-    "helpful_accuracy": "train_prover",
-    "sneaky_error_rate": "train_prover",
-    "fooled_rate": "train_prover",
-    "score_gap": "train_prover",
-    "malformed": "train_prover",
-    "truncated": "train_prover",
-    "pair_accuracy": "train_verifier",
-    "verifier_auc": "train_verifier",
-}
-
 # The phases that take longer in later rounds of a growing game.
 GROWING_PHASES = ("mint", "train_verifier")
-PHASE_LABELS = {
-    "init": "sample",  # the state that `pvg rollout` leaves a run in
-    "warmup": "warm start",
-    "solve": "solver",
-    "mint": "mint",
-    "train_verifier": "verifier",
-    "train_prover": "prover",
-    "checkpoint": "checkpoint",
-    # of `pvg evaluate`
-    "samples": "sampling",
-    "measures": "measuring",
-    "kl": "KL",
-}
 
 
 @cache
@@ -137,13 +84,13 @@ def metric_display(name: str) -> MetricDisplay:
     label = LABELS.get(name) or name.replace("_", " ")
     entry = next((metric for metric in METRICS.values() if metric.short == name), None)
     if entry is None:
-        return COMPUTED.get(name) or MetricDisplay(label, "number")
-    style: NumberStyle = "auc" if "_auc" in name else UNIT_STYLES.get(entry.unit, "number")
+        return MetricDisplay(*SHOWN["computed"].get(name, (label, "number")))
+    style: NumberStyle = "auc" if "_auc" in name else SHOWN["unit_styles"].get(entry.unit, "number")
     return MetricDisplay(label, style, {"higher": True, "lower": False}.get(entry.better))
 
 
 def phase_label(phase: str) -> str:
-    return PHASE_LABELS.get(phase) or phase.replace("_", " ")
+    return str(SHOWN["phase_labels"].get(phase) or phase.replace("_", " "))
 
 
 def seconds_to_come(
@@ -219,17 +166,9 @@ def sample_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if size < 9.995 else f"{seconds:.1f} s"
 
 
-PEAKS = {
-    "rss_bytes": "peak resident memory of the main process",
-    "worker_rss_bytes": "peak resident memory of the largest worker",
-    "workers_rss_bytes": "sum of the workers' peaks (an upper bound)",
-    "gpu_bytes": "peak memory on a GPU",
-}
-
-
 def peak_memory_texts(peaks: Mapping[str, float]) -> list[tuple[str, str]]:
     """A run's or a benchmark's peak memory as (what, how much)."""
-    return [(what, byte_size(peaks[name])) for name, what in PEAKS.items() if name in peaks]
+    return [(what, byte_size(peaks[name])) for name, what in SHOWN["peaks"].items() if name in peaks]
 
 
 def byte_size(count: float) -> str:

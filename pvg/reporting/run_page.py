@@ -35,6 +35,7 @@ from pvg.reporting.follow import state_of
 from pvg.reporting.formats import (
     ABSENT,
     HOME_PHASES,
+    SHOWN,
     duration,
     in_order,
     metric_display,
@@ -82,17 +83,7 @@ markup = TemplateMacros("run.html.j2")
 # Kinds of tasks whose problems or games pvg.reporting.boards shows. Other runs do not load it.
 DRAWN_TASKS = frozenset({"diplomacy_mini", "diplomacy_plan", "play"})
 
-# Key figures: metric and colour.
-TILES = (
-    ("helpful_accuracy", "helpful"),
-    ("sneaky_error_rate", "sneaky"),
-    ("fooled_rate", "sneaky"),
-    ("verifier_auc", "verifier"),
-    ("score_gap", "ink"),
-    ("kl", "ink"),
-    ("tokens_per_s", "ink"),
-    ("pairs_per_s", "verifier"),
-)
+SHOWN_METRICS = SHOWN["page"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +192,7 @@ def _tiles(summary: RunSummary) -> list[Tile]:
     base = base_metrics(summary.rounds)
     last = summary.rounds[max(summary.rounds)] if summary.rounds else {}
     tiles: list[Tile] = []
-    for name, style in TILES:
+    for name, style in SHOWN_METRICS["tiles"]:
         series = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         by_round = [summary.rounds[n][name] for n in sorted(summary.rounds) if name in summary.rounds[n]]
         value = last.get(name, series[-1] if series else None)
@@ -358,15 +349,6 @@ def _budget_charts(summary: RunSummary) -> list[Markup]:
 COLOURS = 6
 DASHES = ("", "dashed", "dotted")
 
-BY_STEP = {
-    PROVER: ["helpful_accuracy", "sneaky_error_rate", "fooled_rate", "score_gap", "reward_mean", "kl", "tokens_per_s"],
-    VERIFIER: ["pair_accuracy", "pairs_per_s"],
-}
-BY_ROUND = (
-    *("helpful_accuracy", "sneaky_error_rate", "fooled_rate", "fooled_rate_previous", "fooled_rate_base"),
-    *("accepted_helpful", "verifier_auc", "score_gap", "malformed"),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
@@ -463,7 +445,7 @@ def _columns(first: str, runs: Sequence[ComparedRun]) -> list[Column]:
 
 def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
     charts = []
-    for phase, metrics in BY_STEP.items():
+    for phase, metrics in SHOWN_METRICS["by_step"].items():
         lengths: dict[int, int] = {}
         for run in runs:
             for round_, length in StepAxis(run.summary.steps, phase).lengths.items():
@@ -482,7 +464,7 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
     axes = [RoundAxis(run.summary.rounds) for run in runs]
     x = round_axis(numbers, base=any(axis.base for axis in axes))
     charts = []
-    for metric in BY_ROUND if len(numbers) > 1 else ():
+    for metric in SHOWN_METRICS["by_round"] if len(numbers) > 1 else ():
         lines = [axis.line(metric, run.name, run.style, run.dash) for axis, run in zip(axes, runs, strict=True)]
         charts.append(line_chart(metric_display(metric).label, lines, x, metric_display(metric).style))
     lead = "At the end of each round, on problems that no model trained on."

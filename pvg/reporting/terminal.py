@@ -20,8 +20,8 @@ from rich.text import Text
 from pvg.errors import counted
 from pvg.reporting.formats import (
     HOME_PHASES,
+    SHOWN,
     BudgetPart,
-    NumberStyle,
     duration,
     in_order,
     metric_display,
@@ -51,53 +51,10 @@ if TYPE_CHECKING:
 
 HELPFUL, SNEAKY, VERIFIER, QUIET, HEADING = "green", "magenta", "cyan", "bright_black", "bold"
 
-# Of the rounds table: metric, title, short title, style, and where the column is shown. Short titles have two lines, so
-# that all columns fit in the live display at 80 columns.
-ROUND_COLUMNS: tuple[tuple[str, Column], ...] = (
-    ("helpful_accuracy", Column("helpful accuracy", "right", "helpful", "helpful\naccuracy")),
-    ("sneaky_error_rate", Column("sneaky error rate", "right", "sneaky", "sneaky\nerrors")),
-    ("fooled_rate", Column("fooled rate", "right", "sneaky", "fooled\nrate")),
-    ("fooled_rate_previous", Column("fooled by previous", "right", "", "fooled by\nprevious")),
-    ("fooled_rate_base", Column("fooled by base", "right", "", "fooled by\nbase")),
-    ("accepted_helpful", Column("helpful accepted", "right", "helpful", "helpful\naccepted")),
-    ("verifier_auc", Column("verifier AUC", "right", "verifier", "verifier\nAUC")),
-    ("verifier_auc_previous", Column("AUC on previous", "right", "verifier", "AUC on\nprevious")),
-    ("score_gap", Column("score gap", "right", on="pages")),
-    ("malformed", Column("malformed", "right", on="pages")),
-    ("points_random", Column("points against random", "right", "", "points\nrandom", on="pages")),
-    ("points_greedy", Column("points against greedy", "right", "", "points\ngreedy", on="pages")),
-    ("points_base", Column("points against base", "right", "", "points\nbase", on="pages")),
-    ("gain_random", Column("gain against random", "right", "", "gain\nrandom", on="pages")),
-    ("gain_greedy", Column("gain against greedy", "right", "", "gain\ngreedy", on="pages")),
-    ("gain_base", Column("gain against base", "right", "", "gain\nbase", on="pages")),
-)
-
-KEY_METRICS = (
-    "helpful_accuracy",
-    "sneaky_error_rate",
-    "accepted_helpful",
-    "fooled_rate",
-    "score_gap",
-    "pair_accuracy",
-    "reward_mean",
-    "legal",
-    "kl",
-    "malformed",
-    "zero_signal",
-    "truncated",
-    "tokens_per_s",
-    "cache_hit_rate",
-)
-
-# By family of work (pvg.reporting.formats), as on the page.
-FAMILY_COLOURS: dict[str, tuple[str, ...]] = {
-    "sampling": ("yellow", "bright_yellow"),
-    "scoring": ("cyan", "bright_cyan"),
-    "training": ("red", "bright_red"),
-    "bookkeeping": ("blue", "bright_blue"),
-    "waiting": ("white",),
-    "other": ("bright_white",),
-    "unaccounted": (QUIET,),
+TERMINAL = SHOWN["terminal"]
+# Of the rounds table, by metric.
+ROUND_COLUMNS = {
+    name: Column(title, "right", style, short, on) for name, title, style, short, on in TERMINAL["round_columns"]
 }
 SMALL_PART = 0.005  # of the whole
 # The characters of the parts in a bar without colours.
@@ -110,7 +67,7 @@ def rounds_table(rounds: Mapping[int, Mapping[str, float]]) -> Table:
     measured = {name for metrics in rounds.values() for name in metrics}
     self_play = any(name.startswith("points_") for name in measured)  # no verifier, so only what was measured
     columns = {}
-    for name, column in ROUND_COLUMNS:
+    for name, column in ROUND_COLUMNS.items():
         if name in measured:
             columns[name] = replace(column, on="everywhere") if self_play else column
         elif column.on == "everywhere" and not self_play:
@@ -210,7 +167,7 @@ def part_colours(parts: Iterable[str]) -> dict[str, str]:
     """A colour for each part of a budget, by its family; unaccounted time is grey."""
     colours = {}
     for part in in_order([*parts, UNACCOUNTED]):
-        shades = FAMILY_COLOURS[part.family]
+        shades = SHOWN["family_colours"][part.family]
         colours[part.name] = shades[part.shade % len(shades)]
     return colours
 
@@ -289,7 +246,7 @@ def metrics_table(summary: RunSummary) -> Table:
     titles = ("first", "last", "lowest", "highest")
     columns = [Column(), *(Column(title, "right", wrap=False) for title in titles)]
     table = Table([*columns, Column("over the steps", style="verifier", wrap=False)])
-    for name in KEY_METRICS:
+    for name in TERMINAL["key_metrics"]:
         values = summary.series(name, HOME_PHASES.get(name)) or summary.series(name)
         if values:
             ends = (values[0], values[-1], min(values), max(values))
@@ -335,16 +292,6 @@ def parts_table(budget: dict[str, float], busy: dict[str, float], steps: dict[st
     return table
 
 
-DEVICE_FACTS: tuple[tuple[str, str, str, NumberStyle], ...] = (
-    ("processors in use, mean", "cpu", "mean", "share"),
-    ("cores used by pvg, mean", "process_cpu", "mean", "number"),
-    ("largest resident memory", "rss_bytes", "max", "bytes"),
-    ("memory of the machine", "memory_total_bytes", "last", "bytes"),
-)
-GPU_FACTS: tuple[tuple[str, str, str, NumberStyle], ...] = (
-    ("GPU {} in use, mean", "gpu{}_utilisation", "mean", "share"),
-    ("GPU {} memory, most", "gpu{}_memory_bytes", "max", "bytes"),
-)
 GPU_USE = re.compile(r"gpu(\d+)_utilisation")
 LAGS = (("typically", "median_p50_s"), ("worst p90", "worst_p90_s"), ("p99", "worst_p99_s"), ("longest", "worst_max_s"))
 
@@ -353,7 +300,8 @@ def machine_facts(summary: RunSummary) -> list[tuple[str, str]]:
     """(what, how much) of device, peak memory, workers and event loop, as far as the run recorded them."""
     device, lags = reading_ranges(summary.device), lag_summary(summary.loop)
     gpus = sorted(int(match[1]) for name in device if (match := GPU_USE.fullmatch(name)))
-    rows = [*DEVICE_FACTS, *((a.format(n), b.format(n), of, style) for n in gpus for a, b, of, style in GPU_FACTS)]
+    rows = [*TERMINAL["device_facts"]]
+    rows += [(a.format(n), b.format(n), of, style) for n in gpus for a, b, of, style in TERMINAL["gpu_facts"]]
     found = [(label, value_text(style, device[name][of])) for label, name, of, style in rows if name in device]
     found += peak_memory_texts(summary.peak_memory)
     if summary.workers:
