@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # These modules write the tables and the curves of a run and of its evaluation.
 SHOWN_BY = ("formats.py", "terminal.py", "run_sections.py", "evaluation.py")
+DATA = ("formats.toml", "evaluation.toml")
 ABBREVIATION = re.compile(r"\b[A-Z]{2,}\b")
 
 
@@ -49,6 +50,9 @@ def sentences(path: Path) -> Iterator[str]:
 def test_the_glossary_has_every_abbreviation_that_the_display_and_the_reports_show() -> None:
     texts = [metric.meaning for metric in METRICS.values()] + list(LABELS.values())
     texts += [text for name in SHOWN_BY for text in sentences(ROOT / "pvg" / "reporting" / name)]
+    texts += re.findall(
+        r"^[^#].*", "\n".join((ROOT / "pvg/reporting" / name).read_text() for name in DATA), re.MULTILINE
+    )
     shown = {word for text in texts for word in ABBREVIATION.findall(text)}
     assert {"AUC", "KL", "ROC"} <= shown
     assert shown - terms() == set()

@@ -52,14 +52,7 @@ from pvg.reporting.run_sections import (
     throughput_section,
 )
 from pvg.reporting.run_summary import RunState, RunSummary, base_metrics, read_run, state_word
-from pvg.reporting.solutions import (
-    RoundScores,
-    SolutionPair,
-    round_scores,
-    shown_solution,
-    solution_pairs,
-    threshold_of,
-)
+from pvg.reporting.solutions import Example, RoundScores, round_scores, shown_solution, solution_pairs, threshold_of
 from pvg.reporting.table import (
     Column,
     LegendKey,
@@ -95,7 +88,7 @@ class RunData:
     summary: RunSummary
     experiment: Experiment
     scores: list[RoundScores] = field(default_factory=list)
-    pairs: list[SolutionPair] = field(default_factory=list)
+    pairs: list[list[Example]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     evaluation: EvaluationReport | None = None
     drawing: PageSection | None = None
@@ -215,28 +208,18 @@ def _alerts(summary: RunSummary) -> PageSection:
 
 def _onwards(data: RunData) -> PageSection:
     """Commands to type next."""
-    name = RunDirectory(data.summary.path).argument
     resumable = data.summary.status in ("unfinished", "empty") and data.state not in ("running", "silent")
-    commands = [
-        *([(f"pvg train --resume {name}", "continue the run")] if resumable else []),
-        (f"pvg evaluate {name}", "measure attackers, detection, best-of-n, and more"),
-        (f"pvg export {name} --player prover --out DIR", "write a Hugging Face folder"),
-        (f"pvg watch {name}", "follow the run and browse its solutions, live"),
-        (f"pvg report {name} OTHER", "compare with another run"),
-        (f"pvg diagnose {name}", "find what slowed the run down"),
-        (f"pvg profile --run {name}", "write a timeline of what ran when, for Perfetto"),
-    ]
-    lead = f"The folder of the run is {data.summary.path}."
-    return PageSection("onwards", "Next steps", [elements.commands(commands)], lead)
+    commands = markup.onwards(RunDirectory(data.summary.path).argument, resumable)
+    return PageSection("onwards", "Next steps", [commands], f"The folder of the run is {data.summary.path}.")
 
 
 def solutions_section(data: RunData) -> PageSection:
     """What both roles wrote to some problems of the newest round, with scores and grades."""
     body = []
     for pair in data.pairs:
-        threshold = threshold_of(data.summary, pair.round)
-        sides = [shown_solution(side, threshold) for side in (pair.helpful, pair.sneaky) if side is not None]
-        body.append(markup.pairing(pair.question, pair.reference, sides))
+        threshold = threshold_of(data.summary, pair[0].round)
+        sides = [shown_solution(side, threshold) for side in pair]
+        body.append(markup.pairing(pair[0].question, pair[0].reference, sides))
     lead = (
         "Of the newest round: the flaws with the highest scores, each next to a helpful solution of the same problem."
     )

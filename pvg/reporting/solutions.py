@@ -116,27 +116,16 @@ class Example:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class SolutionPair:
-    """The solutions of both roles of one prover to the same problem; either may be missing."""
-
-    round: int
-    question: str
-    reference: str
-    helpful: Example | None
-    sneaky: Example | None
-
-
 def choose_examples(run: RunDirectory, each: int = 2) -> list[Example]:
-    """The solutions of `solution_pairs`, one after the other."""
-    pairs = solution_pairs(run, each)
-    return [side for pair in pairs for side in (pair.sneaky, pair.helpful) if side is not None]
+    """The solutions of `solution_pairs`, one after the other, the sneaky ones first."""
+    return [side for pair in solution_pairs(run, each) for side in reversed(pair)]
 
 
-def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
+def solution_pairs(run: RunDirectory, each: int) -> list[list[Example]]:
     """At most `each` problems of the newest round with scores: the flaws with the highest scores, each with a helpful
     solution of the same problem. If no flaw has one: also helpful solutions with scores near the median. Without
-    scores (`pvg rollout`), any solutions. Empty when nothing is committed.
+    scores (`pvg rollout`), any solutions. Empty when nothing is committed. Each pair has the helpful solution first;
+    either may be missing.
 
     Raises DamagedFileError when a committed shard that is looked at is damaged.
     """
@@ -150,16 +139,15 @@ def solution_pairs(run: RunDirectory, each: int) -> list[SolutionPair]:
     pairs = []
     for flaw in _distinct(flaws, each):
         partners = sorted(helpful.get(flaw.problem_id, []), key=lambda r: not r.grade.correct)
-        partner = example_of(partners[0], "a solution of the same problem") if partners else None
-        shown = example_of(flaw, "a flaw" if flaw.score is None else "a flaw with a high score")
-        pairs.append(SolutionPair(flaw.round, flaw.question, flaw.reference, partner, shown))
-    if any(pair.helpful for pair in pairs):
+        pair = [example_of(partner, "a solution of the same problem") for partner in partners[:1]]
+        pairs.append([*pair, example_of(flaw, "a flaw" if flaw.score is None else "a flaw with a high score")])
+    if any(len(pair) > 1 for pair in pairs):
         return pairs
     solutions = [r for r in rollouts if r.role is Role.HELPFUL]
     ranked = sorted([r for r in solutions if r.grade.correct] or solutions, key=_score)
     middle = _score(ranked[len(ranked) // 2]) if ranked else 0.0
     alone = _distinct(sorted(ranked, key=lambda r: abs(_score(r) - middle)), each)
-    return pairs + [SolutionPair(r.round, r.question, r.reference, example_of(r, "a solution"), None) for r in alone]
+    return pairs + [[example_of(r, "a solution")] for r in alone]
 
 
 def _newest_rollouts(run: RunDirectory) -> list[Rollout]:
@@ -313,13 +301,6 @@ MOST_CHARACTERS = 60_000_000  # 25,000 solutions of 2,000 characters; a browser 
 LONGEST_STORED = 100_000  # characters of one text
 LEVEL = 5  # of gzip
 PAGE = 50  # solutions of one page of the list
-ROLES = ("helpful", "sneaky")
-# "flaw": a wrong sneaky solution that is well formed (and proven, if its task requires that).
-GRADES = ("correct", "wrong", "malformed", "flaw")
-ORDERS = {name: name for name in ("newest", "oldest", "highest", "lowest", "longest", "shortest")}
-ORDERS |= {"highest": "highest score", "lowest": "lowest score"}
-# The fields of the form that are numbers. All ranges include their ends.
-NUMBERS = {"first_step": "step from", "last_step": "step to", "lowest": "score from", "highest": "score to"}
 markup = TemplateMacros("rollouts.html.j2")
 
 
@@ -394,7 +375,8 @@ def _row(stored: StoredRollouts, rollout: Rollout, phase: str, threshold: float 
 
 
 def _grade_word(rollout: Rollout) -> str:
-    """The narrowest of GRADES that fits."""
+    """The narrowest that fits. "flaw": a wrong sneaky solution that is well formed (and proven, if the task requires
+    that)."""
     if not rollout.grade.well_formed:
         return "malformed"
     return "correct" if rollout.grade.correct else "flaw" if rollout.is_flaw else "wrong"
@@ -407,14 +389,8 @@ def _shown(text: str) -> str:
 def rollouts_file(stored: StoredRollouts, run: RunDirectory, summary: RunSummary, report: str) -> str:
     """The whole page. `report`: the file name of the run's page, which is beside it."""
     title = elements.title("All rollouts", summary.name)
-    choices = {
-        "role": [(role, role) for role in ROLES],
-        "grade": [(grade, grade) for grade in GRADES],
-        "round": [(round_, round_) for round_ in sorted(stored.rounds)],
-        "phase": list(stored.phases.items()),
-    }
-    form = markup.form(choices, ORDERS, NUMBERS)
-    body = [elements.notes(_notes(stored, run)), markup.browser(form), markup.packed(_packed(stored))]
+    browser = markup.browser(markup.form(sorted(stored.rounds), stored.phases))
+    body = [elements.notes(_notes(stored, run)), browser, markup.packed(_packed(stored))]
     return page(f"{summary.name}: rollouts", [title, *body], [], rollouts_kind(report))
 
 

@@ -38,7 +38,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import pvg
-from pvg.errors import MissingRequirementError, UsageError
+from pvg.errors import MissingRequirementError, UsageError, counted
+from pvg.reporting.formats import compact, duration, phase_label
 from pvg.store.atomic import write_output
 
 # Control characters that HTML does not allow, and marks that change the direction of the following text.
@@ -111,7 +112,7 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
     finalize=showable,
 )
-TEMPLATES.filters["number"] = number
+TEMPLATES.filters |= {each.__name__: each for each in (number, compact, counted, duration, phase_label)}
 
 
 class TemplateMacros:

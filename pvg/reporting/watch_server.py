@@ -27,13 +27,11 @@ from typing import Any
 
 from aiohttp import web
 
-from pvg.errors import counted
 from pvg.evaluation.report import REPORT_FILE
 from pvg.inputs import LOOPBACK
-from pvg.reporting.follow import RunProgress, RunSituation, progress_of, situation
-from pvg.reporting.formats import compact, duration, phase_label
+from pvg.reporting.follow import RunSituation, progress_of, situation
 from pvg.reporting.run_page import DRAWN_TASKS, RunData, collect, run_page
-from pvg.reporting.run_summary import RunState, RunSummary, committed_state, read_run
+from pvg.reporting.run_summary import RunSummary, committed_state, read_run
 from pvg.reporting.solutions import rollouts_file, rollouts_kind, stored_rollouts
 from pvg.reporting.table import CHARTS, LIVE_SCRIPT, PageKind, elements, policy_of
 from pvg.servers.process import LocalServer
@@ -104,7 +102,7 @@ class LiveRun:
         data = replace(self._data, summary=summary, state=now.state, rollouts=ROLLOUTS)
         progress = progress_of(summary)
         solutions = sum(int(shard["rows"]) for shard in self._state.get("shards", ()))
-        live = elements.now(_texts(summary, now, progress, solutions), progress.share if progress else 0.0)
+        live = elements.now(summary, now, progress, solutions, self.run.argument)
         sheets = (*LIVE.sheets, "board.css") if data.experiment.task.kind in DRAWN_TASKS else LIVE.sheets
         return run_page(data, [live], replace(LIVE, sheets=sheets))
 
@@ -116,42 +114,6 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _texts(summary: RunSummary, now: RunSituation, progress: RunProgress | None, solutions: int) -> dict[str, str]:
-    """The sentences below the title."""
-    place, left = "Nothing is recorded yet.", ""
-    if progress is not None and now.state == "finished":
-        place = f"{counted(len(summary.rounds), 'round')} done"
-    elif progress is not None:
-        of = "" if progress.of is None else f" of {compact(progress.of)}"
-        rounds = f"round {progress.round} ({progress.round + 1} of {summary.rounds_planned})"
-        place = f"{rounds}, {phase_label(progress.phase)}, step {compact(progress.step)}{of}"
-        if now.state == "running" and progress.left_s is not None:
-            left = f"{duration(progress.left_s)} left in this phase"
-    return {
-        "place": place,
-        "left": left,
-        "solutions": f"{counted(solutions, 'stored solution')}, {counted(len(summary.alerts), 'alert')}",
-        "sign": _sign(now, RunDirectory(summary.path)),
-    }
-
-
-def _sign(situation: RunSituation, run: RunDirectory) -> str:
-    resume = f"pvg train --resume {run.argument}"
-    who = "" if situation.process is None else f"process {situation.process} on {situation.host}"
-    ago = "" if situation.quiet_s is None else f"last sign of life {duration(situation.quiet_s)} ago"
-    sentences: dict[RunState, str] = {
-        "waiting": "The run has not begun.",
-        "running": who,
-        "silent": f"{who} is there, but is silent: {ago}",
-        "finished": "",
-        "stopped": f"Continue it with: {resume}",
-        "failed": "Its process ended before the run did. Its message is on its terminal and in events.log.",
-        "died": f"{who} is gone and did not end the run: {ago}. Continue it with: {resume}",
-        "removed": "The folder of the run is gone.",
-    }
-    return sentences[situation.state]
 
 
 HEADERS = {
