@@ -158,13 +158,14 @@ def _last_kl(facts: RunFacts, number: int) -> Found:
     return next((step["kl"] for step in reversed(_prover_steps(facts, number)) if "kl" in step), None)
 
 
-def _steps_to_exploit(kind: str, round_: Mapping[str, Any]) -> Found:
-    """Steps until a new attacker with reward `kind` had exploited the round's verifier. Censored if it did not succeed
-    within its steps; None if the attack could not be judged."""
-    attack = _at(f"exploit[kind={kind}]", round_)
-    if attack is None or attack["status"] not in ATTACKED:
-        return None
-    return MeasuredValue(float(attack["steps"]), censored=attack["status"] == "censored")
+def _at_path(path: str, round_: Mapping[str, Any]) -> Found:
+    """Of an attack: the steps until it had exploited the round's verifier. Censored if it did not succeed within its
+    steps; None if it could not be judged."""
+    found = _at(path, round_)
+    if not isinstance(found, Mapping):
+        return found  # type: ignore[no-any-return]
+    known = found["status"] in ATTACKED
+    return MeasuredValue(float(found["steps"]), censored=found["status"] == "censored") if known else None
 
 
 def _worst_auc_of_learnt(round_: Mapping[str, Any]) -> Found:
@@ -205,51 +206,29 @@ def _of_a_round() -> Iterator[StudyMeasure]:
             yield StudyMeasure(name, look.label, look.style, higher, metric.meaning, read)
 
 
-# Of a run: name, label, style, whether higher is better, meaning, its values.
-OF_A_RUN: list[tuple[str, str, NumberStyle, bool | None, str, Read]] = [
-    ("accuracy_gain", "accuracy gain", "share", True, "helpful_accuracy minus the base prover's.", by_round(_gain)),
-    ("kl", "KL to start", "number", None, "KL at the prover's last step.", by_round(_last_kl)),
-    ("prover_steps", "prover steps", "number", None, "The prover's steps.",
-     by_round(lambda facts, number: float(len(_prover_steps(facts, number))))),
-]  # fmt: skip
-_DATA = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-LEAST_SAMPLES = {"best_of_n": 2, "best_of_n_excluded": 2, "best_of_n_natural": 4}
-
-
-def _of_evaluations() -> Iterator[StudyMeasure]:
-    for name, label, style, better, meaning, part, path in _DATA["of_an_evaluation"]:
-        higher = None if better == "" else better
-        read, least = of_evaluation(partial(_at, path)), LEAST_SAMPLES.get(name, 0)
-        compared = higher is not None
-        yield StudyMeasure(name, label, style, higher, meaning, read, parts=(part,), compared=compared, samples=least)
-    for kind in KINDS:
-        name, label = f"steps_to_exploit_{kind}", f"steps to exploit, {kind}"
-        meaning = f"Steps until a new sneaky prover with reward {kind} had exploited the round's verifier."
-        read = of_evaluation(partial(_steps_to_exploit, kind))
-        yield StudyMeasure(name, label, "number", True, meaning, read, parts=("exploit",), attack=kind)
-        name, label = f"soundness_attack_{kind}", f"soundness, {kind} attack"
-        meaning = f"Flaws of a new {kind} attacker that the round's verifier rejects."
-        read = of_evaluation(partial(_at, f"detection.sources[source=attack-{kind}].soundness.value"))
-        yield StudyMeasure(name, label, "share", True, meaning, read, parts=("detection", "exploit"), attack=kind)
-    meaning = "The lowest detection_auc against the flaws of the base prover or of an earlier round's prover."
-    read = of_evaluation(_worst_auc_of_learnt)
-    yield StudyMeasure(
-        "detection_auc_worst", "detection AUC, worst", "auc", True, meaning, read, parts=("detection",)
-    )  # fmt: skip
-
-
 def _seconds(facts: RunFacts) -> Series:
     return [_finite(facts.summary.seconds)]
 
 
-def _table() -> Iterator[StudyMeasure]:
-    yield from _of_a_round()
-    yield from (StudyMeasure(*row) for row in OF_A_RUN)
-    meaning = "Seconds of all phases."
-    yield StudyMeasure(
-        "seconds", "time in phases", "seconds", False, meaning, _seconds, by_round=False, compared=False
-    )  # fmt: skip
-    yield from _of_evaluations()
+READERS: dict[str, Read] = {
+    "gain": by_round(_gain),
+    "kl": by_round(_last_kl),
+    "steps": by_round(lambda facts, number: float(len(_prover_steps(facts, number)))),
+    "seconds": _seconds,
+    "worst_auc": of_evaluation(_worst_auc_of_learnt),
+}
 
 
-MEASURES = {measure.name: measure for measure in _table()}
+def _of_data() -> Iterator[StudyMeasure]:
+    """The other measures, from measures.toml."""
+    for given in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["measures"]:
+        for kind in KINDS if "attack" in given else ("",):
+            texts = {key: text.replace("{kind}", kind) for key, text in given.items() if isinstance(text, str)}
+            row: dict[str, Any] = {**given, **texts}
+            path, better = row.pop("path", ""), row.pop("better", None)
+            read = of_evaluation(partial(_at_path, path)) if path else READERS[row.pop("read")]
+            row |= {"parts": tuple(row.get("parts", ())), "attack": kind}
+            yield StudyMeasure(**{"compared": better is not None, **row}, higher_is_better=better, read=read)
+
+
+MEASURES = {measure.name: measure for measures in (_of_a_round(), _of_data()) for measure in measures}
