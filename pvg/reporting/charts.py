@@ -294,35 +294,31 @@ def stacked_chart(title: str, columns: Sequence[tuple[float, Mapping[str, float]
     return _figure(title, x, {"style": "seconds", "zero": True}, series, unit, note, says, stacked=True)
 
 
-class HistogramKind(NamedTuple):
-    """One kind of solutions in a histogram: its counts by bin. Kinds `above` the axis are drawn upwards, the others
-    downwards."""
-
-    name: str
-    style: str
-    counts: Sequence[int]
-    above: bool
+Ints = NDArray[np.int64]
+# Kinds of solutions in a histogram: helpful ones above the axis, sneaky ones below, the second of each light.
+HALVES = {"helpful": ("helpful correct", "helpful wrong"), "sneaky": ("sneaky flaw", "sneaky correct")}
 
 
 def mirrored_histogram(
-    title: str, edges: Sequence[float], kinds: Sequence[HistogramKind], *, threshold: float | None, most: int, note: str
+    title: str, edges: Sequence[float], counts: Mapping[str, Ints], *, threshold: float | None, most: int, note: str
 ) -> Markup:
-    """Counts by score: helpful solutions above the axis, sneaky ones below. `most`: the count of a full half. On the
+    """Counts by score of each kind in HALVES. `most`: the count of a full half. On the
     scale of the inverse hyperbolic sine, small bars stay visible if a sure verifier puts nearly all into one."""
     middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
     marks = [] if threshold is None else [(threshold, "accepted →")]
     x = XAxis(edges[0], edges[-1], "score", marks=marks, style="score")
     series = [
         {
-            "name": kind.name,
-            "style": kind.style,
+            "name": name,
+            "style": f"{role} light" if place else role,
             "x": middles,
-            "y": [count if kind.above else -count for count in kind.counts],
+            "y": (counts[name] if role == "helpful" else -counts[name]).tolist(),
         }
-        for kind in kinds
+        for role, half in HALVES.items()
+        for place, name in enumerate(half)
     ]
     y = {"style": "count", "scale": "asinh", "range": [-most, most]}
-    says = ", ".join(f"{sum(kind.counts)} {kind.name}" for kind in kinds)
+    says = ", ".join(f"{counts[name].sum()} {name}" for half in HALVES.values() for name in half)
     return _figure(title, x, y, series, "solutions per bar; helpful above, sneaky below", note, says, stacked=True)
 
 

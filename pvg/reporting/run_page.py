@@ -335,32 +335,28 @@ DASHES = ("", "dashed", "dotted")
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run beside others. `place`: its number among them, which gives its colour and dash."""
+    """A run beside others. `plain`: its settings."""
 
-    name: str
     summary: RunSummary
-    place: int
+    key: LegendKey
     state: RunState
-    plain: Mapping[str, object]  # its settings
+    plain: Mapping[str, object]
 
     @property
-    def style(self) -> str:
-        return f"run-{self.place % COLOURS}"
+    def name(self) -> str:
+        return self.key.label
 
-    @property
-    def dash(self) -> str:
-        return DASHES[self.place // COLOURS % len(DASHES)]
 
-    @property
-    def key(self) -> LegendKey:
-        return LegendKey(self.name, self.style, self.dash)
+def legend_key(name: str, place: int) -> LegendKey:
+    """The colour and the dash of the run or the arm with this number among several."""
+    return LegendKey(name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
 
 
 def compared_runs(directories: Sequence[RunDirectory]) -> list[ComparedRun]:
     """Raises what `read_run` raises."""
     found = zip(distinct_names(directories), directories, strict=True)
     return [
-        ComparedRun(name, read_run(run), place, state_of(run), run.experiment().plain())
+        ComparedRun(read_run(run), legend_key(name, place), state_of(run), run.experiment().plain())
         for place, (name, run) in enumerate(found)
     ]
 
@@ -435,7 +431,7 @@ def _step_charts(runs: Sequence[ComparedRun]) -> list[Markup]:
                 lengths[round_] = max(length, lengths.get(round_, 0))
         axes = [(StepAxis(run.summary.steps, phase, lengths), run) for run in runs]
         for metric in metrics:
-            lines = [axis.line(metric, run.name, run.style, run.dash, bare=True) for axis, run in axes]
+            lines = [axis.line(metric, run.name, run.key.style, run.key.dash, bare=True) for axis, run in axes]
             charts.append(
                 line_chart(metric_display(metric).label, lines, axes[0][0].across(), metric_display(metric).style)
             )
@@ -448,7 +444,7 @@ def _rounds(runs: Sequence[ComparedRun]) -> PageSection:
     x = round_axis(numbers, base=any(axis.base for axis in axes))
     charts = []
     for metric in SHOWN_METRICS["by_round"] if len(numbers) > 1 else ():
-        lines = [axis.line(metric, run.name, run.style, run.dash) for axis, run in zip(axes, runs, strict=True)]
+        lines = [axis.line(metric, run.name, run.key.style, run.key.dash) for axis, run in zip(axes, runs, strict=True)]
         charts.append(line_chart(metric_display(metric).label, lines, x, metric_display(metric).style))
     lead = "At the end of each round, on problems that no model trained on."
     return PageSection("rounds", "Rounds", [elements.grid(charts)], lead)

@@ -14,11 +14,11 @@ from markupsafe import Markup
 
 from pvg.errors import counted
 from pvg.reporting.charts import (
+    HALVES,
     PROVER,
     VERIFIER,
     WINDOW,
     ChartLine,
-    HistogramKind,
     Point,
     ReferenceLine,
     RoundAxis,
@@ -178,20 +178,15 @@ def scores_section(scores: list[RoundScores]) -> PageSection:
         {name: np.histogram(np.clip(kind, edges[0], edges[-1]), edges)[0] for name, kind in found.kinds.items()}
         for found in scores
     ]
-    halves = (("helpful correct", "helpful wrong"), ("sneaky flaw", "sneaky correct"))
-    most = max(int((found[a] + found[b]).max()) for found in counts for a, b in halves)
+    most = max(int((found[a] + found[b]).max()) for found in counts for a, b in HALVES.values())
     charts = []
-    for found, counted_kinds in zip(scores, counts, strict=True):
-        kinds = [
-            HistogramKind(name, f"{role} light" if place else role, counted_kinds[name].tolist(), role == "helpful")
-            for role, half in zip(("helpful", "sneaky"), halves, strict=True)
-            for place, name in enumerate(half)
-        ]
-        title = f"Round {found.round}" + ("" if found.fresh else ", unfinished: scores from training")
+    for found, by_kind in zip(scores, counts, strict=True):
+        title, note = (
+            f"Round {found.round}" + ("" if found.fresh else ", unfinished: scores from training"),
+            _accepted(found),
+        )
         charts.append(
-            mirrored_histogram(
-                title, edges.tolist(), kinds, threshold=found.threshold, most=most, note=_accepted(found)
-            )
+            mirrored_histogram(title, edges.tolist(), by_kind, threshold=found.threshold, most=most, note=note)
         )
     lead = "Scores of each round's verifier for its prover's solutions. It accepts scores to the right of the line."
     return PageSection("scores", "Scores", [elements.grid(charts)], lead)

@@ -8,16 +8,18 @@ study_page(results)
 from __future__ import annotations
 
 import shlex
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 from markupsafe import Markup
 
 from pvg.errors import counted
 from pvg.reporting.charts import ChartLine, ReferenceLine, line_chart, round_axis
 from pvg.reporting.formats import ABSENT, NumberStyle, duration, value_text
-from pvg.reporting.run_page import COLOURS, DASHES
+from pvg.reporting.run_page import legend_key
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, escaped, page
 from pvg.study.plan import StudyPlan
 from pvg.study.results import (
@@ -31,13 +33,10 @@ from pvg.study.results import (
     shortfall,
 )
 
-if TYPE_CHECKING:
-    from pvg.reporting.table import LegendKey
-
-
 LONG_NAME = 14  # characters of an arm's name that a terminal of 80 columns has room for
 DIFFERENCE, TREND = "difference between arms", "trend over the rounds"
-HOLM = "Holm's p is corrected for the arms of one measure, not for several measures."
+# Section -> its title, and how to read its table.
+SECTIONS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def measure_text(measure: MeasureRecord, value: float | None) -> str:
@@ -159,35 +158,14 @@ def plan_cautions(plan: StudyPlan) -> list[str]:
 def result_sections(results: StudyResults, keys: Mapping[str, LegendKey] | None = None) -> list[PageSection]:
     """The tables that have rows, each with what it shows. `keys`: the arms' swatches on a page."""
     swatches = keys or {}
-    tables = [
-        (
-            "table",
-            "Measures after the last round",
-            means_table(results, swatches),
-            "The mean over seeds (the median if values are censored), its 95 % interval (Student's t), and the range.",
-        ),
-        (
-            "rounds",
-            "After each round",
-            rounds_table(results),
-            "The mean (the median if values are censored), and the range over seeds.",
-        ),
-        (
-            "comparisons",
-            f"Against {results.reference}, paired by seed",
-            pairs_table(results, _comparisons(results), "difference", swatches, taus=False),
-            f"Each arm minus {results.reference}. p: exact permutation test, the share of all exchanges within seeds "
-            f"with a difference at least as large. {HOLM}",
-        ),
-        (
-            "trends",
-            "Over the rounds",
-            pairs_table(results, _trends(results), "last - first", swatches, taus=True),
-            "The last round minus the first. Kendall's tau: 1 if every round is above those before it, -1 if every "
-            f"round is below; the mean over seeds. p: test of no trend, with seeds as units. {HOLM}",
-        ),
-    ]
-    return [PageSection(anchor, title, [table], lead) for anchor, title, table, lead in tables if table]
+    tables = {
+        "table": means_table(results, swatches),
+        "rounds": rounds_table(results),
+        "comparisons": pairs_table(results, _comparisons(results), "difference", swatches, taus=False),
+        "trends": pairs_table(results, _trends(results), "last - first", swatches, taus=True),
+    }
+    texts = {name: [text.format(reference=results.reference) for text in SECTIONS[name]] for name in tables}
+    return [PageSection(name, texts[name][0], [table], texts[name][1]) for name, table in tables.items() if table]
 
 
 def markdown_text(results: StudyResults) -> str:
@@ -297,10 +275,7 @@ STATUS = {"complete": "good", "played": "warn", "unfinished": "warn", "new": "wa
 
 
 def study_page(results: StudyResults) -> str:
-    keys = {
-        arm.name: LegendKey(arm.name, f"run-{place % COLOURS}", DASHES[place // COLOURS % len(DASHES)])
-        for place, arm in enumerate(results.arms)
-    }
+    keys = {arm.name: legend_key(arm.name, place) for place, arm in enumerate(results.arms)}
     status = "complete" if results.complete == len(results.cells) else "failed" if results.failed else "unfinished"
     facts = [
         ("arms", str(len(results.arms))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import Browser, needs_browser
 from hypothesis import given
@@ -16,7 +17,6 @@ from pvg.reporting.charts import (
     MOST_BARS,
     MOST_POINTS,
     ChartLine,
-    HistogramKind,
     ReferenceLine,
     XAxis,
     budget_marks,
@@ -104,12 +104,10 @@ def test_marks_of_a_budget_fill_their_share_of_the_row() -> None:
 
 
 def test_a_histogram_has_one_role_above_and_one_below_the_axis() -> None:
-    kinds = [
-        HistogramKind("right", "helpful", [4, 0], above=True),
-        HistogramKind("flaw", "sneaky", [0, 3], above=False),
-    ]
-    (chart,) = Page(mirrored_histogram("t", [0.0, 1.0, 2.0], kinds, threshold=1.0, most=16, note="")).charts
-    assert [one["y"] for one in chart["series"]] == [[4, 0], [0, -3]]
+    kinds = {"helpful correct": [4, 0], "helpful wrong": [0, 0], "sneaky flaw": [0, 3], "sneaky correct": [0, 0]}
+    counts = {kind: np.array(found) for kind, found in kinds.items()}
+    (chart,) = Page(mirrored_histogram("t", [0.0, 1.0, 2.0], counts, threshold=1.0, most=16, note="")).charts
+    assert [one["y"] for one in chart["series"]] == [[4, 0], [0, 0], [0, -3], [0, 0]]
     assert [place for place, _ in chart["x"]["marks"]] == [1.0]
     assert chart["y"]["range"] == [-16, 16]
 
