@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table as RichTable
 from rich.text import Text
 from scipy.stats import spearmanr
 
@@ -33,7 +32,7 @@ from pvg.errors import UsageError, counted
 from pvg.reporting.formats import duration, short_seconds
 from pvg.reporting.run_summary import RunSummary, SamplerReading, read_run
 from pvg.reporting.table import Column, Table
-from pvg.reporting.terminal import HEADING, QUIET, section
+from pvg.reporting.terminal import HEADING, QUIET, pairs, section
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.spans import add_seconds
 from pvg.telemetry.waits import LAG_LIMITS, SHARED, CoreTime, LagLimits
@@ -586,7 +585,7 @@ def rendered(found: Diagnosis) -> Group:
         parts += [Text(), Text(f"Nothing stands out{' in what the record has' if found.not_seen else ''}.", "green")]
     parts += section("Timings", _timings_table(found))
     if found.not_seen:
-        parts += section("Not in the record", _pairs(found.not_seen.items()))
+        parts += section("Not in the record", pairs(found.not_seen.items()))
     if found.notes:
         parts += section("Notes", Text("\n".join(found.notes), "yellow", overflow="fold"))
     return Group(*parts)
@@ -604,7 +603,7 @@ def _shown(number: int, finding: Finding) -> Group:
     rows.append(("" if finding.settings else "advice", finding.remedy))
     for place, evidence in enumerate(finding.evidence):
         rows.append(("" if place else "evidence", f"{evidence.where}  {evidence.text}"))
-    return Group(head, Padding(_pairs(rows), (0, 0, 0, 3)))
+    return Group(head, Padding(pairs(rows), (0, 0, 0, 3)))
 
 
 def _timings_table(found: Diagnosis) -> Table:
@@ -614,13 +613,4 @@ def _timings_table(found: Diagnosis) -> Table:
         values = (timing.p50, timing.p95, timing.p99, timing.max)
         in_all = "" if name.startswith(("lag_", "latency_")) else short_seconds(timing.total)  # percentiles have no sum
         table.add(TIMINGS[name], f"{timing.n:,}", *map(short_seconds, values), in_all)
-    return table
-
-
-def _pairs(rows: Iterable[tuple[str, str]]) -> RichTable:
-    table = RichTable.grid(padding=(0, 2))
-    table.add_column(style=QUIET, no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(name, Text(text))
     return table

@@ -195,10 +195,7 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
             table = parts_table(summary.budget, summary.busy, summary.budget)
             parts += [Text(), Padding(table, (0, 0, 0, 2))]
     if machine := machine_facts(summary):
-        rows = RichTable.grid(padding=(0, 2, 0, 0))
-        for what, how_much in machine:
-            rows.add_row(Text(what, QUIET), Text(how_much))
-        parts += section("Machine", rows)
+        parts += section("Machine", pairs(machine))
     if summary.alerts:
         parts += section(f"Alerts ({len(summary.alerts)})", alerts_list(summary))
     if summary.warnings:
@@ -212,6 +209,16 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
 
 def section(title: str, body: RenderableType) -> list[RenderableType]:
     return [Text(), Text(title, style=HEADING), Padding(body, (0, 0, 0, 2))]
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> RichTable:
+    """Names, and what is said of each. No text is read as markup."""
+    table = RichTable.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=QUIET, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(Text(name), Text(text))
+    return table
 
 
 def headline(summary: RunSummary, state: RunState | None = None) -> Text:
