@@ -12,41 +12,18 @@ import os
 import platform
 import resource
 import struct
+import tomllib
 from collections.abc import Sequence
 
 # A seccomp-BPF filter of the system calls that a solution may make, built by hand (seccomp(2), bpf(4) of Linux).
 
 
-# Call numbers of the two supported machines: (x86_64, aarch64); None: the machine does not have the call.
-CALLS: dict[str, tuple[int | None, int | None]] = {
-    "read": (0, 63), "write": (1, 64), "open": (2, None), "close": (3, 57), "stat": (4, None), "fstat": (5, 80),
-    "lstat": (6, None), "poll": (7, None), "lseek": (8, 62), "mmap": (9, 222), "mprotect": (10, 226),
-    "munmap": (11, 215), "brk": (12, 214), "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66),
-    "access": (21, None), "pipe": (22, None), "select": (23, None), "sched_yield": (24, 124), "mremap": (25, 216),
-    "madvise": (28, 233), "dup": (32, 23), "dup2": (33, None), "pause": (34, None), "nanosleep": (35, 101),
-    "getitimer": (36, 102), "alarm": (37, None), "setitimer": (38, 103), "getpid": (39, 172), "exit": (60, 93),
-    "wait4": (61, 260), "uname": (63, 160), "fsync": (74, 82), "fdatasync": (75, 83),
-    "truncate": (76, 45), "ftruncate": (77, 46), "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50),
-    "rename": (82, None), "mkdir": (83, None), "rmdir": (84, None), "creat": (85, None), "unlink": (87, None),
-    "readlink": (89, None), "umask": (95, 166), "gettimeofday": (96, 169), "getrlimit": (97, 163),
-    "getrusage": (98, 165), "sysinfo": (99, 179), "times": (100, 153), "getuid": (102, 174), "getgid": (104, 176),
-    "geteuid": (107, 175), "getegid": (108, 177), "getppid": (110, 173), "getpgrp": (111, None),
-    "getgroups": (115, 158), "getresuid": (118, 148), "getresgid": (120, 150), "getpgid": (121, 155),
-    "getsid": (124, 156), "sigaltstack": (131, 132), "getpriority": (140, 141), "gettid": (186, 178),
-    "time": (201, None), "futex": (202, 98), "sched_getaffinity": (204, 123), "getdents64": (217, 61),
-    "set_tid_address": (218, 96), "clock_gettime": (228, 113), "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115), "exit_group": (231, 94), "epoll_wait": (232, None), "epoll_ctl": (233, 21),
-    "waitid": (247, 95), "openat": (257, 56), "mkdirat": (258, 34), "newfstatat": (262, 79), "unlinkat": (263, 35),
-    "renameat": (264, 38), "readlinkat": (267, 78), "faccessat": (269, 48), "pselect6": (270, 72), "ppoll": (271, 73),
-    "set_robust_list": (273, 99), "get_robust_list": (274, 100), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
-    "epoll_create1": (291, 20), "dup3": (292, 24), "pipe2": (293, 59), "renameat2": (316, 276),
-    "getrandom": (318, 278), "statx": (332, 291), "rseq": (334, 293), "close_range": (436, 436),
-    "faccessat2": (439, 439),
-}  # fmt: skip
-FORKS: dict[str, tuple[int | None, int | None]] = {
-    "fork": (57, None), "vfork": (58, None), "setpgid": (109, 154), "setsid": (112, 157),
-}  # fmt: skip
+with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as table:
+    # By name; of the second machine None if it does not have the call.
+    CALLS, FORKS = (
+        {name: (numbers[0], numbers[1] if len(numbers) > 1 else None) for name, numbers in found.items()}
+        for found in tomllib.load(table).values()
+    )
 # Calls that are allowed depending on an argument.
 CLONE, CLONE3, KILL, TGKILL, IOCTL, PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (16, 29), (302, 261)
 FCNTL = (72, 25)
