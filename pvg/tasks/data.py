@@ -36,7 +36,7 @@ from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, t
 from pvg.records import Grade, Problem, Split, Wording
 from pvg.tasks.answers import NO_ANSWER, NO_MARKER, UNREAD, extract, parse_number, read
 from pvg.tasks.expressions import value_of
-from pvg.tasks.task import CLOSED, NUMBER, OPENED, tag_wording, wording_with
+from pvg.tasks.task import CLOSED, NUMBER, OPENED, read_wording, tag_wording
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -352,17 +352,7 @@ PROSE = re.compile(r"[a-z]{2}[^A-J]*(?:[.!\n]|$)")  # "the answer is clear": a s
 class Choice(AnswerGrader):
     """Letters A to J, in either case, with or without brackets. A line that offers two letters has no answer."""
 
-    wording = wording_with(
-        "End with a line 'Answer: ' followed by the letter of the right choice.",
-        "End with a line 'Answer: ' followed by the letter of a wrong choice.",
-        "Tom has 3 apples. He buys 2 bags with 4 apples in each. How many apples does Tom have now?\n"
-        "A) 9\nB) 11\nC) 14",
-        (
-            "The bags hold 2 * 4 = 8 apples.\nTom has 3 + 8 = 11 apples.\nAnswer: B",
-            "The bags hold 2 * 4 = 6 apples.\nTom has 3 + 6 = 9 apples.\nAnswer: A",
-        ),
-        "Answer: {answer}",
-    )
+    wording = read_wording("choice", "Answer: {answer}")
 
     def reference(self, answer: str) -> str:
         found = LETTERS_ALONE.fullmatch(answer)
@@ -423,7 +413,7 @@ class Regex(AnswerGrader):
 
     def __init__(self, pattern: str, form: str) -> None:
         self.pattern = re.compile(pattern)
-        self.wording = wording_with(form, form, "", ("", ""))
+        self.wording = read_wording("form", asked=form)
 
     def reference(self, answer: str) -> str:
         return normal(answer)
