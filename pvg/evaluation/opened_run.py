@@ -45,8 +45,7 @@ from pvg.store.atomic import (
 )
 from pvg.store.checkpoints import META_FILE, check_size, read_checkpoint
 from pvg.store.run_directory import RunDirectory
-from pvg.store.samples import SampleColumns
-from pvg.store.shards import RolloutShards, ShardInfo
+from pvg.store.shards import RolloutShards, ShardInfo, columns_in_memory
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress
 from pvg.telemetry.spans import Tracer
@@ -415,7 +414,7 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
                 shards.append(context.shards.write(wanted.round, label, rollouts))
                 context.manifests.write(wanted.name, for_, [shard.plain() for shard in shards])
                 done += len(rollouts)
-                metrics = sample_metrics(SampleColumns.of(rollouts), 1.0)
+                metrics = sample_metrics(columns_in_memory(rollouts), 1.0)
                 del metrics["tokens_per_s"]
                 context.observer.progressed(Progress(done, metrics))
                 context.check_stop()

@@ -23,7 +23,7 @@ from pvg.records import Half, Problem, Role, Rollout
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
-from pvg.store.samples import SampleColumns
+from pvg.store.shards import columns_in_memory
 from pvg.tasks.task import Task, problems_of_half
 from pvg.telemetry.alerts import Alert, verifier_at_chance
 from pvg.telemetry.events import Observer, PhaseInfo, Progress
@@ -277,7 +277,7 @@ async def sample_chunks(
         with span("record"):
             session.ledger.keep(rollouts)
             done += len(rollouts)
-            metrics = sample_metrics(SampleColumns.of(rollouts), time.perf_counter() - began)
+            metrics = sample_metrics(columns_in_memory(rollouts), time.perf_counter() - began)
         session.report_step(info, done, metrics)
         await session.commit(step=number + 1, version=version)
     with span("record"):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pvg.records import Float32, Group, Rollout
 from pvg.store.samples import SampleColumns
+from pvg.store.shards import columns_in_memory
 from pvg.verifier.calibration import acceptance_threshold, auc
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class RolloutColumns(BatchOutcomes):
     """The outcomes of these rollouts, and what the metrics need besides."""
 
     def __init__(self, rollouts: Sequence[Rollout], scores_N: Float32) -> None:
-        sample, numbers = SampleColumns.of(rollouts), dict[str, int]()
+        sample, numbers = columns_in_memory(rollouts), dict[str, int]()
         self.problem_ids = [rollout.problem_id for rollout in rollouts]
         self.checks_N3 = sample.checks_N3  # see SampleColumns
         translated = any(r.solver is not None for r in rollouts)

@@ -1,7 +1,7 @@
 """Stored rollouts without `Rollout` objects: their statistics as arrays, and their solutions row by row.
 
     columns = shards.sample_columns(infos)      # of stored rollouts: about 45 bytes each
-    columns = SampleColumns.of(rollouts)        # of rollouts in memory
+    columns = columns_in_memory(rollouts)       # of rollouts in memory (pvg.store.shards)
 
 A `Rollout` object takes about 9 kB, too much for the statistics of a large mint. `SampleColumns` reads roles, grades
 and lengths from memory-mapped shards, without texts. `MappedSolutions` reads single solutions from the map.
@@ -17,9 +17,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pvg.records import Checks, Int32, Role, Rollout
+from pvg.records import Int32, Role
 
 CHECK_COLUMNS = ("visible_passed", "tests_passed", "certified")  # null for solutions that were not executed
+# What `SampleColumns` reads.
+GRADES, LENGTHS = ("role", "correct", "well_formed", "finish_reason"), ("completion_ids", "turn_starts", "turn_sampled")
+SAMPLE_COLUMNS = (*GRADES, *LENGTHS, *CHECK_COLUMNS)
 
 Bools = NDArray[np.bool_]
 Int64 = NDArray[np.int64]
@@ -41,21 +44,6 @@ class SampleColumns:
     checks_N3: Float64
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> SampleColumns:
-        def flags(values: list[bool]) -> Bools:
-            return np.array(values, dtype=bool)
-
-        return cls(
-            flags([r.role is Role.HELPFUL for r in rollouts]),
-            flags([r.grade.correct for r in rollouts]),
-            flags([r.grade.well_formed for r in rollouts]),
-            flags([r.finish_reason == "length" for r in rollouts]),
-            np.array([r.sampled_tokens for r in rollouts], dtype=np.int64),
-            np.array([_answer_tokens(r) for r in rollouts], dtype=np.int64),
-            _check_array([r.grade.checks for r in rollouts]),
-        )
-
-    @classmethod
     def of_batch(cls, batch: pa.RecordBatch) -> SampleColumns:
         lengths_N = batch.column("completion_ids").value_lengths().to_numpy().astype(np.int64)
         tokens_N, answers_N = _sampled_tokens(batch, lengths_N)
@@ -66,12 +54,11 @@ class SampleColumns:
             _is(batch, "finish_reason", "length"),
             tokens_N,
             answers_N,
-            _stored_checks(batch),
+            np.stack([_number(batch, name) for name in CHECK_COLUMNS], axis=1),
         )
 
     @classmethod
     def joined(cls, parts: Sequence[SampleColumns]) -> SampleColumns:
-        parts = [cls.of([]), *parts]
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
     def __len__(self) -> int:
@@ -88,12 +75,6 @@ class SampleColumns:
         return ~self.helpful_N & ~self.correct_N & self.well_formed_N & self.proven_N
 
 
-def _answer_tokens(rollout: Rollout) -> int:
-    if not rollout.turns:
-        return -1
-    return int(rollout.sampled_mask[rollout.turns[1].start :].sum()) if len(rollout.turns) > 1 else 0
-
-
 def _is(batch: pa.RecordBatch, name: str, word: str) -> Bools:
     """bool [N]: whether a column of shared strings has the value `word`."""
     column = batch.column(name)
@@ -102,16 +83,9 @@ def _is(batch: pa.RecordBatch, name: str, word: str) -> Bools:
     return found_N
 
 
-def _check_array(checks: Sequence[Checks | None]) -> NDArray[np.float64]:
-    """checks_N3: visible, passed, certified (1 or 0); NaN for None."""
-    rows = [(np.nan,) * 3 if row is None else (row.visible, row.passed, float(row.certified)) for row in checks]
-    return np.array(rows, dtype=np.float64).reshape(-1, 3)
-
-
-def _stored_checks(batch: pa.RecordBatch) -> NDArray[np.float64]:
-    """The same, read from the columns of a shard."""
-    columns = [batch.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False) for name in CHECK_COLUMNS]
-    return np.stack(columns, axis=1)
+def _number(batch: pa.RecordBatch, name: str) -> NDArray[np.float64]:
+    """float64 [N]: a column of numbers or flags; NaN for null."""
+    return np.asarray(batch.column(name).cast(pa.float64()).to_numpy(zero_copy_only=False))
 
 
 def _sampled_tokens(batch: pa.RecordBatch, lengths_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

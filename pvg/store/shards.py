@@ -32,7 +32,7 @@ from pvg.store.atomic import (
     read_stored,
     sync_directory,
 )
-from pvg.store.samples import CHECK_COLUMNS, MappedSolutions, SampleColumns
+from pvg.store.samples import CHECK_COLUMNS, SAMPLE_COLUMNS, MappedSolutions, SampleColumns
 
 SHARD_SCHEMA = b"1"
 ROLLOUTS = "rollouts"
@@ -210,7 +210,8 @@ class RolloutShards:
 
     def sample_columns(self, infos: Sequence[ShardInfo]) -> SampleColumns:
         """Roles, grades and lengths of all rollouts of these shards, each verified. Raises DamagedFileError."""
-        return SampleColumns.joined([SampleColumns.of_batch(self.map(info)) for info in infos])
+        parts = [SampleColumns.of_batch(self.map(info)) for info in infos]
+        return SampleColumns.joined([columns_in_memory([]), *parts])
 
     def solutions(self, info: ShardInfo) -> MappedSolutions:
         """The shard's solutions, memory-mapped and verified. Raises DamagedFileError."""
@@ -245,6 +246,12 @@ def solutions_in_memory(rollouts: Sequence[Rollout]) -> MappedSolutions:
     sink = io.BytesIO()
     _write_batch(_ShardFile(sink.write), rollouts)
     return MappedSolutions(_open(pa.BufferReader(sink.getbuffer()), Path("memory")), "memory")
+
+
+def columns_in_memory(rollouts: Sequence[Rollout]) -> SampleColumns:
+    """Roles, grades and lengths of rollouts in memory."""
+    columns = _columns(rollouts, SAMPLE_COLUMNS)
+    return SampleColumns.of_batch(pa.RecordBatch.from_arrays(list(columns.values()), list(columns)))
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -308,16 +315,24 @@ class _ShardFile:
 
 def _write_batch(file: _ShardFile, rollouts: Sequence[Rollout]) -> None:
     columns = _expert_columns([rollout.routed_experts for rollout in rollouts], file)
-    for name, column in (COLUMNS | MORE_COLUMNS).items():
+    columns |= _columns(rollouts, [*COLUMNS, *MORE_COLUMNS])
+    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    with pa.ipc.new_file(pa.PythonFile(file, mode="w"), SCHEMA) as writer:
+        writer.write_batch(batch)
+    file.close()
+
+
+def _columns(rollouts: Sequence[Rollout], names: Sequence[str]) -> dict[str, pa.Array]:
+    """These columns of the rollouts, without those of their experts."""
+    columns = {}
+    for name in names:
+        column = COLUMNS.get(name) or MORE_COLUMNS[name]
         values = [column.of(rollout) for rollout in rollouts]
         if name in ARRAYS:
             columns[name] = _lists(values, ARRAYS[name])
         else:
             columns[name] = _shared(values) if column.type == _SHARED else pa.array(values, column.type)
-    batch = pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
-    with pa.ipc.new_file(pa.PythonFile(file, mode="w"), SCHEMA) as writer:
-        writer.write_batch(batch)
-    file.close()
+    return columns
 
 
 def _shared(values: Sequence[str | None]) -> pa.Array:

@@ -13,6 +13,7 @@ from pvg.game import session as game_session
 from pvg.game.run import sample_only
 from pvg.store.run_directory import RunDirectory
 from pvg.store.samples import SampleColumns
+from pvg.store.shards import columns_in_memory
 from pvg.telemetry.events import SilentObserver
 
 pytestmark = pytest.mark.slow
@@ -54,7 +55,7 @@ def test_every_rollout_is_joined_and_summed_up_a_fixed_number_of_times(
     sampled = recorded(run)
     assert len(rows(run, "step")) == CHUNKS  # one problem with both roles in each chunk
     assert len(sampled) == outcome.rounds[0]["rollouts"] == 2 * GROUP_SIZE * CHUNKS
-    everything = sum_up(SampleColumns.of(sampled), 1.0)
+    everything = sum_up(columns_in_memory(sampled), 1.0)
     for name in ("truncated", "completion_tokens", "malformed"):
         assert outcome.rounds[0][name] == pytest.approx(everything[name])
     assert sum(joined) == len(sampled)

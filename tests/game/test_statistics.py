@@ -21,7 +21,7 @@ from pvg.game.statistics import (
 from pvg.game.verifier_phase import calibration
 from pvg.records import Checks, Grade, Role
 from pvg.rollout.engine import EngineStats
-from pvg.store.samples import SampleColumns
+from pvg.store.shards import columns_in_memory
 from pvg.verifier.calibration import auc
 
 ROLLOUT = replace(made_group("p", [[0]], tokens=2).rollouts[0], text="t")
@@ -112,8 +112,8 @@ def test_what_there_is_nothing_of_is_nan_and_not_zero():
     assert math.isnan(found["fooled_rate"])
     assert math.isnan(found["sneaky_error_rate"])
     assert math.isnan(found["score_gap"])
-    assert math.isnan(sample_metrics(SampleColumns.of([r for r, _ in SAMPLE[:3]]), 1.0)["sneaky_error_rate"])
-    assert sample_metrics(SampleColumns.of([r for r, _ in SAMPLE]), 2.0)["tokens_per_s"] == pytest.approx(7 * 2 / 2.0)
+    assert math.isnan(sample_metrics(columns_in_memory([r for r, _ in SAMPLE[:3]]), 1.0)["sneaky_error_rate"])
+    assert sample_metrics(columns_in_memory([r for r, _ in SAMPLE]), 2.0)["tokens_per_s"] == pytest.approx(7 * 2 / 2.0)
 
 
 def test_what_execution_has_shown_by_hand():
@@ -130,7 +130,7 @@ def test_what_execution_has_shown_by_hand():
     assert [r.is_flaw for r in rollouts] == [False, False, True, False, False, False]
     sample = RolloutColumns(rollouts, np.arange(6, dtype=np.float32))
     np.testing.assert_allclose(sample.tests_N, [1.0, 0.5, 1.0, 0.5, 0.25, 0.5])
-    for found in (play_metrics(sample, threshold=1.5), sample_metrics(SampleColumns.of(rollouts), 1.0)):
+    for found in (play_metrics(sample, threshold=1.5), sample_metrics(columns_in_memory(rollouts), 1.0)):
         assert found["tests_passed"] == pytest.approx(0.75)
         assert found["sneaky_visible_rate"] == pytest.approx(3 / 4)
         assert found["certified_rate"] == found["sneaky_error_rate"] == pytest.approx(1 / 4)

@@ -11,7 +11,7 @@ from store_samples import rollout, translating, write_shards
 
 from pvg.records import Checks, Grade, Rollout, Turn
 from pvg.store.samples import SampleColumns
-from pvg.store.shards import RolloutShards
+from pvg.store.shards import RolloutShards, columns_in_memory
 
 TALK = (Turn(0, True, "a"), Turn(2, False, "?"), Turn(3, True, "b"))
 ONE_TURN = (Turn(0, True, "a"),)
@@ -55,14 +55,14 @@ def test_the_columns_of_shards_are_those_of_their_rollouts(rows: list[Rollout], 
     shards, infos = write_shards(tmp_path, rows, parts)
     found = shards.sample_columns(infos)
     assert len(found) == len(rows)
-    assert_same(found, SampleColumns.of(rows))
+    assert_same(found, columns_in_memory(rows))
     assert found.proven_N.tolist() == [row.proven for row in rows]
     assert found.flaws_N.tolist() == [row.is_flaw for row in rows]
     assert found.tokens_N.tolist() == [row.sampled_tokens for row in rows]
 
 
 def test_by_hand() -> None:
-    found = SampleColumns.of([*PLAIN, *TALKED])
+    found = columns_in_memory([*PLAIN, *TALKED])
     assert found.truncated_N.tolist() == [False, False, True] + [False] * 6
     assert found.flaws_N[:4].tolist() == [False, True, False, False]
     assert found.tokens_N[4:].tolist() == [4, 4, 4, 5, 3]
