@@ -3,7 +3,7 @@
     line_chart("KL", [ChartLine("prover", [[(1.0, 0.1), (2.0, 0.2)]], "ink")], XAxis(0.0, 2.0, "step"), "number")
 
 uPlot (templates/uplot, MIT licence) has the axes, the legend and the values under the pointer. Rows of bars are
-plain HTML (`StripRow`). A chart with nothing to show is empty markup.
+plain HTML (`Mark`). A chart with nothing to show is empty markup.
 """
 
 from __future__ import annotations
@@ -332,15 +332,6 @@ class Mark(NamedTuple):
     left: float
     width: float
     hint: str
-
-
-class StripRow(NamedTuple):
-    """A row: its name, its marks, and what is written behind it."""
-
-    name: str
-    marks: Sequence[Mark]
-    value: str = ""
-    remark: str = ""
 
 
 def budget_marks(budget: Mapping[str, float], whole: float) -> list[Mark]:

@@ -128,6 +128,17 @@ def value_text(style: NumberStyle, value: float | None) -> str:
     return _WRITTEN[style](value)
 
 
+def change_text(style: NumberStyle, value: float | None) -> str:
+    """A difference with its sign; differences of shares are in percentage points."""
+    if value is None:
+        return ABSENT
+    if style == "share":
+        return f"{100 * value + 0.0:+.1f} pp"
+    if style in ("auc", "score", "number"):
+        return f"{value + 0.0:+.{3 if style == 'auc' else 2}f}"
+    return f"{'+' if value >= 0 else '-'}{value_text(style, abs(value))}"
+
+
 def percent(value: float) -> str:
     """0.843 -> `84.3 %`; 1.0 -> `100 %`."""
     text = f"{100 * value:.1f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import orjson
 from markupsafe import Markup
@@ -23,7 +23,6 @@ from pvg.reporting.charts import (
     WINDOW,
     RoundAxis,
     StepAxis,
-    StripRow,
     budget_marks,
     line_chart,
     round_axis,
@@ -36,6 +35,7 @@ from pvg.reporting.formats import (
     ABSENT,
     HOME_PHASES,
     SHOWN,
+    change_text,
     duration,
     in_order,
     metric_display,
@@ -79,7 +79,7 @@ DRAWN_TASKS = frozenset({"diplomacy_mini", "diplomacy_plan", "play"})
 SHOWN_METRICS = SHOWN["page"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunData:
     """All data of the page of one run. `problems` are sentences about files that could not be read. `drawing`: the
     section of a task whose problems are drawn. `rollouts`: the address of the page with all solutions; empty: there is
@@ -101,24 +101,21 @@ def collect(run: RunDirectory, summary: RunSummary, examples: int) -> RunData:
     data = RunData(summary, run.experiment())
     kind = data.experiment.task.kind
     try:
-        data = replace(data, scores=round_scores(run, summary))
-        if examples:
-            data = replace(data, pairs=solution_pairs(run, examples))
+        data.scores = round_scores(run, summary)
+        data.pairs = solution_pairs(run, examples) if examples else []
         if examples and kind in DRAWN_TASKS:
             from pvg.reporting.boards import games_section, plans_section
 
-            if kind == "play":
-                data = replace(data, drawing=games_section(run, examples))
-            else:
-                thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
-                data = replace(data, drawing=plans_section(run, kind, thresholds, examples))
+            thresholds = {found.round: found.threshold for found in data.scores if found.threshold is not None}
+            play = kind == "play"
+            data.drawing = games_section(run, examples) if play else plans_section(run, kind, thresholds, examples)
     except DamagedFileError as error:
         data.problems.append(str(error))
     try:
-        return replace(data, evaluation=report_of(run))
+        data.evaluation = report_of(run)
     except StateError as error:
         data.problems.append(str(error))
-        return data
+    return data
 
 
 def run_page(data: RunData, now: Sequence[object] = (), kind: PageKind | None = None) -> str:
@@ -308,12 +305,10 @@ def _phases(summary: RunSummary) -> Markup:
 def budget_rows(bars: Mapping[str, tuple[Mapping[str, float], str]]) -> Markup:
     """Budgets as bars on one scale: name -> (seconds by part, remark)."""
     longest = max((sum(budget.values()) for budget, _ in bars.values()), default=0.0)
-    return chart.strips(
-        [
-            StripRow(name, budget_marks(budget, longest), duration(sum(budget.values())), remark=remark)
-            for name, (budget, remark) in bars.items()
-        ]
-    )
+    rows = [
+        (name, budget_marks(found, longest), duration(sum(found.values())), say) for name, (found, say) in bars.items()
+    ]
+    return chart.strips(rows)
 
 
 def _budget_charts(summary: RunSummary) -> list[Markup]:
@@ -502,10 +497,8 @@ def _difference(name: str, value: float | None, first: float | None) -> TableCel
     change, shown = value - first, metric_display(name)
     if shown.style in ("seconds", "rate") and first:
         note, noteworthy = f"{100 * change / first:+.1f} %", abs(change / first) > 0.02
-    elif shown.style == "share":
-        note, noteworthy = f"{100 * change:+.1f} pp", abs(change) > 0.01
     else:
-        note, noteworthy = f"{change:+.{3 if shown.style == 'auc' else 2}f}", abs(change) > 0.01
+        note, noteworthy = change_text(shown.style, change), abs(change) > 0.01
     verdict = "better" if (change > 0) == shown.higher_is_better else "worse"
     return TableCell(text, verdict if noteworthy and shown.higher_is_better is not None else "", note=note)
 

@@ -132,14 +132,8 @@ chart = TemplateMacros("charts.html.j2")
 def page(title: str, header: Sequence[object], sections: Sequence[PageSection], kind: PageKind = OFFLINE) -> str:
     """The whole page as one file."""
     shown = [section for section in sections if section.shown]
-    sheets = dict.fromkeys(
-        [
-            "uplot/uPlot.min.css",
-            "page.css",
-            *sorted({section.style for section in shown if section.style}),
-            *kind.sheets,
-        ]
-    )
+    own = sorted({section.style for section in shown if section.style})
+    sheets = dict.fromkeys(["uplot/uPlot.min.css", "page.css", *own, *kind.sheets])
     values: dict[str, Any] = {
         "title": title,
         "header": header,
@@ -283,18 +277,6 @@ class Table:
         for row in self.rows:
             cells = [cell if isinstance(cell, TableCell) else TableCell(cell) for cell in row]
             yield list(zip(self.columns, cells, strict=True))
-
-    def look_of(self, column: Column, cell: TableCell) -> str | None:
-        """The classes of a cell on a page."""
-        style = cell.style or column.style
-        found = ["wide-cell"] if cell.bar is not None else []
-        if style in ("helpful", "sneaky", "verifier"):
-            found.append(f"text-{style}")
-        elif style in ("quiet", "better", "worse"):
-            found.append(style)
-        if column.align == "left" and self.has_numbers:
-            found.append("left")
-        return " ".join(found) or None
 
     def __rich__(self) -> RichTable:
         padding = (0, 1, 0, 0) if self.narrow else (0, 1)

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from pvg.errors import counted
 from pvg.reporting.charts import ChartLine, ReferenceLine, line_chart, round_axis
-from pvg.reporting.formats import ABSENT, NumberStyle, duration, value_text
+from pvg.reporting.formats import ABSENT, NumberStyle, change_text, duration, value_text
 from pvg.reporting.run_page import legend_key
 from pvg.reporting.table import Column, LegendKey, PageSection, Table, TableCell, chart, elements, escaped, page
 from pvg.study.plan import StudyPlan
@@ -41,17 +41,6 @@ SECTIONS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml
 
 def measure_text(measure: MeasureRecord, value: float | None) -> str:
     return value_text(cast(NumberStyle, measure.style), value)
-
-
-def change_text(measure: MeasureRecord, value: float | None) -> str:
-    """A difference with its sign; differences of shares are in percentage points."""
-    if value is None:
-        return ABSENT
-    if measure.style == "share":
-        return f"{100 * value + 0.0:+.1f} pp"
-    if measure.style in ("auc", "score", "number"):
-        return f"{value + 0.0:+.{3 if measure.style == 'auc' else 2}f}"
-    return f"{'+' if value >= 0 else '-'}{measure_text(measure, abs(value))}"
 
 
 def middle_text(measure: MeasureRecord, summary: SeedSummary) -> str:
@@ -240,12 +229,12 @@ def pairs_table(
     table = Table([*_head(results), *columns], narrow=True)
     for measure, arm, found in pairs:
         if found.n:
-            by_rank = found.test == "signed ranks"
+            by_rank, style = found.test == "signed ranks", cast(NumberStyle, measure.style)
             table.add(
                 measure.label,
                 TableCell(arm, key=keys.get(arm)),
-                "by rank" if by_rank else change_text(measure, found.difference),
-                _from_to(change_text(measure, found.low), change_text(measure, found.high)),
+                "by rank" if by_rank else change_text(style, found.difference),
+                _from_to(change_text(style, found.low), change_text(style, found.high)),
                 f"{found.up}↑ {found.down}↓" + (f" {found.equal}=" if found.equal else ""),
                 *([f"{found.tau:+.2f}"] if taus else []),
                 p_text(found.p),

@@ -11,11 +11,12 @@ from evaluation_samples import attack
 from page_checks import check
 from study_samples import SMALL, evaluate, finish, folder_of, small
 
+from pvg.reporting.formats import change_text
 from pvg.study.measures import MeasuredValue
 from pvg.study.plan import StudyPlan
 from pvg.study.playing import note_failure
 from pvg.study.results import StudyResults, collect, csv_text, write_results
-from pvg.study.text import cautions, change_text, markdown_text, plan_cautions, study_page
+from pvg.study.text import cautions, markdown_text, plan_cautions, study_page
 
 OTHERS = [attack(kind, 200, found=False) for kind in ("cgc", "goodhart")]
 SEVEN = SMALL.replace("seeds = 2", "seeds = 7")
@@ -175,9 +176,8 @@ def test_censored_values_reach_the_tables() -> None:
 
 def test_figures_read_well() -> None:
     results = results_of(played())
-    share, _, seconds = results.measures
-    assert change_text(share, 0.1234) == "+12.3 pp"
-    assert change_text(seconds, -0.5) == "-500 ms"
+    assert change_text("share", 0.1234) == "+12.3 pp"
+    assert change_text("seconds", -0.5) == "-500 ms"
     text = markdown_text(results)
     assert "| helpful accuracy | src | 7 of 7 | 63.0 % | 61.0 to 65.0 % | 60.0 to 66.0 % |" in text
     assert "| helpful accuracy | src | +30.0 pp | +30.0 pp | 7↑ 0↓ | 0.016 | 0.016 | 0.016 |" in text
