@@ -23,8 +23,14 @@ from pvg.config.training import LogprobHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.language_model import LanguageModel, ModelClosedError, digest_weights
-from pvg.models.logprobs import check_logits, completion_logprobs, finish_logits, refuse_without_head
-from pvg.models.shared_prompts import last_hidden, why_not_last
+from pvg.models.logprobs import (
+    check_logits,
+    completion_logprobs,
+    finish_logits,
+    refuse_without_head,
+    shared_prompt_outputs,
+)
+from pvg.models.shared_prompts import last_hidden, longest_packed, rows_of
 from pvg.models.tokenizer import Tokenizer
 
 # Spellings of the two answers to the question of pvg.verifier.data, the most likely first token first.
@@ -35,14 +41,16 @@ class VerifierModel(nn.Module, ABC):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
     `needs_reference`: scores need the `reference` of a row. It never changes while the verifier is open, so it can be
-    computed once per solution. `fused_layers`: the last layer computes only the token that the head reads.
+    computed once per solution. `packs`: training may compute rows without padding and equal prompts once, because the
+    head calls `_last_hidden`, not the model.
     """
 
     needs_reference = False
+    packs = False
     reads: Literal["scalar", "implicit", "yes_token"] = (
         "scalar"  # the format in which pvg.verifier.data presents solutions
     )
-    fused_layers = True
+    _packed = False  # see `forward`
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__()
@@ -57,6 +65,11 @@ class VerifierModel(nn.Module, ABC):
     def max_length(self) -> int:
         """Most tokens of problem plus solution."""
         return self._language_model.max_length
+
+    @property
+    def longest_packed(self) -> int:
+        """The most tokens of rows that `forward` computes packed; 0 if the head or the model cannot."""
+        return longest_packed(self._open_backbone()) if self.packs else 0
 
     @property
     def closed(self) -> bool:
@@ -82,12 +95,19 @@ class VerifierModel(nn.Module, ABC):
         return self._language_model.device
 
     def forward(
-        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None = None
+        self,
+        input_ids_BL: Tensor,
+        lengths_B: Tensor,
+        prompt_lengths_B: Tensor,
+        reference_B: Tensor | None = None,
+        *,
+        packed: bool = False,
     ) -> Tensor:
         """scores_B float32 (logits), differentiable. `input_ids_BL` int64, padded on the right.
 
         The solution is the tokens from `prompt_lengths[b]` to `lengths[b]`. `reference_B` is the result of `reference`
-        for these rows; None: computed here if needed.
+        for these rows; None: computed here if needed. `packed`: the model computes rows without padding and equal
+        prompts once, for training. Then the last bits of a score depend on its batch.
 
         Raises ConfigurationError for rows longer than the model accepts, ModelClosedError after `close`.
         """
@@ -97,7 +117,11 @@ class VerifierModel(nn.Module, ABC):
                 f"{self._language_model.name!r} takes at most {self.max_length}.",
                 "Shorten the completions (rollout.max_tokens), or choose a verifier with a longer context.",
             )
-        return self._scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B)
+        self._packed = packed
+        try:
+            return self._scores(input_ids_BL, lengths_B, prompt_lengths_B, reference_B)
+        finally:
+            self._packed = False
 
     def reference(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
         """The part of a score that training never changes: float32 [B], without a gradient; zeros for most heads."""
@@ -156,15 +180,12 @@ class VerifierModel(nn.Module, ABC):
 
     def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor | None = None) -> Tensor:
         """The hidden state of each row's last token: float32 [B, D]. With `prompt_lengths_B`, equal prompts may be
-        computed once.
-
-        Only training uses fused layers, because a score must not depend on its batch (pvg.models.packing).
-        """
-        decoder = self._open_backbone().get_decoder()
-        if self.fused_layers and torch.is_grad_enabled() and why_not_last(decoder, input_ids_BL.shape[1]) is None:
+        computed once."""
+        backbone = self._open_backbone()
+        if self._packed:
             starts_B = torch.ones_like(lengths_B) if prompt_lengths_B is None else prompt_lengths_B
-            return last_hidden(decoder, input_ids_BL, lengths_B, starts_B).float()
-        hidden_BLD = decoder(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+            return last_hidden(backbone, input_ids_BL, lengths_B, starts_B).float()
+        hidden_BLD = backbone.get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
         rows_B = torch.arange(input_ids_BL.shape[0], device=input_ids_BL.device)
         return cast(Tensor, hidden_BLD[rows_B, lengths_B - 1].float())
 
@@ -177,6 +198,8 @@ class VerifierModel(nn.Module, ABC):
 
 class ScalarHead(VerifierModel):
     """V = w . h + b on the hidden state h of the last token. w and b start at 0, so an untrained one scores 0."""
+
+    packs = True
 
     def __init__(self, language_model: LanguageModel) -> None:
         super().__init__(language_model)
@@ -212,6 +235,7 @@ class ImplicitHead(VerifierModel):
     the implicit reward of PRIME (arXiv 2502.01456) and earlier work, used as a verifier. An untrained one scores 0.
     """
 
+    packs = True
     needs_reference = True
     reads = "implicit"
 
@@ -235,7 +259,7 @@ class ImplicitHead(VerifierModel):
         """
         with torch.no_grad():
             start = self._reference_model.module
-            return _summed(completion_logprobs(start, input_ids_BL, lengths_B, prompt_lengths_B))
+            return self._summed(start, input_ids_BL, lengths_B, prompt_lengths_B)
 
     def share_with(self, other: VerifierModel) -> None:
         if not isinstance(other, ImplicitHead):
@@ -250,16 +274,20 @@ class ImplicitHead(VerifierModel):
     def _scores(
         self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
     ) -> Tensor:
-        logprobs_BL = completion_logprobs(self._open_backbone(), input_ids_BL, lengths_B, prompt_lengths_B)
+        logprobs_B = self._summed(self._open_backbone(), input_ids_BL, lengths_B, prompt_lengths_B)
         if reference_B is None:
             reference_B = self.reference(input_ids_BL, lengths_B, prompt_lengths_B)
-        return self.beta * (_summed(logprobs_BL) - reference_B) + self.bias
+        return self.beta * (logprobs_B - reference_B) + self.bias
 
-
-def _summed(logprobs_BL: Tensor) -> Tensor:
-    """Row sums float32 [B]. The sum is in float64, because rows padded to another width are summed in another order,
-    and the result must be the same bits."""
-    return logprobs_BL.sum(1, dtype=torch.float64).float()
+    def _summed(self, module: nn.Module, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+        """The solutions' log-probs under `module`, float32 [B] in nats. The sum is in float64, because rows padded to
+        another width are summed in another order, and the result must be the same bits."""
+        if self._packed:
+            rows, starts_B = rows_of(input_ids_BL, lengths_B), prompt_lengths_B.cpu().numpy()
+            logprobs_BL = shared_prompt_outputs(module, rows, starts_B).logprobs_BL
+        else:
+            logprobs_BL = completion_logprobs(module, input_ids_BL, lengths_B, prompt_lengths_B)
+        return logprobs_BL.sum(1, dtype=torch.float64).float()
 
 
 class YesTokenHead(VerifierModel):
@@ -269,6 +297,7 @@ class YesTokenHead(VerifierModel):
     the two words.
     """
 
+    packs = True
     reads = "yes_token"
 
     def __init__(self, language_model: LanguageModel) -> None:

@@ -273,7 +273,7 @@ def shared_prompt_outputs(
     after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
     hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
     found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, entropies)
-    return _laid_out(*found, packed.rows_M, packed.columns_M, (len(sequences), int(packed.lengths_N.max())))
+    return _laid_out(*found, packed.rows_M, packed.columns_M, (len(sequences), packed.longest))
 
 
 def _laid_out(

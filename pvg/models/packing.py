@@ -10,18 +10,20 @@ resumed run needs this: its cache is empty, so its batches differ, but scores an
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property
+from heapq import heapreplace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from pvg.errors import ConfigurationError
@@ -215,59 +217,6 @@ def check_budget(lengths_N: NDArray[np.int64], budget: int) -> int:
     return longest
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedRows:
-    """R rows with T tokens in total, stored consecutively, and their layout as a rectangle of width W, the longest row.
-
-    `slots_T` is the position of each token in the rectangle [R * W]. `tokens_S` is the token at each position (any
-    token in the padding). Both are None if all rows have length W: then both layouts are the same memory.
-    """
-
-    width: int
-    ends_R: Tensor
-    slots_T: Tensor | None
-    tokens_S: Tensor | None
-
-    @classmethod
-    def of(cls, lengths: ArrayLike, device: torch.device | str = "cpu") -> JoinedRows:
-        lengths_R = np.asarray(lengths, dtype=np.int64)
-        width = int(lengths_R.max(initial=0))
-        ends_R = np.cumsum(lengths_R)
-        ends = torch.from_numpy(ends_R).to(device)
-        if (lengths_R == width).all():
-            return cls(width, ends, None, None)
-        real_RW = np.arange(width) < lengths_R[:, None]
-        slots_T = np.flatnonzero(real_RW)
-        tokens_S = np.where(real_RW, np.arange(width) + (ends_R - lengths_R)[:, None], 0).reshape(-1)
-        return cls(width, ends, torch.from_numpy(slots_T).to(device), torch.from_numpy(tokens_S).to(device))
-
-    def spread(self, flat_TE: Tensor) -> Tensor:
-        """[T, E] -> [R, W, E]. The padding holds the values of some token and gets no gradient."""
-        if self.slots_T is not None:
-            flat_TE = cast(Tensor, _Spread.apply(flat_TE, self.slots_T, self.tokens_S))  # type: ignore[no-untyped-call]
-        return flat_TE.reshape(-1, self.width, flat_TE.shape[1])
-
-    def gather(self, spread_RWE: Tensor) -> Tensor:
-        """[R, W, E] -> [T, E]: the inverse, without the padding."""
-        if self.slots_T is None:
-            return spread_RWE.flatten(0, 1)
-        return spread_RWE.flatten(0, 1).index_select(0, self.slots_T)
-
-
-class _Spread(torch.autograd.Function):
-    """index_select whose gradient ignores the padding; torch's would add it up."""
-
-    @staticmethod
-    def forward(ctx: Any, flat_TE: Tensor, slots_T: Tensor, tokens_S: Tensor) -> Tensor:
-        ctx.save_for_backward(slots_T)
-        return flat_TE.index_select(0, tokens_S)
-
-    @staticmethod
-    def backward(ctx: Any, grad_SE: Tensor) -> tuple[Tensor, None, None]:
-        (slots_T,) = ctx.saved_tensors
-        return grad_SE.index_select(0, slots_T), None, None
-
-
 # --- batches in which a row's result does not depend on the others ---------------------------------------------------
 
 WIDTH = 16
@@ -315,51 +264,73 @@ def pad_batch(
 @dataclass(frozen=True)
 class PackedRows:
     """N rows with U distinct prompts as one row of T tokens: the prompts, then each row's completion without its last
-    token, which predicts nothing.
+    token, which predicts nothing. Both parts are in the order of `packing_order`.
 
-    `prompts` and `completions` give the layout of both parts; `prompt_of_N` is each row's prompt. On the host:
-    `prompt_lengths_U` and `inner_N`, the lengths of both parts among the T tokens, and `prompt_numbers_N`, as
-    `prompt_of_N`.
+    On the host: `prompt_lengths_U` and `inner_N`, the lengths of both parts among the T tokens, and `prompt_numbers_N`,
+    the prompt of each row; `longest`, the tokens of the longest row. `places_N`: where each given row is in the order.
 
     There are M completion tokens: first the first token of each row, then all others. `rows_M` and `columns_M` are
-    their positions in the padded rows, `targets_M` their ids. The last prompt token (`lasts_R`) predicts a row's first
-    token; the completion tokens among the T predict the others, in order.
+    their positions in the given rows, padded; `targets_M` their ids. The last prompt token (`lasts_R`) predicts a row's
+    first token; the completion tokens among the T predict the others, in order.
     """
 
     ids_1T: Tensor
     positions_1T: Tensor
-    prompts: JoinedRows
-    completions: JoinedRows
-    prompt_of_N: Tensor
     prompt_lengths_U: NDArray[np.int64]
     inner_N: NDArray[np.int64]
     prompt_numbers_N: NDArray[np.int64]
     completion_tokens: int
-    lengths_N: NDArray[np.int64]
+    longest: int
+    places_N: Tensor
     lasts_R: Tensor
     rows_M: Tensor
     columns_M: Tensor
     targets_M: Tensor
 
     @cached_property
-    def mask(self) -> Tensor:
-        """True where a completion token may attend: [1 or N, 1, W, P + W], of the padded widths of both parts."""
-        width = self.completions.width
-        return _mask(self.prompt_lengths_U, self.prompt_numbers_N, width).to(self.ids_1T.device)
+    def blocks(self) -> list[Block]:
+        """For attention without variable lengths."""
+        return blocks_of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device)
+
+    @cached_property
+    def last_blocks(self) -> list[Block]:
+        """As `blocks`, for the results of `ends_N` alone."""
+        return blocks_of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device, last=True)
 
     @cached_property
     def sequences(self) -> SequenceLayout:
         """For variable-length attention."""
         return SequenceLayout.of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device)
 
+    @cached_property
+    def ends_N(self) -> Tensor:
+        """The place among the T tokens of each row's last one, which must be a completion token."""
+        ends_N = self.prompt_lengths_U.sum() + np.cumsum(self.inner_N) - 1
+        return torch.from_numpy(ends_N).to(self.ids_1T.device)
+
+
+def packing_order(
+    sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(firsts_U, order_N, prompt_of_N): a row with each prompt, in the order of the prompts; the rows in their order;
+    and the prompt of each row, in this order. Similar lengths are next to each other, so that blocks have little
+    padding."""
+    starts_N = np.asarray(prompt_lengths, dtype=np.int64)
+    own_N = lengths_of(sequences) - starts_N
+    firsts_U, prompt_of_N = distinct_prompts(sequences, starts_N)
+    order_U = np.argsort(-starts_N[firsts_U], kind="stable")
+    order_N = np.lexsort((-own_N, -_size(starts_N + own_N)))
+    return firsts_U[order_U], order_N, np.argsort(order_U)[prompt_of_N][order_N]
+
 
 def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str) -> PackedRows:
     """Pack rows of prompt + completion. Prompts with equal tokens count as one, even across groups."""
-    lengths_N, starts_N = lengths_of(sequences), np.asarray(prompt_lengths, dtype=np.int64)
-    firsts_U, prompt_of_N = distinct_prompts(sequences, starts_N)
+    starts_N = np.asarray(prompt_lengths, dtype=np.int64)
+    firsts_U, order_N, prompt_of_N = packing_order(sequences, starts_N)
     prompts = [sequences[row][: starts_N[row]] for row in firsts_U]
+    sequences, starts_N = [sequences[row] for row in order_N], starts_N[order_N]
+    lengths_N, prompts_U = lengths_of(sequences), lengths_of(prompts)
     completions = [row[start:-1] for row, start in zip(sequences, starts_N, strict=True)]
-    prompts_U = lengths_of(prompts)
     inner_N = np.maximum(lengths_N - starts_N - 1, 0)  # completion tokens that predict another token
     begun_R = np.flatnonzero(lengths_N > starts_N)
     rows_M = np.concatenate([begun_R, np.repeat(np.arange(len(sequences)), inner_N)])
@@ -368,20 +339,18 @@ def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: 
     parts = {
         "ids_1T": np.concatenate([*prompts, *completions])[None],
         "positions_1T": counted(np.concatenate([prompts_U, inner_N]), np.append(0 * prompts_U, starts_N))[None],
-        "prompt_of_N": prompt_of_N,
+        "places_N": np.argsort(order_N),
         "lasts_R": (np.cumsum(prompts_U) - 1)[prompt_of_N[begun_R]],
-        "rows_M": rows_M,
+        "rows_M": order_N[rows_M],
         "columns_M": columns_M,
         "targets_M": np.concatenate(sequences)[before_N[rows_M] + columns_M],
     }
     return PackedRows(
-        prompts=JoinedRows.of(prompts_U, device),
-        completions=JoinedRows.of(inner_N, device),
         prompt_lengths_U=prompts_U,
         inner_N=inner_N,
         prompt_numbers_N=prompt_of_N,
         completion_tokens=int(inner_N.sum()),
-        lengths_N=lengths_N,
+        longest=int(lengths_N.max()),
         **{name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in parts.items()},
     )
 
@@ -407,94 +376,189 @@ def distinct_rows(
     return distinct((int(length), ids.tobytes()) for ids, length in zip(sequences, prompt_lengths, strict=True))
 
 
-def shared_prompt_batches(
-    prompt_of_N: NDArray[np.int64], prompt_lengths: NDArray[Any], lengths: NDArray[np.int64], budget: int
+def row_batches(
+    sequences: Sequence[Int32],
+    prompt_lengths: NDArray[Any],
+    budget: int,
+    *,
+    shared_prompts: bool = True,
+    shared_rows: bool = True,
+    units_N: NDArray[np.int64] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Row numbers in batches where distinct prompts x longest prompt + rows x longest completion <= `budget`. This is
-    attention's work, including padding.
+    """Row numbers in batches for one forward pass each, as `packed_batches`; with `shared_rows`, rows with the same
+    tokens are in one batch and count once. Without `shared_prompts`, as `token_budget_batches`."""
+    lengths_N, starts_N = lengths_of(sequences), np.asarray(prompt_lengths, dtype=np.int64)
+    if not shared_prompts:
+        return token_budget_batches(lengths_N, budget)
+    firsts_U = number_of_N = np.arange(len(sequences))
+    if shared_rows:
+        firsts_U, number_of_N = distinct_rows(sequences, starts_N)
+    _, prompt_of_U = distinct_prompts([sequences[row] for row in firsts_U.tolist()], starts_N[firsts_U])
+    units_U = None if units_N is None else units_N[firsts_U]
+    parts = packed_batches(prompt_of_U, starts_N[firsts_U], lengths_N[firsts_U], budget, units_U)
+    same_U = np.split(np.argsort(number_of_N, kind="stable"), np.cumsum(np.bincount(number_of_N))[:-1])
+    return [np.concatenate([same_U[row] for row in part]) for part in parts]
 
-    Rows with the same prompt stay together, and those with the longest row come first. The result depends only on
-    prompts and lengths. Each row is in exactly one batch.
+
+# To fill batches, a prompt is computed in two of them only if it takes at most this part of one.
+REPEATED = 16
+
+
+def packed_batches(
+    prompt_of_N: NDArray[np.int64],
+    prompt_lengths: NDArray[Any],
+    lengths: NDArray[np.int64],
+    budget: int,
+    units_N: NDArray[np.int64] | None = None,
+) -> list[NDArray[np.int64]]:
+    """Row numbers in as few batches as possible, with similar numbers of tokens of at most `budget`; each prompt of a
+    batch counts once. The batch with the longest row comes first. Depends on prompts and lengths alone.
+
+    Rows with the same prompt stay together if this costs no batch. Rows of a unit (`units_N`, numbers) always do if the
+    unit is within the budget, in which each unit counts its own prompts.
 
     Raises ConfigurationError if a single row is over the budget.
     """
     check_budget(lengths, budget)
-    longest_U = np.zeros(int(prompt_of_N.max(initial=-1)) + 1, dtype=np.int64)
-    np.maximum.at(longest_U, prompt_of_N, lengths)
-    order_N = np.lexsort((-lengths, prompt_of_N, -longest_U[prompt_of_N]))
-    batches: list[list[int]] = []
-    prompts: set[int] = set()
-    widest = longest = 0
-    for row in order_N.tolist():
-        prompt, start = int(prompt_of_N[row]), int(prompt_lengths[row])
-        widest, longest = max(widest, start), max(longest, int(lengths[row]) - start)
-        rows = len(batches[-1]) if batches else 0
-        positions = (len(prompts) + (prompt not in prompts)) * widest + (rows + 1) * longest
-        if not batches or positions > budget:
-            batches.append([])
-            prompts, widest, longest = set(), start, int(lengths[row]) - start
-        batches[-1].append(row)
-        prompts.add(prompt)
-    return [np.asarray(found, dtype=np.int64) for found in batches]
+    whole, units_N = units_N is not None, prompt_of_N if units_N is None else units_N
+    order_N = np.lexsort((-lengths, prompt_of_N, units_N))
+    changes_N2 = np.diff(np.stack([units_N, prompt_of_N], axis=1)[order_N], axis=0, prepend=-1) != 0
+    first_N = changes_N2.any(axis=1)  # the row that brings a prompt into its unit
+    starts_N = np.asarray(prompt_lengths, dtype=np.int64)[order_N]
+    tokens_N = lengths[order_N] - starts_N + first_N * starts_N
+    bounds = np.append(np.flatnonzero(changes_N2[:, 0]), len(order_N)).tolist()
+    units = [(int(tokens_N[first:end].sum()), first, end) for first, end in itertools.pairwise(bounds)]
+    units.sort(key=lambda unit: -unit[0])
 
+    def filled(count: int) -> list[list[int]] | None:
+        """Each unit in the batch with the fewest tokens so far; None if they do not fit into so many batches."""
+        batches: list[list[int]] = [[] for _ in range(count)]
+        loads = [(0, batch) for batch in range(count)]
+        for size, start, end in units:
+            first = start
+            while first < end:
+                load, batch = loads[0]
+                again = 0 if first_N[first] else int(starts_N[first])
+                ends_R = again + np.cumsum(tokens_N[first:end])
+                rows = int(np.searchsorted(ends_R, budget - load, side="right"))
+                cuts = size > budget or (not whole and REPEATED * int(starts_N[first]) <= budget)
+                if not rows or (rows < len(ends_R) and not cuts):
+                    return None
+                batches[batch].extend(range(first, first + rows))
+                heapreplace(loads, (load + int(ends_R[rows - 1]), batch))
+                first += rows
+        return batches
 
-def _mask(prompt_lengths_U: NDArray[np.int64], prompt_of_N: NDArray[np.int64], width: int) -> Tensor:
-    """See PackedRows.mask. Completions are padded on the right, where causal attention does not look."""
-    longest = int(prompt_lengths_U.max())
-    own_WW = np.tri(width, dtype=np.bool_)
-    lengths = prompt_lengths_U[prompt_of_N] if (prompt_lengths_U != longest).any() else prompt_lengths_U[:1]
-    prompt_BP = np.arange(longest) < lengths[:, None]
-    shape = (len(lengths), width)
-    mask_BWK = np.concatenate(
-        [np.broadcast_to(prompt_BP[:, None], (*shape, longest)), np.broadcast_to(own_WW, (*shape, width))], axis=2
-    )
-    return torch.from_numpy(mask_BWK[:, None])
+    count = -(-int(tokens_N.sum()) // budget)
+    while (found := filled(count)) is None:
+        count += 1 + count // 32
+    return sorted((order_N[rows] for rows in found if rows), key=lambda rows: -int(lengths[rows].max()))
 
 
 # --- attention of packed rows: prompts over themselves, each completion over its prompt and itself -------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """B rows of similar length as a rectangle of queries and one of keys, for attention without variable lengths.
+
+    `queries_BQ` and `keys_BK` are tokens among the T of packed rows; padding is some token of the row. `results_S`: the
+    positions of [B * Q] whose results count, in the order of the tokens. `mask`: what is added to the products, [1 or
+    B, 1, Q, K]; None: causal.
+    """
+
+    queries_BQ: Tensor
+    keys_BK: Tensor
+    results_S: Tensor
+    mask: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        prompts_B: NDArray[np.int64],
+        own_B: NDArray[np.int64],
+        starts_B2: NDArray[np.int64],
+        device: torch.device,
+        last: bool,
+    ) -> Block:
+        """Of rows with so many tokens of a prompt and of their own, which start at the tokens `starts_B2`. `last`: only
+        the result of each row's last token counts.
+
+        Where the own tokens are more, those of the prompt are queries too, whose results are thrown away: causal
+        attention then needs no mask, whose size would be the square of the length.
+        """
+        columns_K, longest = np.arange(int((prompts_B + own_B).max())), int(own_B.max())
+        after_BK = columns_K - prompts_B[:, None]  # the place among the row's own tokens; negative in its prompt
+        keys_BK = starts_B2[:, 1:] + np.where(after_BK < own_B[:, None], after_BK, 0)
+        keys_BK = np.where(after_BK < 0, starts_B2[:, :1] + columns_K, keys_BK)
+        queries_BQ, counts_BQ, hidden_BQK = keys_BK, (after_BK >= 0) & (after_BK < own_B[:, None]), None
+        if last or int(prompts_B.max()) >= longest:
+            own_BQ = own_B[:, None] - 1 if last else np.broadcast_to(np.arange(longest), (len(own_B), longest))
+            counts_BQ = own_BQ < own_B[:, None]
+            queries_BQ = starts_B2[:, 1:] + np.where(counts_BQ, own_BQ, 0)
+            equal = (prompts_B == prompts_B[0]).all() and not last
+            hidden_BQK = (after_BK[:, None] > own_BQ[:, :, None])[: 1 if equal else None]
+        mask = None if hidden_BQK is None else np.where(hidden_BQK, -np.inf, 0.0).astype(np.float32)[:, None]
+        arrays = (queries_BQ, keys_BK, np.flatnonzero(counts_BQ))
+        queries, keys, results = (torch.from_numpy(array).to(device) for array in arrays)
+        return cls(queries, keys, results, mask if mask is None else torch.from_numpy(mask).to(device))
+
+
+def blocks_of(
+    prompts_U: NDArray[np.int64],
+    inner_N: NDArray[np.int64],
+    prompt_of_N: NDArray[np.int64],
+    device: torch.device,
+    *,
+    last: bool = False,
+) -> list[Block]:
+    """U prompts, then N completions that follow the prompts `prompt_of_N`, in blocks of rows next to each other.
+    `last`: only the results of the completions' last tokens count."""
+    begins_U, begins_N = np.cumsum(prompts_U) - prompts_U, np.cumsum(inner_N) - inner_N + prompts_U.sum()
+    before_R, own_R = np.append(0 * prompts_U, prompts_U[prompt_of_N]), np.append(prompts_U, inner_N)
+    starts_R2 = np.stack([np.append(begins_U, begins_U[prompt_of_N]), np.append(begins_U, begins_N)], axis=1)
+    rows = np.flatnonzero(own_R)
+    rows = rows[rows >= last * len(prompts_U)]
+    blocks, first = list[Block](), 0
+    sizes, lengths = _size(before_R + own_R)[rows].tolist(), own_R[rows].tolist()
+    for row in range(1, len(rows) + 1):
+        if row == len(rows) or sizes[row] != sizes[first] or not _near(lengths[row], lengths[first]):
+            own = rows[first:row]
+            blocks.append(Block.of(before_R[own], own_R[own], starts_R2[own], device, last))
+            first = row
+    return blocks
+
+
+def _size(lengths_N: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A class of lengths: 0 up to 64 tokens, 1 up to 128, and so on."""
+    return np.ceil(np.log2(np.maximum(lengths_N, 64) / 64)).astype(np.int64)
+
+
+def _near(length: int, other: int) -> bool:
+    """Whether rows may be padded to one length: one is at most a third and 16 tokens longer than the other."""
+    return 3 * max(length, other) <= 4 * min(length, other) + 48
+
+
 def packed_attention(
-    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, packed: PackedRows
+    query_TE: Tensor,
+    key_TE: Tensor,
+    value_TE: Tensor,
+    heads: int,
+    scaling: float | None,
+    packed: PackedRows,
+    *,
+    last: bool = False,
 ) -> Tensor:
-    """[T, E] for all query heads. Keys and values may have fewer heads, each for several query heads."""
-    if why_not_varlen(query_TE, heads) is None:
+    """[T, E] for all query heads. Keys and values may have fewer heads, each for several query heads. `last`: [N, E],
+    of each row's last token alone (`PackedRows.ends_N`)."""
+    if not last and why_not_varlen(query_TE, heads) is None:
         return varlen_attention(query_TE, key_TE, value_TE, heads, scaling, packed.sequences)
-    parts = [len(query_TE) - packed.completion_tokens, packed.completion_tokens]
-    of_prompts, of_completions = zip(*(torch.split(flat, parts) for flat in (query_TE, key_TE, value_TE)), strict=True)
-    query_UPE, key_UPE, value_UPE = map(packed.prompts.spread, of_prompts)
-    mixed = [packed.prompts.gather(_attend(query_UPE, key_UPE, value_UPE, None, heads, scaling))]
-    if packed.completions.width:
-        query_NWE, key_NWE, value_NWE = map(packed.completions.spread, of_completions)
-        keys, values = _after_prompts(key_UPE, key_NWE, packed), _after_prompts(value_UPE, value_NWE, packed)
-        mixed.append(packed.completions.gather(_attend(query_NWE, keys, values, packed.mask, heads, scaling)))
+    mixed = []
+    for block in packed.last_blocks if last else packed.blocks:
+        keys, values = embedding(block.keys_BK, key_TE), embedding(block.keys_BK, value_TE)
+        mixed_BQE = _attend(embedding(block.queries_BQ, query_TE), keys, values, block.mask, heads, scaling)
+        mixed.append(mixed_BQE.flatten(0, 1).index_select(0, block.results_S))
     return torch.cat(mixed)
-
-
-def last_attention(
-    query_TE: Tensor, key_TE: Tensor, value_TE: Tensor, heads: int, scaling: float | None, packed: PackedRows
-) -> Tensor:
-    """[N, E] of only the last completion token of each row. Every row has one (see `last_tokens`)."""
-    parts = [len(key_TE) - packed.completion_tokens, packed.completion_tokens]
-    keys, values = (
-        _after_prompts(packed.prompts.spread(prompts), packed.completions.spread(completions), packed)
-        for prompts, completions in (torch.split(flat, parts) for flat in (key_TE, value_TE))
-    )
-    lasts_N = last_tokens(packed)
-    rows_N = torch.arange(len(lasts_N), device=lasts_N.device)
-    columns_N = torch.diff(packed.completions.ends_R, prepend=rows_N[:1]) - 1
-    mask_N11K = packed.mask.expand(len(rows_N), -1, -1, -1)[rows_N, :, columns_N][:, :, None]
-    return _attend(query_TE.index_select(0, lasts_N)[:, None], keys, values, mask_N11K, heads, scaling).flatten(0, 1)
-
-
-def last_tokens(packed: PackedRows) -> Tensor:
-    """lasts_N: the position among the T tokens of each row's last one, which must be a completion token."""
-    return packed.completions.ends_R + (packed.ids_1T.shape[1] - packed.completion_tokens - 1)
-
-
-def _after_prompts(prompts_UPE: Tensor, own_NWE: Tensor, packed: PackedRows) -> Tensor:
-    """[N, P + W, E]: each row's prompt and completion."""
-    return torch.cat([prompts_UPE.index_select(0, packed.prompt_of_N), own_NWE], dim=1)
 
 
 def _attend(
@@ -506,7 +570,10 @@ def _attend(
         tensor.view(*tensor.shape[:2], -1, size).transpose(1, 2) for tensor in (query_BQE, key_BKE, value_BKE)
     )
     repeats = heads // key.shape[1]
+    if query.device.type != "cpu":  # a CPU's kernel takes fewer heads of keys as they are
+        key, value, repeats = repeat_kv(key, repeats), repeat_kv(value, repeats), 1
+    mask = mask if mask is None else mask.to(query.dtype)
     mixed_BHQE = scaled_dot_product_attention(
-        query, repeat_kv(key, repeats), repeat_kv(value, repeats), attn_mask=mask, is_causal=mask is None, scale=scaling
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=repeats > 1
     )
     return mixed_BHQE.transpose(1, 2).flatten(2)

@@ -9,6 +9,7 @@ interact outside of attention, a custom attention) is refused, never computed wr
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +26,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.errors import ConfigurationError
 from pvg.models.compute import explained, product_tolerance
-from pvg.models.packing import PackedRows, last_attention, last_tokens, pack_rows, packed_attention, pad_right
+from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right
 from pvg.records import Int32
 
 # The layers of Llama-like decoders on packed rows, with norms and rotary embedding in few passes.
@@ -41,61 +42,27 @@ def knows(decoder: nn.Module) -> bool:
     return type(decoder) in DECODERS
 
 
-def fused_hidden(decoder: nn.Module, packed: PackedRows) -> Tensor:
-    """The last hidden states [T, D] of one of DECODERS. Differentiable. Respects
+def fused_hidden(decoder: nn.Module, packed: PackedRows, *, last: bool = False) -> Tensor:
+    """The last hidden states [T, D] of one of DECODERS. `last`: [N, D], of each row's last token alone (`ends_N`): the
+    last layer needs only keys and values of the others. Differentiable. Respects
     pvg.training.trainer.checkpoint_layers."""
     model = cast(Any, decoder)
     hidden_TD = model.embed_tokens(packed.ids_1T)[0]
     cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
-    attend = partial(packed_attention, packed=packed)
-    compute = partial(_layer, cos_TE=cos_1TE[0], sin_TE=sin_1TE[0], attend=attend)
+    how: dict[str, Any] = {"cos_TE": cos_1TE[0], "sin_TE": sin_1TE[0]}
     for layer in model.layers:
+        only = last and layer is model.layers[-1]
+        attend = partial(packed_attention, packed=packed, last=only)
+        compute = partial(_layer, attend=attend, wanted_N=packed.ends_N if only else None)
         if layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
-            hidden_TD = checkpoint(compute, layer, hidden_TD, use_reentrant=False)
+            hidden_TD = checkpoint(compute, layer, hidden_TD, use_reentrant=False, **how)
         else:
-            hidden_TD = compute(layer, hidden_TD)
+            hidden_TD = compute(layer, hidden_TD, **how)
     return _norm(model.norm, hidden_TD)
 
 
-def last_hidden(decoder: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """The last hidden state of each row's last token, [B, D], of a decoder that `why_not_last` accepts. Rows are padded
-    on the right; equal prompts are computed once. Differentiable.
-
-    The last layer needs only keys and values of all tokens; the rest of it is computed for B tokens.
-    """
-    model = cast(Any, decoder)
-    # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
-    rows = [
-        np.append(ids[:length], 0).astype(np.int32)
-        for ids, length in zip(ids_BL.cpu().numpy(), lengths_B.tolist(), strict=True)
-    ]
-    starts_B = torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy()
-    packed = pack_rows(rows, starts_B, ids_BL.device)
-    hidden_TD = model.embed_tokens(packed.ids_1T)[0]
-    cos_1TE, sin_1TE = model.rotary_emb(hidden_TD, packed.positions_1T)
-    turns = cos_1TE[0], sin_1TE[0]
-    *layers, top = model.layers
-    for layer in layers:
-        hidden_TD = _layer(layer, hidden_TD, *turns, partial(packed_attention, packed=packed))
-    attend = partial(last_attention, packed=packed)
-    return _norm(model.norm, _layer(top, hidden_TD, *turns, attend, last_tokens(packed)))
-
-
-def why_not_last(decoder: nn.Module, tokens: int) -> str | None:
-    """Why `last_hidden` does not support this decoder and rows of this many tokens; None if it does."""
-    if not knows(decoder):
-        return f"{type(decoder).__name__} is not a decoder with known layers"
-    window = getattr(decoder.config, "sliding_window", None)
-    if window is not None and tokens > cast(int, window):
-        return f"its layers see {window} tokens, not {tokens}"
-    if any(layer.training and layer.gradient_checkpointing for layer in cast(Any, decoder).layers):
-        return "its layers are checkpointed"
-    device = next(decoder.parameters()).device.type
-    return None if device == "cpu" else f"its weights are on {device}, where this way was not measured"
-
-
 def _layer(
-    layer: Any, hidden_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend, wanted_N: Tensor | None = None
+    layer: Any, hidden_TD: Tensor, *, cos_TE: Tensor, sin_TE: Tensor, attend: Attend, wanted_N: Tensor | None
 ) -> Tensor:
     """One layer: [T, D] -> [T, D]. `attend` maps queries, keys and values [T, E], the number of heads and the scaling
     to [T, E]. With `wanted_N`, only these tokens are computed: [N, D]. `attend` then returns [N, E]."""
@@ -196,8 +163,28 @@ def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> 
     compute packed rows.
     """
     check_packing(module, fused_layers)
-    check_window(module, int(packed.lengths_N.max()))
+    check_window(module, packed.longest)
     return _hidden(module, packed, fused_layers)
+
+
+def last_hidden(module: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
+    """The decoder's last hidden state of each row's last token, [B, D]. Rows are padded on the right; equal prompts are
+    computed once. Differentiable. No row is longer than `longest_packed`."""
+    # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
+    rows = [np.append(row, np.int32(0)) for row in rows_of(ids_BL, lengths_B)]
+    packed = pack_rows(rows, torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy(), ids_BL.device)
+    decoder = cast(Any, module).get_decoder()
+    if knows(decoder) and ids_BL.device.type == "cpu":  # on a GPU, the shorter last layer was not measured
+        hidden_ND = fused_hidden(decoder, packed, last=True)
+    else:
+        hidden_ND = _hidden(module, packed, fused_layers=True).index_select(0, packed.ends_N)
+    return hidden_ND.index_select(0, packed.places_N)
+
+
+def rows_of(ids_BL: Tensor, lengths_B: Tensor) -> list[Int32]:
+    """The rows that `pad_right` has padded."""
+    ids = ids_BL.cpu().numpy().astype(np.int32)
+    return [row[:length] for row, length in zip(ids, lengths_B.tolist(), strict=True)]
 
 
 def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
@@ -214,9 +201,8 @@ def _hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor
 def same_attention(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts for the two forward passes of a checkpointed layer of `module`. The second runs in the backward pass,
     when the model's attention is no longer that of packed rows."""
-    if not hasattr(module, "config"):  # a verifier, whose rows are never packed
-        return nullcontext(), nullcontext()
-    config = cast(Any, module).config.get_text_config()
+    model = cast(Any, module if hasattr(module, "config") else module.backbone)  # a verifier has one
+    config = model.config.get_text_config()
     return nullcontext(), _attention(config, config._attn_implementation)
 
 
@@ -290,6 +276,15 @@ def check_window(module: nn.Module, longest: int) -> None:
                 "prompts do not support.",
                 REMEDY,
             )
+
+
+def longest_packed(module: nn.Module) -> int:
+    """The most tokens of a packed row that `module` computes as alone; 0 if it cannot compute packed rows."""
+    try:
+        check_packing(module)
+    except ConfigurationError:
+        return 0
+    return min((window for _, window in _numbers(module, WINDOW)), default=sys.maxsize)
 
 
 # Names of settings with a number of tokens after which a layer computes something else.

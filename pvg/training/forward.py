@@ -20,17 +20,16 @@ from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.models.compute import autocast
 from pvg.models.logprobs import CompletionOutputs, check_logits, completion_outputs, shared_prompt_outputs
-from pvg.models.packing import distinct_prompts, distinct_rows, pad_right, shared_prompt_batches, token_budget_batches
+from pvg.models.packing import distinct_rows, packing_order, pad_right, row_batches
 from pvg.models.shared_prompts import check_packing, check_window
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
 
-# Budgets to try between the smallest and the full one.
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardSettings:
-    """`token_budget`: the maximal positions of a forward pass, padding included; the others as in Training."""
+    """`token_budget`: the most tokens of a forward pass, each prompt counted once; without shared prompts, positions
+    with padding. The others as in Training."""
 
     temperature: float
     token_budget: int
@@ -87,24 +86,13 @@ def forward_batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: Forwa
 
     Raises ConfigurationError if a single row exceeds the token budget.
     """
-    if settings.shares_rows:
-        firsts_U, row_of_N = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths[rows])
-        if len(firsts_U) < len(rows):
-            parts = _batches(batch, rows[firsts_U], settings)
-            same_U = np.split(rows[np.argsort(row_of_N, kind="stable")], np.cumsum(np.bincount(row_of_N))[:-1])
-            rows_like = dict(zip(rows[firsts_U].tolist(), same_U, strict=True))
-            return [np.concatenate([rows_like[row] for row in part.tolist()]) for part in parts]
-    return _batches(batch, rows, settings)
-
-
-def _batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings) -> list[NDArray[np.int64]]:
-    """`forward_batches`, counting each row separately."""
-    lengths_N, prompt_lengths_N = batch.lengths_N[rows], batch.prompt_lengths[rows]
-    if settings.shared_prompts:
-        _, prompt_of_N = distinct_prompts([batch.sequences[row] for row in rows], prompt_lengths_N)
-        parts = shared_prompt_batches(prompt_of_N, prompt_lengths_N, lengths_N, settings.token_budget)
-    else:
-        parts = token_budget_batches(lengths_N, settings.token_budget)
+    parts = row_batches(
+        [batch.sequences[row] for row in rows],
+        batch.prompt_lengths[rows],
+        settings.token_budget,
+        shared_prompts=settings.shared_prompts,
+        shared_rows=settings.shares_rows,
+    )
     return [rows[part] for part in parts]
 
 
@@ -167,9 +155,9 @@ def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
     if rows is None:
         raise ValueError("router replay requires routed_experts")
     if shared_prompts:
-        firsts_U, _ = distinct_prompts(batch.sequences, batch.prompt_lengths)
+        firsts_U, order_N, _ = packing_order(batch.sequences, batch.prompt_lengths)
         prompts = [rows[row][: batch.prompt_lengths[row]] for row in firsts_U]
-        completions = [row[start:] for row, start in zip(rows, batch.prompt_lengths, strict=True)]
+        completions = [rows[row][batch.prompt_lengths[row] :] for row in order_N]
         return torch.from_numpy(np.concatenate([*prompts, *completions]))
     layers, k = rows[0].shape[1:]
     experts_BLMK = np.empty((len(rows), int(batch.lengths_N.max()), layers, k), dtype=rows[0].dtype)

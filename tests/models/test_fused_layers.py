@@ -11,7 +11,7 @@ from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
 from pvg.models.packing import pack_rows, packed_attention, pad_right
-from pvg.models.shared_prompts import fused_hidden, knows, packed_hidden, why_not_last
+from pvg.models.shared_prompts import fused_hidden, knows, packed_hidden
 from pvg.training.trainer import checkpoint_layers
 
 pytestmark = pytest.mark.slow
@@ -136,16 +136,16 @@ def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens
     ids_BL, lengths_B = pad_right(rows()[0], 0)
     starts_B = lengths_B if whole else torch.from_numpy(rows()[1]).long()
 
-    def scored(fused):
+    def scored(packed, checkpointed=False):
         with LanguageModel(build(kind), None, "tiny") as language_model:
             torch.manual_seed(3)
             verifier = ScalarHead(language_model)
             with torch.no_grad():
                 for weight in verifier.parameters():
                     weight.add_(0.1 * torch.randn(weight.shape))
-            verifier.fused_layers = fused
-            assert why_not_last(verifier.backbone.get_decoder(), ids_BL.shape[1]) is None
-            scores_B = verifier(ids_BL, lengths_B, starts_B)
+            if checkpointed:
+                checkpoint_layers(verifier.eval())
+            scores_B = verifier(ids_BL, lengths_B, starts_B, packed=packed)
             return scores_B.detach(), gradients(verifier, scores_B)
 
     (found_B, found), (expected_B, expected) = scored(True), scored(False)
@@ -153,3 +153,6 @@ def test_a_score_of_the_last_token_has_the_gradients_of_all_layers_on_all_tokens
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-5, msg=name)
+    again_B, again = scored(True, checkpointed=True)
+    assert torch.equal(again_B, found_B)
+    assert all(torch.equal(again[name], gradient) for name, gradient in found.items())
