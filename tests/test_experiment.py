@@ -317,7 +317,7 @@ IMPOSSIBLE = [
     (["rollout.engine=vllm", "serving.verifier_servers=http://127.0.0.1:8000"], "also serves the verifier"),
     (["training.minibatches=3"], "training.minibatches = 3 does not divide"),
     (["training.micro_batch_tokens=48"], "training.micro_batch_tokens = 48 is too small"),
-    (["verifier.micro_batch_tokens=97"], "verifier.micro_batch_tokens = 97 is too small"),
+    (["verifier.micro_batch_tokens=48"], "verifier.micro_batch_tokens = 48 is too small"),
     (["verifier.pairing=problem", "verifier.pairs=15"], "verifier.pairs = 15 is below the 16 pairs"),
     (["rollout.top_p=0.9"], "rollout.top_p < 1"),
     (["rollout.top_k=5"], "rollout.top_k > 0"),
@@ -356,7 +356,7 @@ IMPOSSIBLE = [
 POSSIBLE = [
     ["rollout.group_size=2"],
     ["training.micro_batch_tokens=49"],
-    ["verifier.micro_batch_tokens=98"],
+    ["verifier.micro_batch_tokens=49"],
     ["rollout.top_p=0.9", 'rollout.logprobs="recomputed"'],
     ["rollout.top_k=5", "training.steps=0"],
     ["game.sneaky_share=0.0", "game.reward=correctness"],

@@ -106,8 +106,8 @@ class Experiment(AllSections):
         # Self-play has one role, and its reward is a change in value.
         opposite = self.task.kind != "play" and self.game.reward.opposite_roles
         budgets = {
-            "training.micro_batch_tokens": (self.training.micro_batch_tokens, 1),
-            "verifier.micro_batch_tokens": (self.verifier.micro_batch_tokens, 2),
+            "training.micro_batch_tokens": self.training.micro_batch_tokens,
+            "verifier.micro_batch_tokens": self.verifier.micro_batch_tokens,
         }
         return TokenLimits(self.rollout.max_tokens, self.completion_room(), budgets, opposite)
 
@@ -209,12 +209,11 @@ SECTION_NAMES = frozenset(section.__name__ for table in TABLES.values() for sect
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
     """`solution`: the most tokens of a solution; `room`: of a completion, with what the environment writes. `budgets`:
-    tokens of each setting, and how many sequences must fit. `opposite_roles`: the reward pays the roles for opposite
-    things."""
+    tokens of each setting. `opposite_roles`: the reward pays the roles for opposite things."""
 
     solution: int
     room: int
-    budgets: Mapping[str, tuple[int, int]]
+    budgets: Mapping[str, int]
     opposite_roles: bool
 
 

@@ -83,13 +83,13 @@ def _batch_sizes(experiment: AllSections) -> Iterator[str]:
             f"(training.groups x rollout.group_size)"
         )
     longest = rollout.max_tokens + 1
-    for key, budget, rows, what in (
-        ("training.micro_batch_tokens", training.micro_batch_tokens, 1, "one rollout"),
-        ("verifier.micro_batch_tokens", verifier.micro_batch_tokens, 2, "one pair"),
+    for key, budget in (
+        ("training.micro_batch_tokens", training.micro_batch_tokens),
+        ("verifier.micro_batch_tokens", verifier.micro_batch_tokens),
     ):
-        if budget < rows * longest:
+        if budget < longest:
             yield (
-                f"{key} = {budget} is too small: {what} may need {rows * longest} tokens or more "
+                f"{key} = {budget} is too small: one solution may need {longest} tokens or more "
                 f"(rollout.max_tokens = {rollout.max_tokens} and a prompt); raise it, or lower rollout.max_tokens"
             )
     pairs = (SOLUTIONS_PER_PROBLEM // 2) ** 2

@@ -207,16 +207,17 @@ class Training(Section):
         1, description="Optimizer steps per sampled batch. More of them use the same samples again, which grow stale."
     )
     micro_batch_tokens: Count = Field(
-        16_384, description="Tokens per micro-batch, padding included. Lower it if memory runs out."
+        16_384, description="Tokens per micro-batch, each prompt counted once. Lower it if memory runs out."
     )
     shared_prompts: bool = Field(
-        True, description="Whether equal prompts and equal rows of a micro-batch are computed once."
+        True,
+        description="Whether both players compute equal prompts and equal rows of a micro-batch once, without padding.",
     )
     learning_rate: Positive = Field(
         1e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
     )
     gradient_checkpointing: bool = Field(
-        False, description="Whether the backward pass computes activations again, to save memory."
+        False, description="Whether the backward pass of both players computes activations again, to save memory."
     )
     router_replay: bool = Field(
         False, description="Mixtures of experts: whether the trainer uses the experts that the sampler used."
@@ -338,8 +339,8 @@ class Verifier(Section):
     )
     micro_batch_tokens: Count = Field(
         16_384,
-        description="Tokens per micro-batch of training and per batch of scoring, padding included. Lower it if memory "
-        "runs out.",
+        description="Tokens per micro-batch of training, each prompt counted once, and per batch of scoring, padding "
+        "included. Lower it if memory runs out.",
     )
     learning_rate: Positive = Field(
         3e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."

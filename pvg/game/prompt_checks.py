@@ -58,12 +58,12 @@ def check_prompts_fit(
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
     need = longest + limits.room
     _check_context(max_length, need, "models.prover")
-    for key, (budget, rows) in limits.budgets.items():
-        if budget < (least := rows * need):
+    for key, budget in limits.budgets.items():
+        if budget < need:
             raise ConfigurationError(
                 f"{key} = {budget} is too small: the longest prompt has {longest} tokens, and a completion may have up "
                 f"to {limits.room}.",
-                f"Set it to at least {least}, or lower rollout.max_tokens.",
+                f"Set it to at least {need}, or lower rollout.max_tokens.",
             )
     return need
 

@@ -366,6 +366,8 @@ def _check_verifier(experiment: Experiment, task: Task, base: LanguageModel, pro
         longest = check_verifier_input_fits(limits, template, problems, verifier.max_length)
         module = cast("nn.Module", verifier.backbone)
         check_rows(module, padded_width(longest, verifier.max_length), limits.solution, "models.verifier")
+        if experiment.training.gradient_checkpointing:
+            checkpoint_layers(verifier)
         if experiment.warmup.path is None:
             own = experiment.task.kind == "data"
             writable_solution(experiment.sources(), task, problems, base.tokenizer, verifier.tokenizer, own_data=own)

@@ -115,7 +115,7 @@ class VerifierUpdates(FixedVerifier):
         section, players = session.verifier, session.players
         self._workers = players.verifier_workers(verifier)
         settings = OptimizerSettings(learning_rate=section.learning_rate)
-        self._trainer = verifier_trainer(players, section, verifier, self._pairs, settings, self._workers)
+        self._trainer = verifier_trainer(session, verifier, self._pairs, settings, self._workers)
 
     async def close(self) -> None:
         """Close the workers' copies of the verifier in training."""

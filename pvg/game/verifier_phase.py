@@ -207,7 +207,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
             workers = players.verifier_workers(verifier)
             start, settings = session.state.step - member * steps, optimizer_settings(section, steps)
             source = players.pair_source(stream, verifier, start)
-            trainer = verifier_trainer(players, section, verifier, source, settings, workers)
+            trainer = verifier_trainer(session, verifier, source, settings, workers)
             if (checkpoint := session.ledger.read_checkpoint()) is not None:
                 trainer.load_state(*checkpoint)
             if workers is not None:
@@ -286,21 +286,23 @@ def optimizer_settings(section: Verifier, steps: int) -> OptimizerSettings:
 
 
 def verifier_trainer(
-    players: Players,
-    section: Verifier,
+    session: Session,
     verifier: VerifierModel,
     source: BatchSource[VerifierBatch],
     optimizer: OptimizerSettings,
     workers: GradientWorkers[VerifierBatch] | None = None,
 ) -> Trainer[VerifierBatch]:
     """A trainer of `verifier` on the batches of `source`."""
+    players, training = session.players, session.training
+    longest = verifier.longest_packed if training.shared_prompts else 0
     return Trainer(
         verifier,
-        PairObjective(section, verifier.tokenizer.pad_id),
+        PairObjective(session.verifier, verifier.tokenizer.pad_id, longest_packed=longest),
         optimizer,
         source,
         executor=players.executor,
         precision=players.models.compute_dtype,
+        gradient_checkpointing=training.gradient_checkpointing,
         waits_for="pairs",
         section="verifier",
         workers=workers,

@@ -139,6 +139,13 @@ class Objective(Protocol[BatchT]):
 
 
 @runtime_checkable
+class SurveysBatch(Protocol[BatchT]):
+    """An objective whose micro-batches need outputs of others: `survey` computes these, without a gradient."""
+
+    def survey(self, module: nn.Module, micro_batches: Sequence[BatchT]) -> list[BatchT]: ...
+
+
+@runtime_checkable
 class AdaptsCoefficients(Protocol):
     """An objective with adaptive coefficients. Its state is JSON data, {} if none adapts."""
 
@@ -416,7 +423,10 @@ def accumulate(
     """Add the gradients of the micro-batches to the module's. Returns the loss of each (a scalar), and their
     metrics."""
     device = next(module.parameters()).device
-    losses, metrics = list[Tensor](), Metrics()
+    losses, metrics, whole = list[Tensor](), Metrics(), cast(object, objective)
+    if isinstance(whole, SurveysBatch):
+        with torch.no_grad(), autocast(precision, device):
+            micro_batches = whole.survey(module, micro_batches)
     for micro_batch in micro_batches:
         with autocast(precision, device):
             loss, found = objective(module, micro_batch)

@@ -124,6 +124,8 @@ class VerifierBatch:
     - `references_N` float32: VerifierModel.reference of the rows; None if the head needs none or computes it.
     - `shares_M` float32: relative weight of each pair (positive, any scale); None: all equal.
     - `pair_weights_M`, `row_weights_N` float32: make the loss a plain sum; an objective's `prepare` sets them.
+    - `own_N` bool: the rows that this micro-batch computes; None: all. `scores_N`: scores of the others, which an
+      objective's `survey` sets.
 
     Raises ValueError if shapes do not match, or if a row is on both sides of pairs and so has no label.
     """
@@ -135,6 +137,8 @@ class VerifierBatch:
     shares_M: Float32 | None = None
     pair_weights_M: Float32 | None = None
     row_weights_N: Float32 | None = None
+    own_N: NDArray[np.bool_] | None = None
+    scores_N: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         rows, pairs = len(self.sequences), len(self.pairs_M2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -14,8 +16,7 @@ from torch.nn.functional import softplus
 from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, resolve
-from pvg.models.packing import pad_right
-from pvg.records import Int32
+from pvg.models.packing import distinct_rows, pad_right, row_batches
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch
 
@@ -54,13 +55,20 @@ def pair_loss(name: str) -> PairLoss:
 
 class PairObjective:
     """The verifier's objective. Metrics: loss, pair_accuracy (a tie counts half), score_mean (over distinct solutions),
-    score_gap (mean of V_c - V_i), pairs, padding (share of positions without a token)."""
+    score_gap (mean of V_c - V_i), pairs, padding (share of positions without a token).
 
-    def __init__(self, section: Verifier, pad_id: int) -> None:
+    A pair's loss needs two scores, but the activations of one solution at a time. So a pair's solutions may be in two
+    micro-batches: `survey` computes their scores without a gradient, and each micro-batch computes its own scores
+    again, with a gradient, beside the known ones of the others.
+    """
+
+    def __init__(self, section: Verifier, pad_id: int, *, longest_packed: int = sys.maxsize) -> None:
+        """`longest_packed`: that of the verifier; 0 without training.shared_prompts."""
         self._loss = pair_loss(section.loss)
         self._score_penalty = section.score_penalty
         self._token_budget = section.micro_batch_tokens
         self._pad_id = pad_id
+        self._longest_packed = longest_packed
 
     def prepare(self, batch: VerifierBatch) -> VerifierBatch:
         """Set weights: each pair's share (default 1/M), and 1/N for each solution in a pair. Raises ValueError for a
@@ -75,46 +83,96 @@ class PairObjective:
         )
 
     def split(self, batch: VerifierBatch) -> list[VerifierBatch]:
-        """Micro-batches of whole pairs. The number of distinct solutions times their longest length is within the token
-        budget. Each solution is in one micro-batch, unless the solutions of one problem exceed the budget.
+        """Micro-batches within the token budget. Each solution is computed in one, with all pairs that it is in.
+        Solutions that pairs connect are in one micro-batch if they fit; else it has the others beside its own
+        (`own_N`).
 
-        Raises ConfigurationError if a single pair exceeds the budget.
+        Raises ConfigurationError if a single solution exceeds the budget.
         """
-        _, row_weights_N = _weights(batch)
-        unpenalised_N = row_weights_N.copy()
+        batch = batch.select(np.arange(len(batch)))  # without rows that are in no pair
+        budget = self._token_budget
+        if (longest := int(batch.lengths_N.max())) > budget:
+            raise ConfigurationError(
+                f"verifier.micro_batch_tokens = {budget} is too small for one solution of {longest} tokens.",
+                f"Set it to {longest} or more, or shorten the completions (rollout.max_tokens).",
+            )
+        firsts_U, number_of_N = distinct_rows(batch.sequences, batch.prompt_lengths_N)
+        equal_N2 = np.stack([np.arange(len(number_of_N)), firsts_U[number_of_N]], axis=1)
+        units_N = clusters(np.concatenate([batch.pairs_M2, equal_N2]), len(number_of_N))
         micro_batches = []
-        for pairs in pairs_by_budget(batch.pairs_M2, batch.lengths_N, self._token_budget):
-            micro_batches.append(replace(batch, row_weights_N=unpenalised_N).select(pairs))
-            unpenalised_N = unpenalised_N.copy()
-            unpenalised_N[batch.pairs_M2[pairs].reshape(-1)] = 0.0
+        for rows in row_batches(
+            batch.sequences,
+            batch.prompt_lengths_N,
+            budget,
+            shared_prompts=longest <= self._longest_packed,
+            units_N=units_N,
+        ):
+            own_N = np.zeros(len(number_of_N), dtype=np.bool_)
+            own_N[rows] = True
+            part = replace(batch, own_N=own_N).select(np.flatnonzero(own_N[batch.pairs_M2].any(axis=1)))
+            micro_batches.append(replace(part, own_N=None) if np.all(part.own_N) else part)
         return micro_batches
 
-    def __call__(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Metrics]:
-        """The micro-batch's share of the loss, and its metrics. Forwards each distinct solution once."""
-        pair_weights, row_weights = _weights(micro_batch)
-        scores_N = _scores(module, micro_batch, self._pad_id)
-        pairs_M2 = torch.from_numpy(micro_batch.pairs_M2).to(scores_N.device, torch.int64)
-        correct_M, incorrect_M = scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]]
-        pair_weights_M = torch.from_numpy(pair_weights).to(scores_N.device)
-        row_weights_N = torch.from_numpy(row_weights).to(scores_N.device)
+    def survey(self, module: nn.Module, micro_batches: Sequence[VerifierBatch]) -> list[VerifierBatch]:
+        """The micro-batches of `split`, with the scores of solutions that others of them compute."""
+        cut = [(part, part.own_N, _keys(part)) for part in micro_batches if part.own_N is not None]
+        wanted = {key for _, own_N, keys in cut for key in compress(keys, ~own_N)}
+        scores: dict[tuple[int, bytes], float] = {}
+        for part, own_N, keys in cut:
+            rows = [row for row in np.flatnonzero(own_N).tolist() if keys[row] in wanted]
+            if rows:
+                scores.update(zip((keys[row] for row in rows), self._scores(module, part, rows).tolist(), strict=True))
+        known = (np.array([scores.get(key, 0.0) for key in keys]) for *_, keys in cut)
+        return [part if part.own_N is None else replace(part, scores_N=next(known)) for part in micro_batches]
 
-        loss = (pair_weights_M * self._loss(correct_M, incorrect_M)).sum()
+    def __call__(self, module: nn.Module, micro_batch: VerifierBatch) -> tuple[Tensor, Metrics]:
+        """The micro-batch's share of the loss, and its metrics. A pair counts where its correct solution is computed;
+        the gradient of a solution is that of all its pairs."""
+        pair_weights, row_weights = _weights(micro_batch)
+        own = np.ones(len(micro_batch.sequences), np.bool_) if micro_batch.own_N is None else micro_batch.own_N
+        rows = np.flatnonzero(own)
+        scores_N = self._scores(module, micro_batch, rows.tolist())
+        device = scores_N.device
+        if micro_batch.own_N is not None:
+            assert micro_batch.scores_N is not None, "survey the micro-batches first"
+            known_N = torch.from_numpy(micro_batch.scores_N).to(scores_N)
+            scores_N = known_N.index_put((torch.from_numpy(rows).to(device),), scores_N)
+        pairs_M2 = torch.from_numpy(micro_batch.pairs_M2).to(device, torch.int64)
+        correct_M, incorrect_M = scores_N[pairs_M2[:, 0]], scores_N[pairs_M2[:, 1]]
+        counted = own[micro_batch.pairs_M2[:, 0]]
+        pair_weights_M, counted_M = (torch.from_numpy(w).to(device) for w in (pair_weights, pair_weights * counted))
+        row_weights_N = torch.from_numpy(row_weights * own).to(device)
+
+        losses_M = self._loss(correct_M, incorrect_M)
+        loss = (pair_weights_M * losses_M).sum()
+        if not counted.all():
+            loss = loss + ((counted_M - pair_weights_M) * losses_M.detach()).sum()
         if self._score_penalty:
             loss = loss + self._score_penalty * (row_weights_N * scores_N.square()).sum()
-        metrics = _metrics(loss, scores_N, correct_M - incorrect_M, pair_weights_M, row_weights_N)
-        positions = len(micro_batch.sequences) * int(micro_batch.lengths_N.max())
-        metrics.add_sum("pairs", len(micro_batch))
-        metrics.add_mean("padding", positions - int(micro_batch.lengths_N.sum()), positions)
+        metrics = _metrics(loss, scores_N, correct_M - incorrect_M, counted_M, row_weights_N)
+        tokens, longest = int(micro_batch.lengths_N[own].sum()), int(micro_batch.lengths_N[own].max())
+        positions = tokens if longest <= self._longest_packed else len(rows) * longest  # packed rows have no padding
+        metrics.add_sum("pairs", int(counted.sum()))
+        metrics.add_mean("padding", positions - tokens, positions)
         return loss, metrics
 
+    def _scores(self, module: nn.Module, batch: VerifierBatch, rows: list[int]) -> Tensor:
+        """The scores of these rows, [rows]; if they are packed, equal rows are computed once."""
+        device, packed = next(module.parameters()).device, int(batch.lengths_N[rows].max()) <= self._longest_packed
+        firsts_U, number_of_R = np.arange(len(rows)), None
+        if packed:
+            firsts_U, number_of_R = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths_N[rows])
+        own_U = np.asarray(rows)[firsts_U]
+        ids_UL, lengths_U = pad_right([batch.sequences[row] for row in own_U], self._pad_id, device)
+        starts_U = torch.from_numpy(batch.prompt_lengths_N[own_U]).to(device, torch.int64)
+        references_U = None if batch.references_N is None else torch.from_numpy(batch.references_N[own_U]).to(device)
+        scores_U: Tensor = module(ids_UL, lengths_U, starts_U, references_U, packed=packed)
+        return scores_U if number_of_R is None else scores_U[torch.from_numpy(number_of_R).to(device)]
 
-def _scores(module: nn.Module, batch: VerifierBatch, pad_id: int) -> Tensor:
-    device = next(module.parameters()).device
-    input_ids_NL, lengths_N = pad_right(batch.sequences, pad_id, device)
-    prompt_lengths_N = torch.from_numpy(batch.prompt_lengths_N).to(device, torch.int64)
-    references_N = None if batch.references_N is None else torch.from_numpy(batch.references_N).to(device)
-    scores_N: Tensor = module(input_ids_NL, lengths_N, prompt_lengths_N, references_N)
-    return scores_N
+
+def _keys(batch: VerifierBatch) -> list[tuple[int, bytes]]:
+    """What tells solutions apart."""
+    return [(int(start), ids.tobytes()) for ids, start in zip(batch.sequences, batch.prompt_lengths_N, strict=True)]
 
 
 def _weights(batch: VerifierBatch) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -137,75 +195,13 @@ def _metrics(loss: Tensor, scores_N: Tensor, gaps_M: Tensor, pair_weights_M: Ten
     return metrics
 
 
-# --- micro-batches within a token budget ------------------------------------------------------------------------------
-# Pairs that share solutions stay together, so that each solution is forwarded once. A *cluster* is a set of connected
-# pairs; with all pairs of a problem it is the problem. Only a cluster that exceeds the budget is cut. Solutions on both
-# sides of a cut are forwarded more than once.
-
-Int64 = NDArray[np.int64]
-
-
-def pairs_by_budget(pairs_M2: Int32, lengths_N: Int64, token_budget: int) -> list[Int64]:
-    """Pair numbers in parts, each pair in one part, with distinct rows x longest row <= `token_budget`. Longest part
-    first. Raises ConfigurationError if a single pair exceeds the budget."""
-    clusters_M = clusters(pairs_M2, len(lengths_N))
-    order_M = np.argsort(clusters_M, kind="stable")
-    sizes_K = np.unique(clusters_M, return_counts=True)[1]
-    by_cluster = np.split(order_M, np.cumsum(sizes_K)[:-1])
-    rows_of = [np.unique(pairs_M2[pairs]) for pairs in by_cluster]
-    widths_K = np.array([lengths_N[rows].max() for rows in rows_of], dtype=np.int64)
-
-    parts: list[list[Int64]] = []
-    rows = width = 0  # of the current part; its width is that of its first cluster, the longest
-    for cluster in np.argsort(-widths_K, kind="stable").tolist():
-        own_rows, own_width, pairs = len(rows_of[cluster]), int(widths_K[cluster]), by_cluster[cluster]
-        if own_rows * own_width > token_budget:
-            parts.extend([part] for part in _cut(pairs_M2, pairs, lengths_N, token_budget))
-            rows = width = 0
-        elif width and (rows + own_rows) * width <= token_budget:
-            parts[-1].append(pairs)
-            rows += own_rows
-        else:
-            parts.append([pairs])
-            rows, width = own_rows, own_width
-    return [np.concatenate(part) for part in parts]
-
-
-def clusters(pairs_M2: Int32, rows: int) -> Int64:
-    """Cluster numbers [M]: equal for pairs that a chain of shared rows connects."""
+def clusters(links_L2: NDArray[np.integer], rows: int) -> NDArray[np.int64]:
+    """Cluster numbers [N]: equal for rows that a chain of links connects."""
     label_N = np.arange(rows)
     while True:
-        lowest_M: Int64 = label_N[pairs_M2].min(axis=1)
         found_N = label_N.copy()
-        np.minimum.at(found_N, pairs_M2[:, 0], lowest_M)
-        np.minimum.at(found_N, pairs_M2[:, 1], lowest_M)
+        np.minimum.at(found_N, links_L2, label_N[links_L2].min(axis=1, keepdims=True))
         found_N = found_N[found_N]  # one step along the chain
         if np.array_equal(found_N, label_N):
-            return lowest_M
+            return label_N
         label_N = found_N
-
-
-def _cut(pairs_M2: Int32, pairs: Int64, lengths_N: Int64, token_budget: int) -> Iterator[Int64]:
-    """The pairs of one cluster, in parts within the budget."""
-    longest_M = lengths_N[pairs_M2[pairs]].max(axis=1)
-    # Longest first, so that a part's first pair sets its width; pairs with shared rows next to each other.
-    order_M = np.lexsort((pairs_M2[pairs, 1], pairs_M2[pairs, 0], -longest_M))
-    part: list[int] = []
-    rows: set[int] = set()
-    width = 0
-    for place in order_M.tolist():
-        pair = int(pairs[place])
-        wanted = set(pairs_M2[pair].tolist())
-        if not part or len(rows | wanted) * width > token_budget:
-            width = int(longest_M[place])
-            if len(wanted) * width > token_budget:
-                raise ConfigurationError(
-                    f"verifier.micro_batch_tokens = {token_budget} is too small for a pair of {width} tokens each.",
-                    f"Set it to {2 * width} or more, or shorten the completions (rollout.max_tokens).",
-                )
-            if part:
-                yield np.asarray(part, dtype=np.int64)
-            part, rows = [], set()
-        part.append(pair)
-        rows |= wanted
-    yield np.asarray(part, dtype=np.int64)

@@ -187,7 +187,10 @@ class Worker:
             case "pairs":
                 experiment = _experiment(fields["experiment"])
                 verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
-                objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id)
+                longest = verifier.longest_packed if experiment.training.shared_prompts else 0
+                objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id, longest_packed=longest)
+                if experiment.training.gradient_checkpointing:
+                    checkpoint_layers(verifier.eval())
                 precision = experiment.models.compute_dtype
                 self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, VerifierBatch, precision)
             case _:

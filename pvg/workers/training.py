@@ -91,7 +91,8 @@ def policy_shards(batch: PolicyBatch, shards: int) -> list[PolicyBatch]:
 def pair_shards(batch: VerifierBatch, shards: int) -> list[VerifierBatch]:
     """The batch in at most `shards` parts. Pairs that share solutions stay together, so each solution is computed, and
     penalised, in one part."""
-    cluster_M = np.unique(clusters(batch.pairs_M2, len(batch.sequences)), return_inverse=True)[1].reshape(-1)
+    cluster_N = clusters(batch.pairs_M2, len(batch.sequences))
+    cluster_M = np.unique(cluster_N[batch.pairs_M2[:, 0]], return_inverse=True)[1].reshape(-1)
     lengths_N, tokens_K = batch.lengths_N, np.zeros(int(cluster_M.max()) + 1, dtype=np.int64)
     for side in (0, 1):
         rows, firsts = np.unique(batch.pairs_M2[:, side], return_index=True)

@@ -21,7 +21,7 @@ class Table(nn.Module):
         self.scores = nn.Parameter(torch.tensor(scores))
         self.asked = []
 
-    def forward(self, input_ids_BL, lengths_B, prompt_lengths_B, reference_B=None):
+    def forward(self, input_ids_BL, lengths_B, prompt_lengths_B, reference_B=None, *, packed=False):
         self.asked.append(input_ids_BL[:, 0].tolist())
         return self.scores[input_ids_BL[:, 0]]
 
@@ -45,7 +45,7 @@ def run(objective, module, batch):
     """Loss, gradients by parameter, metrics, over the micro-batches."""
     module.zero_grad()
     total, metrics = 0.0, Metrics()
-    for micro_batch in objective.split(objective.prepare(batch)):
+    for micro_batch in objective.survey(module, objective.split(objective.prepare(batch))):
         loss, found = objective(module, micro_batch)
         loss.backward()
         total += loss.item()
@@ -119,8 +119,8 @@ def test_micro_batches_of_a_real_verifier_add_up(head):
         pairs_M2=pairs,
         references_N=None,
     )
-    small = objective(budget=90)
-    assert len(small.split(small.prepare(batch))) >= 3
+    small = objective(budget=40)
+    assert any(part.own_N is not None for part in small.split(small.prepare(batch)))
     whole, whole_gradients, _ = run(objective(), model, batch)
     split, split_gradients, _ = run(small, model, batch)
     assert split == pytest.approx(whole, abs=1e-5)

@@ -180,7 +180,9 @@ class VerifierWork:
     async def _train(self, source: PairSource) -> float:
         """Pairs per second of `steps` training steps, drawing included."""
         section, players = self._experiment.verifier, self._players
-        objective = PairObjective(section, self._verifier.tokenizer.pad_id)
+        training = self._experiment.training
+        longest = self._verifier.longest_packed if training.shared_prompts else 0
+        objective = PairObjective(section, self._verifier.tokenizer.pad_id, longest_packed=longest)
         trainer = Trainer(
             self._verifier,
             objective,
@@ -188,6 +190,7 @@ class VerifierWork:
             source,
             executor=players.executor,
             precision=self._experiment.models.compute_dtype,
+            gradient_checkpointing=training.gradient_checkpointing,
             waits_for="pairs",
         )
         padding, pairs = [], 0.0
