@@ -123,18 +123,22 @@ def _files(named: Iterable[tuple[str, str]]) -> Iterator[tuple[Path, bytes]]:
                 seen.add(path)
                 source = _source(key, path)
                 yield path, source
-                waiting += _imported_beside(path, _parsed(key, path, source))
+                waiting += _imported_beside(path, source)
 
 
-def _imported_beside(path: Path, tree: ast.Module) -> Iterator[Path]:
-    """The files in the folder of `path` that it may import, the modules of a package included."""
-    for node in ast.walk(tree):
+def _imported_beside(path: Path, source: bytes) -> Iterator[Path]:
+    """The files in the folder of `path` that it may import, the modules of a package included. Not pvg itself, in a
+    checkout. A module that is not Python imports nothing: nobody may import it either."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except Exception:  # noqa: BLE001 - also ValueError, RecursionError, MemoryError: all are about the text
+        return
+    for node in nodes:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
-        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names:
-            if (beside := path.parent / f"{name}.py").is_file():
-                yield beside
-            yield from sorted((path.parent / name).rglob("*.py"))
+        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"pvg", "pvg_cli"}:
+            found = [path.parent / f"{name}.py", *sorted((path.parent / name).rglob("*.py"))]
+            yield from filter(Path.is_file, found)
 
 
 def _source(key: str, path: Path) -> bytes:

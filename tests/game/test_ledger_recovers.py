@@ -214,7 +214,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 def write_inputs(folder: Path) -> Experiment:
     """A data folder, two models and a Python file that imports another one, all with relative paths."""
-    for name in ("data", "prover", "verifier", "package"):
+    for name in ("data", "prover", "verifier", "package", "pvg"):
         (folder / name).mkdir()
     (folder / "data/train.csv").write_text("question,answer\na?,1\n")
     (folder / "data/test.csv").write_text("question,answer\nb?,1\n")
@@ -224,8 +224,13 @@ def write_inputs(folder: Path) -> Experiment:
         (folder / name / "README.md").write_text("about")
         save_file(weights(0.0), folder / name / "model.safetensors")
     (folder / "package/inner.py").write_text("A = 1\n")
+    (folder / "package/for_python_2.py").write_text("print 1\n")
+    (folder / "package/.#inner.py").symlink_to("editor@host")  # Emacs locks files so
+    (folder / "pvg/tasks.py").write_text("")  # in a checkout of pvg
     (folder / "beside.py").write_text("import package.inner\nimport json\n")
-    (folder / "mine.py").write_text("from beside import package\ndef reward(outcomes, game):\n    return 0\n")
+    (folder / "mine.py").write_text(
+        "import pvg\nfrom beside import package\ndef reward(outcomes, game):\n    return 0\n"
+    )
     settings = ["task=data", "task.path=data", "models.prover.source=prover", "models.verifier.source=verifier"]
     return load_experiment(find_experiment("modchain"), [*settings, "game.reward=mine.py:reward"])
 
@@ -242,6 +247,7 @@ def write_inputs(folder: Path) -> Experiment:
         ("package/inner.py", "package/inner.py has changed since"),
         ("prover/README.md", ""),
         ("json.py", ""),
+        ("pvg/tasks.py", ""),
         ("data/more.csv", ""),
     ],
 )
@@ -261,7 +267,7 @@ def test_a_run_goes_on_only_with_the_files_that_it_began_with(
         ledger.close()
 
     begin()
-    shutil.copytree(first, second)  # as on another machine
+    shutil.copytree(first, second, symlinks=True)  # as on another machine
     shutil.rmtree(first)
     monkeypatch.chdir(second)
     if name.endswith(".safetensors"):
