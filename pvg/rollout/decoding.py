@@ -385,7 +385,9 @@ def check_decoding(module: nn.Module, device: torch.device, longest: int = 0) ->
     with torch.inference_mode(), explained(f"pvg's torch engine cannot sample with {name}", REMEDY):
         found_RV = _Batch(module, requests, device, None).next_logits()
         ids_1P = torch.from_numpy(ids_P).to(device).long()[None]
-        alone_V = [model(input_ids=ids_1P[:, : len(r.prompt_ids)], use_cache=False).logits[0, -1] for r in requests]
+        # Logits of the last token alone: those of a long row in a large vocabulary may not fit into memory.
+        asked = {"use_cache": False, "logits_to_keep": 1}
+        alone_V = [model(input_ids=ids_1P[:, : len(r.prompt_ids)], **asked).logits[0, -1] for r in requests]
     # Not for NaN: decoding itself refuses a model whose logits are not finite.
     if any(bool((f - a).abs().max() > tolerance * a.abs().max()) for f, a in zip(found_RV, alone_V, strict=True)):
         raise ConfigurationError(

@@ -214,6 +214,17 @@ def test_a_model_that_reads_a_prompt_otherwise_beside_a_longer_one_is_refused(
         check_decoding(make().eval(), torch.device("cpu"))
 
 
+def test_the_check_of_a_long_row_computes_no_logits_of_its_other_tokens() -> None:
+    """With a vocabulary of 262,144, those of 4,096 tokens would take 4 GB."""
+    module, sizes = tiny_llama(), list[int]()
+    module.config.original_max_position_embeddings = 8  # so that a long row is tried
+    module.get_output_embeddings().register_forward_pre_hook(
+        lambda _module, arguments: sizes.append(arguments[0].numel() // module.config.hidden_size)
+    )
+    check_decoding(module, torch.device("cpu"), 32)
+    assert max(sizes) <= 2
+
+
 def test_a_model_that_fails_with_the_engines_cache_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As hybrid models such as Lfm2 do, whose layers want other states than keys and values."""
     module = tiny_llama()
