@@ -65,7 +65,7 @@ def files_of(directory: Path) -> tuple[dict[Split, list[Path]], str]:
     complete = [folder for folder, files in found.items() if all(files.values())]
     if len(found) > 1 and not complete:
         raise ConfigurationError(
-            f"The train and test files are in different folders, which may not belong together: "
+            f"{directory} has train or test files in different folders, which may not belong together: "
             f"{', '.join(str(file) for files in found.values() for each in files.values() for file in each[:1])}.",
             "Put the files that belong together into one folder.",
         )
