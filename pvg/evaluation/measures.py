@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -160,14 +159,9 @@ FOLDS = 5  # of the cross-validation by problem
 NGRAMS = 3  # tokens of the longest n-gram of the separability probe: enough for a role's turns of phrase
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreLevel:
-    """One distinct score of a problem: how many correct and incorrect solutions have it, and how many score lower."""
-
-    right: int
-    right_below: int
-    wrong: int
-    wrong_below: int
+# Of one distinct score of a problem: how many correct solutions have it and how many score lower (c_v, c_<), and the
+# same of the incorrect ones (i_v, i_<).
+ScoreLevel = tuple[int, int, int, int]
 
 
 def sizes(largest: int) -> list[int]:
@@ -187,8 +181,8 @@ def balanced(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
     ways = math.comb(right, half) * math.comb(wrong, half)
 
     def chosen(level: ScoreLevel, j: int, k: int) -> int:
-        of_right = _choose(level.right, j) * _choose(level.right_below, half - j)
-        return of_right * _choose(level.wrong, k) * _choose(level.wrong_below, half - k)
+        right, right_below, wrong, wrong_below = level
+        return _choose(right, j) * _choose(right_below, half - j) * _choose(wrong, k) * _choose(wrong_below, half - k)
 
     return _won(scores_N, correct_N, chosen) / ways
 
@@ -199,8 +193,8 @@ def natural(scores_N: NDArray[Any], correct_N: Bools, n: int) -> float | None:
         return None
 
     def chosen(level: ScoreLevel, j: int, k: int) -> int:
-        rest = _choose(level.right_below + level.wrong_below, n - j - k)
-        return _choose(level.right, j) * _choose(level.wrong, k) * rest
+        right, right_below, wrong, wrong_below = level
+        return _choose(right, j) * _choose(wrong, k) * _choose(right_below + wrong_below, n - j - k)
 
     return _won(scores_N, correct_N, chosen) / math.comb(len(correct_N), n)
 
@@ -219,17 +213,17 @@ def _won(scores_N: NDArray[Any], correct_N: Bools, chosen: Callable[[ScoreLevel,
     return sum(
         chosen(level, j, k) * j / (j + k)
         for level in _levels(scores_N, correct_N)
-        for j in range(1, level.right + 1)
-        for k in range(level.wrong + 1)
+        for j in range(1, level[0] + 1)
+        for k in range(level[2] + 1)
     )
 
 
 def _levels(scores_N: NDArray[Any], correct_N: Bools) -> list[ScoreLevel]:
     sides = np.sort(scores_N[correct_N]), np.sort(scores_N[~correct_N])
-    found = []
+    found: list[ScoreLevel] = []
     for value in np.unique(scores_N):
         below, up_to = ([int(np.searchsorted(side, value, end)) for side in sides] for end in ("left", "right"))
-        found.append(ScoreLevel(up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
+        found.append((up_to[0] - below[0], below[0], up_to[1] - below[1], below[1]))
     return found
 
 
@@ -330,44 +324,25 @@ NOTHING = Estimate(None, None, None, 0, 0)
 
 def best_of_n(sources: Mapping[str, ScoredRollouts], section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
     """Per source, the balanced curve over both roles' solutions, and the natural one over the helpful ones."""
-    return [
-        {
-            "source": name,
-            "balanced": _balanced(samples, section, weights_BP),
-            "natural": _natural(samples, section, weights_BP),
-        }
-        for name, samples in sources.items()
-    ]
+    found = []
+    for name, own in sources.items():
+        columns = (own.scores_N, own.correct_N, own.problems_N)
+        mask = own.helpful_N
+        helpful = (own.scores_N[mask], own.correct_N[mask], own.problems_N[mask])
+        chance = mean_of(helpful[1].astype(np.float64), helpful[2], weights_BP)
+        natural_points = []
+        for n in sizes(section.samples):
+            ceiling = curve_point(by_problem(*helpful, n, pass_at), weights_BP)
+            point = _point(by_problem(*helpful, n, natural), n, weights_BP)
+            natural_points.append({**point, "pass_at_n": ceiling, "chance": chance})
+        both = [_point(by_problem(*columns, n, balanced), n, weights_BP) for n in sizes(2 * section.samples)]
+        found.append({"source": name, "balanced": both, "natural": natural_points})
+    return found
 
 
-def _balanced(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
-    points = []
-    for n in sizes(2 * section.samples):
-        values = by_problem(samples.scores_N, samples.correct_N, samples.problems_N, n, balanced)
-        point = curve_point(values, weights_BP)
-        points.append({"n": n, "accuracy": point, "excluded": len(values) - point.n})
-    return points
-
-
-def _natural(samples: ScoredRollouts, section: Evaluate, weights_BP: Float64) -> list[dict[str, Any]]:
-    mask = samples.helpful_N
-    scores_N, correct_N, problems_N = samples.scores_N[mask], samples.correct_N[mask], samples.problems_N[mask]
-    chance = mean_of(correct_N.astype(np.float64), problems_N, weights_BP)
-    points = []
-    for n in sizes(section.samples):
-        values = by_problem(scores_N, correct_N, problems_N, n, natural)
-        ceilings = by_problem(scores_N, correct_N, problems_N, n, pass_at)
-        point = curve_point(values, weights_BP)
-        points.append(
-            {
-                "n": n,
-                "accuracy": point,
-                "pass_at_n": curve_point(ceilings, weights_BP),
-                "chance": chance,
-                "excluded": len(values) - point.n,
-            }
-        )
-    return points
+def _point(values: Sequence[float | None], n: int, weights_BP: Float64) -> dict[str, Any]:
+    point = curve_point(values, weights_BP)
+    return {"n": n, "accuracy": point, "excluded": len(values) - point.n}
 
 
 def completeness(own: ScoredRollouts, threshold: float) -> dict[str, Any]:
@@ -409,19 +384,12 @@ def separability(own: ScoredRollouts, solutions: Sequence[NDArray[np.int32]], we
     rows_NF = features(solutions, NGRAMS)
     strata = {"overall": np.ones(len(rows_NF), dtype=bool), "correct": own.correct_N, "incorrect": ~own.correct_N}
     within_P = np.arange(len(fold_P))  # because, for example, one role solves easier problems than the other
-    found = {
-        name: probe(
-            rows_NF[mask],
-            own.helpful_N[mask],
-            own.problems_N[mask],
-            fold_P,
-            weights_BP,
-            pairs_P=None if name == "overall" else within_P,
-        )
-        if mask.any()
-        else Estimate(None, None, None, 0, 0)
-        for name, mask in strata.items()
-    }
+    found = dict.fromkeys(strata, NOTHING)
+    for name, mask in strata.items():
+        if mask.any():
+            pairs_P = None if name == "overall" else within_P
+            columns = (rows_NF[mask], own.helpful_N[mask], own.problems_N[mask])
+            found[name] = probe(*columns, fold_P, weights_BP, pairs_P)
     return found
 
 
