@@ -10,6 +10,7 @@ Colours come from templates/board.css, which only pages with a board contain. te
 
 from __future__ import annotations
 
+import cmath
 import math
 import re
 import tomllib
@@ -130,23 +131,19 @@ def _stroke(board: Board, position: Position, centres: Sequence[Point], result: 
     order = result.order
     if order.act in ("build", "waive"):
         return Markup()
-    retreats = position.stage == "R"
-    start = end = _at(board, centres, order.place, RADIUS if retreats else 0)
+    start = end = complex(*_at(board, centres, order.place, RADIUS if position.stage == "R" else 0))
     if order.act == "move":
-        end = _at(board, centres, order.target)
+        end = complex(*_at(board, centres, order.target))
     elif order.act in ("support", "convoy"):
-        origin = _at(board, centres, order.origin)
-        goal = origin if order.target < 0 else _at(board, centres, order.target)
-        end = ((origin[0] + goal[0]) / 2, (origin[1] + goal[1]) / 2)
-    length = math.dist(start, end) or 1.0
-    across = ((end[0] - start[0]) / length, (end[1] - start[1]) / length)
-    first = (start[0] + RADIUS * across[0], start[1] + RADIUS * across[1])
-    short = RADIUS if order.act == "move" else 4
-    last = (end[0] - short * across[0], end[1] - short * across[1])
-    if order.act == "move":  # on its right side, so that moves in opposite directions are apart
-        first, last = ((x - 4 * across[1], y + 4 * across[0]) for x, y in (first, last))
-    angle = math.degrees(math.atan2(across[1], across[0]))
-    return markup.stroke(order.act, f"{style}{'' if result.success else ' failed'}", first, last, angle)
+        ends = (order.origin, order.origin if order.target < 0 else order.target)
+        end = sum(complex(*_at(board, centres, place)) for place in ends) / 2
+    towards = (end - start) / (abs(end - start) or 1.0)
+    first, last = start + RADIUS * towards, end - (RADIUS if order.act == "move" else 4) * towards
+    # A move is on its right side, so that moves in opposite directions are apart.
+    points = [point + (4j * towards if order.act == "move" else 0) for point in (first, last)]
+    angle = math.degrees(cmath.phase(towards))
+    look = f"{style}{'' if result.success else ' failed'}"
+    return markup.stroke(order.act, look, *((point.real, point.imag) for point in points), angle)
 
 
 # --- games ----------------------------------------------------------------------------------------------------------
