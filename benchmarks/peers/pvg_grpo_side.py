@@ -30,7 +30,8 @@ from pvg.game.round import GameBatches
 from pvg.game.verifier_phase import FixedVerifier
 from pvg.models.sources import open_learner
 from pvg.records import Float32, Grade, Problem, Role, Rollout, Split
-from pvg.tasks import Task, open_task
+from pvg.tasks import open_task
+from pvg.tasks.task import Task
 from pvg.telemetry.spans import Tracer
 from pvg.training.batch import MinibatchSource, PolicyBatch
 from pvg.training.losses import PolicyObjective

@@ -38,7 +38,8 @@ from pvg.config.load import build_experiment
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, MissingRequirementError, PvgError
 from pvg.game.roles import TAGS
 from pvg.records import Role
-from pvg.tasks import open_task, problems_of_half
+from pvg.tasks import open_task
+from pvg.tasks.task import problems_of_half
 from pvg.telemetry.spans import span
 from pvg.telemetry.waits import usable_cores
 from pvg.training.trainer import OptimizerSettings

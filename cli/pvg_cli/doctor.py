@@ -263,7 +263,7 @@ def check_hub(runs: Path) -> Iterator[CheckResult]:
 
 def check_sandbox(runs: Path) -> Iterator[CheckResult]:
     """How well this machine isolates programs that a model wrote. Only task.kind = "code" runs such programs."""
-    from pvg.sandbox import probe
+    from pvg.sandbox.sandbox import probe
 
     try:
         isolation = probe()

@@ -83,8 +83,8 @@ from pvg.seeds import seed_for
 from pvg.store.atomic import make_directory, remove_temporaries
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import open_round
-from pvg.tasks import LocatesFlaws, open_task
-from pvg.tasks.task import ConcealsText, Task
+from pvg.tasks import open_task
+from pvg.tasks.task import ConcealsText, LocatesFlaws, Task
 from pvg.telemetry.events import EventLog, Observer, PhaseInfo, Progress, ServerNotices
 from pvg.telemetry.spans import CudaClock, Tracer, span
 from pvg.version import code_version

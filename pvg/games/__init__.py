@@ -8,8 +8,6 @@ from pvg.errors import ConfigurationError
 from pvg.extensions import called, imported, is_reference, load
 from pvg.games.game import CheckedGame, GameRules
 
-__all__ = ["GAMES", "OTHER_PROJECTS", "is_game", "open_game"]
-
 # `task.game` -> the class of a game: MODULE:NAME.
 GAMES = {"negotiation": "pvg.games.negotiation:Negotiation", "diplomacy": "pvg.games.diplomacy:Diplomacy"}
 # The beginning of a name -> the function that opens the game of another project, given the rest of the name.

@@ -14,18 +14,7 @@ from pvg.config.task import TaskSection
 from pvg.errors import ConfigurationError, PvgError, shortened
 from pvg.extensions import imported
 from pvg.records import Problem
-from pvg.tasks.task import LocatesFlaws, Task, half_of, problems_of_half
-
-__all__ = [
-    "TASKS",
-    "LocatesFlaws",
-    "Task",
-    "digest_of",
-    "digests_elsewhere",
-    "half_of",
-    "open_task",
-    "problems_of_half",
-]
+from pvg.tasks.task import Task
 
 # `task.kind` -> what opens a task from its section: MODULE:NAME.
 TASKS = {

@@ -20,7 +20,8 @@ from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.inputs import expanded, json_lines, not_json
 from pvg.records import Grade, Problem, Split
-from pvg.sandbox import Limits, Sandbox, plain
+from pvg.sandbox.inside.program import plain
+from pvg.sandbox.sandbox import Limits, Sandbox
 from pvg.tasks.code_problems import (
     ANY_NAME,
     WORD,

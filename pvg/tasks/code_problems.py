@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.records import Checks, Float32, Grade, Problem
-from pvg.sandbox import DETERMINISTIC, CaseResult, Execution, Program, Sandbox, same
+from pvg.sandbox.inside.program import same
+from pvg.sandbox.sandbox import DETERMINISTIC, CaseResult, Execution, Program, Sandbox
 
 INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,17}")
@@ -225,8 +226,8 @@ WORDING = "code"  # the wording of its prompts (pvg.tasks.task)
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """`case`: the arguments as a Python list literal, or the text for standard input (see pvg.sandbox.Program).
-    `output`: plain data (pvg.sandbox.plain), or the printed text."""
+    """`case`: the arguments as a Python list literal, or the text for standard input (see pvg.sandbox.sandbox.Program).
+    `output`: plain data (pvg.sandbox.inside.program.plain), or the printed text."""
 
     case: str
     output: Any

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pvg.config.task import CodeTask
 from pvg.errors import ConfigurationError
 from pvg.records import Problem, Split
-from pvg.sandbox import plain
+from pvg.sandbox.inside.program import plain
 from pvg.tasks.code_problems import CodeProblem, CodeTest, make_problem
 
 

@@ -13,7 +13,7 @@ import pvg_cli.doctor
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, load_experiment
 from pvg.installation import install_extra
-from pvg.sandbox import Isolation
+from pvg.sandbox.sandbox import Isolation
 from pvg_cli.doctor import check_extras, check_models, check_sandbox
 
 
@@ -63,7 +63,7 @@ def test_doctor_misses_embedded_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_says_how_programs_are_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(isolation: Isolation) -> tuple[str, str, str]:
-        monkeypatch.setattr("pvg.sandbox.probe", lambda: isolation)
+        monkeypatch.setattr("pvg.sandbox.sandbox.probe", lambda: isolation)
         (finding,) = check_sandbox(Path("runs"))
         return finding.verdict, finding.found, finding.remedy
 

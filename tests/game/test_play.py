@@ -21,7 +21,8 @@ from pvg.game.run import play
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore, read_json_lines
-from pvg.tasks import half_of, open_task
+from pvg.tasks import open_task
+from pvg.tasks.task import half_of
 from pvg.telemetry.events import SilentObserver
 
 pytestmark = pytest.mark.slow

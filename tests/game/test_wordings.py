@@ -13,7 +13,7 @@ from tiny_verifiers import english_tokenizer
 from pvg.config.rollout import ChatPrompts
 from pvg.game.roles import prompt_renderer
 from pvg.records import Problem, Role
-from pvg.sandbox import Limits, Sandbox
+from pvg.sandbox.sandbox import Limits, Sandbox
 from pvg.tasks.code_problems import CodeProblem, CodeTest, grade_solutions, make_problem
 from pvg.tasks.task import EXAMPLE_QUESTION, WORDINGS
 

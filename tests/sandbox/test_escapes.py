@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from walled import FULL, LIMITS, attack, bystander, opened, outside, without_walls
 
-from pvg.sandbox import Limits, Program, Sandbox, probe
+from pvg.sandbox.sandbox import Limits, Program, Sandbox, probe
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"), pytest.mark.slow]
 

@@ -13,9 +13,18 @@ import psutil
 import pytest
 
 from pvg.errors import MissingRequirementError
-from pvg.sandbox import Execution, Limits, Program, Sandbox, probe
 from pvg.sandbox import sandbox as sandbox_module
-from pvg.sandbox.sandbox import TAIL, Isolation, WardenFailedError, WardenProcess
+from pvg.sandbox.sandbox import (
+    TAIL,
+    Execution,
+    Isolation,
+    Limits,
+    Program,
+    Sandbox,
+    WardenFailedError,
+    WardenProcess,
+    probe,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -229,7 +238,7 @@ def test_what_cannot_be_limited_is_not_full(
 
 HOLDER = """
 import sys
-from pvg.sandbox import Limits, Program, Sandbox
+from pvg.sandbox.sandbox import Limits, Program, Sandbox
 box = Sandbox("reduced", Limits(cpu_s=600.0, wall_s=600.0), workers=1)
 print(box._wardens._idle[0]._process.pid, flush=True)
 box.run(Program("import time; time.sleep(600)", None, ("",)))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.sandbox import plain, same
-from pvg.sandbox.inside.program import NotPlainError
+from pvg.sandbox.inside.program import NotPlainError, plain, same
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pvg.errors import MissingRequirementError
-from pvg.sandbox import CaseResult, Limits, Program, Sandbox, probe
+from pvg.sandbox.sandbox import CaseResult, Limits, Program, Sandbox, probe
 
 # What each kind of sandbox may use. The first three promise the same.
 FULL = {

@@ -12,9 +12,10 @@ from pyarrow import parquet
 from pvg.config.task import Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.records import Problem
-from pvg.tasks import half_of, open_task
+from pvg.tasks import open_task
 from pvg.tasks.answers import parse_number
 from pvg.tasks.data import Gsm8k
+from pvg.tasks.task import half_of
 
 DATA = Path(os.environ.get("PVG_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))
 real_data = pytest.mark.skipif(

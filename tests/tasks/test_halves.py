@@ -1,7 +1,8 @@
 """The halves of the training problems (invariant 4)."""
 
 from pvg.config.task import ModchainTask
-from pvg.tasks import half_of, open_task, problems_of_half
+from pvg.tasks import open_task
+from pvg.tasks.task import half_of, problems_of_half
 
 
 def test_halves_are_disjoint_complete_and_about_equal():

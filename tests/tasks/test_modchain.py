@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.config.task import ModchainTask
-from pvg.tasks import LocatesFlaws, open_task
+from pvg.tasks import open_task
 from pvg.tasks.modchain import Modchain, chain_problem
+from pvg.tasks.task import LocatesFlaws
 
 PROBLEM = chain_problem((7, 5, 8, 3, 6), 10)
 TASK = Modchain(ModchainTask(problems=4, test_problems=4))

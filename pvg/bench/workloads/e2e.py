@@ -43,7 +43,8 @@ from pvg.records import Rollout
 from pvg.rollout import EngineSetup
 from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
-from pvg.tasks import Task, open_task
+from pvg.tasks import open_task
+from pvg.tasks.task import Task
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 from pvg.telemetry.spans import Tracer, span
 

@@ -16,9 +16,10 @@ from pvg.game.roles import prompt_renderer
 from pvg.games.diplomacy_board import Position, place, standard_board
 from pvg.games.diplomacy_movement import parse
 from pvg.records import Problem, Role
-from pvg.tasks import LocatesFlaws, open_task
+from pvg.tasks import open_task
 from pvg.tasks.diplomacy_claims import Contest
 from pvg.tasks.diplomacy_plan import DiplomacyPlan, plan_problem, plan_wording
+from pvg.tasks.task import LocatesFlaws
 
 pytestmark = pytest.mark.slow
 
