@@ -81,7 +81,7 @@ def keep(asked: int, answers: int, around: Walls) -> None:
     job = json.loads(read_exactly(asked, size))
     limits = job["limits"]
     if around.namespaces:
-        walls.enter_job(limits["scratch_bytes"])
+        walls.enter_job(limits["scratch_kb"] * 2**10)
     pipes = {name: os.pipe() for name in (*STREAMS, "behind")}
     for reading, _ in pipes.values():
         os.set_blocking(reading, False)
@@ -149,10 +149,10 @@ def _close_all_but(kept: set[int | None]) -> None:
 
 
 def _confine(limits: Mapping[str, Any], around: Walls) -> None:
-    memory = around.base_bytes + limits["memory_bytes"] if around.base_bytes else 0
+    memory = around.base_bytes + limits["memory_mb"] * 2**20 if around.base_bytes else 0
     tasks = 1 + limits["processes"] + THREADS if around.namespaces else None
     # Without a private scratch folder, the program may not write any file.
-    walls.set_limits(limits["cpu_s"], memory, limits["scratch_bytes"] if around.namespaces else 0, tasks)
+    walls.set_limits(limits["cpu_s"], memory, limits["scratch_kb"] * 2**10 if around.namespaces else 0, tasks)
     if sys.platform != "linux":
         return
     walls.drop_privileges(namespaces=around.namespaces)
@@ -189,7 +189,7 @@ def _watch(
     for descriptor in names:
         poller.register(descriptor, select.POLLIN)
     poller.register(asked, 0)  # a hang-up means that the caller has gone
-    left, status, ended = limits["output_bytes"], "", None
+    left, status, ended = limits["output_kb"] * 2**10, "", None
     slowest_s = SLOWEST_LOOK_S if most_threads is None else COUNTING_LOOK_S
     while ended is None and not status:
         spent_s = _cpu_s(child)
