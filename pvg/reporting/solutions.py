@@ -78,8 +78,8 @@ def shortened(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]} … and {len(text) - longest} more characters"
 
 
-def _line(text: str) -> str:
-    return shortened(" ".join(text.split()), LONGEST_LINE)
+def _line(text: str, longest: int) -> str:
+    return shortened(" ".join(text.split()), longest)
 
 
 def _pieces(text: str) -> list[str]:
@@ -212,21 +212,21 @@ def _distinct(rollouts: Sequence[Rollout], most: int) -> list[Rollout]:
     return list(found.values())[:most]
 
 
-def example_of(rollout: Rollout, why: str) -> Example:
-    """A rollout as an example."""
+def example_of(rollout: Rollout, why: str, longest: int = LONGEST, line: int = LONGEST_LINE) -> Example:
+    """A rollout as an example; `longest` and `line` bound what the task wrote, in characters."""
     return Example(
         why=why,
         id=rollout.id,
         role=rollout.role.value,
         round=rollout.round,
         source=rollout.source,
-        question=shortened(rollout.question, LONGEST),
+        question=shortened(rollout.question, longest),
         text=rollout.turns[0].text if rollout.turns else rollout.text,
-        reference=_line(rollout.reference),
-        answer=None if rollout.grade.answer is None else _line(rollout.grade.answer),
+        reference=_line(rollout.reference, line),
+        answer=None if rollout.grade.answer is None else _line(rollout.grade.answer, line),
         correct=rollout.grade.correct,
         well_formed=rollout.grade.well_formed,
-        note=_line(rollout.grade.note),
+        note=_line(rollout.grade.note, line),
         score=rollout.score,
         reward=rollout.reward,
         solver_text=None if rollout.solver is None else rollout.solver.text,
@@ -345,7 +345,7 @@ def stored_rollouts(run: RunDirectory, summary: RunSummary, most: int = MOST_CHA
 
 def _row(stored: StoredRollouts, rollout: Rollout, phase: str, threshold: float | None) -> bytes:
     """`text`: what comes before the wrong step, the wrong step, and what follows it."""
-    side = shown_solution(example_of(rollout, ""), threshold, LONGEST_STORED)
+    side = shown_solution(example_of(rollout, "", LONGEST_STORED, LONGEST_STORED), threshold, LONGEST_STORED)
     wrong = side.wrong if side.wrong >= 0 else len(side.pieces)
     pieces = (side.pieces[:wrong], side.pieces[wrong : wrong + 1], side.pieces[wrong + 1 :])
     question, reference = (_shown(shortened(text, LONGEST_STORED)) for text in (rollout.question, rollout.reference))
