@@ -65,14 +65,13 @@ import sys
 import pvg.models
 import pvg.reporting.watch_server
 from pvg_cli.main import app
-for line in ("report first --json", "report a.json --json", "plan --json", "bench --json", "bench -p rolout"):
+for line in ("report first --json", "report a.json --json", "bench --json", "bench -p rolout"):
     print(line, app(line.split(), standalone_mode=False), file=sys.stderr)
 assert not {"torch", "transformers"} & sys.modules.keys()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "bench -p rolout 2" in done.stderr
-    assert "plan --json None" in done.stderr
 
 
 def test_no_escape_codes_in_pipes() -> None:
