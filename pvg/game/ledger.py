@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from pvg import hub
 from pvg.config.experiment import Experiment, digest_of, without_memory_settings
 from pvg.config.load import differences
 from pvg.errors import StateError, counted, user_paths
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 
 
 MANIFEST_SCHEMA = 1
-# Endings of the files in a model's folder on which the model depends: weights, settings, tokenizer, chat template.
-MODEL_FILES = frozenset({".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken"})
+# The files of a folder on which a model depends. Other programs may write their results beside them.
+MODEL_FILES = (*hub.MODEL_FILES, "*.safetensors", "*.jinja", "*.model", "*.tiktoken")
 
 Checkpoint = tuple[Mapping[str, "Tensor"], Mapping[str, Any]]
 
@@ -364,7 +365,7 @@ def inputs_of(experiment: Experiment, *, only_models: bool = False) -> dict[str,
             splits = files_of(place)[0].values() if place.is_dir() else [[place]]
             files = [file for split in splits for file in split if file.is_file()]
         elif key != "task.path" and place.is_dir():
-            files = sorted(file for file in place.iterdir() if file.suffix in MODEL_FILES and file.is_file())
+            files = sorted(file for file in place.iterdir() if any(map(file.match, MODEL_FILES)) and file.is_file())
         else:
             continue
         weights = key != "task.path"

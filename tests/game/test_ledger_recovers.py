@@ -221,7 +221,6 @@ def write_inputs(folder: Path) -> Experiment:
     for name in ("prover", "verifier"):
         (folder / name / "config.json").write_text("{}")
         (folder / name / "tokenizer.json").write_text("{}")
-        (folder / name / "README.md").write_text("about")
         save_file(weights(0.0), folder / name / "model.safetensors")
     (folder / "package/inner.py").write_text("A = 1\n")
     (folder / "package/for_python_2.py").write_text("print 1\n")
@@ -245,7 +244,7 @@ def write_inputs(folder: Path) -> Experiment:
         ("prover/chat_template.jinja", "prover has other files than when"),
         ("mine.py", "mine.py has changed since"),
         ("package/inner.py", "package/inner.py has changed since"),
-        ("prover/README.md", ""),
+        ("prover/eval_results.json", ""),
         ("json.py", ""),
         ("pvg/tasks.py", ""),
         ("data/more.csv", ""),
