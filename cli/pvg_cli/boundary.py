@@ -252,6 +252,7 @@ class ErrorHandler:
             if isinstance(error, OSError) and error.errno in DISK_FULL and _was_printing(trace) and not error.filename:
                 _silence_stdout()
             if (explained := explanation(error)) is not None:
+                explained.__cause__ = error  # for --debug
                 self._mistake(explained)
             elif isinstance(error, Exception):
                 self._defect(error)

@@ -80,7 +80,6 @@ MISTAKES: list[tuple[tuple[str, ...], str]] = [
     (("config", "validate", "large.toml"), "large.toml"),
     (("runs", "list", "--runs", LONG), "too long"),
     (("diagnose", LONG), "too long"),
-    (("train", "-s", "task=data", "-s", f"task.path={LONG}"), "too long"),
     (("train", "-s", f"models.prover.source={LONG}"), "too long"),
     (("train", "-s", f"warmup.path={LONG}"), "too long"),
 ]
