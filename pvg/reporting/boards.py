@@ -64,7 +64,6 @@ def board_svg(
     position: Position,
     outcome: PhaseOutcome | None,
     title: str,
-    *,
     styles: Sequence[str] = (),
     target: int = -1,
 ) -> Markup:
@@ -94,13 +93,8 @@ def board_svg(
             for p, name in enumerate(board.provinces)
         ],
         units=[
-            (
-                _at(board, centres, unit.place, aside),
-                unit.fleet,
-                board.powers[unit.power][0],
-                f"{styles[unit.power]} {look}",
-            )
-            for unit, aside, look in standing
+            (_at(board, centres, u.place, aside), u.fleet, board.powers[u.power][0], f"{styles[u.power]} {look}")
+            for u, aside, look in standing
         ],
         strokes=[_stroke(board, position, centres, r, styles[r.power]) for r in results],
     )

@@ -141,16 +141,12 @@ def _tables(report: EvaluationReport) -> Iterator[EvaluationTable]:
 
 def _text(value: Value, digits: int) -> str:
     """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
-    match value:
-        case None | Estimate(value=None):
-            return ABSENT
-        case Estimate(value=float(middle), low=float(low), high=float(high)):
-            return f"{middle:.{digits}f} [{low:.{digits}f},{high:.{digits}f}]"
-        case Estimate(value=float(middle)):
-            return f"{middle:.{digits}f} [{ABSENT}]"
-        case float():
-            return f"{value:.{digits}f}"
-    return str(value)
+    if value is None or (isinstance(value, Estimate) and value.value is None):
+        return ABSENT
+    if isinstance(value, Estimate):
+        reach = ABSENT if value.low is None or value.high is None else f"{value.low:.{digits}f},{value.high:.{digits}f}"
+        return f"{value.value:.{digits}f} [{reach}]"
+    return f"{value:.{digits}f}" if isinstance(value, float) else str(value)
 
 
 def _attacks(report: EvaluationReport) -> Iterator[tuple[int, AttackRecord]]:
