@@ -240,7 +240,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple) or (hasattr(value, "ndim") and value.ndim):
         return [_plain(item) for item in value]
     plain = value.tolist() if hasattr(value, "tolist") else value
-    return float(str(value)) if isinstance(plain, float) and type(value).__module__ == "numpy" else plain
+    if isinstance(plain, float) and plain is not value:
+        shorter = (float(f"{plain:.{digits}g}") for digits in range(1, 18))
+        return next((short for short in shorter if value == short), plain)
+    return plain
 
 
 _PLAYING = Lock()

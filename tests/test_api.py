@@ -85,7 +85,16 @@ class Count(Enum):
             ("training.steps", value, 5)
             for value in (np.int64(5), np.array(5), torch.tensor(5), Fraction(5), Count.FIVE)
         ),
-        *(("training.learning_rate", value, 0.1) for value in (np.float32(0.1), np.float16(0.1), np.float64(0.1))),
+        *(
+            ("training.learning_rate", value, 0.1)
+            for value in (
+                np.float32(0.1),
+                np.float16(0.1),
+                np.float64(0.1),
+                torch.tensor(0.1),
+                torch.tensor(0.1).half(),
+            )
+        ),
         *(("training.learning_rate", value, 0.1) for value in (Fraction(1, 10), Decimal("0.1"))),
         ("evaluate.attacks", np.array(["src"]), ("src",)),
         ("evaluate.attacks", ("src", "cgc"), ("src", "cgc")),
