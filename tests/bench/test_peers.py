@@ -68,7 +68,7 @@ def test_the_model_has_the_published_size_and_ends_only_where_it_shall(tmp_path:
     with torch.no_grad():
         logits_V = model(torch.arange(50)[None]).logits[0, -1]
     others_V = torch.cat([logits_V[: tokenizer.eos_token_id], logits_V[tokenizer.eos_token_id + 1 :]])
-    assert others_V.min() - logits_V[tokenizer.eos_token_id] > 15
+    assert others_V.min() - logits_V[tokenizer.eos_token_id] > 50
     assert tokenizer.pad_token_id == 0
     assert tokenizer.decode(tokenizer("H7+5?")["input_ids"]) == "H7+5?"
 
