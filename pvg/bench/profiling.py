@@ -54,7 +54,7 @@ from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import FileStateStore, read_json_lines
 from pvg.telemetry.device import DeviceSampler
-from pvg.telemetry.spans import DRIVER, DeviceClock, Span, Tracer
+from pvg.telemetry.spans import DRIVER, CudaClock, Span, Tracer
 
 # --- the work of a stage, and its passes ------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class CostlyOperator:
 
 
 async def spans_pass(
-    workload: Workload, steps: int, path: Path, *, stage: str, device_clock: DeviceClock | None
+    workload: Workload, steps: int, path: Path, *, stage: str, device_clock: CudaClock | None
 ) -> tuple[SamplingPass, TimeBudget]:
     """Write the timeline to `path`; returns the budget over all samples."""
     tracer = Tracer(device_clock=device_clock)

@@ -52,7 +52,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import EXIT_CHECK_FAILED, ConfigurationError, PvgError
 from pvg.servers.control import ServerInfo
 from pvg.telemetry.device import peak_memory
-from pvg.telemetry.spans import UNACCOUNTED, DeviceClock, StepBudget, Tracer, total_seconds, trained_seconds
+from pvg.telemetry.spans import UNACCOUNTED, CudaClock, StepBudget, Tracer, total_seconds, trained_seconds
 from pvg.telemetry.waits import runner
 
 RESET = "reset"  # the span in which a workload returns to its start or calibrates itself; real steps have none
@@ -90,7 +90,7 @@ class VariantTrial:
         label: str = "",
         overrides: Mapping[str, Any] | None = None,
         on_sample: OnSample | None = None,
-        device_clock: DeviceClock | None = None,
+        device_clock: CudaClock | None = None,
     ) -> None:
         self.label = label
         self.warmup, self.repeats = warmup, repeats
@@ -330,7 +330,7 @@ MakeTrial = Callable[[PlannedVariant, Executor | None, Experiment | None], Varia
 def _trial(
     plan: BenchPlan,
     on_sample: OnSample | None,
-    clock: DeviceClock | None,
+    clock: CudaClock | None,
     choice: PlannedVariant,
     executor: Executor | None,
     experiment: Experiment | None,
@@ -448,7 +448,7 @@ def on_loop(work: Coroutine[Any, Any, T]) -> T:
         return loop.run(work)
 
 
-def cuda_clock(settings: BenchSettings) -> DeviceClock | None:
+def cuda_clock(settings: BenchSettings) -> CudaClock | None:
     """A clock for CUDA if the models run there. Imports torch."""
     from pvg.models import pick_device
     from pvg.telemetry.spans import CudaClock

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -199,28 +199,23 @@ def _legal(board: Board, position: Position, power: int) -> dict[int, tuple[Orde
     }
 
 
+@dataclass
 class _Relevance:
     """Which provinces matter to a plan (`matter`), where an attack only cuts a support (`cut`), which units can attack
     back (`back`: province of the unit, province of its attacker), and which units' leaving matters (`loose`)."""
 
-    def __init__(
-        self,
-        board: Board,
-        units: Mapping[int, Unit],
-        power: int,
-        plan: UnitOrders,
-        legal: Mapping[int, tuple[Order, ...]],
-    ) -> None:
-        self._board = board
-        self._units = units
-        self._power = power
-        self._plan = plan
-        self._legal = legal
-        self._goals = goals_of(board, plan)
-        self.matter: set[int] = set()
-        self.cut: set[int] = set()
-        self.back: set[tuple[int, int]] = set()
-        self.loose: set[int] = set()
+    board: Board
+    units: Mapping[int, Unit]
+    power: int
+    plan: UnitOrders
+    legal: Mapping[int, tuple[Order, ...]]
+    matter: set[int] = field(default_factory=set)
+    cut: set[int] = field(default_factory=set)
+    back: set[tuple[int, int]] = field(default_factory=set)
+    loose: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.goals = goals_of(self.board, self.plan)
 
     def close(self, claimed: Iterable[int]) -> None:
         """Add provinces until nothing changes."""
@@ -232,15 +227,15 @@ class _Relevance:
     def keeps(self, at: int, order: Order) -> bool:
         """Whether this order of another power's unit in province `at` can matter."""
         if order.act == "move":
-            goal = self._board.province_of[order.target]
+            goal = self.board.province_of[order.target]
             return at in self.loose or goal in self.cut or self._concerns(at, goal)
         if order.act not in ("support", "convoy"):
             return False
-        origin, target = helped_by(self._board, order)
-        if self._units[origin].power == self._power:
+        origin, target = helped_by(self.board, order)
+        if self.units[origin].power == self.power:
             # Help can hurt: it helps a unit out of a province that matters, or replaces a convoy by the plan's fleets.
             matters = origin in self.matter or target in self.matter
-            return matters and target >= 0 and self._goals.get(origin) == target
+            return matters and target >= 0 and self.goals.get(origin) == target
         if target < 0:
             return origin in self.matter
         return self._concerns(origin, target) or (order.act == "convoy" and target in self.cut)
@@ -250,42 +245,42 @@ class _Relevance:
 
     def _convoyed(self) -> Iterator[int]:
         """The goals of the plan's convoyed armies, and the provinces of the fleets that convoy them."""
-        for at, goal in self._goals.items():
+        for at, goal in self.goals.items():
             fleets = [
                 fleet
-                for fleet, order in self._plan.items()
-                if order.act == "convoy" and helped_by(self._board, order) == (at, goal)
+                for fleet, order in self.plan.items()
+                if order.act == "convoy" and helped_by(self.board, order) == (at, goal)
             ]
             # An army that could go by land goes by convoy if it changes places with another unit.
-            if fleets or needs_convoy(self._board, self._units[at], self._plan[at]):
+            if fleets or needs_convoy(self.board, self.units[at], self.plan[at]):
                 yield goal
                 yield from fleets
 
     def _by_moves(self) -> Iterator[int]:
         """The provinces that matter because of the plan's moves. Updates `back` and `loose`."""
-        for at, goal in self._goals.items():
+        for at, goal in self.goals.items():
             if goal in self.matter and self._is_other(goal):
                 self.back.add((goal, at))
             if at in self.matter:
                 yield goal
                 if self._is_other(goal):
                     self.loose.add(goal)
-                    yield from goals_of(self._board, dict(enumerate(self._legal[goal]))).values()
+                    yield from goals_of(self.board, dict(enumerate(self.legal[goal]))).values()
 
     def _by_supports(self) -> Iterator[int]:
         """The provinces that matter because of the plan's supports. Updates `cut`."""
-        for at, order in self._plan.items():
+        for at, order in self.plan.items():
             if order.act != "support":
                 continue
-            origin, target = helped_by(self._board, order)
+            origin, target = helped_by(self.board, order)
             if (origin if target < 0 else target) in self.matter or (target >= 0 and origin in self.matter):
                 self.cut.add(at)
                 if target >= 0 and self._is_other(target):
                     yield at  # the attacked unit cuts this support only if it drives the supporter out
 
     def _is_other(self, province: int) -> bool:
-        unit = self._units.get(province)
-        return unit is not None and unit.power != self._power
+        unit = self.units.get(province)
+        return unit is not None and unit.power != self.power
 
 
 # A longer text is no plan. It bounds the time of reading one.

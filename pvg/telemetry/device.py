@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import psutil
 
@@ -34,15 +34,6 @@ class GpuUnavailableError(Exception):
     """One or all GPUs cannot be read; the message says why."""
 
 
-class Gpu(Protocol):
-    """One GPU. `read` returns what the GPU offers of: utilisation, memory_activity and GPM's shares (0..1),
-    memory_bytes, memory_total_bytes, power_w. It raises GpuUnavailableError if the GPU no longer answers."""
-
-    def read(self) -> dict[str, float]: ...
-
-    def close(self) -> None: ...
-
-
 class DeviceSampler:
     """Samples every `interval_s` seconds from `start` to `stop`; the first sample is immediate.
 
@@ -56,7 +47,7 @@ class DeviceSampler:
         on_sample: OnSample,
         on_notice: Callable[[str], None],
         *,
-        open_gpus: Callable[[], dict[int, Gpu]] | None = None,
+        open_gpus: Callable[[], dict[int, NvmlGpu]] | None = None,
     ) -> None:
         self._interval_s = interval_s
         self._on_sample = on_sample
@@ -92,14 +83,14 @@ class DeviceSampler:
             for gpu in gpus.values():
                 gpu.close()
 
-    def _opened(self) -> dict[int, Gpu]:
+    def _opened(self) -> dict[int, NvmlGpu]:
         try:
             return self._open_gpus()
         except GpuUnavailableError as error:
             self._on_notice(f"No GPU metrics: {error}.")
             return {}
 
-    def _read(self, gpus: dict[int, Gpu]) -> dict[str, float]:
+    def _read(self, gpus: dict[int, NvmlGpu]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for index, gpu in list(gpus.items()):
             try:
@@ -232,7 +223,7 @@ def driver(nvml: Any = None) -> Iterator[Any]:
         nvml.nvmlShutdown()
 
 
-def open_nvml() -> dict[int, Gpu]:
+def open_nvml() -> dict[int, NvmlGpu]:
     """The GPUs that the NVIDIA driver shows, by NVML's number; none on a machine without an NVIDIA GPU.
 
     Raises GpuUnavailableError if the machine has one, and the library or the driver is missing.
@@ -260,9 +251,9 @@ def has_nvidia_gpu(root: Path) -> bool:
     return False
 
 
-def gpus_of(nvml: Any = None) -> dict[int, Gpu]:
+def gpus_of(nvml: Any = None) -> dict[int, NvmlGpu]:
     """The GPUs that NVML shows. Raises GpuUnavailableError."""
-    gpus: dict[int, Gpu] = {}
+    gpus: dict[int, NvmlGpu] = {}
     try:
         with driver(nvml) as opened:
             for index in range(opened.nvmlDeviceGetCount()):
@@ -311,6 +302,8 @@ class NvmlGpu:
             raise
 
     def read(self) -> dict[str, float]:
+        """What the GPU offers of: utilisation, memory_activity and GPM's shares (0..1), memory_bytes,
+        memory_total_bytes, power_w. Raises GpuUnavailableError if the GPU no longer answers."""
         metrics: dict[str, float] = {}
         for read in (self._utilisation, self._memory, self._power, self._gpm_shares):
             if read in self._absent:

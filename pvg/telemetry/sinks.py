@@ -71,10 +71,11 @@ Point = MetricPoint | AlertPoint | ExamplesPoint
 
 
 class MetricSink(Protocol):
-    """Receives points in order, from one thread. `close` is called once, also after `write` has failed. A sink without
-    alerts or tables inherits the empty methods."""
+    """Receives points in order, from one thread. `close` is called once, also after `write` has failed. A sink inherits
+    the empty methods for what it does not take."""
 
-    def write(self, point: MetricPoint) -> None: ...
+    def write(self, point: MetricPoint) -> None:
+        return
 
     def alert(self, point: AlertPoint) -> None:
         return
@@ -82,7 +83,8 @@ class MetricSink(Protocol):
     def examples(self, point: ExamplesPoint) -> None:
         return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +213,6 @@ class AlertCommand(MetricSink):
         self._command, self._limit_s, self._on_notice = tuple(command), limit_s, on_notice
         self._failed = False
 
-    def write(self, point: MetricPoint) -> None:
-        return
-
     def alert(self, point: AlertPoint) -> None:
         try:
             done = subprocess.run(
@@ -232,9 +231,6 @@ class AlertCommand(MetricSink):
         else:
             if done.returncode:
                 self._complain(f"ended with exit status {done.returncode}")
-
-    def close(self) -> None:
-        return
 
     def _complain(self, what: str) -> None:
         if not self._failed:

@@ -34,7 +34,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
@@ -82,16 +82,6 @@ def total_seconds(budgets: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for budget in budgets:
         add_seconds(totals, budget)
     return {part: totals[part] for part in sorted(totals, key=lambda part: (part == UNACCOUNTED, -totals[part]))}
-
-
-class DeviceClock(Protocol):
-    """Marks on a device's time line, such as CUDA events."""
-
-    def mark(self) -> Any: ...
-
-    def elapsed_s(self, start: Any, end: Any) -> float | None:
-        """Seconds between two marks; None if the device has not reached them yet."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +189,7 @@ class Tracer:
     """Collects the spans of one run. One task at a time drives it; spans may come from any thread or task."""
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, device_clock: DeviceClock | None = None
+        self, *, clock: Callable[[], float] = time.perf_counter, device_clock: CudaClock | None = None
     ) -> None:
         self._clock = clock
         self._device_clock = device_clock
@@ -257,7 +247,7 @@ class Tracer:
             running = [*self._driver.stack, *self._running.values()]
             return self._trained_s + sum(now - opened.start for opened in running if opened.name in TRAINING_PARTS)
 
-    def use_device_clock(self, clock: DeviceClock) -> None:
+    def use_device_clock(self, clock: CudaClock) -> None:
         """Also measure later spans with `device=True` on this clock."""
         self._device_clock = clock
 
@@ -424,7 +414,7 @@ def _track_name() -> str:
 
 
 class CudaClock:
-    """A `DeviceClock` on the calling thread's current stream of one GPU. Reading it never waits for the GPU."""
+    """Marks on the time line of one GPU: events on the calling thread's current stream. Reading it never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -437,6 +427,7 @@ class CudaClock:
         return event
 
     def elapsed_s(self, start: Event, end: Event) -> float | None:
+        """Seconds between two marks; None if the GPU has not reached them yet."""
         if not end.query():  # type: ignore[no-untyped-call]
             return None
         return float(start.elapsed_time(end)) / 1e3

@@ -18,9 +18,9 @@ import pytest
 from pvg.telemetry import device
 from pvg.telemetry.device import (
     DeviceSampler,
-    Gpu,
     GpuUnavailableError,
     HostReader,
+    NvmlGpu,
     gpus_of,
     has_nvidia_gpu,
     nvml_number,
@@ -195,11 +195,11 @@ class Kept:
         with self._arrived:
             assert self._arrived.wait_for(lambda: len(self.samples) >= count, timeout=30)
 
-    def sampler(self, interval_s: float, open_gpus: Callable[[], dict[int, Gpu]]) -> DeviceSampler:
+    def sampler(self, interval_s: float, open_gpus: Callable[[], dict[int, NvmlGpu]]) -> DeviceSampler:
         return DeviceSampler(interval_s, self.sample, self.notices.append, open_gpus=open_gpus)
 
 
-def no_gpus() -> dict[int, Gpu]:
+def no_gpus() -> dict[int, NvmlGpu]:
     return {}
 
 
