@@ -60,7 +60,6 @@ class TrainingStop(Protocol):
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Called once per batch, after the last optimizer step on it."""
-        ...
 
     def state(self) -> dict[str, Any]: ...
 

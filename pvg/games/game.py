@@ -54,37 +54,29 @@ class GameRules(Protocol[S]):
     def opening(self, split: Split, number: int) -> Problem:
         """Start number `number` (from 0) of a split. Ids are distinct, also between the splits. The metadata holds what
         `start` needs, as JSON values."""
-        ...
 
     def start(self, problem: Problem) -> S: ...
 
     def seats(self, state: S) -> Sequence[str]:
         """The seats that decide now, all at once, in a fixed order. Empty if the game is over."""
-        ...
 
     def phase(self, state: S) -> str:
         """A short name of the phase, such as "F1902M". Statistics and credit groups use it."""
-        ...
 
     def prompt(self, state: S, seat: str, role: Role) -> str:
         """The text that the policy reads before it decides for `seat`, which is one of `seats(state)`."""
-        ...
 
     def parse(self, state: S, seat: str, text: str) -> Action:
         """The decision in a completion. Takes any text, never raises, and takes time linear in the text."""
-        ...
 
     def step(self, state: S, actions: Mapping[str, Action], seed: int) -> S:
         """The next state, given the actions of exactly `seats(state)`. `seed` determines all chance."""
-        ...
 
     def values(self, state: S) -> Mapping[str, float]:
         """What the state is worth to each seat of the game, in a fixed order. Rewards are differences of values."""
-        ...
 
     def dump(self, state: S) -> bytes:
         """The state as bytes, for the record of the game."""
-        ...
 
 
 @runtime_checkable
@@ -103,7 +95,6 @@ class PlaysByScript(Protocol[S_contra]):
     def scripted(self, script: Script, state: S_contra, seat: str, seed: int) -> str:
         """The completion of a script. "random": uniform over the legal decisions. "greedy": the best immediate
         result."""
-        ...
 
 
 # `CheckedGame`: a game in a user's file. Its errors name the file and the method.

@@ -166,7 +166,6 @@ class RunningRows(Protocol):
         the tokens that it has, and its log-probs are not checked. Raises TrainingDivergedError if the model's logits
         are not finite.
         """
-        ...
 
 
 class ModuleRows(RunningRows):

@@ -191,7 +191,6 @@ class Engine(Protocol):
     def max_in_flight(self) -> int:
         """The most requests that the engine accepts at once. The dispatcher checks its concurrency against this at
         start."""
-        ...
 
     async def ready(self) -> None:
         """Check before the first request that the engine can serve. Raises an error that says what the user can fix."""

@@ -434,7 +434,6 @@ class Environment(Protocol):
 
     async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
         """The next observation of each episode; None ends it. Each may depend only on its own transcript."""
-        ...
 
 
 class EpisodeSampler(Protocol):

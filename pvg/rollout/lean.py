@@ -52,20 +52,16 @@ class Attention(Protocol):
 
     def buffer(self, zeros: Zeros) -> Tensor:
         """A layer's keys and values [2, rows, C, K, D], allocated by `zeros` in this implementation's memory layout."""
-        ...
 
     def prepare(self, position_R: Tensor, columns: int, prefix: CommonPrefix | None = None) -> None:
         """Prepare a step in which row r sees the columns up to `position_R[r]`, all below `columns`. The columns of
         `prefix` may be read from the rows that own them."""
-        ...
 
     def write(self, cache_RCKD: Tensor, new_RKD: Tensor) -> None:
         """Write the new token of each row at its position."""
-        ...
 
     def attend(self, q_RHD: Tensor, keys_RCKD: Tensor, values_RCKD: Tensor) -> Tensor:
         """The attention output [R, H D]."""
-        ...
 
 
 class SparseAttention:

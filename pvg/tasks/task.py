@@ -93,12 +93,10 @@ class LocatesFlaws(Protocol):
     def cuts(self, completion: str) -> list[int]:
         """The end of each step as an offset into the text, ascending; the last one is the final answer. Empty for a
         malformed solution."""
-        ...
 
     def flaw(self, problem: Problem, completion: str) -> int | None:
         """The first wrong step, counted from 0 in the order of `cuts`. None for a flawless solution, a malformed one,
         and if the flaw is not in a single step."""
-        ...
 
 
 @runtime_checkable
@@ -114,7 +112,6 @@ class ConcealsText(Protocol):
 
     def shown(self, completion: str) -> str:
         """The part that it may read. Completions that differ only in the concealed part give the same text."""
-        ...
 
 
 @runtime_checkable
@@ -123,7 +120,6 @@ class ComparesPrograms(Protocol):
 
     def solution(self, completion: str) -> str:
         """The program in a completion, "" without one."""
-        ...
 
 
 @runtime_checkable
@@ -133,7 +129,6 @@ class WritesSolutions(Protocol):
 
     def written(self, problem: Problem, correct: bool) -> str:
         """A solution in the form that the prompt asks for, with a correct or a wrong answer."""
-        ...
 
 
 @runtime_checkable
@@ -142,7 +137,6 @@ class SplitsSteps(Protocol):
 
     def steps(self, completion: str) -> list[tuple[int, int]]:
         """Start and end of each step in the text, in order, none empty, without overlap. Never raises."""
-        ...
 
 
 @runtime_checkable
@@ -152,11 +146,9 @@ class AnswersQuestions(Protocol):
 
     def questions(self, problem: Problem, completion: str) -> list[str]:
         """The possible questions as text, always in the same order; none about a malformed solution. Never raises."""
-        ...
 
     def answer(self, problem: Problem, completion: str, question: str) -> str:
         """The true answer to one of `questions`, as text that follows the question."""
-        ...
 
 
 OPTIONAL: tuple[type, ...] = (

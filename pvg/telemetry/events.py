@@ -175,7 +175,6 @@ class Observer(Protocol):
 
     def noticed(self, message: str) -> None:
         """A message for the user: a recovery, a commit on Ctrl-C, a model being loaded."""
-        ...
 
 
 class SilentObserver:

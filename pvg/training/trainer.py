@@ -185,19 +185,15 @@ class TrainerRanks(Protocol[BatchT]):
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> tuple[list[float], Metrics]:
         """Compute the gradient of all micro-batches, and keep it. Returns the losses and metrics."""
-        ...
 
     def update(self, rate: float, clip: float) -> float:
         """Clip the gradient and step. Returns its norm before clipping; if this is not finite, nothing changes."""
-        ...
 
     def moments(self) -> dict[str, Tensor]:
         """As pvg.training.trainer.optimizer_tensors."""
-        ...
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
         """Continue from these moments and the module's weights."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

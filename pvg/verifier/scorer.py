@@ -41,11 +41,9 @@ class Scorer(Protocol):
     @property
     def version(self) -> str:
         """Identifies the weights behind the scores."""
-        ...
 
     async def score(self, rollouts: Sequence[Scorable]) -> Float32:
         """float32 [n], logits: the verifier's confidence that each rollout is correct."""
-        ...
 
 
 # A verifier that scores: one model, or an ensemble.
@@ -148,16 +146,13 @@ class ScoreBackend(Protocol):
 
     def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
         """Splits inputs of these lengths: the row numbers of each batch for `submit`, in order."""
-        ...
 
     def weights_changed(self) -> None:
         """Tells the backend that the verifier's weights have changed."""
-        ...
 
     def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
         """Start a batch. The caller waits for it before the next one. If the future is a Task, the caller may cancel
         it; it then ends when nothing uses the model any more."""
-        ...
 
 
 class TorchBackend:

@@ -266,16 +266,13 @@ class Workload(Protocol):
     def work(self) -> Mapping[str, Any]:
         """What one sample does, as JSON data (models, counts, lengths, seeds). Reports can be compared only if it is
         equal. How the work is done, such as batch sizes and switches, does not belong here."""
-        ...
 
     async def sample(self, index: int) -> Mapping[str, float]:
         """Do the work once; returns one value per measure. The work is the same for every index. If its duration is
         random, each index has its own draw, which is the same in all variants."""
-        ...
 
     def derived(self) -> Mapping[str, float]:
         """Figures that are not raw samples: shares, ratios, utilisation. Called after the last sample."""
-        ...
 
     async def close(self) -> None: ...
 

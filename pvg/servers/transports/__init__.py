@@ -45,12 +45,10 @@ class Transport(Protocol):
 
     def model_of(self, label: WeightLabel) -> str | None:
         """The model name in requests for these weights; None for the server's only model, which needs no name."""
-        ...
 
     async def stage(self, update: WeightUpdate, label: WeightLabel) -> None:
         """Prepare the update once for all servers; each label once. Raises MissingRequirementError if the disk is full,
         and ConfigurationError for weights that this transport cannot carry. Then nothing is left behind."""
-        ...
 
     async def send(
         self, servers: Sequence[ControlClient], label: WeightLabel, trace: str
@@ -58,15 +56,12 @@ class Transport(Protocol):
         """Deliver the update staged last, under `label`, to all `servers` concurrently. Returns one outcome per server,
         in order: a DeliveryTiming, or the ServerFault or PvgError that prevented it. Raises any other error. Can be
         called again for servers that were away, and for those that already have it."""
-        ...
 
     async def retire(self, servers: Sequence[ControlClient], in_use: Sequence[WeightLabel]) -> None:
         """Drop versions that are neither `in_use` nor among the newest to keep. `servers`: the reachable ones."""
-        ...
 
     async def close(self) -> None:
         """Drop everything that was staged. Servers keep what they have loaded."""
-        ...
 
 
 # --- delivery --------------------------------------------------------------------------------------------------------
