@@ -116,17 +116,8 @@ class Legality:
 
     def adjustment(self, power: int) -> int:
         """The number of builds of a power, negative for disbands."""
-        surplus = self.position.centres_of(power) - self._powers.count(power)
+        surplus = self.position.centres_of(power) - self.position.units[1::2].translate(_POWER).count(power)
         return min(surplus, len(self.sites(power))) if surplus > 0 else surplus
-
-    @cached_property
-    def _powers(self) -> bytes:
-        """The power of each unit."""
-        return self.position.units[1::2].translate(_POWER)
-
-    def crossings(self, unit: Unit) -> list[int]:
-        """The provinces that an army can reach by convoy."""
-        return [] if unit.fleet else numbers(self.landings(unit.place))
 
     def landings(self, origin: int, without: int = -1) -> int:
         """The coastal provinces that fleets connect with a province, as a set of bits, if the fleet in the province
@@ -280,7 +271,7 @@ class Legality:
         yield Order("hold", place, -1, -1, False, letter)
         for target in board.fleets[place] if unit.fleet else board.armies[place]:
             yield Order("move", place, target, -1, False, letter)
-        for target in self.crossings(unit):
+        for target in [] if unit.fleet else numbers(self.landings(place)):
             yield Order("move", place, target, -1, bool(board.army_reach[place] >> target & 1), letter)
         reach = board.fleet_reach[place] if unit.fleet else board.army_reach[place]
         for province, other in self.units.items():

@@ -120,7 +120,7 @@ class PairStream:
         self._seed = seed
         self._cells = _Cells.of(view)
         self._counts = {name: _counts(view, name) for name in weighted}
-        pairable = dict(zip(view.sources, self._cells.pairable_by_source, strict=True))
+        pairable = dict(zip(view.sources, np.diff(self._cells.pair_ranges_S).tolist(), strict=True))
         self._pair_weights_S = _weights(view.sources, {k: v for k, v in weighted.items() if pairable.get(k, 0)})
         self._single_weights_S = _weights(view.sources, {k: v for k, v in weighted.items() if min(self._counts[k]) > 0})
         self.excluded = self._left_out(view.sources, self._pair_weights_S)
@@ -274,12 +274,6 @@ class _Cells:
             pair_sources_B=pair_sources_B,
             pair_ranges_S=np.searchsorted(pair_sources_B, np.arange(sources + 1)),
         )
-
-    @property
-    def pairable_by_source(self) -> list[int]:
-        """The number of problems of each source that can be paired."""
-        counts: list[int] = np.diff(self.pair_ranges_S).tolist()
-        return counts
 
     def draw_rows(self, generator: np.random.Generator, cells_M: Int64) -> Int64:
         """One row of each of these cells, uniformly."""

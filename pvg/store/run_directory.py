@@ -410,20 +410,11 @@ def runs_in(root: Path) -> list[str]:
     """The names of the runs in `root`, sorted. A folder that is being deleted is none."""
     if not root.is_dir():
         return []
-    folders = [path.parent for path in root.glob("*/experiment.toml")]
-    return sorted(folder.name for folder in folders if RunDirectory(folder).is_run and not is_removed(folder))
+    names = [path.parent.name for path in root.glob("*/experiment.toml")]
+    return sorted(name for name in names if RunDirectory(root / name).is_run and not REMOVED_NAME.fullmatch(name))
 
 
-REMOVED_NAME = re.compile(r"\.removed-(?P<of>.+)-[0-9a-f]{8}")
-
-
-def removed_name(name: str, number: str) -> str:
-    """The name of the folder of run `name` while it is deleted. `number`: 8 hexadecimal digits."""
-    return f".removed-{name}-{number}"
-
-
-def is_removed(path: Path) -> bool:
-    return REMOVED_NAME.fullmatch(path.name) is not None
+REMOVED_NAME = re.compile(r"\.removed-(?P<of>.+)-[0-9a-f]{8}")  # of the folder of a run while it is deleted
 
 
 def half_removed(root: Path) -> dict[str, list[Path]]:
@@ -514,7 +505,7 @@ def remove_run(run: RunDirectory, waiting: Callable[[str], None]) -> None:
             f"{run.path} is a link to {run.path.resolve()}.", "Give that folder, or delete only the link with rm."
         )
     folder = run.path.resolve()
-    grave = folder.parent / removed_name(folder.name, secrets.token_hex(4))
+    grave = folder.parent / f".removed-{folder.name}-{secrets.token_hex(4)}"
     with run.lock(waiting=waiting), user_paths():
         os.rename(folder, grave)
         sync_directory(folder.parent)

@@ -243,14 +243,11 @@ def pinned_players_as(sources: Mapping[str, str], earlier: Mapping[str, str]) ->
     found, before = dict(sources), run_sources(earlier)
     for name, run_id in run_sources(sources).items():
         own = before.get(name)
-        if own is not None and run_id.digest is None and _same_player(run_id, own):
+        if own is None or run_id.digest is not None or run_id.path.absolute() != own.path.absolute():
+            continue
+        if run_id.stage in (None, own.stage) and run_id.player == own.player:
             found[_key(name)] = str(own)
     return found
-
-
-def _same_player(wanted: RunId, own: RunId) -> bool:
-    same_run = wanted.path.absolute() == own.path.absolute()
-    return same_run and wanted.stage in (None, own.stage) and wanted.player == own.player
 
 
 def base_source(source: str) -> str:

@@ -185,8 +185,12 @@ class RolloutShards:
             return _to_rollouts(self.map(shard))
         path = self.path_of(shard)
         with expected_file(path):
-            data = read_stored(path)
-        return _to_rollouts_unchecked(_open(pa.BufferReader(data), path), path)
+            batch = _open(pa.BufferReader(read_stored(path)), path)
+        try:
+            batch.validate(full=True)  # references that point outside the file would crash the process
+            return _to_rollouts(batch)
+        except (pa.ArrowException, ValueError) as error:
+            raise damaged(path, str(error).splitlines()[0]) from None
 
     def map(self, info: ShardInfo) -> pa.RecordBatch:
         """The shard's rows, memory-mapped and verified. A column takes memory only when it is used."""
@@ -399,15 +403,6 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         turns=tuple(map(Turn, *(values or () for values in pop("turn_starts", "turn_sampled", "turn_texts")))),
         **row,
     )
-
-
-def _to_rollouts_unchecked(batch: pa.RecordBatch, path: Path) -> list[Rollout]:
-    """For bytes without a checksum: references that point outside the file would crash the process."""
-    try:
-        batch.validate(full=True)
-        return _to_rollouts(batch)
-    except (pa.ArrowException, ValueError) as error:
-        raise damaged(path, str(error).splitlines()[0]) from None
 
 
 def list_rows(column: pa.ListArray) -> list[NDArray[Any]]:
