@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_verifiers import random_texts, rollout, verifier
 
-from pvg.models.heads import AGGREGATIONS, ScoreScales
-from pvg.verifier.calibration import common_scales, disagreement
+from pvg.errors import TrainingDivergedError
+from pvg.models.heads import AGGREGATIONS, ScoreScales, VerifierEnsemble
+from pvg.verifier.calibration import common_scales, disagreement, member_scores
+from pvg.verifier.data import VerifierTemplate
+from pvg.verifier.scorer import VerifierScorer
 
 
 def scaled(scores_KN: np.ndarray, scales: ScoreScales) -> np.ndarray:
@@ -55,3 +63,23 @@ def test_no_members_scale_decides_who_is_right(seed: int, changes: list[tuple[fl
     spread, centre = np.median([a for a, _ in changes]), np.median([b for _, b in changes])
     expected_N = spread * aggregate(torch.from_numpy(plain_KN)).numpy() + centre
     np.testing.assert_allclose(found_N, expected_N, atol=1e-9)
+
+
+def test_member_scores_are_those_of_each_member_alone(executor: Executor) -> None:
+    members = [verifier("scalar", seed) for seed in (1, 2)]
+    template = VerifierTemplate(members[0].tokenizer, "tag", "scalar")
+    # Each text is of another solution than the ids, which count where the prover has the verifier's tokenizer.
+    texts = random_texts(14, seed=1)
+    rollouts = [replace(rollout(of_ids), text=text) for of_ids, text in zip(texts[:7], texts[7:], strict=True)]
+    ensemble = VerifierEnsemble(members, "mean", ScoreScales.none(2))
+    for prover in (members[0].tokenizer.fingerprint, None):
+        how = {"token_budget": 64, "executor": executor, "prover_fingerprint": prover}
+        found_KN = asyncio.run(member_scores(ensemble, template, rollouts, **how))
+        assert found_KN.dtype == np.float32
+        for member, found_N in zip(members, found_KN, strict=True):
+            alone = VerifierScorer(member, template, "version", cache_entries=9, **how)
+            assert found_N.tolist() == asyncio.run(alone.score(rollouts)).tolist()
+    with torch.no_grad():
+        members[1].bias.fill_(torch.inf)
+    with pytest.raises(TrainingDivergedError, match=f"Member 1 .* {rollouts[0].id} inf"):
+        asyncio.run(member_scores(ensemble, template, rollouts, **how))

@@ -16,6 +16,9 @@ def test_auc_by_hand():
     assert auc(np.array([1.0]), np.array([0.0])) == 1.0
     assert auc(np.array([0.0]), np.array([1.0])) == 0.0
     assert auc(np.zeros(5), np.zeros(7)) == 0.5
+    for pos, neg in (([1.0, math.nan], [0.0]), ([1.0], [0.0, math.nan])):
+        with pytest.raises(ValueError, match="NaN"):
+            auc(np.array(pos), np.array(neg))
 
 
 @given(pos=SCORES, neg=SCORES)
@@ -37,6 +40,9 @@ def test_the_threshold_by_hand():
     # 0.07 x 100 rounds to 7.000000000000001: still seven solutions, not eight.
     assert acceptance_threshold(np.arange(100.0), 0.07) == 93.0
     assert math.isnan(acceptance_threshold(np.array([]), 0.9))
+    for share in (0.0, 1.01):
+        with pytest.raises(ValueError, match="share must be"):
+            acceptance_threshold(scores, share)
 
 
 @given(scores=SCORES.filter(len), share=st.floats(0.01, 1.0))
