@@ -67,7 +67,8 @@ def read(text: str) -> FinalAnswer | str:
     for mark in reversed(_marks(text)):
         if mark.marker == "boxed" or not _announces_nothing(text, mark):
             end = mark.end if mark.marker == "boxed" else _answer_end(text, mark, len(text))
-            found = None if RETRACTED.match(text, end) else _number_in(text[mark.start : end])
+            denied = mark.marker == "boxed" and NO_BOX.search(text, max(0, mark.start - 40), mark.start)
+            found = None if denied or RETRACTED.match(text, end) else _number_in(text[mark.start : end])
             return FinalAnswer(*found, mark.marker) if found else UNCLEAR
     return _last_number(text)
 
@@ -112,12 +113,13 @@ BRACES = re.compile(r"(?P<box>\\f?boxed ?\{)|[{}]")
 BARE_BOX = re.compile(r"\\f?boxed(?! ?\{)([^$\n]{0,60})")
 PHRASE = re.compile(
     r"\banswers?[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?[ \t]{0,3}"
-    r"(?:\b(?:is|are|was|equals|(?:should|must|would|will) be)(?:\b ?:?|(?=n't))|\b(?=(?:ca|could|wo|would)n't|cannot)|"
-    r"[:=])[*_`]{0,3}",
+    r"(?:\b(?:is|are|was|equals|(?:should|must|would|will) be)(?:\b ?:?|(?=n't))|"
+    r"\b(?=[a-z]{2,6}n't\b|cannot\b|[a-z]{2,6} (?:not|never)\b)|[:=])[*_`]{0,3}",
     re.IGNORECASE,
 )
 BULLET = re.compile(r"\s*\n\s*[-*•] ")
-BLANK = re.compile(r"\s*+")
+# Also a line that opens a formula or a block.
+BLANK = re.compile(r"(?>\s*+(?:\\\[|\$\$|```)[ \t]*+(?=\n))?\s*+")
 SENTENCE_END = re.compile(r"(?<!\b[RDM][sr])(?<!\bMrs)(?<!\bapprox)(?:[.!](?=[\s*_`$)]|$)|(?<=\?)(?=[\s*_`$)]|$)|\n)")
 # Numbers in words, without "one": "5 for each one" has no second number.
 WORDS = (
@@ -128,7 +130,8 @@ SPOKEN = dict(zip(WORDS.split(), (0, *range(2, 20), *range(20, 100, 10)), strict
 # A marker announces an answer, although none that pvg can read, if the text after it denies one or says it in words.
 DENIED = (
     r"\b(?:no|not|none|never|nothing|neither|nor|cannot|undefined|impossible|unknown|unclear|unsure|indeterminate|"
-    r"infinit\w+|wrong|incorrect|idk|(?:any(?:thing)?|all) but)\b|n't\b"
+    r"infinit\w+|wrong|incorrect|false|nope|nah|hardly|nowhere|unlike(?:ly)?|unequal|different|far from|idk|"
+    r"(?:any(?:thing)?|all) but)\b|n't\b"
 )
 UNREAD = re.compile(
     rf"{DENIED}|^\W*(?:an? )?(?:one|half|third|quarter|dozen|hundred|thousand|million)\b(?! of)|"
@@ -137,9 +140,11 @@ UNREAD = re.compile(
 )
 MORE = re.compile(r"\s*\S")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?boxed ?\{?\s*$", re.IGNORECASE)
 RETRACTED = re.compile(
-    r"\W{0,20}(?:no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
-    r"(?:(?:that|this|it|which) ?)?(?:is|was|'s) (?:wrong|incorrect|not the answer)|(?:\w+ )?not (?:right|correct)\b)",
+    r"\W{0,20}(?:hm+\W+|actually\W+)?(?:no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
+    r"I (?:made|was|am)\b.{0,12} (?:mistaken?|error|wrong)\b|(?:(?:that|this|it|which) ?)?"
+    r"(?:is|was|'s) (?:wrong|incorrect|not the answer)|(?:\w+ ){0,2}(?:not|\w+n't) (?:right|correct|the answer)\b)",
     re.IGNORECASE,
 )
 
@@ -245,7 +250,7 @@ OTHER_NUMBER = re.compile(
     rf"{DENIED}|\b(?:less|more|fewer|greater|larger|smaller|than|half|twice|double|triple|thirds?|quarters?|over|under|"
     r"above|below|least|most|exceed\w*|within|roots?|squared?|cubed?|sum|product|difference|quotient|multiples?|"
     r"factor\w*|powers?|log|ln|sin|cos|tan|mod|modulo|plus|minus|times|divi\w+|remainder|or|either|based|steps?|if|"
-    r"unless|except|up to|base|sqrt|abs|floor|ceil|exp|min|max|gcd|lcm)\b",
+    r"unless|except|up to|base|sqrt|abs|floor|ceil|exp|min|max|gcd|lcm|one and)\b|[a-z]\(\s*$",
     re.IGNORECASE,
 )
 DENIED_FIRST = re.compile(r"^not [^.]{1,40}? but ")
@@ -261,10 +266,12 @@ CHOICE = re.compile(rf"\b(?:(?P<spoken>{'|'.join(SPOKEN)})|or)\b", re.IGNORECASE
 # What after a number makes another number of it: an operator, a variable, a function, a question, a denial.
 NEXT = r"^[\s)\]\"'$]*"
 NOT_ALONE = re.compile(
-    r"[0-9^+?√π∞±×÷·‰≤≥≠]|\\[A-Za-z]|[<>](?![A-Za-z/|])|\b(?:is|was)(?: not|n't)\b|\b(?:wrong|incorrect)\b|"
-    rf"{NEXT}(?:[!*]|[-/]\s*$)|{NEXT}[-/]?\s*(?:(?!a\s)[a-fi-kn-rt-zBDEGHKMO-UX-Z](?![A-Za-z'.])|"
-    r"(?i:(?:and an? )?(?:half|halves|thirds?|quarters?)|pi|sqrt|squared|cubed|factorial|mod(?:ulo)?|log|ln|sin|cos|"
-    r"tan|infinity|plus|minus|divided|(?:times|more than|less than) [a-z])\b)|"
+    r"[0-9^+?√π∞±×÷·‰≤≥≠]|\\[A-Za-z]|[<>](?![A-Za-z/|])|\b(?:is|was)(?: not|n't)\b|[✗✘❌]|"
+    r"\b(?:wrong|incorrect|false|ruled out|scratch that|at (?:most|least))\b|"
+    rf"{NEXT}(?:[!*]|[-/]\s*$)|{NEXT}[-/]?\s*(?:(?!a\s)[a-fi-kn-rt-zBDEGHKMO-UX-Z](?![A-Za-z'.])|[α-λν-ω](?!\w)|"
+    r"(?i:(?:and an? )?(?:half|halves|thirds?|quarters?)|(?:fif|six|seven|eigh|nin|ten|(?:hundre|thousan)d|"
+    r"\w+illion)ths|lakhs?|crores?|tens|mil|(?!mill|bill|trill)[a-z]{1,6}illions?|pi|sqrt|squared|cubed|factorial|"
+    r"mod(?:ulo)?|log|ln|sin|cos|tan|infinity|plus|minus|divided|(?:times|more than|less than) [a-z])\b)|"
     r"^(?i:(?!st|nd|rd|th|[kcmd]m|[km]g|[mcd]l|lb|oz|ft|in|yd|mi|hr|am|pm|p[txc]|hz|ms|k[wn]|[kmgt]b)"
     r"[a-z]{2})(?![A-Za-z])"
 )
@@ -273,8 +280,13 @@ TERMS = r"[\s$€£0-9.,()%+*/×÷·⋅x=^-]*"
 CALCULATION = re.compile(rf"(?:[A-Za-z ]*[=:])?{TERMS}[0-9)%] ?[-+*/×÷·⋅x^]\*? ?[-($€£]*[0-9]{TERMS}")
 UNEQUAL = re.compile(rf"[!/~]\s*$|[<>≠≤≥±√|]|\\sqrt|\\(?:neq?|leq?|geq?|pm)\b|^\s*-|{DENIED}", re.IGNORECASE)
 # In a text without markers: what is before and after a number that is a part of an expression.
-PART_BEFORE = re.compile(r"(?:[\^√±<≤≥≠]|(?<![-=])>|\\(?:sqrt|log|ln|sin|cos|tan|pm|neq?|leq?|geq?)) ?[{(]?$")
-PART_AFTER = re.compile(r" ?(?:\^|√|π|∞|\\(?:pi|sqrt|cdot|times)\b)|[ix](?![A-Za-z])")
+PART_BEFORE = re.compile(
+    r"(?i:\b(?:not|never|cannot)|n't)(?: be)? $|"
+    r"(?:[\^√±<≤≥≠]|!=|(?<![-=])>|\\(?:sqrt|log|ln|sin|cos|tan|pm|neq?|leq?|geq?)) ?[{(]?$"
+)
+PART_AFTER = re.compile(
+    r" ?(?:\^|√|π|∞|\\(?:pi|sqrt|cdot|times)\b)|[ix](?![A-Za-z])|(?i: (?:is|was)(?: not|n't)? (?:the|wrong)\b)"
+)
 GROUPED = "|".join(rf"[0-9]{{1,3}}(?>(?:{mark}[0-9]{{3}})+)" for mark in (",", " ", "'", "_", ", "))
 DECIMAL = rf"(?:(?:{GROUPED}|[0-9]++)(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][-+]?[0-9]++)?"
 SINGLE = re.compile(DECIMAL)
@@ -391,14 +403,14 @@ LATEX = re.compile(
     r"\\(?:[dtc]?frac|sqrt|d?binom|cdot|times|div|log|ln|sin|cos|tan|pi|[lr]floor|[lr]ceil)(?![A-Za-z]))+)"
 )
 BRACED = re.compile(r"\{[^{}]*\}")
-# A sum or product outside of braces is a calculation. 1/2^2 and 1/2! can be read in two ways.
-OPERATION = re.compile(r"[0-9A-Za-z)!|]\s*(?:[-+]|\\(?:cdot|times|div))|/.*[/^!]")
+# A sum or product outside of braces is a calculation. 1/2^2, 1/2! and 5!! can be read in two ways.
+OPERATION = re.compile(r"[0-9A-Za-z)!|]\s*(?:[-+]|\\(?:cdot|times|div))|/.*[/^!]|!\s*!")
 
 
 def _from_latex(segment: str) -> tuple[str, Fraction] | None:
     """Text and value of an expression that is more than a number, such as a root or a power."""
     latex = AROUND.sub("", segment)
-    if len(latex) > SEGMENT or not LATEX.fullmatch(latex) or not re.search(r"[\\^!{]", latex):
+    if len(latex) > SEGMENT or not LATEX.fullmatch(latex) or not re.search(r"[\\^!{]", latex) or segment.count("$") % 2:
         return None
     outside = latex
     while outside != (outside := BRACED.sub("0", outside)):
@@ -409,7 +421,10 @@ def _from_latex(segment: str) -> tuple[str, Fraction] | None:
 
 # --- spelling ----------------------------------------------------------------------------------------------------
 
-ANNOTATION = re.compile(r"<<[^<>\n]{0,200}>>")  # GSM8K's calculator annotations: <<48/2=24>>
+# GSM8K's calculator annotations: <<48/2=24>>. And what is struck out.
+ANNOTATION = re.compile(
+    r"<<[^<>\n]{0,200}>>|~~[^~\n]{1,200}~~|<(s|del)>[^<>\n]{0,200}</\1>|\\(?:[xb]?cancel|sout)\{[^{}\n]{0,200}\}"
+)
 FRACTION = re.compile(  # also \frac12
     r"(?:([0-9]) ?)?\\[dtc]?frac ?(?:\{ ?(-?[0-9.,]{1,60}) ?\}|([0-9])) ?(?:\{ ?([0-9.,]{1,60}) ?\}|([0-9]))"
 )
@@ -427,8 +442,8 @@ SPELLED = {
 TAG = r"</?[A-Za-z|][^<>\n]{0,30}>"
 # What LaTeX, Markdown and HTML put around a number and its units.
 MARKUP = re.compile(
-    r"\\(?:text|textbf|textit|textrm|textstyle|mathrm|mathbf|mathit|boldsymbol|bm|bf|rm|mbox|emph|underline|left|right|"
-    r"displaystyle|operatorname|large|Large|huge|[Bb]ig|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
+    r"\\(?:text(?:bf|it|rm|sf|tt|normal|style)?|math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|bf|rm|mbox|emph|underline|left|right|"
+    r"displaystyle|operatorname|large|Large|huge|[Bb]igg?[lr]?|degree|ldots|dots|checkmark|blacksquare|square|newline|f?boxed|"
     r"approx|simeq|sim|therefore)(?![A-Za-z])|\^ ?\{? ?\\circ ?\}?|\\[()\[\]\\]|"
     rf"{TAG}|[{{}}`]|(?<![^\s(\[+:$=~≈\"'-])[*_]+(?=\S)|(?<=\S)[*_]+(?=[\s.,;:!?)\]]|$)"
 )
