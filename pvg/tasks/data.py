@@ -34,7 +34,7 @@ from pvg.config.task import DataTask, Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened, user_paths
 from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, text_of
 from pvg.records import Grade, Problem, Split, Wording
-from pvg.tasks.answers import NO_ANSWER, NO_MARKER, UNREAD, extract, parse_number, read
+from pvg.tasks.answers import NO_ANSWER, NO_MARKER, RETRACTED, TAG, UNREAD, extract, parse_number, read
 from pvg.tasks.expressions import value_of
 from pvg.tasks.task import CLOSED, NUMBER, OPENED, read_wording, tag_wording
 
@@ -332,17 +332,24 @@ LETTER = r"(?:\\(?:boxed|text|textbf|mathbf|mathrm)\{|\\\(){0,3}(?P<open>[(\[]?)
 LETTERS_ALONE = re.compile(rf"[\s*_`$\"']*{LETTER}[)\].:}}*_`$\"'\\\s]*")
 # After "answer", a letter, on the same line or below it. One line may have several answers.
 MARKED = re.compile(
-    r"\banswer[*_`]{0,3}\s?(?:is\b\s?:?|[:=])[ \t\r*_`$\"']{0,8}+"
+    r"\banswer[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?\s?(?:is\b\s?:?|[:=])[ \t\r*_`$\"']{0,8}+"
     r"(?:\n[\s*_`$\"']{0,8}(?=(?P<below>[^\n]{0,200}))|(?=(?P<rest>[^\n]{0,200})))",
     re.IGNORECASE,
 )
 # The text of the choice may follow a bracket, a dot, a colon or a dash, or be in brackets.
 CHOSEN = re.compile(rf"(?i:(?:the )?(?:(?:option|choice) )?){LETTER}(?P<after>[)\].:}}*_`$\"'\\ ]{{0,8}})(?P<text>.*)")
-SEPARATED = re.compile("[(,;\u2013\u2014-]|(?:because|since|as)\\b")
+SEPARATED = re.compile("[(,;\u2013\u2014-]|(?:because|since|as|not|and not|rather than|instead of)\\b")
 # A second letter that is offered: directly after the first one, and later in the text. A text such as "Both A and B"
 # names other choices and offers none.
-OTHERS = re.compile(r"[)\].:*_ ]*(?:\b(?:or|and)\b|[,/&(\u2013\u2014-])\s*[(\[]?[A-J](?![A-Za-z])")
-LATER = re.compile(r"(?:\bor\b|,)\s*[(\[]?[A-J](?![A-Za-z]|\.[A-Za-z])")
+REJECTED = (
+    r"(?! (?:(?:is|was|are) (?:too|not|n?either|wrong|incorrect|false|impossible|out)|isn't|cannot|fails|does)\b)"
+)
+OTHERS = re.compile(
+    rf"[)\].:*_ ]*(?:\b(?:or|and)\b\s*[(\[]?[A-J](?![A-Za-z])|[,/&(\u2013\u2014-]\s*[(\[]?[A-J](?![A-Za-z]){REJECTED})"
+)
+LETTER_END = r"[A-J](?![A-Za-z]|\.[A-Za-z])"
+MAYBE = r"(?:(?:maybe|perhaps|possibly|else|even) )?"
+LATER = re.compile(rf"\bor\b\s*{MAYBE}[(\[]?{LETTER_END}|,\s*{MAYBE}[(\[]?{LETTER_END}{REJECTED}")
 ONE = r"[(\[]?[A-J](?![A-Za-z])[)\]]?"
 NAMES = re.compile(rf"(?i:both|neither|either) {ONE} (?:and|n?or) {ONE}|(?i:all|none)\b(?: of)?(?: {ONE}(?:,| and)?)*")
 NEXT = re.compile(r"\s*[(\[]?[A-J][)\].:]")
@@ -363,9 +370,11 @@ class Choice(AnswerGrader):
     def grade(self, reference: str, completion: str) -> Grade:
         for mark in reversed(list(MARKED.finditer(completion))):
             rest = mark["rest"] or mark["below"] or ""
-            letter = _chosen(rest)
+            letter = _chosen(re.sub(TAG, "", rest))
             if mark["below"] and NEXT.match(completion, mark.end("below")):
                 letter = None  # a list of the choices
+            if RETRACTED.match(completion, mark.end("below" if mark["below"] else "rest")):
+                return Grade(False, False, note="the answer is taken back")
             if letter is not None:
                 return Grade(letter == reference, True, letter)
             if not PROSE.match(rest) or UNREAD.search(rest):
@@ -385,7 +394,7 @@ def _chosen(rest: str) -> str | None:
         return None
     text, letter = found["text"], found["letter"].upper()
     mark = next((mark for mark in found["after"] if mark in ")].:"), "")
-    if text and not mark and not SEPARATED.match(text):
+    if RETRACTED.match(text) or (text and not mark and not SEPARATED.match(text)):
         return None
     # Another choice with a text: the next of a list, as in "A) 9 B) 11", or one after "and". In "P(B)" it is none.
     # After a dot, a letter other than the next one may end a sentence, as in "Hepatitis B. It spreads", unless the
