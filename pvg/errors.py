@@ -9,10 +9,12 @@ import errno
 import importlib
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
 from types import ModuleType
+from typing import Self
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
@@ -98,6 +100,19 @@ def variables_quoted(error: BaseException) -> list[str]:
     """The environment variables whose values an exception or one of its causes quotes, such as 'abc'."""
     said = " ".join(map(str, causes(error)))
     return sorted(name for name, value in os.environ.items() if value and repr(value) in said)
+
+
+class Closing(ABC):
+    """What a `with` block closes, also if an error leaves it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class PvgError(Exception):

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from pvg.errors import ConfigurationError, PvgError, ServerUnavailableError, one_line
+from pvg.errors import Closing, ConfigurationError, PvgError, ServerUnavailableError, one_line
 from pvg.games.game import LostSessionError, NoRoomError, ReplayedGame, Shown
 from pvg.inputs import has_place
 
@@ -57,7 +57,7 @@ class OpenEnvReply:
     done: bool
 
 
-class OpenEnvClient:
+class OpenEnvClient(Closing):
     """One session of a server. Blocking, for one thread at a time. It connects at the first request.
 
     Raises ServerUnavailableError if no server answers, LostSessionError if the connection ends in a session, and
@@ -72,12 +72,6 @@ class OpenEnvClient:
         self._timeout_s = timeout_s
         self._http: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
-
-    def __enter__(self) -> OpenEnvClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def reset(self, **data: Any) -> OpenEnvReply:
         """Begin an episode. Connects again if the server has closed the connection, for example after an idle hour."""

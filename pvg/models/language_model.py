@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from pvg.errors import ConfigurationError
+from pvg.errors import Closing, ConfigurationError
 from pvg.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def digest_weights(weights: Mapping[str, Tensor], digest: Any) -> None:
         digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-class LanguageModel:
+class LanguageModel(Closing):
     """Owns one transformers `*ForCausalLM` in eval mode. As a context manager it frees the weights on exit.
 
     Borrowers of `module` must drop their references before the owner closes it; otherwise the memory is not freed.
@@ -213,12 +213,6 @@ class LanguageModel:
         self._module = None
         if on_cuda:
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> LanguageModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _save_module(self, directory: Path) -> None:
         self.module.save_pretrained(directory)

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pvg.errors import MissingRequirementError, system_module
+from pvg.errors import Closing, MissingRequirementError, system_module
 from pvg.telemetry.waits import usable_cores
 
 # The sandbox's inputs and results: programs, limits, executions.
@@ -354,7 +354,7 @@ ENTRY_BYTES = 1024  # size of a cached execution without its parts
 TRIES = 2  # a failed warden is replaced once per program
 
 
-class Sandbox:
+class Sandbox(Closing):
     """At most `workers` programs at once (None: one per core of this process). Methods may be called from any thread.
     `mechanisms`: the ones that may be used, so that tests can test one alone."""
 
@@ -403,12 +403,6 @@ class Sandbox:
     def close(self) -> None:
         """End all processes. Waiting programs are cancelled, and running ones fail."""
         self._closed()
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _submit(self, program: Program, limits: Limits, *, fresh: bool = False) -> Future[Execution]:
         key = program.digest(limits, self._python)

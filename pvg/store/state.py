@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 import orjson
 
-from pvg.errors import StateError
+from pvg.errors import Closing, StateError
 from pvg.inputs import open_own
 from pvg.store.atomic import (
     DamagedFileError,
@@ -45,7 +45,7 @@ class JournalMark(NamedTuple):
     sha256: str
 
 
-class JsonLines:
+class JsonLines(Closing):
     """Appends objects to `path`, which it creates. One writer, one thread; `sync` may run in another thread.
 
     Opening cuts off an incomplete last line of a dead writer, because the next line would be appended to it. `torn` is
@@ -117,12 +117,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class JsonLinesReader:

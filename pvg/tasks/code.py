@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from pvg.config.task import CodeTask
-from pvg.errors import ConfigurationError, MissingRequirementError, shortened
+from pvg.errors import Closing, ConfigurationError, MissingRequirementError, shortened
 from pvg.inputs import expanded, json_lines, not_json
 from pvg.records import Grade, Problem, Split
 from pvg.sandbox.inside.program import plain
@@ -278,7 +278,7 @@ REMEDY = "Set task.path to a directory with train.jsonl and test.jsonl, or leave
 WALL_PER_CPU, LEAST_WALL_S = 10.0, 20.0  # so that a machine with ten times the load changes no verdict
 
 
-class Code:
+class Code(Closing):
     """The code task of one section. It owns a sandbox: `close` it, or use it in a `with` statement."""
 
     def __init__(self, section: CodeTask) -> None:
@@ -328,12 +328,6 @@ class Code:
 
     def close(self) -> None:
         self._sandbox.close()
-
-    def __enter__(self) -> Code:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _file(self, path: Path, split: str) -> Path:
         return expanded(path, "task.path") / f"{split}.jsonl"

@@ -10,14 +10,14 @@ from queue import Queue
 from typing import get_args
 
 from pvg.config.task import OpenEnvTask, PlayTask
-from pvg.errors import ConfigurationError, one_line
+from pvg.errors import Closing, ConfigurationError, one_line
 from pvg.games import open_game
 from pvg.games.game import LostSessionError, PlaysByScript, Script
 from pvg.games.openenv import EXECUTION_ERROR, OpenEnvClient, OpenEnvRefusal, OpenEnvReply, prompt_of
 from pvg.records import Grade, Problem, Split
 
 
-class Play:
+class Play(Closing):
     """A context manager: it closes the connections of a game of another project."""
 
     def __init__(self, section: PlayTask) -> None:
@@ -31,10 +31,7 @@ class Play:
                 'Set task.references to ["base"], and task.opponent to "self" or "base".',
             )
 
-    def __enter__(self) -> Play:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if (close := getattr(self.game, "close", None)) is not None:
             close()
 
@@ -56,7 +53,7 @@ DRAWS_PER_PROBLEM = 2  # seeds that pvg tries per problem, to replace repeated p
 FIRST_SEED: dict[Split, int] = {"test": 0, "train": 2**30}
 
 
-class OpenEnv:
+class OpenEnv(Closing):
     """The task of one section. It is a context manager, which closes its connections."""
 
     def __init__(self, section: OpenEnvTask) -> None:
@@ -67,10 +64,7 @@ class OpenEnv:
             self._idle.put(client)
         self._made: dict[Split, list[Problem]] = {}
 
-    def __enter__(self) -> OpenEnv:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for client in self._clients:
             client.close()
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError, counted
+from pvg.errors import Closing, ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError, counted
 from pvg.models.compute import scoring_autocast
 from pvg.models.heads import VerifierEnsemble, VerifierModel
 from pvg.models.packing import WIDTH, PaddedBatch, batches, pad_batch, padded_width
@@ -256,7 +256,7 @@ class TextSolution:
     completion_ids: Int32 = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
-class VerifierScorer(Scorer):
+class VerifierScorer(Scorer, Closing):
     """Scores with one verifier, which the caller owns. Call all methods from one event loop's thread.
 
     `prover_fingerprint`: of the tokenizer that sampled the rollouts. If it equals the verifier's, token ids are reused;
@@ -328,12 +328,6 @@ class VerifierScorer(Scorer):
         if self._owned is not None:
             owned, self._owned = self._owned, None
             owned.__exit__(None, None, None)
-
-    def __enter__(self) -> VerifierScorer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def version(self) -> str:
