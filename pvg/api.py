@@ -31,7 +31,7 @@ from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import check_references
 from pvg.spinning import bound_spinning
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name
-from pvg.store.state import read_json_lines
+from pvg.store.state import JsonLinesReader
 from pvg.telemetry.events import Observer, SilentObserver
 from pvg.telemetry.waits import run_to_end
 
@@ -177,7 +177,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """All records of metrics.jsonl: dicts with `kind` ("step", "phase", "round", ...) and `metrics`."""
-        return list(read_json_lines(self.directory.metrics)) if self.directory.metrics.is_file() else []
+        return list(JsonLinesReader(self.directory.metrics)) if self.directory.metrics.is_file() else []
 
     @property
     def weights(self) -> dict[str, Path]:

@@ -35,6 +35,14 @@ def has_usable_gpu(root: Path = Path("/")) -> bool:
     return driver and "+cpu" not in importlib.metadata.version("torch")
 
 
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def install_extra(name: str) -> str:
     """The command that installs an extra of pvg in this installation."""
     return _install("-e", f".[{name}]") if in_checkout() else _install(f"{DISTRIBUTION}[{name}]")

@@ -18,7 +18,7 @@ from typing import Literal
 import typer
 
 from pvg.errors import EXIT_CHECK_FAILED, SYSTEMS, PvgError, counted, one_line, shortened, system_module
-from pvg.installation import DISTRIBUTION, install_extra, install_packages
+from pvg.installation import DISTRIBUTION, install_extra, install_packages, version_of
 from pvg_cli.boundary import announce_loading, emit, explanation
 from pvg_cli.options import DebugOption, JsonOption, RunsOption
 
@@ -148,13 +148,6 @@ def least_versions() -> dict[str, str]:
         return {}
     found = (REQUIREMENT.fullmatch(text) for text in required)
     return {match[1]: match[2] for match in found if match is not None}
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

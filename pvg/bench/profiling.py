@@ -52,7 +52,7 @@ from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.installation import install_extra
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore, read_json_lines
+from pvg.store.state import FileStateStore, JsonLinesReader
 from pvg.telemetry.device import DeviceSampler
 from pvg.telemetry.spans import DRIVER, CudaClock, Span, Tracer
 
@@ -308,8 +308,8 @@ def profile_run(run: RunDirectory, folder: Path) -> ProfileResult:
     state = next(iter(FileStateStore(run.state).commits()), {})
     for path in (run.metrics, run.spans):
         run.verify_journal(state, path)
-    metrics = list(read_json_lines(run.metrics)) if run.metrics.is_file() else []
-    spans = [_span(record, run) for record in read_json_lines(run.spans)]  # before the folder is created
+    metrics = list(JsonLinesReader(run.metrics)) if run.metrics.is_file() else []
+    spans = [_span(record, run) for record in JsonLinesReader(run.spans)]  # before the folder is created
     made = ProfileResult(_new(folder), f"the run {run.name}")
     path = made.folder / "timeline.json.gz"
     count = write_trace(path, trace_events(spans, metrics, name=f"pvg, {run.name}"))

@@ -17,7 +17,6 @@ import platform
 import shutil
 import sys
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +27,7 @@ import pvg
 from pvg.config.base import StrictRecord
 from pvg.errors import MissingRequirementError, UsageError
 from pvg.inputs import REPORT_BYTES, read_input, text_of
+from pvg.installation import version_of
 from pvg.store.atomic import write_output
 from pvg.telemetry.device import GpuUnavailableError, driver, processor
 from pvg.telemetry.waits import usable_cores
@@ -59,13 +59,6 @@ def read_environment() -> MachineInfo:
         driver=driver,
         event_loop="uvloop" if version_of("uvloop") else "asyncio",
     )
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def torch_threads(setting: int) -> int | None:

@@ -40,7 +40,7 @@ from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import base_source
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore, JournalMark, JsonLines, State, read_json_lines
+from pvg.store.state import FileStateStore, JournalMark, JsonLines, JsonLinesReader, State
 from pvg.tasks.data import files_of
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
@@ -85,7 +85,7 @@ class Ledger:
         for record in records:
             self._metrics.append(record)
         self._spans.truncate(self.state.offsets.get("spans", 0))
-        self.steps_before = sum(record.get("kind") == "step" for record in read_json_lines(directory.metrics))
+        self.steps_before = sum(record.get("kind") == "step" for record in JsonLinesReader(directory.metrics))
 
     def record_machine(self, machine: str) -> str | None:
         """Record the machine of this process. Returns a notice if the run started on another kind of machine."""

@@ -25,7 +25,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -146,9 +145,7 @@ class AdmissionGate:
         if self.version is None:
             self.version = self._pipeline.version
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self._semaphore.release()
 
 

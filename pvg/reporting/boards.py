@@ -28,7 +28,7 @@ from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
 from pvg.rollout.games import GameRecord, PhaseRecord
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import read_json_lines
+from pvg.store.state import JsonLinesReader
 
 Point = tuple[float, float]
 
@@ -157,7 +157,7 @@ def newest_games(run: RunDirectory) -> list[GameRecord]:
     """The recorded games of the newest round. A game that a resumed run recorded again counts once."""
     if not run.metrics.is_file():
         return []
-    records = [GameRecord.from_plain(plain) for plain in read_json_lines(run.metrics) if plain.get("kind") == "game"]
+    records = [GameRecord.from_plain(plain) for plain in JsonLinesReader(run.metrics) if plain.get("kind") == "game"]
     newest = max((record.round for record in records), default=0)
     return list({(r.start, *r.players.items()): r for r in records if r.round == newest}.values())
 

@@ -21,7 +21,7 @@ from pvg.errors import PvgError, counted, user_paths
 from pvg.reporting.formats import percent
 from pvg.store.atomic import DamagedFileError
 from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, has_only_samples, read_tags, runs_in
-from pvg.store.state import read_json_lines
+from pvg.store.state import JsonLinesReader
 from pvg.telemetry.spans import total_seconds
 from pvg.telemetry.waits import SHARED
 
@@ -338,7 +338,7 @@ def _records(run: RunDirectory, notes: list[str]) -> defaultdict[str, list[dict[
     if not run.metrics.is_file():
         notes.append(f"{run.metrics.name} is not there yet.")
         return found
-    reader = read_json_lines(run.metrics)
+    reader = JsonLinesReader(run.metrics)
     try:
         for record in reader:
             kind = record.get("kind")

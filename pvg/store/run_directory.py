@@ -54,7 +54,7 @@ from pvg.store.atomic import (
     write_atomic,
 )
 from pvg.store.lease import Work, check_lease, is_lease, lease_of, leased
-from pvg.store.state import FileStateStore, JournalMark, LoadedState, State, read_json_lines, verify
+from pvg.store.state import FileStateStore, JournalMark, JsonLinesReader, LoadedState, State, verify
 
 
 @contextmanager
@@ -347,7 +347,7 @@ class RunDirectory:
         if self.spans.is_file() and self.spans.stat().st_size:
             signs.append(self.spans.name)
         try:
-            records = read_json_lines(self.metrics) if self.metrics.is_file() else ()
+            records = JsonLinesReader(self.metrics) if self.metrics.is_file() else ()
             played = any(record.get("kind") not in BEFORE_THE_FIRST_COMMIT for record in records)
         except DamagedFileError:
             played = True  # its records are unreadable, so assume commits

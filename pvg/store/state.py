@@ -66,11 +66,6 @@ class JsonLines(Closing):
         self._digest = _digest_of(path, self._offset)
 
     @property
-    def offset(self) -> int:
-        """Bytes of complete lines so far, which a commit records after `sync`."""
-        return self._offset
-
-    @property
     def mark(self) -> JournalMark:
         """Length and digest of the complete lines so far. A commit records it after `sync`."""
         return JournalMark(self._offset, self._digest.hexdigest())
@@ -94,7 +89,7 @@ class JsonLines(Closing):
         self._digest.update(line)
 
     def sync(self) -> None:
-        """fsync: everything before `offset` is then durable."""
+        """fsync: everything before `mark` is then durable."""
         with disk_full_explained(self.path):
             os.fsync(self._file.fileno())
 
@@ -147,11 +142,6 @@ class JsonLinesReader:
                         "Restore the file, or remove that line from it.",
                     )
                 yield record
-
-
-def read_json_lines(path: Path) -> JsonLinesReader:
-    """The objects of `path`, one per line. Errors: see JsonLinesReader; FileNotFoundError for a missing file."""
-    return JsonLinesReader(path)
 
 
 def verify(path: Path, marks: Sequence[JournalMark]) -> None:

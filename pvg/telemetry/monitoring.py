@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pvg.config.operation import Telemetry
@@ -128,9 +127,7 @@ class Monitoring:
         self._reporter = self._loop.create_task(self._report(), name="loop lag reports")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         assert self._reporter is not None
         try:
             self._heartbeat.stop()

@@ -33,7 +33,6 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -118,9 +117,7 @@ class _Open:
         if self.marks is not None:
             self.marks.append(tracer._device_clock.mark())  # type: ignore[union-attr]
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         tracer = self.tracer
         if self.marks is not None:
             self.marks.append(tracer._device_clock.mark())  # type: ignore[union-attr]

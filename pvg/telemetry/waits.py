@@ -26,7 +26,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from pvg.telemetry.alerts import Alert, AlertKind
@@ -279,9 +278,7 @@ class LoopLagMonitor:
         self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def start(self) -> None:

@@ -16,10 +16,11 @@ import pytest
 from tiny_workload import TinyWorkload, write_profile
 
 from pvg.bench.planning import plan_bench
-from pvg.bench.report import BenchReport, git_state, read_report, version_of, write_report
+from pvg.bench.report import BenchReport, git_state, read_report, write_report
 from pvg.bench.runner import run_plan
 from pvg.bench.workloads import trainer as machine
 from pvg.errors import UsageError
+from pvg.installation import version_of
 
 TABLE = {"tiny": TinyWorkload}
 

@@ -14,7 +14,7 @@ from pvg.game.run import GameOutcome, play
 from pvg.records import Rollout
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore, read_json_lines
+from pvg.store.state import FileStateStore, JsonLinesReader
 from pvg.telemetry.events import PhaseInfo, Progress, SilentObserver
 
 
@@ -75,7 +75,7 @@ def completed(experiment: Experiment, root: Path) -> RunDirectory:
 
 
 def rows(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [row for row in read_json_lines(run.metrics) if row["kind"] == kind]
+    return [row for row in JsonLinesReader(run.metrics) if row["kind"] == kind]
 
 
 def prover_rows(run: RunDirectory) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from pvg.records import Role
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.pairs import is_held_out
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import read_json_lines
+from pvg.store.state import JsonLinesReader
 from pvg.tasks import open_task
 from pvg.telemetry.catalogue import metric as catalogued
 from pvg.verifier.calibration import auc
@@ -74,7 +74,7 @@ def test_member_0_is_the_verifier_of_a_run_without_an_ensemble(whole: RunDirecto
 
 
 def test_steps_and_calibration_are_told(whole: RunDirectory) -> None:
-    rows = list(read_json_lines(whole.metrics))
+    rows = list(JsonLinesReader(whole.metrics))
     steps = [row for row in rows if row["kind"] == "step" and row["phase"] == "train_verifier"]
     assert [row["step"] for row in steps] == list(range(1, 16))
     assert {row["of"] for row in steps} == {15}
@@ -115,7 +115,7 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
     assert 0 < len(solutions) < correct_N.sum()
     assert threshold == solutions[math.ceil(0.9 * len(solutions)) - 1]
     (phase,) = [
-        row for row in read_json_lines(whole.metrics) if row["kind"] == "phase" and row["phase"] == "train_verifier"
+        row for row in JsonLinesReader(whole.metrics) if row["kind"] == "phase" and row["phase"] == "train_verifier"
     ]
     assert phase["metrics"]["verifier_auc"] == auc(scores_N[correct_N], scores_N[~correct_N])
     played_with = [r.verifier_version for r in everything if "mint" not in r.id]

@@ -116,7 +116,7 @@ def test_what_is_appended_while_a_commit_syncs_belongs_to_the_next_one(
 
     async def play() -> None:
         ledger.record("told", number=0)
-        before = ledger._metrics.offset
+        before = ledger._metrics.mark.bytes
         monkeypatch.setattr(ledger._metrics, "sync", waiting)
         commit = asyncio.create_task(ledger.commit(ledger.state.enter(Phase.MINT)))
         assert await asyncio.to_thread(syncing.wait, LIMIT_S)

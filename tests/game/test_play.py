@@ -20,7 +20,7 @@ from pvg.errors import MissingRequirementError, StateError
 from pvg.game.run import play
 from pvg.records import Role
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import FileStateStore, read_json_lines
+from pvg.store.state import FileStateStore, JsonLinesReader
 from pvg.tasks import open_task
 from pvg.tasks.task import half_of
 from pvg.telemetry.events import SilentObserver
@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_smaller_micro_batches_and_learns_the_same(stopped, o
         assert key in notice
     (line,) = (line for line in run.events.read_text().splitlines() if "event=settings" in line)
     assert "verifier.micro_batch_tokens" in line
-    steps = [row for row in read_json_lines(run.metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
+    steps = [row for row in JsonLinesReader(run.metrics) if row["kind"] == "step" and row["phase"] == "train_prover"]
     assert steps[-1]["metrics"]["micro_batches"] > steps[0]["metrics"]["micro_batches"]
     assert state_of(run)["config"] == state_of(one_round)["config"]
     undisturbed = weights_of(one_round)

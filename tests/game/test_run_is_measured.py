@@ -34,7 +34,7 @@ from pvg.reporting.run_summary import read_run
 from pvg.reporting.terminal import machine_facts
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards
-from pvg.store.state import read_json_lines
+from pvg.store.state import JsonLinesReader
 from pvg.telemetry import alerts, device
 from pvg.telemetry.alerts import EMA_DECAY
 from pvg.telemetry.catalogue import metric as catalogued
@@ -212,7 +212,7 @@ def test_the_time_of_a_step_has_the_parts_of_its_phase(measured: tuple[RunDirect
 
 def test_every_span_lies_in_the_run_and_nests(measured: tuple[RunDirectory, Scraping]) -> None:
     run, _ = measured
-    spans = list(read_json_lines(run.spans))
+    spans = list(JsonLinesReader(run.spans))
     (whole,) = rows(run, "run")
     end = whole["time"]
     # Grades get a separate track only while decoding occupies the track of the driver, for a few moments.

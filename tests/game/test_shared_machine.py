@@ -11,7 +11,7 @@ import pytest
 
 from pvg.reporting.diagnosis import diagnose
 from pvg.store.run_directory import RunDirectory
-from pvg.store.state import read_json_lines
+from pvg.store.state import JsonLinesReader
 from pvg.telemetry.waits import SHARED
 
 # Game and busy process are pinned to one core: whatever else this machine does, each gets a half of it at most.
@@ -55,7 +55,7 @@ def test_a_game_beside_a_busy_process_says_that_the_machine_is_shared(tmp_path: 
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert [notice for notice in json.loads(done.stdout) if "pvg's threads waited for a core" in notice]
-    records = list(read_json_lines(tmp_path / "shared" / "metrics.jsonl"))
+    records = list(JsonLinesReader(tmp_path / "shared" / "metrics.jsonl"))
     shares = [
         row["metrics"]["core_wait"] for row in records if row["kind"] == "device" and "core_wait" in row["metrics"]
     ]

@@ -13,7 +13,7 @@ from store_samples import rollout
 from pvg.store.checkpoints import prune, read_checkpoint, write_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.shards import RolloutShards, ShardInfo
-from pvg.store.state import FileStateStore, JsonLines, read_json_lines
+from pvg.store.state import FileStateStore, JsonLines, JsonLinesReader
 
 
 def verify(run: RunDirectory, state: Mapping[str, Any]) -> None:
@@ -41,9 +41,9 @@ def recover(run: RunDirectory) -> tuple[dict[str, Any], int]:
     removed = len(RolloutShards(run.path).recover(named))
     removed += len(prune(run.checkpoints, {commit["checkpoint"] for commit in commits}))
     with JsonLines(run.metrics) as journal:
-        removed += journal.offset > state["offset"]
+        removed += journal.mark.bytes > state["offset"]
         journal.truncate(state["offset"])
-    assert [line["step"] for line in read_json_lines(run.metrics)] == list(range(1, state["step"] + 1))
+    assert [line["step"] for line in JsonLinesReader(run.metrics)] == list(range(1, state["step"] + 1))
     return state, removed
 
 
@@ -64,7 +64,7 @@ def commit_for_ever(run: RunDirectory, told: int) -> None:
             journal.append({"step": step})
             journal.sync()
             shards_so_far = [*state["shards"], info.plain()]
-            state = {"step": step, "shards": shards_so_far, "checkpoint": name, "offset": journal.offset}
+            state = {"step": step, "shards": shards_so_far, "checkpoint": name, "offset": journal.mark.bytes}
             store.save(state)
             os.write(told, f"step {step}\n".encode())
             unchanged()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from store_samples import flip_byte
 
 from pvg.store.atomic import DamagedFileError
-from pvg.store.state import JournalMark, JsonLines, read_json_lines, verify
+from pvg.store.state import JournalMark, JsonLines, JsonLinesReader, verify
 
 pytestmark = pytest.mark.slow
 
@@ -31,30 +31,30 @@ def test_any_torn_end_costs_only_the_last_line(tmp_path_factory, records, cut) -
     last = {"last": "x" * 30}
     with open(path, "ab") as file:
         file.write(orjson.dumps(last)[:cut])
-    reader = read_json_lines(path)
+    reader = JsonLinesReader(path)
     assert (list(reader), reader.torn) == (records, 1)
     with JsonLines(path) as journal:
         assert journal.torn == cut
         journal.append(last)
-    reader = read_json_lines(path)
+    reader = JsonLinesReader(path)
     assert (list(reader), reader.torn) == ([*records, last], 0)
 
 
 def test_truncate_goes_back_to_a_commit(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "a.jsonl") as journal:
         journal.append({"step": 0})
-        committed = journal.offset
+        committed = journal.mark.bytes
         journal.append({"step": 1})
         journal.truncate(committed)
-        assert journal.offset == committed
+        assert journal.mark.bytes == committed
         journal.append({"step": 10})
-    assert list(read_json_lines(journal.path)) == [{"step": 0}, {"step": 10}]
+    assert list(JsonLinesReader(journal.path)) == [{"step": 0}, {"step": 10}]
 
 
 def test_truncate_refuses_a_file_that_is_not_the_one_committed(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "a.jsonl") as journal:
         journal.append({"step": 0})
-        end = journal.offset
+        end = journal.mark.bytes
         for offset, message in ((end + 1, "were committed"), (end - 1, "No line"), (-1, "No line")):
             with pytest.raises(DamagedFileError, match=message):
                 journal.truncate(offset)
@@ -67,7 +67,7 @@ def test_truncate_refuses_a_file_that_is_not_the_one_committed(tmp_path: Path) -
 def test_damage_in_a_whole_line_is_an_error_with_file_and_line(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a":1}\n' + line + b'{"b":1}\n')
-    rows = iter(read_json_lines(path))
+    rows = iter(JsonLinesReader(path))
     assert next(rows) == {"a": 1}
     with pytest.raises(DamagedFileError, match=r"a\.jsonl, line 2, is damaged"):
         next(rows)
@@ -76,7 +76,7 @@ def test_damage_in_a_whole_line_is_an_error_with_file_and_line(tmp_path: Path, l
 def test_numbers_without_json_become_null_and_numpy_becomes_plain(tmp_path: Path) -> None:
     with JsonLines(tmp_path / "a.jsonl") as journal:
         journal.append({"nan": math.nan, "inf": -math.inf, "f": np.float32(0.5), "i": np.int64(3), "v": np.arange(2)})
-    assert list(read_json_lines(journal.path)) == [{"nan": None, "inf": None, "f": 0.5, "i": 3, "v": [0, 1]}]
+    assert list(JsonLinesReader(journal.path)) == [{"nan": None, "inf": None, "f": 0.5, "i": 3, "v": [0, 1]}]
 
 
 def three_commits(path: Path) -> list[JournalMark]:
