@@ -1,7 +1,6 @@
 """`loop`: event-loop lag of the orchestrator with many rollouts and large payloads.
 
     pvg bench --profile benchmarks/loop.toml
-    pvg bench --profile benchmarks/loop.toml --ablate
     # also with a verifier of another vocabulary:
     pvg bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true
 
@@ -12,11 +11,6 @@ rewards and credit, and records them. Then the ledger commits them to a run dire
 lag of a tick is the time that any other work on the loop would have waited.
 
 No model computes anything: there is no sampling, no reference and no training, and scores are available at once.
-
-Three switches have a slow side, as research code often has it (benchmarks.loop_engine):
-- `workload.commit = "loop"` writes the shard on the loop instead of in a thread;
-- `workload.batch = "loop"` makes the verifier's input, rewards, credit and records on the loop;
-- `workload.grading = "loop"` decodes and grades on the loop.
 
 `memory_over_payload` is the growth of this process's peak memory over a sample, in multiples of the batch's ids,
 log-probs and experts. benchmarks/loop-large.toml measures it with the experts of a large model (384 bytes per token).
@@ -42,8 +36,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from benchmarks.loop_engine import CallingThreadExecutor, RecordedScores, RecordedScoringModel, recorded, some_experts
-from benchmarks.stand_in import StandInEngine
+from benchmarks.loop_engine import RecordedScores, RecordedScoringModel, StandInEngine, recorded, some_experts
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
@@ -102,9 +95,6 @@ class LoopSettings(Section):
     tokens: Count = 16_384
     chunk: Count = 64
     seconds: Positive = 1.0
-    commit: Literal["thread", "loop"] = "thread"
-    batch: Literal["thread", "loop"] = "thread"
-    grading: Literal["thread", "loop"] = "thread"
     retokenize: bool = False
     expert_layers: Annotated[int, Field(ge=0)] = 4
     experts_per_token: Annotated[int, Field(ge=0)] = 2
@@ -163,13 +153,12 @@ class LoopWorkload:
         """Record the completions with the experiment's prover."""
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-loop-")))
-            settings, experiment = self._settings, self._experiment
+            experiment = self._experiment
             task = open_task(experiment.task)
             players = Players(experiment, task, executor=self._executor)
             stack.push_async_callback(players.close)
             self._run = RunDirectory.create(folder, "loop", experiment)
-            disk = CallingThreadExecutor() if settings.commit == "loop" else None
-            self._ledger = Ledger(self._run, experiment, "bench", disk)
+            self._ledger = Ledger(self._run, experiment, "bench")
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
             prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
@@ -177,9 +166,6 @@ class LoopWorkload:
             self._session = session_of(experiment, task, self._ledger, *parts, Session)
             await players.ready()
             await self._record()
-            if settings.batch == "loop":
-                players.batching.shutdown()
-                players.batching = CallingThreadExecutor()
             # As in the game (pvg.game.players): otherwise the collector scans a million objects of torch again and
             # again, 0.2 s each time.
             gc.collect()
@@ -203,9 +189,8 @@ class LoopWorkload:
         self._tokens = sum(len(answer.token_ids) for answer in answers.values())
         players.engine = StandInEngine(rollout.concurrency, lambda asked: answers[asked.id], settings.chunk)
         sampling = Sampling(settings.tokens, (tokenizer.eos_id,))
-        grading = players.grading if settings.grading == "thread" else None
         self._dispatcher = players.dispatcher = WatchedDispatcher(
-            players.engine, task, tokenizer, sampling, rollout.concurrency, grading
+            players.engine, task, tokenizer, sampling, rollout.concurrency, players.grading
         )
         self._dispatcher.hz = settings.lag_hz
 

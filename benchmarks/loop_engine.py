@@ -1,4 +1,4 @@
-"""Replacements for the models of the `loop` workload, and the slow sides of its switches.
+"""Replacements for the models of the `loop` workload.
 
 The engine streams recorded completions in chunks, as a streaming server would. The verifier's scores are available at
 once. Neither computes anything, so the benchmark measures the orchestrator. Every completion is stretched to the length
@@ -9,16 +9,18 @@ in every sample.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.stand_in import Answer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Int32, Rollout, RoutedExperts
+from pvg.records import FinishReason, Float32, Int32, Rollout, RoutedExperts, VersionSpan
+from pvg.rollout.engine import Completion, Engine, EngineStats, GenerationRequest
+from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.verifier.scorer import ScoreCache, ScoredBatch, ScoreInput
 
 STEP_ENDS = (";", "\n")  # a step of a solution ends with one of these
@@ -54,6 +56,67 @@ class RecordedScores:
         return done
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to one request: token ids int32 [C], log-probs float32 [C], and the seconds in which the tokens arrive
+    at an even pace. `experts` makes those of prompt and completion when the last token is there."""
+
+    token_ids: Int32
+    logprobs: Float32
+    finish_reason: FinishReason
+    seconds: float
+    experts: Callable[[], RoutedExperts]
+
+
+class StandInEngine(Engine):
+    """Gives to each request what `answer` has for it, in chunks of `chunk` tokens. It accepts any weights, which
+    interrupt nothing: a completion has the version of its start."""
+
+    def __init__(self, max_in_flight: int, answer: Callable[[GenerationRequest], Answer], chunk: int) -> None:
+        self._max_in_flight, self._answer, self._chunk = max_in_flight, answer, chunk
+        self._version = 0
+        self._stats = EngineStats()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    @property
+    def max_in_flight(self) -> int:
+        return self._max_in_flight
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        found, version, began = self._answer(request), self.version, time.perf_counter()
+        tokens = len(found.token_ids)
+        chunks = -(-tokens // self._chunk)
+        for number in range(1, chunks + 1):
+            # Relative to the start, so that a busy loop delays one chunk and not all later ones.
+            due = began + found.seconds * number / chunks
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        seconds = max(time.perf_counter() - began, 1e-9)
+        prompt = len(request.prompt_ids)
+        self._stats = self._stats.plus(EngineStats(1, 1, tokens, seconds, prompt, prompt))
+        return Completion(
+            request_id=request.id,
+            token_ids=found.token_ids,
+            logprobs=found.logprobs,
+            spans=(VersionSpan(0, version),),
+            finish_reason=found.finish_reason,
+            timing=request.timing(0.0, seconds),
+            routed_experts=found.experts(),
+        )
+
+    async def load_weights(self, update: WeightUpdate) -> SyncTiming:
+        self._version = update.version
+        return SyncTiming(update.version, wall_ms=0.0, rpc_ms=0.0)
+
+    async def close(self) -> None: ...
+
+
 def some_experts(layers: int, k: int) -> RoutedExperts:
     return np.random.default_rng(0).integers(0, 256, (EXPERT_ROWS, layers, k), dtype=np.uint8)
 
@@ -84,19 +147,3 @@ def first_step(ids: Int32, tokenizer: Tokenizer) -> int:
         if tokenizer.decode(ids[:end]).endswith(STEP_ENDS):
             return end
     return max(1, len(ids) - 1)
-
-
-# --- the slow sides: work on the event loop ---------------------------------------------------------------------------
-# Research code often does this: it is correct, but it blocks all other work of the loop. pvg is the fast side.
-
-
-class CallingThreadExecutor(Executor):
-    """Runs each call immediately in the calling thread, which is the event loop's."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - the future passes it to the caller, as in any executor
-            done.set_exception(error)
-        return done

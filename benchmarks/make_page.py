@@ -28,7 +28,7 @@ from pvg.bench.compare import (
 )
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import BenchReport, Samples, Variant, read_report
-from pvg.bench.workloads import WALL
+from pvg.bench.workloads import WALL, find_profile
 from pvg.errors import PvgError, UsageError
 from pvg.reporting.table import markdown_lines
 from pvg_cli.bench_tables import BETTER, number
@@ -107,9 +107,8 @@ def conditions(name: str, report: BenchReport, machines: Sequence[str]) -> str:
 
 
 def command_of(report: BenchReport) -> str:
-    """Without --out, and with the path that its profile has today."""
-    command = report.command.partition(" --out ")[0]
-    return command.replace("--profile pipeline", "--profile benchmarks/pipeline.toml")
+    """Without --out."""
+    return report.command.partition(" --out ")[0]
 
 
 def removed(command: str, *settings: str) -> str:
@@ -121,6 +120,10 @@ def removed(command: str, *settings: str) -> str:
     for flag in ("ablate", "interleave", "serve"):
         options.add_argument(f"--{flag}", action="store_true")
     given, _ = options.parse_known_args(shlex.split(command)[2:])  # --beside and --server change no setting's name
+    try:
+        find_profile(given.profile)
+    except PvgError:
+        return "" if settings else " (removed)"  # the profile went, which says nothing about its settings
     try:
         if settings:
             plan_bench(given.profile, settings, serve=given.serve)

@@ -60,9 +60,8 @@ T = TypeVar("T")
 
 
 class Players:
-    """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `opener`
-    creates the engine; None: by the experiment. `supply`: starts the workers; None: they start only now. `rank_supply`:
-    starts the trainer's ranks; None: by the experiment."""
+    """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `supply`
+    starts the workers; None: they start only now. `rank_supply` starts the trainer's ranks; None: by the experiment."""
 
     def __init__(
         self,
@@ -71,7 +70,6 @@ class Players:
         events: Events | None = None,
         executor: Executor | None = None,
         run: str = "bench",
-        opener: Callable[[EngineSetup], Engine] | None = None,
         supply: Supply | None = None,
         rank_supply: Supply | None = None,
     ) -> None:
@@ -81,7 +79,7 @@ class Players:
         self.device = pick_device(experiment.models.device)
         allow_tf32(self.device, self.models.compute_dtype)
         self.servers: RayServers | None = None
-        if experiment.server_cluster and opener is None:
+        if experiment.server_cluster:
             from pvg.workers.ray_servers import RayServers
 
             self.servers = RayServers(experiment, events)
@@ -109,8 +107,7 @@ class Players:
                 from pvg.verifier.vllm_backend import VerifierServing
 
                 self.verifier_serving = VerifierServing(experiment, self.executor, events, run)
-            by_workers = self.workers is not None and opener is None
-            if self.workers is not None and opener is None:
+            if self.workers is not None:
                 from pvg.workers.engine import WorkerEngine
 
                 self.engine: Engine = WorkerEngine(self.workers)
@@ -120,7 +117,7 @@ class Players:
                 setup = EngineSetup(
                     rollout, self.base, self.executor, events, replayed, servers, self.models.sampling_dtype
                 )
-                self.engine = (opener or open_engine)(setup)
+                self.engine = open_engine(setup)
         except BaseException:  # no request has reached a server yet
             self._close_base()
             self._end_supplies()
@@ -138,7 +135,7 @@ class Players:
         self.grading = ThreadPoolExecutor(1, "pvg-grade")
         self.batching: Executor = ThreadPoolExecutor(1, "pvg-batch")  # for `off_loop` and for the input of scorers
         # Workers get all requests of a call at once: which of them wait must not depend on the workers' speed.
-        concurrency = self.engine.max_in_flight if by_workers else rollout.concurrency
+        concurrency = rollout.concurrency if self.workers is None else self.engine.max_in_flight
         self.dispatcher = Dispatcher(self.engine, task, self.base.tokenizer, sampling, concurrency, self.grading)
 
     def _worker_pool(self, events: Events | None) -> WorkerPool | None:

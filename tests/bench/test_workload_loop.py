@@ -1,4 +1,4 @@
-"""The loop workload: what is served is what is stored, the naive sides are correct too, and stalls are really seen."""
+"""The loop workload: what is served is what is stored, and stalls are really seen."""
 
 from __future__ import annotations
 
@@ -86,13 +86,10 @@ def sampled(*overrides: str, plant: Any = None, look: Any = stored) -> tuple[dic
     return asyncio.run(play())
 
 
-NAIVE = ("workload.commit=loop", "workload.batch=loop", "workload.grading=loop")
-
-
-def test_both_sides_of_all_switches_store_the_same_and_the_folder_goes(temporary: Path) -> None:
+def test_what_is_served_is_stored_and_the_folder_goes(temporary: Path) -> None:
     measured, derived, stored_once = sampled()
-    _, _, stored_naively = sampled(*NAIVE)
-    assert stored_once == stored_naively
+    _, _, stored_again = sampled()
+    assert stored_once == stored_again
     assert len(stored_once) == 16
     assert len({reward for *_, reward in stored_once.values()}) > 4
     for ids, logprobs, _, experts, _ in stored_once.values():
@@ -126,25 +123,19 @@ def test_no_work_on_a_batch_is_done_on_the_loop(monkeypatch: pytest.MonkeyPatch)
 # --- stalls ------------------------------------------------------------------------------------------------------
 
 
-class StallingTask:
-    """Grades as `task` does, and blocks the loop at the first completion."""
-
-    def __init__(self, task: Any) -> None:
-        self._task = task
-        self._stalled = False
-
-    def grade(self, problem: Any, completion: str) -> Any:
-        if not self._stalled:
-            self._stalled = True
-            time.sleep(STALL_S)
-        return self._task.grade(problem, completion)
-
-
-def test_a_stall_while_grading_is_seen_where_it_happened() -> None:
+def test_a_stall_while_rollouts_arrive_is_seen_where_it_happened() -> None:
     def plant(workload: LoopWorkload) -> None:
-        workload._dispatcher.grader._task = StallingTask(workload._session.task)
+        """Block the loop at the first request."""
+        engine, stalls = workload._dispatcher.engine, iter([STALL_S])
+        generate = engine.generate
 
-    measured, derived, _ = sampled("workload.grading=loop", plant=plant)
+        async def stalling(request: Any) -> Any:
+            time.sleep(next(stalls, 0.0))  # noqa: ASYNC251
+            return await generate(request)
+
+        engine.generate = stalling  # type: ignore[method-assign]
+
+    measured, derived, _ = sampled(plant=plant)
     # A tick comes due at most 10 ms after the stall begins and can run when it ends.
     assert measured["lag_max_ms"] > (STALL_S - 0.02) * 1e3
     assert derived["rollout_stall_ms"] > (STALL_S - 0.02) * 1e3

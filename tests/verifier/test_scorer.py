@@ -1,11 +1,11 @@
 import asyncio
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import pytest
 import torch
 from tiny_verifiers import GatedHead, digits_tokenizer, language_model, perturb, random_texts, rollout, verifier
 
-from benchmarks.loop_engine import CallingThreadExecutor
 from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.packing import pad_right
 from pvg.records import Role
@@ -13,6 +13,17 @@ from pvg.verifier.data import VerifierTemplate
 from pvg.verifier.scorer import ScoreCache, TorchBackend, VerifierScorer
 
 HEADS = ["scalar", "implicit", "yes_token"]
+
+
+class CallingThreadExecutor(Executor):
+    """Runs each call immediately in the calling thread."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        done = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
 AT_ONCE = CallingThreadExecutor()  # so that what a call starts, it has started after some turns of the loop
 
 

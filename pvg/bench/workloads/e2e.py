@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
@@ -40,8 +41,6 @@ from pvg.models.heads import VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.sources import open_learner
 from pvg.records import Rollout
-from pvg.rollout import EngineSetup
-from pvg.rollout.engine import Engine
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
 from pvg.tasks.task import Task
@@ -137,22 +136,15 @@ class EndToEnd:
         ),
     }
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        steps: int,
-        executor: Executor | None = None,
-        opener: Callable[[EngineSetup], Engine] | None = None,
-    ) -> None:
-        self._experiment, self._steps_of_sample = experiment, steps
-        self._executor, self._opener = executor, opener
+    def __init__(self, experiment: Experiment, steps: int, executor: Executor | None = None) -> None:
+        self._experiment, self._steps_of_sample, self._executor = experiment, steps, executor
         self._stack = AsyncExitStack()
         self._steps: list[Mapping[str, float]] = []  # metrics of the steps of the newest sample
 
     async def open(self) -> None:
         async with AsyncExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-bench-")))
-            self._session = open_bench_session(self._experiment, folder, stack, self._executor, self._opener)
+            self._session = open_bench_session(self._experiment, folder, stack, self._executor)
             players = self._session.players
             await players.ready()
             stack.enter_context(players.divided_workers())
@@ -188,9 +180,14 @@ class EndToEnd:
 
     async def sample(self, index: int) -> dict[str, float]:
         session, steps = self._session, self._steps_of_sample
-        watcher = StepWatcher()
-        session.observer = watcher
-        await self._play(session, steps)
+        players, session.observer = session.players, (watcher := StepWatcher())
+        with span(RESET):
+            await players.compute(lambda: self._learner.load_weights(players.base.weights()))
+            info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
+            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
+            phase.version = players.engine.version  # play() publishes the start weights as the version after it
+            session.ledger.completion_tokens = session.ledger.rollouts = 0
+        await phase.play()
         seconds = time.perf_counter() - session.began
         self._steps = watcher.steps
         return {
@@ -199,17 +196,6 @@ class EndToEnd:
             "tokens_per_s": session.ledger.completion_tokens / seconds,
             "rollouts_per_s": session.ledger.rollouts / seconds,
         }
-
-    async def _play(self, session: BenchSession, steps: int) -> None:
-        """Play a fresh phase of `steps` steps."""
-        players = session.players
-        with span("reset"):
-            await players.compute(lambda: self._learner.load_weights(players.base.weights()))
-            info = PhaseInfo(0, 1, Phase.TRAIN_PROVER.value, "steps", steps)
-            phase = open_prover_phase(session, info, self._verifier, FixedVerifier(THRESHOLD), self._learner)
-            phase.version = players.engine.version  # play() publishes the start weights as the version after it
-            session.ledger.completion_tokens = session.ledger.rollouts = 0
-        await phase.play()
 
     def derived(self) -> dict[str, float]:
         """Means over the steps of the last sample; pvg/telemetry/catalogue.toml has their names. (The runner adds the
@@ -230,7 +216,6 @@ def open_bench_session(
     folder: Path,
     stack: AsyncExitStack,
     executor: Executor | None = None,
-    opener: Callable[[EngineSetup], Engine] | None = None,
     task: Task | None = None,
 ) -> BenchSession:
     """As pvg.game.run.open_session, but under the tracer of the benchmark. The session's tracer drives no task. `task`:
@@ -238,7 +223,7 @@ def open_bench_session(
     task = task or open_task(experiment.task)
     ledger = ScratchLedger(RunDirectory.create(folder, "e2e", experiment), experiment, "bench")
     stack.callback(ledger.close)
-    players = Players(experiment, task, ledger.log, executor, opener=opener)
+    players = Players(experiment, task, ledger.log, executor)
     stack.push_async_callback(players.close)
     prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
     parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
