@@ -59,7 +59,7 @@ def export(
         raise UsageError("--public has no meaning without --push.", "Add --push ORG/NAME, or leave out --public.")
     if push is not None:
         check_push(push)
-    finished = FinishedRound.open(RunDirectory.open(run, runs), round_)
+    finished = FinishedRound.open(RunDirectory.open(run, runs), round_, player)
     if player == "verifier":
         finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     with user_paths():  # before torch is loaded

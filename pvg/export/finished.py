@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from pvg.config.base import Player
 from pvg.config.experiment import Experiment
 from pvg.errors import ConfigurationError, UsageError, path_error, shortened, user_paths
 from pvg.inputs import not_json, open_input
@@ -59,14 +60,14 @@ class FinishedRound:
     metrics: dict[str, float | None]
 
     @classmethod
-    def open(cls, run: RunDirectory, round_: int = -1) -> FinishedRound:
+    def open(cls, run: RunDirectory, round_: int = -1, player: Player = "verifier") -> FinishedRound:
         """Rounds count from 0; -1 is the last. Raises the errors of pvg.store.run_players.open_round, and StateError if
-        the folder of a model has changed since the run started."""
+        the folder of the `player`'s model has changed since the run started."""
         from pvg.game.ledger import check_same_inputs
 
         state, number = open_round(run, round_)
         rounds, experiment = state["rounds"], run.experiment()
-        check_same_inputs(state, experiment, only_models=True)
+        check_same_inputs(state, experiment, only=f"models.{player}.source")
         return cls(run, experiment, number, len(rounds), tuple(state.get("weights", ())), dict(rounds[number]))
 
     @property

@@ -354,17 +354,20 @@ def remove_uncommitted(directory: RunDirectory, state: Mapping[str, Any]) -> lis
     return removed + directory.remove_temporaries()
 
 
-def inputs_of(experiment: Experiment, *, only_models: bool = False) -> dict[str, tuple[Path, str]]:
+def inputs_of(experiment: Experiment, *, only: str = "") -> dict[str, tuple[Path, str]]:
     """The digest of every file that a run of `experiment` reads, with its path, by a name that does not depend on the
     machine. A folder also has the digest of its files' names. Not what has a commit or a digest in its source (the hub,
-    players of runs), belongs to an installed package, is part of the settings (prompts) or is missing."""
+    players of runs), belongs to an installed package, is part of the settings (prompts) or is missing. `only`: the
+    setting of the only input to look at, such as a model that is read without the others."""
     found: dict[str, tuple[Path, str]] = {}
     for key, source in experiment.sources().items():
+        if only not in ("", key):
+            continue
         place = expanded(base_source(source), key)  # of a player of a run: the model that the run trained
-        if key == "task.path" and not only_models:
+        if key == "task.path":
             splits = files_of(place)[0].values() if place.is_dir() else [[place]]
             files = [file for split in splits for file in split if file.is_file()]
-        elif key != "task.path" and place.is_dir():
+        elif place.is_dir():
             files = sorted(file for file in place.iterdir() if any(map(file.match, MODEL_FILES)) and file.is_file())
         else:
             continue
@@ -373,15 +376,15 @@ def inputs_of(experiment: Experiment, *, only_models: bool = False) -> dict[str,
         if place.is_dir():
             names = orjson.dumps([file.name for file in files])
             found[key] = place, hashlib.sha256(names).hexdigest()
-    own = {} if only_models else digests(experiment.own_code())
+    own = {} if only else digests(experiment.own_code())
     return found | {path: (Path(path), digest) for path, digest in own.items()}
 
 
-def check_same_inputs(state: State, experiment: Experiment, *, only_models: bool = False) -> None:
+def check_same_inputs(state: State, experiment: Experiment, *, only: str = "") -> None:
     """Raises StateError if a file that the run reads has changed since it started. One that is missing is for the code
     that opens it. `state`: a commit as plain data."""
     inputs, folder = state.get("inputs", {}), state.get("folder", "")
-    for name, (path, digest) in inputs_of(experiment, only_models=only_models).items():
+    for name, (path, digest) in inputs_of(experiment, only=only).items():
         if inputs.get(name, digest) != digest:
             what = "has other files than when" if path.is_dir() else "has changed since"
             elsewhere = "" if folder in ("", str(Path.cwd())) else f" It started in the folder {folder}."
