@@ -287,7 +287,8 @@ class Tokenizer:
         drops one of them, both as texts and as lists of parts."""
         marks = {f"\ue000{number if role != 'system' else ''}\ue001": role for number, role in enumerate(roles)}
         rows = [{"role": role, "content": mark} for mark, role in marks.items()]
-        rows[0]["content"] = system + rows[0]["content"]
+        if system:  # a mark at both ends, because a template may cut it
+            rows[0]["content"] = rows[0]["content"] + system + rows[0]["content"]
         until, before, wrong = time.thread_time() + TEMPLATE_SECONDS, sys.gettrace(), []
 
         def watch(frame: FrameType, *_: object) -> Any:
@@ -299,7 +300,8 @@ class Tokenizer:
             try:
                 sys.settrace(watch)
                 text = self._rendered(rows, parts)
-                if lost := [role for mark, role in marks.items() if mark not in text]:
+                times = {role: 1 + (role == "system" and bool(system)) for role in roles}
+                if lost := [role for mark, role in marks.items() if text.count(mark) < times[role]]:
                     raise self._refusal(f"leaves out the {lost[0]} message")
                 if len(text) > MOST_WRITTEN:
                     raise self._refusal(f"writes {len(text):,} characters around a prompt")

@@ -212,6 +212,8 @@ def test_a_prompt_has_every_message_and_the_same_date_each_day(template, shown):
     [
         (EACH + "{{ m.role }}{% endfor %}", "leaves out the user message"),
         (EACH + "{{ m.content[:2] }}{% endfor %}", "leaves out the user message"),
+        (EACH + "{{ m.content[-3:] }}{% endfor %}", "leaves out the system message"),
+        (EACH + "{{ m.content.split('\n')[-1] }}{% endfor %}", "leaves out the system message"),
         ({"tools": "", "rag": ""}, "'tools', 'rag'"),
         ("{{ 1 + 'a' }}", "TypeError"),
         ("{% for %}", "Expected"),
@@ -224,7 +226,7 @@ def test_a_prompt_has_every_message_and_the_same_date_each_day(template, shown):
 def test_a_template_that_cannot_be_used_is_refused_in_one_line(monkeypatch, template, said):
     monkeypatch.setattr("pvg.models.tokenizer.TEMPLATE_SECONDS", 0.1)
     with pytest.raises(ConfigurationError, match=said) as caught:
-        talking(template).chat(ASKED)
+        talking(template).chat([{"role": "system", "content": "Two\nrules."}, ASKED[1]])
     assert "\n" not in caught.value.message
     assert "talking" in caught.value.message
 
