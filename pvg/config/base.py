@@ -34,7 +34,6 @@ class StrictRecord(BaseModel):
 
 # Ids of models and datasets of the Hugging Face hub: `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION`.
 
-
 WORD = r"\w(?:[\w.-]*\w)?"
 HUB_ID = re.compile(rf"hf:(?P<repository>{WORD}(?:/{WORD})?)(?:@(?P<revision>{WORD}(?:/{WORD})*))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")

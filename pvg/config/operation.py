@@ -116,7 +116,6 @@ def ranks_of(cluster: Cluster) -> int | None:
 
 # `[serving]` and `[weights]`: vLLM servers, and how trained weights get to them.
 
-
 URL_PATTERN = r"^https?://[^/\s]+/?$"
 URL_EXAMPLE = "Write http:// or https://, host and port, and no path: http://127.0.0.1:8000"
 Url = Annotated[str, Field(pattern=URL_PATTERN)]

@@ -14,7 +14,6 @@ from pvg.installation import has_usable_gpu
 
 # `[models]`: where the models come from, and where they compute. `[*.adapters]`: low-rank adapters.
 
-
 DataType = Literal["float32", "bfloat16"]
 
 
@@ -251,7 +250,6 @@ class Warmup(Section):
 
 
 # `[verifier]`: the verifier's head, its loss and its scorer.
-
 
 YES_NO_QUESTION = "Is this solution correct? Answer yes or no."
 

@@ -248,7 +248,6 @@ def reference_of(reference: ScoredRollouts, weights_BP: Float64) -> Estimate:
 
 # What an attacker writes: the kinds of its flaws on test problems, and typical ones, with the verifier's decisions.
 
-
 MOST_KINDS = 8  # the rarer ones count together: some graders' notes differ between nearly all solutions
 OTHER_KINDS, NO_NOTE = "other kinds", "no note"
 MOST_EXAMPLES = 3

@@ -119,7 +119,6 @@ def mean_of(values_N: Float64, problems_N: Ints, weights_BP: Float64, confidence
 
 # How well scores separate correct solutions from flaws: ROC curves and AUCs, with intervals over problems.
 
-
 MOST_POINTS = 101  # of a stored ROC curve
 
 ROUNDING = 1e-9  # tolerance for a count that was computed from a share

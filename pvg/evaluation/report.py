@@ -30,7 +30,6 @@ from pvg.store.run_players import pinned_players
 
 # The parts of an evaluation, and the settings of the attackers and the baseline; loads no torch.
 
-
 PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax")
 
 
@@ -55,7 +54,6 @@ def parse_rounds(text: str | None) -> Sequence[int] | None:
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
-
 
 KINDS = ("src", "cgc", "goodhart")
 ATTACKED = ("found", "censored")  # statuses of attacks that have left an attacker

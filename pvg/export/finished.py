@@ -150,7 +150,6 @@ class _Verifiers:
 
 # Scores the rows of a JSONL file with a run's verifier, in constant memory.
 
-
 ROWS_AT_ONCE = 256  # scored together and then written
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors on Windows begin a file with it
 EXAMPLE = 'Write {"question": "...", "solution": "..."}'

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # Mixtures: the share of the verifier's data that comes from the base prover and from each earlier round's prover.
 
-
 Weights = NDArray[np.float64]
 DECAY = 0.5  # of the shares of older sources, per round
 WINDOW = 2
@@ -104,7 +103,6 @@ MIXTURES: dict[str, Callable[[int], Weights]] = {
 
 
 # The curriculum: it chooses problems by how often the prover has succeeded at them (`training.curriculum`).
-
 
 Float64 = NDArray[np.float64]
 

@@ -41,7 +41,6 @@ from pvg.training.losses import PolicyObjective
 
 # CHECKPOINT of self-play: rate the round's policy by matches against fixed references.
 
-
 Z = 1.96  # of a 95 % interval
 
 
@@ -149,7 +148,6 @@ def elo(share: float) -> float:
 
 
 # Rewards and groups of decisions in whole games, as pure functions of played games.
-
 
 RewardKind = Literal["horizon", "dense"]
 Grouping = Literal["first", "phase", "stratified"]

@@ -39,7 +39,6 @@ from pvg.verifier.scorer import VerifierScorer
 
 # `Pipeline`: samples groups ahead of the trainer and hands them out in batches with the configured role shares.
 
-
 Prefer = Literal["fresh", "old"]
 
 

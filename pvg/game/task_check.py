@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 # What players would read, and how the task grades: for `pvg train --dry-run` and `pvg task check`.
 
-
 NO_SOLUTION = "(a solution)"  # shown to the players if the task writes none
 
 

@@ -111,7 +111,6 @@ class SupervisedObjective:
 
 # The file of a warm start: questions with solutions that the prover learns to write. Needs no torch.
 
-
 ROLE = "role"  # the column with a role, if there is one
 HELD_OUT = 0.1  # share of the questions whose solutions are not trained on
 LEAST_TO_HOLD_OUT = 20  # demonstrations; of fewer ones none is held out

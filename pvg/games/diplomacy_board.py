@@ -20,7 +20,6 @@ from pvg.errors import StateError, UsageError
 
 # A position of the game as an immutable value of about 150 bytes.
 
-
 NOBODY = 255  # the owner of a free centre, and the missing province in `dislodged`
 
 _HEAD = struct.Struct(">2sHccBBBB")

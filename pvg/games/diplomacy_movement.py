@@ -19,7 +19,6 @@ from pvg.games.diplomacy_board import NOBODY, Board, Position, numbers
 
 # Orders as values, and their notation: `A par-bur`, `par S mar-bur`, `eng C lon-bre`, `par H`, `stp/nc B`, `par D`.
 
-
 Act = Literal["hold", "move", "support", "convoy", "disband", "build", "waive"]
 
 LONGEST_ORDER = 200  # characters; a longer text is not an order

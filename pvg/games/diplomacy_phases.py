@@ -16,7 +16,6 @@ from pvg.games.diplomacy_movement import Order, adjudicate, connected, group_of
 # Which orders are legal. The written order is checked by itself; listing all legal orders is for references and for
 # exhaustive replies.
 
-
 _STAGES = {"M": ("hold", "move", "support", "convoy"), "R": ("move", "disband"), "A": ("build", "disband", "waive")}
 
 _POWER = bytes(code >> 1 for code in range(256))  # 2 * power + fleet -> power

@@ -153,7 +153,6 @@ def progress_of(summary: RunSummary) -> RunProgress | None:
 
 # The runs of a folder, at a glance: what `pvg runs` shows.
 
-
 PLAIN: dict[RunState, str] = {"waiting": "quiet", "finished": ""}  # the styles of states without a badge
 
 

@@ -254,7 +254,6 @@ def setting_differences(plains: Sequence[Mapping[str, object]]) -> dict[str, lis
 
 # Where the time went: by phase, by part and by step.
 
-
 MOST_PHASES = 24  # rows of the chart by phase; longer games show each phase summed over rounds
 
 
@@ -322,7 +321,6 @@ def _budget_charts(summary: RunSummary) -> list[Markup]:
 
 
 # The page of several runs: curves over each other, one colour per run, and what differs between them.
-
 
 COLOURS = 6
 DASHES = ("", "dashed", "dotted")

@@ -147,7 +147,6 @@ class Dispatcher:
 
 # Partial rollouts: rollouts cut by a deadline continue under the next policy version instead of being discarded.
 
-
 LEAST_OF_GROUP = 2  # fewer have no meaningful mean
 
 # Returns the orders of batch b of the phase, and their call.

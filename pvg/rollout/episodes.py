@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 # Tasks that sample a group of rollouts, and the deadline that cuts stragglers.
 
-
 Over = Literal["group", "batch"]
 
 
@@ -313,7 +312,6 @@ async def all_or_none(starts: Iterable[Callable[[asyncio.TaskGroup], int]]) -> N
 
 
 # `Grader`: turns completions into text and grades, off the event loop.
-
 
 Graded = tuple[str, Grade]
 # Most tokens per trip to the executor (a longer completion goes alone): about 5 ms of work before results return.

@@ -270,7 +270,6 @@ def _check_scripts(game: GameRules[Any], opponents: Sequence[Mapping[str, Oppone
 # A played game as a plain record of metrics.jsonl, with everything that `pvg report` needs to show it phase by
 # phase.
 
-
 MOST_STATE_BYTES = 2**20  # of all states of a record; a state that lists all moves grows with the game
 
 

@@ -34,7 +34,6 @@ from pvg.telemetry.spans import span
 
 # Parts of prompts that several prompts begin with, so that a prefill computes each part once.
 
-
 LEAST_SHARED = 32  # tokens; an estimate: the separate pass for a few tokens costs more than it saves
 MOST_SHARED = 2
 

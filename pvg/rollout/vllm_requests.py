@@ -26,7 +26,6 @@ from pvg.servers.pool import ConnectionBroken, MalformedReply, RefusedRequest, S
 
 # Requests and replies of vLLM's token-level route: JSON to validated records and back.
 
-
 GENERATE = "/inference/v1/generate"
 SEED_BITS = (1 << 63) - 1  # vLLM's seeds are signed
 UNSAMPLABLE = -9000.0  # vLLM writes -9999 for a log-prob of minus infinity or NaN

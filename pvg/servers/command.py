@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 # The folder from which vLLM loads a model: an existing one, or one created once under `weights.root`.
 
-
 Purpose = Literal["prover", "verifier", "reference"]  # what a server serves
 Kind = Literal["generator", "classifier"]
 

@@ -191,7 +191,6 @@ def _milliseconds(reply: Reply, key: str, value: Any) -> float:
 
 # `Connections`: HTTP connections to servers, and the key that the control routes require.
 
-
 KEY_VARIABLE = "PVG_CONTROL_KEY"
 KEY_FILE = "control.key"
 SHORTEST_KEY = 16

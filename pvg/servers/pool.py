@@ -36,7 +36,6 @@ def connections_for(concurrency: int, setting: str = "") -> int:
 
 # --- the pool --------------------------------------------------------------------------------------------------------
 
-
 END_S = 1.0  # from a stream's last event to the end of the reply; after that, the connection is closed
 LONGEST_EVENT = 64 << 20  # bytes of one stream event
 KEEP_ALIVE_S = 4.0  # below vLLM's 5 s, so that no connection is reused at the moment the server closes it

@@ -113,7 +113,6 @@ def without_prefix(line: str) -> str:
 
 # --- the server ------------------------------------------------------------------------------------------------------
 
-
 GRACE_S = 20.0  # for vLLM to shut down normally
 POLL_S = 0.2  # between two checks of a starting server
 HEALTH_S = 5.0  # timeout of one health request
@@ -349,7 +348,6 @@ def check_port(host: str, port: int) -> None:
 
 
 # --- pvg's own servers ------------------------------------------------------------------------------------------------
-
 
 SILENCE_S = 10.0  # for the head of a first request, and for a client that reads nothing of its answer
 BODY_S = 60.0

@@ -428,7 +428,6 @@ def half_removed(root: Path) -> dict[str, list[Path]]:
 
 # What users do with the folders of runs: tags, sizes, removal, and runs without a game.
 
-
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
 TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
 

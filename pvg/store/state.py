@@ -33,7 +33,6 @@ from pvg.store.atomic import (
 
 # Journals: files of one JSON object per line. A run appends to them; a resume truncates them to the last commit.
 
-
 TAIL_BLOCK = 65_536  # bytes per read when searching backwards for the end of the last complete line
 READ_BLOCK = 1 << 20  # bytes per read for a digest
 

@@ -41,7 +41,6 @@ from pvg.version import code_version
 
 # Statistics for few seeds: intervals of a mean, comparisons paired by seed, trends over rounds. Pure functions.
 
-
 CONFIDENCE = 0.95
 LEVEL = 0.05
 LEAST_FOR_INTERVAL = 3  # values: for two, Student's factor is 12.7, and the interval says nothing

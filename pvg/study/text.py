@@ -259,7 +259,6 @@ def _trends(results: StudyResults) -> MeasuredPairs:
 
 # The page of a study: results, curves over rounds, comparisons, trends, seeds, games, and how to reproduce it.
 
-
 STATUS = {"complete": "good", "played": "warn", "unfinished": "warn", "new": "warn", "damaged": "bad", "failed": "bad"}
 
 

@@ -39,7 +39,6 @@ from pvg.tasks.code_templates import made_problems
 
 # Reads programming problems from JSON lines: pvg's form, and the published forms of APPS and HumanEval.
 
-
 CORRECT = "Correct the line, or download the file again."
 
 

@@ -26,7 +26,6 @@ from pvg.games.diplomacy_phases import Legality, orders_of
 
 # How strong each side is in a province: the numbers in a plan's claims and in the steps of an outcome.
 
-
 UnitOrders = Mapping[int, Order]  # province of a unit -> its order; a unit without an order holds
 
 

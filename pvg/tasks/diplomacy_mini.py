@@ -28,7 +28,6 @@ from pvg.records import Checks, Grade, Problem, Split
 
 # The movement of all plans against all replies on the mini map (pvg.games.diplomacy_board), and orders as text.
 
-
 PROVINCES = "".join(mini_board().provinces)
 NEIGHBOURS = {
     here: "".join(sorted(PROVINCES[there] for there in near))

@@ -40,7 +40,6 @@ from pvg.tasks.task import read_wording
 
 # Positions for problems: games that scripted players played up to a movement phase.
 
-
 LAST_PHASE = 12  # movement phases of a game: six years
 GREEDY = 0.6  # share of the units that go to a centre if they can
 SUPPORTING = 0.6  # share of the others that support one of the moves of their power, if they can

@@ -87,7 +87,6 @@ def value_of_latex(text: str) -> Fraction | None:
 
 # The exact value of an arithmetic expression, for graders. Nothing is executed.
 
-
 LONGEST = 300  # characters
 MOST_BITS = 2048  # numbers of about 600 digits
 MOST_POWER = 256

@@ -177,8 +177,6 @@ def _peak_rss() -> int:
     text = status.read_text(encoding="ascii", errors="replace") if status.exists() else ""
     if found := re.search(r"^VmHWM:\s+(\d+) kB$", text, re.MULTILINE):
         return int(found[1]) * 1024
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -26,7 +26,6 @@ from pvg.telemetry.spans import run_in, span
 
 # The verifier's input: a problem and a solution as token ids.
 
-
 Style = Literal["tag", "chat", "text", "plain"]
 Head = Literal["scalar", "implicit", "yes_token"]
 

@@ -47,7 +47,6 @@ from pvg.telemetry.cpu import without_slow_bfloat16
 
 # A benchmark profile: a workload, its settings and its number of samples, read from TOML.
 
-
 OWN_KEYS = ("warmup", "repeats", "beside")  # keys of a profile that --set may change
 ABSENT_IF_EMPTY = ("sweep", "on_servers", "beside")  # keys that a report has only with a value
 WORKLOAD = "workload."

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 # A seccomp-BPF filter of the system calls that a solution may make, built by hand (seccomp(2), bpf(4) of Linux).
 
-
 with open(os.path.join(os.path.dirname(__file__), "system_calls.toml"), "rb") as table:
     # By name; of the second machine None if it does not have the call.
     CALLS, FORKS = (

@@ -28,7 +28,6 @@ from . import program, walls
 
 # Supervises one job: the confined child that runs it, the child's outputs and its time.
 
-
 HEADER = struct.Struct("!II")  # bytes of the header, bytes of everything after it
 STREAMS = ("reports", "stdout", "stderr")
 CHUNK = 65536

@@ -92,7 +92,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
 
 # --- folders ---------------------------------------------------------------------------------------------------------
 
-
 STABLE = "STABLE"
 STABLE_VERSION = 1
 LOCK_PREFIX = ".session-"

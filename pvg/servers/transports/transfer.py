@@ -139,7 +139,6 @@ def open_nccl(client: GroupClient, source: TransferSource) -> TrainerEngine:
 
 # --- the client of a group of servers --------------------------------------------------------------------------------
 
-
 Call = Callable[[ControlClient], Awaitable[Reply]]
 
 
