@@ -21,15 +21,6 @@ _STAGES = {"M": ("hold", "move", "support", "convoy"), "R": ("move", "disband"),
 _POWER = bytes(code >> 1 for code in range(256))  # 2 * power + fleet -> power
 
 
-def orders_of(board: Board, position: Position, power: int) -> dict[int, tuple[Order, ...]]:
-    """All legal orders of a power: place of the unit, or of the build -> its orders, complete and in a fixed order.
-
-    A support does not name a coast. A move that is possible by land and by convoy is listed twice. Waiving a build is
-    not listed.
-    """
-    return Legality(board, position).orders_of(power)
-
-
 def destinations(board: Board, unit: Unit) -> tuple[int, ...]:
     """The places to which a unit can move without a convoy, in ascending order."""
     return tuple(sorted(set(board.fleets[unit.place] if unit.fleet else board.armies[unit.place])))
@@ -86,6 +77,11 @@ class Legality:
         return order
 
     def orders_of(self, power: int) -> dict[int, tuple[Order, ...]]:
+        """All legal orders of a power: place of the unit, or of the build -> its orders, complete and in a fixed order.
+
+        A support does not name a coast. A move that is possible by land and by convoy is listed twice. Waiving a build
+        is not listed.
+        """
         if self.position.stage == "M":
             return {u.place: tuple(self._movement_orders(u)) for u in self.units.values() if u.power == power}
         if self.position.stage == "R":

@@ -11,24 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pvg.config.rollout import Rollouts, TorchSampling
-from pvg.rollout.dispatcher import Dispatcher, GroupOrder
-from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
+from pvg.rollout.engine import Engine
 
 if TYPE_CHECKING:
     from pvg.models.language_model import LanguageModel
     from pvg.telemetry.events import Events
-
-__all__ = [
-    "ENGINES",
-    "Completion",
-    "Dispatcher",
-    "Engine",
-    "EngineSetup",
-    "GenerationRequest",
-    "GroupOrder",
-    "Sampling",
-    "open_engine",
-]
 
 
 @dataclass(frozen=True)

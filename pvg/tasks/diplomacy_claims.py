@@ -22,7 +22,7 @@ import numpy as np
 
 from pvg.games.diplomacy_board import Board, Position, Unit
 from pvg.games.diplomacy_movement import Movement, Order, adjudicate, occupant, parse, write
-from pvg.games.diplomacy_phases import Legality, orders_of
+from pvg.games.diplomacy_phases import Legality
 
 # How strong each side is in a province: the numbers in a plan's claims and in the steps of an outcome.
 
@@ -194,7 +194,7 @@ def _legal(board: Board, position: Position, power: int) -> dict[int, tuple[Orde
         board.province_of[place]: orders
         for other in range(len(board.powers))
         if other != power
-        for place, orders in orders_of(board, position, other).items()
+        for place, orders in Legality(board, position).orders_of(other).items()
     }
 
 

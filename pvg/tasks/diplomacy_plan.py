@@ -18,7 +18,7 @@ from pvg.config.task import DiplomacyPlanTask
 from pvg.games.diplomacy import prompt_text
 from pvg.games.diplomacy_board import Board, Position, place, standard_board
 from pvg.games.diplomacy_movement import Order
-from pvg.games.diplomacy_phases import deciders, orders_of, step
+from pvg.games.diplomacy_phases import Legality, deciders, step
 from pvg.records import Grade, Problem, Split, Wording
 from pvg.seeds import generator_for
 from pvg.tasks.diplomacy_claims import (
@@ -68,7 +68,7 @@ def _played(board: Board, generator: np.random.Generator) -> Iterator[Position]:
 
 def drawn_orders(board: Board, position: Position, power: int, generator: np.random.Generator) -> list[Order]:
     """Orders of one power for any phase, drawn by the rules above."""
-    legal = orders_of(board, position, power)
+    legal = Legality(board, position).orders_of(power)
     shuffled = [list(legal)[number] for number in generator.permutation(len(legal)).tolist()]
     if position.stage != "M":
         return [_any(legal[at], generator) for at in shuffled]
@@ -226,7 +226,7 @@ def usable_problems(board: Board, position: Position, seed: int) -> list[Problem
 def attempts_of(board: Board, position: Position, power: int) -> dict[int, list[dict[int, Order]]]:
     """For each province that a unit of the power holds or can enter without a convoy: plans that try it, each with
     another unit and another number of supports."""
-    legal = {board.province_of[at]: orders for at, orders in orders_of(board, position, power).items()}
+    legal = {board.province_of[at]: orders for at, orders in Legality(board, position).orders_of(power).items()}
     found: dict[int, list[dict[int, Order]]] = {}
     for at, orders in legal.items():
         for order in orders:

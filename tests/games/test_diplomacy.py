@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pvg.games.diplomacy import Diplomacy
 from pvg.games.diplomacy_board import Board, Position, mini_board, packed, place, standard_board
 from pvg.games.diplomacy_movement import LONGEST_ORDER, Order, adjudicate, parse, parse_orders, write
-from pvg.games.diplomacy_phases import Legality, deciders, orders_of, step
+from pvg.games.diplomacy_phases import Legality, deciders, step
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ def crowded(draw: random.Random, board: Board = BOARD, most: int = 34) -> Positi
 
 def helpful(draw: random.Random, board: Board, position: Position) -> dict[int, list[Order]]:
     """Random legal orders, of which many fit: supports and convoys of moves that are ordered are preferred."""
-    options = {p: orders_of(board, position, p) for p in range(len(board.powers))}
+    options = {p: Legality(board, position).orders_of(p) for p in range(len(board.powers))}
     moves = {
         (board.province_of[at], board.province_of[order.target])
         for listed in options.values()
@@ -64,7 +64,7 @@ def random_game(seed: int, phases: int = 40) -> Iterator[tuple[Position, dict[in
     draw, position = random.Random(seed), BOARD.start
     for _ in range(phases):
         orders = {
-            power: [draw.choice(listed) for listed in orders_of(BOARD, position, power).values()]
+            power: [draw.choice(listed) for listed in Legality(BOARD, position).orders_of(power).values()]
             for power in deciders(BOARD, position)
         }
         yield position, orders
@@ -167,7 +167,7 @@ def test_exactly_the_listed_orders_are_legal(seed: int) -> None:
     draw = random.Random(seed)
     position = crowded(draw, most=16)
     for power in range(7):
-        listed = {order for orders in orders_of(BOARD, position, power).values() for order in orders}
+        listed = {order for orders in Legality(BOARD, position).orders_of(power).values() for order in orders}
         legality = Legality(BOARD, position)
         assert not any(legality.fault(power, order) for order in listed)
         for unit in position.units_of(power):

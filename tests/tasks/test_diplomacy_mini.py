@@ -15,7 +15,7 @@ from pvg.config.task import DiplomacyMiniTask
 from pvg.game.roles import prompt_renderer
 from pvg.games.diplomacy_board import Position, mini_board, place
 from pvg.games.diplomacy_movement import Order, adjudicate, occupant
-from pvg.games.diplomacy_phases import orders_of as legal_orders
+from pvg.games.diplomacy_phases import Legality
 from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Problem, Role
@@ -86,7 +86,7 @@ def plain(order: Order) -> str:
 def test_the_orders_are_those_of_the_engine_without_supports_for_the_other_side() -> None:
     for own, enemy in random.Random(0).sample(positions(), 40):
         for power, side in ((OWN, own), (ENEMY, enemy)):
-            for at, found in legal_orders(mini_board(), board_position(own, enemy), power).items():
+            for at, found in Legality(mini_board(), board_position(own, enemy)).orders_of(power).items():
                 army = PROVINCES[at]
                 legal = {plain(order) for order in found if order.origin < 0 or PROVINCES[order.origin] in side}
                 assert set(orders_of(army, side.replace(army, ""))) == legal

@@ -10,7 +10,7 @@ import pytest
 
 from pvg.games.diplomacy_board import Board, Position, mini_board, place, standard_board
 from pvg.games.diplomacy_movement import Order, parse
-from pvg.games.diplomacy_phases import orders_of
+from pvg.games.diplomacy_phases import Legality
 from pvg.tasks.diplomacy_claims import ClaimedPlan, Contest, judge, read_plan, reply_space
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def all_replies(board: Board, position: Position, power: int) -> list[dict[int, 
         board.province_of[at]: orders
         for other in range(len(board.powers))
         if other != power
-        for at, orders in orders_of(board, position, other).items()
+        for at, orders in Legality(board, position).orders_of(other).items()
     }
     if np.prod([len(orders) for orders in legal.values()]) > MOST_REPLIES:
         return None
@@ -67,7 +67,7 @@ def cases(board: Board, seed: int, count: int) -> Iterator[tuple[Position, dict[
         position = drawn_position(board, generator)
         plan = {
             board.province_of[at]: orders[int(generator.integers(len(orders)))]
-            for at, orders in orders_of(board, position, 0).items()
+            for at, orders in Legality(board, position).orders_of(0).items()
         }
         ends = sorted({board.province_of[order.target] if order.act == "move" else at for at, order in plan.items()})
         if ends:
