@@ -234,3 +234,15 @@ def test_micro_batches_fit_a_laptop_unless_they_are_chosen(tmp_path: Path) -> No
     assert fitted_as(fitted, experiment, ()) == fitted
     assert fitted_as(fitted, experiment, ("training.micro_batch_tokens",)).training == experiment.training
     assert fitted_as(experiment, fitted, ()) == fitted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_gb", [24, 80])
+def test_the_shipped_experiment_for_a_gpu_fits_it_by_the_plan(memory_gb: int, tmp_path: Path) -> None:
+    qwen = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
+    found = shape({**QWEN_7B, **qwen, "vocab_size": 151936, "tie_word_embeddings": True}, tmp_path)
+    assert found.parameters == 1_543_714_304  # Qwen2.5-1.5B
+    experiment = load_experiment(find_experiment("qwen-gsm8k-lora"), ["models.device=cuda"])
+    inputs = Inputs.assumed(experiment, found, found, MACHINES["h100"])
+    made = plan_of(experiment, inputs, found, found, memory_gb=memory_gb)
+    assert [made.fits(stage) for stage in made.memory] == [True, True, True]
