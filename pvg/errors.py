@@ -66,9 +66,12 @@ def reason(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno is not None and error.errno > 0 else error.strerror or str(error)
 
 
+OWN = (["pvg"], ["pvg_cli"])
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An exception, and those that it came from: its cause, the members of a group, and what a library was handling
-    when it raised it. What pvg was handling explains no error of pvg."""
+    when it raised it. What pvg was handling explains nothing."""
     pending, seen = [error], set[int]()
     while pending:
         one = pending.pop()
@@ -76,8 +79,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(one))
         yield one
-        before = one.__cause__ or (None if raised_by_pvg(one) or one.__suppress_context__ else one.__context__)
-        pending += [] if before is None else [before]
+        handled = None if raised_by_pvg(one) or one.__suppress_context__ else one.__context__
+        if handled is not None and packages_in(handled)[:1] in OWN:  # the frame that caught it
+            handled = None
+        pending += [each for each in (one.__cause__, handled) if each is not None]
         pending += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
@@ -88,7 +93,7 @@ def packages_in(error: BaseException) -> list[str]:
 
 def raised_by_pvg(error: BaseException) -> bool:
     """Whether pvg's own code raised an exception, and not a library that it called."""
-    return packages_in(error)[-1:] in (["pvg"], ["pvg_cli"])
+    return packages_in(error)[-1:] in OWN
 
 
 def first_line(error: BaseException) -> str:

@@ -184,6 +184,7 @@ def of_user(name: str) -> Callable[[], object]:
     return lambda: extensions.called("a.key", "known", extensions.load("a.key", f"own.py:{name}"))
 
 
+HANDLING = "import json\ntry:\n    {}\nexcept (OSError, ImportError):\n    json.loads(3)"
 FULL_IN_RUST = "def save():\n    raise RuntimeError('I/O error: No space left on device (os error 28)')\nsave()"
 
 
@@ -198,6 +199,9 @@ FULL_IN_RUST = "def save():\n    raise RuntimeError('I/O error: No space left on
         (ran_in("pvg.models", "int('abc')"), 70, "abc"),
         (ran_in("safetensors.torch", FULL_IN_RUST), 3, "Free some space"),
         (ran_in("pvg.models", "try:\n    import gone\nexcept ImportError:\n    {}['key']"), 70, "key"),
+        (ran_in("pvg.models", HANDLING.format("raise OSError(13, '', '/a')")), 70, "JSON"),
+        (ran_in("pvg.models", HANDLING.format("import gone")), 70, "JSON"),
+        (ran_in("torch", "try:\n    raise OSError(28, 'full')\nexcept OSError:\n    int('x')"), 3, "Free some space"),
         (of_user("wrong"), 2, "own.py, line 3, failed: TypeError"),
         (of_user("ends"), 2, "own.py, line 5, failed: SystemExit: 4"),
         (tempfile.gettempdir, 3, "TMPDIR"),
