@@ -480,7 +480,19 @@ class _Answer:
         return ENTRY_BYTES + sum(map(len, self.parts))
 
     def execution(self, program: Program) -> Execution:
-        return _execution(program, self.header, self.parts)
+        reports, stdout, stderr = (part.decode(errors="replace") for part in self.parts)
+        said = stderr[-TAIL:]
+        missing = CaseResult(error=_why_missing(self.header["status"], said))
+        cases = [_case(line) for line in reports.split("\n")[: len(program.cases)] if line]
+        return Execution(
+            status=self.header["status"],
+            cases=tuple(cases + [missing] * (len(program.cases) - len(cases))),
+            stdout=stdout,
+            stderr=said,
+            exit=self.header["exit"],
+            cpu_s=self.header["cpu_s"],
+            wall_s=self.header["wall_s"],
+        )
 
 
 class _Cache:
@@ -541,22 +553,6 @@ def _answer(wardens: _Wardens, program: Program, limits: Limits) -> _Answer:
             wardens.give_back(warden)
             break
     return _Answer(header, [reports, stdout[-TAIL:], stderr[-4 * TAIL :]])  # a character has at most four bytes
-
-
-def _execution(program: Program, header: dict[str, Any], parts: list[bytes]) -> Execution:
-    reports, stdout, stderr = (part.decode(errors="replace") for part in parts)
-    said = stderr[-TAIL:]
-    missing = CaseResult(error=_why_missing(header["status"], said))
-    cases = [_case(line) for line in reports.split("\n")[: len(program.cases)] if line]
-    return Execution(
-        status=header["status"],
-        cases=tuple(cases + [missing] * (len(program.cases) - len(cases))),
-        stdout=stdout,
-        stderr=said,
-        exit=header["exit"],
-        cpu_s=header["cpu_s"],
-        wall_s=header["wall_s"],
-    )
 
 
 def _case(line: str) -> CaseResult:

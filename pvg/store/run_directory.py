@@ -343,7 +343,8 @@ class RunDirectory:
     def _signs_of_commits(self) -> list[str]:
         """Files that only a run with a commit has."""
         folders = (self.manifest, self.rollouts, self.checkpoints, self.weights)
-        signs = [f"{folder.name}/{name}" for folder in folders if (name := _first_entry(folder))]
+        entries = [min(folder.iterdir(), default=None) for folder in folders if folder.is_dir()]
+        signs = [f"{entry.parent.name}/{entry.name}" for entry in entries if entry is not None]
         if self.spans.is_file() and self.spans.stat().st_size:
             signs.append(self.spans.name)
         try:
@@ -399,11 +400,6 @@ class RunDirectory:
             f"The run {self.name!r} is being driven by {owner}.",
             "Wait until it is done, or stop it (Ctrl-C commits first).",
         )
-
-
-def _first_entry(folder: Path) -> str:
-    """The first name in `folder`; "" if it is empty or missing."""
-    return min((entry.name for entry in folder.iterdir()), default="") if folder.is_dir() else ""
 
 
 def runs_in(root: Path) -> list[str]:

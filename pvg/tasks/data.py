@@ -274,10 +274,8 @@ class Exact(AnswerGrader):
         return normal(answer)
 
     def grade(self, reference: str, completion: str) -> Grade:
-        if (found := tagged(completion)) is None:
-            return Grade(False, False, note=NO_ANSWER)
-        answer, note = found
-        return Grade(normal(answer) == reference, True, answer, note)
+        answer, note = tagged(completion) or (None, NO_ANSWER)
+        return Grade(answer is not None and normal(answer) == reference, answer is not None, answer, note)
 
 
 class Expression(AnswerGrader):

@@ -68,9 +68,8 @@ class CoreTime:
     @classmethod
     def of_metrics(cls, metrics: Mapping[str, float]) -> CoreTime | None:
         """The times in a record of this process ("loop") or of all workers; None if it has not measured any."""
-        if "ran_s" not in metrics:
-            return None
-        return cls(metrics["ran_s"], metrics["waited_s"], metrics["longest_wait_s"])
+        names = ("ran_s", "waited_s", "longest_wait_s")
+        return cls(*(metrics[name] for name in names)) if names[0] in metrics else None
 
     def metrics(self) -> dict[str, float]:
         """By name, as in the "loop" records of metrics.jsonl."""
