@@ -129,6 +129,17 @@ def test_models_whose_tokens_meet_outside_of_attention_are_refused():
             check_packing(model, fused_layers=True)
 
 
+def test_a_defect_in_the_layers_of_pvg_is_not_the_models(monkeypatch):
+    def broken(*_, **__):
+        raise IndexError("a defect")
+
+    monkeypatch.setattr("pvg.models.shared_prompts.packed_attention", broken)
+    with pytest.raises(IndexError):
+        check_packing(build())
+    with pytest.raises(ConfigurationError, match="a defect"):
+        check_packing(build("qwen3"))
+
+
 def test_rows_longer_than_a_sliding_window_are_refused():
     torch.manual_seed(0)
     config = transformers.MistralConfig(**SIZES, sliding_window=12)
