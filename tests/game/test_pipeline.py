@@ -155,6 +155,22 @@ def test_the_role_with_the_lowest_share_of_its_target_begins_next() -> None:
     run(work())
 
 
+def test_what_is_ahead_are_the_groups_of_the_next_batches() -> None:
+    roles = [Role.HELPFUL, Role.HELPFUL, Role.SNEAKY, Role.HELPFUL, Role.SNEAKY, Role.SNEAKY]
+
+    async def work() -> None:
+        sampler = Sampler([1.0])
+        pipeline = opened(sampler, count=lambda number: {roles[number]: 1}, ahead=2)
+        for taken in range(4):
+            await asyncio.sleep(2)
+            assert Counter(sampler.roles) == Counter(roles[: taken + 3])
+            if taken < 3:
+                assert roles_of(await pipeline.take()) == {roles[taken]: 1}
+        await pipeline.close()
+
+    run(work())
+
+
 def test_what_can_only_come_too_late_is_cancelled_and_its_place_is_free() -> None:
     async def work() -> None:
         sampler = Sampler([100.0, 1.0])
@@ -185,6 +201,22 @@ def test_an_error_surfaces_in_the_next_batch_and_stops_the_others() -> None:
             await pipeline.take()
         await asyncio.sleep(5)
         assert sampler.begun == [0, 1, 2]
+        await pipeline.close()
+
+    run(work())
+
+
+def test_an_order_that_fails_ends_the_next_batch() -> None:
+    """It fails in the task that starts groups, not in one of a group."""
+
+    def sample(role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
+        raise StateError("no problem is left")
+
+    async def work() -> None:
+        pipeline = Pipeline(sample, lambda number: {Role.HELPFUL: 1}, ahead=1, budget=1, concurrency=9, version=0)
+        pipeline.start()
+        with pytest.raises(StateError, match="no problem is left"):
+            await pipeline.take()
         await pipeline.close()
 
     run(work())

@@ -277,6 +277,59 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(scored: WhenSco
     assert (len(scorer.asked) >= 2 * GROUPS) == at_once
 
 
+def test_ages_and_losses_of_two_batches_by_hand() -> None:
+    """Versions of the groups in the order of their start; None comes never. Each has two rollouts of four tokens."""
+    versions = iter([1, None, 2, 2, 2, 3, 3, 3, 2, 4, 3, 4, 3, *[4] * 4, *[5] * 9])
+
+    class Aged(Orders):
+        async def sample(self, orders: list[GroupOrder], number: int, gate: AdmissionGate) -> list[Group]:
+            async with gate:
+                if (version := next(versions)) is None:
+                    await asyncio.Event().wait()
+                return [made_group(order.problem.id, [[version]] * 2) for order in orders]
+
+    async def play() -> list[dict[str, float]]:
+        ahead = SamplingAhead(kind="old", batches=1)
+        how: dict[str, Any] = {"budget": 1, "concurrency": 99, "scored": "batch"}
+        prefetcher = Prefetcher(Aged(), Scorer(), ahead, **how)  # type: ignore[arg-type]
+        prefetcher.start(version=3, batch=0, batches=9)
+        found = []
+        for version in (4, 5):
+            await asyncio.sleep(0.01)
+            prefetcher.published(version)
+            await asyncio.sleep(0.01)
+            found.append((await prefetcher.batch(version))[1])
+        await prefetcher.close()
+        return found
+
+    first, second = asyncio.run(play())
+    # Version 3: the first group is too old and replaced by a 2. Version 4: four of version 2 are, by 4, 3, 4, 3. Taken
+    # are the oldest, three that waited since version 3 and one 3 that came now. 4, 4, 3 wait, and the one without end.
+    assert first == {
+        "staleness_in_flight": 0.25,
+        "staleness_in_queue": 0.75,
+        "groups_in_flight": 1.0,
+        "groups_waiting": 3.0,
+        "dropped_stale": 10.0,
+        "stale_cancelled": 0.0,
+        "stale_on_arrival": 2.0,
+        "stale_waiting": 8.0,
+        "stale_tokens": 40.0,
+    }
+    # Version 5: the one without end is cancelled (four ordered rollouts), the waiting 3 dropped. Taken are four 4s.
+    assert second == {
+        "staleness_in_flight": 0.0,
+        "staleness_in_queue": 1.0,
+        "groups_in_flight": 0.0,
+        "groups_waiting": 4.0,
+        "dropped_stale": 6.0,
+        "stale_cancelled": 4.0,
+        "stale_on_arrival": 0.0,
+        "stale_waiting": 2.0,
+        "stale_tokens": 8.0,
+    }
+
+
 def test_the_thread_beside_the_trainers_scores_several_groups_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 6)  # three of these groups of two
     scorer = Scorer()

@@ -88,6 +88,7 @@ def test_by_hand(loss):
     assert metrics["ratio_mean"] == pytest.approx((1.5 + 0.5 + 0.5) / 3, rel=1e-5)
     assert metrics["entropy"] == pytest.approx(-(A1 + A2 + B1) / 3, rel=1e-5)
     assert metrics["clipped"] == pytest.approx(CLIPPED[loss] / 3)
+    assert metrics["padding"] == pytest.approx(1 / 6)  # of 2 rows x 3 positions
     assert "kl" not in metrics  # there is no reference to measure it against
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -89,6 +91,30 @@ def test_losses_stay_finite_for_scores_that_are_large():
 def test_a_tie_is_half_a_win():
     _, _, metrics = run(objective(), Table([1.0, 1.0, 0.0, 2.0]), table_batch([(0, 1), (2, 3), (3, 1), (3, 1)][:2]))
     assert metrics["pair_accuracy"] == 0.25
+    assert metrics["score_mean"] == 1.0
+
+
+@pytest.mark.parametrize(("longest_packed", "padding"), [(0, 3 / 12), (3, 3 / 12), (4, 0.0)])
+def test_packed_rows_have_no_padding(longest_packed, padding):
+    made = PairObjective(Verifier(), pad_id=0, longest_packed=longest_packed)
+    _, _, metrics = run(made, Table([2.0, -1.0, 0.5]), table_batch([(0, 1), (2, 1)], lengths=[4, 2, 3]))
+    assert metrics["padding"] == padding
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pairs_M2": [(0, 3)]}, "outside 0..2"),
+        ({"pairs_M2": [(-1, 2)]}, "outside 0..2"),
+        ({"pairs_M2": [(0, 1), (1, 2)]}, "row 1 is both"),
+        ({"pairs_M2": [(0, 1, 2)]}, "pairs_M2 has shape"),
+        ({"prompt_lengths_N": [1, 1]}, "prompt_lengths_N has shape"),
+        ({"shares_M": [1.0, 1.0]}, "shares_M has shape"),
+    ],
+)
+def test_a_batch_whose_parts_do_not_match_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        replace(table_batch([(0, 1)], rows=3), **{name: np.array(values) for name, values in changed.items()})
 
 
 @pytest.mark.slow

@@ -53,6 +53,14 @@ def test_chat_puts_problem_and_solution_in_the_users_message():
     assert read(ENGLISH, ids).endswith(f"It is 12\n\n{YES_NO_QUESTION}<|end|><|start|>assistant\n")
 
 
+def test_text_has_a_blank_line_after_the_question_and_plain_has_none():
+    for style, opening in (("text", "7 + 5?\n\n"), ("plain", "7 + 5?")):
+        for head, end in (("scalar", "<|eos|>"), ("yes_token", f"\n{YES_NO_QUESTION}\n")):
+            ids, start = VerifierTemplate(ENGLISH, style, head).tokens("7 + 5?", "It is 12", None, None)
+            assert read(ENGLISH, ids) == f"{opening}It is 12{end}"
+            assert start == len(opening)
+
+
 def test_chat_implicit_takes_the_solution_as_the_assistants_answer():
     sampled = np.append(ENGLISH.encode("It is 12"), ENGLISH.eos_id).astype(np.int32)
     template = VerifierTemplate(ENGLISH, "chat", "implicit")
@@ -110,6 +118,7 @@ def test_the_key_tells_apart_what_gives_other_tokens():
         VerifierTemplate(DIGITS, "plain", "scalar"),
         VerifierTemplate(DIGITS, "plain", "implicit"),
         VerifierTemplate(ENGLISH, "plain", "scalar"),
+        VerifierTemplate(ENGLISH, "text", "scalar"),
         VerifierTemplate(ENGLISH, "plain", "yes_token"),
         VerifierTemplate(ENGLISH, "chat", "scalar"),
         VerifierTemplate(other_chat, "chat", "scalar"),
