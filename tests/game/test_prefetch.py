@@ -292,7 +292,7 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
         ahead = SamplingAhead(kind="old", batches=1)
         how: dict[str, Any] = {"budget": 1, "concurrency": 99, "scored": "batch"}
         prefetcher = Prefetcher(Aged(), Scorer(), ahead, **how)  # type: ignore[arg-type]
-        prefetcher.start(version=3, batch=0, batches=9)
+        prefetcher.start(version=3, batch=0, batches=2)
         found = []
         for version in (4, 5):
             await asyncio.sleep(0.01)
@@ -300,6 +300,7 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
             await asyncio.sleep(0.01)
             found.append((await prefetcher.batch(version))[1])
         await prefetcher.close()
+        assert len(asyncio.all_tasks()) == 1  # nothing is left running
         return found
 
     first, second = asyncio.run(play())
