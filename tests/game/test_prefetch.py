@@ -291,16 +291,23 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
     async def play() -> list[dict[str, float]]:
         ahead = SamplingAhead(kind="old", batches=1)
         how: dict[str, Any] = {"budget": 1, "concurrency": 99, "scored": "batch"}
-        prefetcher = Prefetcher(Aged(), Scorer(), ahead, **how)  # type: ignore[arg-type]
-        prefetcher.start(version=3, batch=0, batches=2)
+        prefetcher, again = (Prefetcher(Aged(), Scorer(), ahead, **how) for _ in range(2))  # type: ignore[arg-type]
+        prefetcher.start(version=3, batch=1, batches=2)
         found = []
         for version in (4, 5):
             await asyncio.sleep(0.01)
-            prefetcher.published(version)
+            for _ in range(2):  # the second time changes nothing
+                prefetcher.published(version)
             await asyncio.sleep(0.01)
             found.append((await prefetcher.batch(version))[1])
         await prefetcher.close()
         assert len(asyncio.all_tasks()) == 1  # nothing is left running
+        with pytest.raises(ValueError, match="version 4 after 5"):
+            prefetcher.published(4)
+        # 8 were ordered at first, then 1, 4, 4 and 2 for those that were dropped or taken.
+        assert prefetcher.state() == {"helpful": 19, "sneaky": 0}
+        assert again.load_state(prefetcher.state()) == 0
+        assert again.state() == prefetcher.state()
         return found
 
     first, second = asyncio.run(play())
