@@ -176,6 +176,7 @@ def test_what_can_only_come_too_late_is_cancelled_and_its_place_is_free() -> Non
         sampler = Sampler([100.0, 100.0, 1.0])
         pipeline = opened(sampler, ahead=2, budget=1)
         await pipeline.take()
+        assert not pipeline.starved
         pipeline.published(1)
         await asyncio.sleep(0.1)
         assert sampler.cancelled == []  # one version behind is within the budget

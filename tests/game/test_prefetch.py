@@ -299,7 +299,7 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
             for _ in range(2):  # the second time changes nothing
                 prefetcher.published(version)
             await asyncio.sleep(0.01)
-            found.append((await prefetcher.batch(version))[1])
+            found.append((await asyncio.wait_for(prefetcher.batch(version), 60.0))[1])
         await prefetcher.close()
         assert len(asyncio.all_tasks()) == 1  # nothing is left running
         with pytest.raises(ValueError, match="version 4 after 5"):

@@ -101,6 +101,10 @@ def test_packed_rows_have_no_padding(longest_packed, padding):
     assert metrics["padding"] == padding
 
 
+def test_a_solution_in_no_pair_has_no_weight():
+    assert objective().prepare(table_batch([(0, 1)], rows=3)).row_weights_N.tolist() == [0.5, 0.5, 0.0]
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
