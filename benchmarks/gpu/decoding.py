@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.parity import decoded, opened, requests_of
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import Sizes, random_model
-from pvg.bench.workloads.trainer import ModelSize, matmul_gflops
+from pvg.bench.workloads.trainer import ModelSize, matmul_gflops, wait_for
 from pvg.models.language_model import LanguageModel
 from pvg.rollout.engine import GenerationRequest
 from pvg.rollout.lean import LeanDecoder
@@ -50,10 +50,10 @@ def copy_rate(device: torch.device) -> float:
     target = torch.empty_like(source)
     best = float("inf")
     for _ in range(5):
-        _wait(device)
+        wait_for(str(device))
         began = time.perf_counter()
         target.copy_(source)
-        _wait(device)
+        wait_for(str(device))
         best = min(best, time.perf_counter() - began)
     return 2 * source.nbytes / best
 
@@ -74,7 +74,7 @@ def measure_rows(
         decoded(rows, requests)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    _wait(device)
+    wait_for(str(device))
     began = time.perf_counter()
     found = decoded(rows, requests)
     seconds = time.perf_counter() - began
@@ -127,8 +127,3 @@ def engine(results: Results, sizes: Sizes, model: LanguageModel, rows: int, *, l
 def _shortened(request: GenerationRequest) -> GenerationRequest:
     fewer = min(MODULE_TOKENS, request.sampling.max_tokens)
     return replace(request, sampling=replace(request.sampling, max_tokens=fewer))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -18,7 +17,7 @@ import torch
 
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import Sizes, random_model, random_rows
-from pvg.bench.workloads.trainer import ModelSize, matmul_gflops
+from pvg.bench.workloads.trainer import ModelSize, matmul_gflops, wait_for
 from pvg.config.load import build_experiment
 from pvg.models.adapters import attach_adapters
 from pvg.models.language_model import LanguageModel
@@ -100,8 +99,7 @@ def measure_adapters(
             gradient_checkpointing=checkpointing,
             waits_for="batches",
         )
-        wait: Callable[[], None] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
-        seconds, micro_batches = asyncio.run(_steps(trainer, sizes.steps, executor, wait, device))
+        seconds, micro_batches = asyncio.run(_steps(trainer, sizes.steps, executor, device))
         step_s = float(np.median(seconds))
         tokens = int(batch.lengths_N.sum())
         results.figure(f"{name}: parameters", model.num_parameters / 1e6, "million")
@@ -114,16 +112,13 @@ def measure_adapters(
 
 
 async def _steps(
-    trainer: Trainer[PolicyBatch],
-    steps: int,
-    executor: ThreadPoolExecutor,
-    wait: Callable[[], None],
-    device: torch.device,
+    trainer: Trainer[PolicyBatch], steps: int, executor: ThreadPoolExecutor, device: torch.device
 ) -> tuple[list[float], float]:
     """The seconds of each step after a first one, and the micro-batches of the last."""
     await trainer.step()  # also the checks of the model, and the libraries' own start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    wait = partial(wait_for, str(device))
     seconds, micro_batches = list[float](), 0.0
     for _ in range(steps):
         await submit_in(executor, wait)

@@ -108,6 +108,7 @@ def _show(made: ProfileResult) -> None:
     from rich.console import Group
     from rich.text import Text
 
+    from pvg.bench.profiling import slowdowns
     from pvg.reporting.formats import sample_seconds
     from pvg.reporting.table import Column, Table, TableCell
     from pvg.reporting.terminal import section
@@ -122,10 +123,10 @@ def _show(made: ProfileResult) -> None:
         parts += section("Costliest operators of torch, by self time", table)
     if made.passes:
         table = Table([Column() for _ in range(4)])
-        first = made.passes[0]
+        slower = {name: f"{100 * share:+.0f} %" for name, share in slowdowns(made.passes).items()}
         for each in made.passes:
-            slower = "" if each is first else f"{100 * (each.fastest_s / first.fastest_s - 1):+.0f} %"
-            table.add(each.name, sample_seconds(each.fastest_s), slower, counted(len(each.walls_s), "step"))
+            steps = counted(len(each.walls_s), "step")
+            table.add(each.name, sample_seconds(each.fastest_s), slower.get(each.name, ""), steps)
         parts += section("Fastest step per pass; profilers slow the work down", table)
     table = Table([Column(wrap=False), Column(style="quiet")], narrow=True)
     for file in made.files:

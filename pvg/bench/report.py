@@ -171,12 +171,6 @@ class BenchReport(StrictRecord):
     peak_memory: dict[str, float] = Field(default_factory=dict)
 
 
-def work_of(report: BenchReport) -> dict[str, Any]:
-    """What the report's samples did, as JSON data. Two reports can be compared only if it is equal."""
-    work: dict[str, Any] = orjson.loads(orjson.dumps({"profile": report.profile, "work": report.work}))
-    return work
-
-
 def read_report(path: Path) -> BenchReport:
     """Raises UsageError if the file does not exist or is not a report of this schema version."""
     try:

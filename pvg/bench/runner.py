@@ -289,7 +289,19 @@ def run_plan(
     created = datetime.now(UTC).isoformat(timespec="seconds")
     environment = read_environment()
     clock = None if environment.gpu is None else cuda_clock(plan.base)  # not every workload needs torch
-    trial = partial(_trial, plan, on_sample, clock)
+
+    def trial(choice: PlannedVariant, executor: Executor | None, own: Experiment | None) -> VariantTrial:
+        settings = replace(choice.settings, executor=executor, experiment=own or choice.settings.experiment)
+        return VariantTrial(
+            partial(make_workload, settings, plan.table),
+            warmup=profile.warmup,
+            repeats=profile.repeats,
+            label=choice.label,
+            overrides=choice.overrides,
+            on_sample=on_sample,
+            device_clock=clock,
+        )
+
     infos: list[ServerInfo] = []
     if not plan.serve:
         infos = _look_at_servers(plan)
@@ -325,27 +337,6 @@ def run_plan(
 
 # Arguments: the executor of the compute thread and the experiment of the workload; None: the choice's defaults.
 MakeTrial = Callable[[PlannedVariant, Executor | None, Experiment | None], VariantTrial]
-
-
-def _trial(
-    plan: BenchPlan,
-    on_sample: OnSample | None,
-    clock: CudaClock | None,
-    choice: PlannedVariant,
-    executor: Executor | None,
-    experiment: Experiment | None,
-) -> VariantTrial:
-    profile = plan.base.profile
-    settings = replace(choice.settings, executor=executor, experiment=experiment or choice.settings.experiment)
-    return VariantTrial(
-        partial(make_workload, settings, plan.table),
-        warmup=profile.warmup,
-        repeats=profile.repeats,
-        label=choice.label,
-        overrides=choice.overrides,
-        on_sample=on_sample,
-        device_clock=clock,
-    )
 
 
 def _run_here(plan: BenchPlan, trial: MakeTrial) -> list[VariantTrial]:

@@ -73,8 +73,6 @@ RATES: dict[str, BenchMetric] = {
     "tokens_per_s_during": BenchMetric("tokens/s", "higher", "the same during back-to-back updates"),
     "tokens_per_s_after": BenchMetric("tokens/s", "higher", "the same of the streams alone afterwards"),
 }
-
-
 MEASURES: dict[str, BenchMetric] = (
     {
         f"{load}_{name}_p{percentile}_ms": BenchMetric("ms", "lower", f"{meaning}; {load}, percentile {percentile}")
@@ -198,13 +196,10 @@ def percentiles(prefix: str, values: Iterable[float]) -> dict[str, float]:
 
 def times(prefix: str, updates: Sequence[TimedUpdate]) -> dict[str, float]:
     """Percentiles of the updates' TIMES: `{prefix}{name}_p{percentile}_ms`."""
-    return {
-        key: value
-        for name in TIMES
-        for key, value in percentiles(
-            f"{prefix}{name}", (getattr(update.timing, f"{name}_ms") for update in updates)
-        ).items()
-    }
+    found = {}
+    for name in TIMES:
+        found |= percentiles(f"{prefix}{name}", [getattr(update.timing, f"{name}_ms") for update in updates])
+    return found
 
 
 def part_of(updates: Iterable[TimedUpdate], part: str) -> list[float]:
@@ -242,6 +237,7 @@ class SyncWorkload:
         rollout = experiment.rollout
         self._sampling = Sampling(max_tokens=rollout.max_tokens, stop_ids=(), temperature=rollout.temperature)
         self.measures: Mapping[str, BenchMetric] = MEASURES | (SERVER_MEASURES if self._served else {})
+        self._parts = tuple(PARTS) if self._served else ()
         self.loaded: list[RequestStreams] = []  # one per sample, as are the
         self._rates: list[dict[str, float]] = []  # RATES
 
@@ -313,10 +309,6 @@ class SyncWorkload:
             **rates,
             "request_p50_ms": request_s * 1e3,
         }
-
-    @property
-    def _parts(self) -> Iterable[str]:
-        return PARTS if self._served else ()
 
     def derived(self) -> dict[str, float]:
         """Over the updates of all samples: their number, their rate, and percentiles of their times; the fewest

@@ -188,7 +188,7 @@ class TrainerWorkload:
         started = time.perf_counter()
         self._reports = [await self._step() for _ in range(self._steps)]
         if self._players.device.type == "cuda":  # the last step's kernels may still run
-            await self._players.compute(partial(torch.cuda.synchronize, self._players.device))
+            await self._players.compute(partial(wait_for, str(self._players.device)))
         seconds = time.perf_counter() - started
         self._seconds.append(seconds)
         return {
@@ -287,17 +287,17 @@ def matmul_gflops(dtype: Dtype = "float32", device: str = "cpu") -> float:
     torch.mm(left_NN, right_NN, out=out_NN)  # the first product also starts threads, loads kernels and fills caches
     best, began = float("inf"), time.perf_counter()
     for _ in range(TRIES):
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         torch.mm(left_NN, right_NN, out=out_NN)
-        _wait(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
         if time.perf_counter() - began > LIMIT_S:
             break
     return 2 * size**3 / best / 1e9
 
 
-def _wait(device: str) -> None:
+def wait_for(device: str) -> None:
     """Block until the device has finished its queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
