@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from protocol import Orders
-from work import read_work, reward
+from work import Orders, read_work, reward
 
 from pvg.bench.runner import on_loop
 from pvg.bench.workloads.e2e import open_bench_session

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from protocol import Orders
-from work import read_work
+from work import Orders, read_work
 
 from pvg.bench.runner import on_loop
 from pvg.config.experiment import Experiment

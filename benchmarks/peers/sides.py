@@ -8,7 +8,7 @@ Settings: those of pvg's experiment as anywhere else, `workload.X` for what is w
 own.
 
 Each side is a process in its own environment with the same number of threads. While the other side is measured, it
-waits for its next order (protocol.py). It measures its own times, so they do not include the sending of orders. What a
+waits for its next order (work.py). It measures its own times, so they do not include the sending of orders. What a
 side tells of its work is part of the report's work: if the sides differ in it, the report quotes no ratio.
 """
 
@@ -29,8 +29,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from benchmarks.peers.protocol import SAMPLE, STOP
-from benchmarks.peers.work import CONTEXT, make_model, model_folder, solutions, write_work
+from benchmarks.peers.work import CONTEXT, SAMPLE, STOP, make_model, model_folder, solutions, write_work
 from pvg.bench.workloads import BenchMetric, BenchSettings, workload_settings
 from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment

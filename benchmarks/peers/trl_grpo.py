@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import Orders
 from trl_environment import arguments, facts, join_processes
-from work import model_folder, read_work, reward
+from work import Orders, model_folder, read_work, reward
 
 WORK = read_work(Path(sys.argv[1]))
 PROCESSES: int = WORK["trl"].pop("processes")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import Orders
 from trl_environment import arguments, facts
-from work import model_folder, pairs_of, read_work
+from work import Orders, model_folder, pairs_of, read_work
 
 # Before the imports below: what they print must not reach the driver as an answer.
 ORDERS = Orders()

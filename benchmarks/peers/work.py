@@ -4,15 +4,25 @@
     folder/work.json     prompts or solutions, and every setting that both sides must share
 
 Read by workers of both environments, so nothing here imports pvg or TRL; `make_model` needs transformers.
+
+A worker is a process of one side (see sides.py). Its orders come as lines on stdin, and its answers go as JSON lines to
+what was stdout:
+
+    orders = Orders()
+    orders.answer({"parameters": 860_032})      # ready
+    while orders.wait():
+        orders.answer({"step_s": one_step()})
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import string
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +133,24 @@ def pairs_of(problem: dict[str, Any]) -> Iterator[dict[str, str]]:
     wrong = [text for text, correct in problem["solutions"] if not correct]
     for chosen, rejected in itertools.product(right, wrong):
         yield {"prompt": problem["question"], "chosen": chosen, "rejected": rejected}
+
+
+# --- a worker's end of a comparison -----------------------------------------------------------------------------------
+
+SAMPLE, STOP = "sample", "stop"
+
+
+class Orders:
+    """Redirects stdout to stderr, because libraries print, and stdout must contain only answers, one per line."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def answer(self, facts: Mapping[str, Any]) -> None:
+        self._answers.write(json.dumps(facts) + "\n")
+        self._answers.flush()
+
+    def wait(self) -> bool:
+        """Block until the next order. True for a sample, False for a stop or if the other process has ended."""
+        return sys.stdin.readline().strip() == SAMPLE

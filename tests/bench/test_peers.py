@@ -148,7 +148,7 @@ def test_a_sample_of_our_verifier_trains_on_as_many_pairs_as_the_solutions_form(
 WORKER = """
 import sys
 sys.path.insert(0, {peers!r})
-from protocol import Orders
+from work import Orders
 orders = Orders()
 print("a library greets")
 orders.answer({{"threads": 1, "parameters": 860_161, "versions": {{"python": "3"}}}})
