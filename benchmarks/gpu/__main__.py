@@ -75,13 +75,8 @@ def run(part: str, arguments: argparse.Namespace, limit_s: float) -> str | None:
     print(f"\n== {part}", flush=True)
     if limit_s <= 0:
         return f"{part}: no time was left."
-    options = [
-        "--device",
-        arguments.device,
-        "--out",
-        str(arguments.out.resolve()),
-        *(["--small"] if arguments.small else []),
-    ]
+    options = ["--device", arguments.device, "--out", str(arguments.out.resolve())]
+    options += ["--small"] if arguments.small else []
     own = ["benchmarks.gpu", "--only", part, "--here", *options]
     command = [sys.executable, "-m", *(["pytest", "-q", "-m", "gpu", "tests/gpu"] if part == TESTS else own)]
     paths = [str(ROOT), str(ROOT / "cli"), *filter(None, [os.environ.get("PYTHONPATH")])]
