@@ -196,7 +196,7 @@ def percentiles(prefix: str, values: Iterable[float]) -> dict[str, float]:
 
 def times(prefix: str, updates: Sequence[TimedUpdate]) -> dict[str, float]:
     """Percentiles of the updates' TIMES: `{prefix}{name}_p{percentile}_ms`."""
-    found = {}
+    found: dict[str, float] = {}
     for name in TIMES:
         found |= percentiles(f"{prefix}{name}", [getattr(update.timing, f"{name}_ms") for update in updates])
     return found
