@@ -49,7 +49,8 @@ def test_a_variant_has_every_sample_but_the_warm_up_and_closes() -> None:
     assert budget.wall_s == pytest.approx(sum(variant.samples["wall_s"].values))
     assert sum(budget.exposed.values()) == pytest.approx(budget.wall_s)
     assert {"sort", "inner", "unaccounted"} <= budget.exposed.keys()
-    assert list(budget.exposed.values()) == sorted(budget.exposed.values(), reverse=True)
+    *parts, _ = budget.exposed.values()  # what no part names is last, however much it is
+    assert parts == sorted(parts, reverse=True)
 
 
 @pytest.mark.parametrize(
