@@ -96,15 +96,23 @@ def raised_by_pvg(error: BaseException) -> bool:
     return packages_in(error)[-1:] in OWN
 
 
+def said(error: BaseException) -> str:
+    """What an exception says. A user's class of exceptions may fail to say it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the code is the user's
+        return "its message cannot be read"
+
+
 def first_line(error: BaseException) -> str:
     """The first line that an exception says, without its full stop; its type if it says nothing."""
-    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__).rstrip(".")
+    return next(filter(None, map(str.strip, said(error).splitlines())), type(error).__name__).rstrip(".")
 
 
 def variables_quoted(error: BaseException) -> list[str]:
     """The environment variables whose values an exception or one of its causes quotes, such as 'abc'."""
-    said = " ".join(map(str, causes(error)))
-    return sorted(name for name, value in os.environ.items() if value and repr(value) in said)
+    words = " ".join(map(said, causes(error)))
+    return sorted(name for name, value in os.environ.items() if value and repr(value) in words)
 
 
 class Closing(ABC):

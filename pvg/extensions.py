@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from pvg.errors import ConfigurationError, PvgError
+from pvg.errors import ConfigurationError, PvgError, said
 from pvg.inputs import expanded, read_input
 
 REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
@@ -215,7 +215,7 @@ def _module(key: str, path: Path) -> ModuleType:
 
 def _failure(what: str, error: BaseException) -> ConfigurationError:
     """The error for a user's code that raised `error`, perhaps the SystemExit of `sys.exit` or argparse."""
-    return ConfigurationError(f"{what}: {type(error).__name__}: {error}.", "--debug shows the traceback.")
+    return ConfigurationError(f"{what}: {type(error).__name__}: {said(error)}.", "--debug shows the traceback.")
 
 
 def failure_of(error: BaseException) -> ConfigurationError | None:

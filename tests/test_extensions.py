@@ -84,6 +84,11 @@ def test_dataclasses_of_a_file_find_their_module() -> None:
         ("raise ValueError('no luck')\n", "mine.py:x", "ValueError: no luck"),
         ("import sys\nsys.exit('done')\n", "mine.py:x", "SystemExit: done"),
         ("import argparse\nargparse.ArgumentParser(prog='x').parse_args(['--no'])\n", "mine.py:x", "SystemExit: 2"),
+        (
+            "class E(Exception):\n    def __str__(self):\n        1 / 0\nraise E\n",
+            "mine.py:x",
+            "E: its message cannot be read",
+        ),
         ("class Mine(BaseException): ...\nraise Mine('odd')\n", "mine.py:x", "Mine: odd"),
         ("def x(:\n", "mine.py:x", "line 1 is not valid Python"),
         ("", "other.py:x", "cannot read other.py: No such file"),
