@@ -29,10 +29,12 @@ def in_checkout() -> bool:
 
 
 def has_usable_gpu(root: Path = Path("/")) -> bool:
-    """Whether torch will find an NVIDIA GPU here, without loading it: the driver shows one, and torch is not a build
-    for CPUs. `root`: the root of the file system."""
+    """Whether torch will find an NVIDIA GPU here, without loading it: the driver shows one, no variable hides it, and
+    torch is not a build for CPUs. `root`: the root of the file system."""
     driver = any((root / "dev").glob("nvidia[0-9]*")) or (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
-    return driver and "+cpu" not in importlib.metadata.version("torch")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    builds = {found.version for found in importlib.metadata.distributions(name="torch")}
+    return driver and not hidden and not any("+cpu" in build for build in builds)
 
 
 def version_of(package: str) -> str | None:

@@ -152,11 +152,11 @@ def _demonstrations(plan: RunPlan) -> Demonstrations | None:
 
 
 def _fitted(experiment: Experiment, *, resume: bool, chosen: Collection[str], force: bool) -> tuple[Experiment, str]:
-    """See fitted_here. A run that is resumed keeps what it began with."""
+    """See fitted_here. A run that is resumed keeps what it began with, and is not refused: it has played before."""
     from pvg.config.experiment import FITTED
     from pvg.planning.plan import fitted_here
 
-    return fitted_here(experiment, say, chosen=FITTED if resume else chosen, force=force)
+    return fitted_here(experiment, say, chosen=FITTED if resume else chosen, force=force or resume)
 
 
 def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, fit: Fit) -> GameOutcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,9 +53,11 @@ def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(
     assert precision_warnings(on_either, root) != []
     (root / "dev").mkdir()
     (root / "dev/nvidia0").touch()
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0+cpu")
-    assert precision_warnings(on_either, root) != []
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.11.0")
+    for build, visible, warned in (("2.11.0+cpu", "0", True), ("2.11.0", "", True), ("2.11.0", "0,1", False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        torches = [SimpleNamespace(version=build)]
+        monkeypatch.setattr("importlib.metadata.distributions", lambda name, found=torches: found)
+        assert (precision_warnings(on_either, root) != []) == warned
     assert precision_warnings(on_either, root) == []
     (root / "dev/nvidia0").unlink()
     (root / "proc/cpuinfo").write_text("flags\t: avx512_bf16\n")
