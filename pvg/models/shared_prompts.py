@@ -326,9 +326,9 @@ def check_rows(module: nn.Module, longest: int, max_tokens: int, key: str) -> No
         if _is_alone(module, short, _tokens(module, longest_tried(module, longest))):
             return
         safe = max((n for n in [ROW, *limits] if _is_alone(module, short, _tokens(module, n))), default=0)
-    fits = max_tokens - longest + safe
+    fits, beside = max_tokens - longest + safe, f"a row of more than {safe} tokens" if safe else "a longer row"
     raise ConfigurationError(
-        f"{key}: {name} computes other numbers for a row when a row of more than {safe} tokens is in the same batch, "
+        f"{key}: {name} computes other numbers for a row when {beside} is in the same batch, "
         f"and a row may have {longest} tokens.",
         f"Set rollout.max_tokens to at most {fits}, or choose another model." if fits > 0 else "Choose another model.",
     )
