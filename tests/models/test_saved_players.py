@@ -134,7 +134,7 @@ def test_a_run_trains_from_the_players_of_another_run(folder: Path) -> None:
     assert str(folder) not in (folder / "exported" / "README.md").read_text()
     with pytest.raises(UsageError, match="Add --merge"):
         export_player(FinishedRound.open(again.directory), "prover", folder / "adapters")
-    (folder / "runs/next").rename(folder / "runs/moved")
+    (folder / "runs/next").rename(folder / "runs/elsewhere")
     assert FinishedRound.open(again.directory).round == 0  # its verifier comes from elsewhere
     with pytest.raises(UsageError, match="no longer"):
         FinishedRound.open(again.directory, player="prover")
