@@ -301,7 +301,11 @@ class Soak:
         if len(workers) < 2:
             return None
         self.witness.see([driver.pid, *parents, *workers])
-        what = self._dice.choices(list(self.place.kinds), list(self.place.kinds.values()))[0]
+        kinds, left = self.place.kinds, self.kills - self.counted.total()
+        missing = [kind for kind in kinds if kind not in self.counted]
+        if len(missing) >= left:  # the last kills are of the kinds that chance has left out
+            kinds = dict.fromkeys(missing[-left:], 1)
+        what = self._dice.choices(list(kinds), list(kinds.values()))[0]
         self.counted[what] += 1
         print(f"{self.counted.total()}/{self.kills} {what}", file=sys.stderr)
         since = time.monotonic()
