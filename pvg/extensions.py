@@ -128,7 +128,7 @@ def _files(named: Iterable[tuple[str, str]]) -> Iterator[tuple[Path, bytes]]:
 
 def _imported_beside(path: Path, source: bytes) -> Iterator[Path]:
     """The files in the folder of `path` that it may import, the modules of a package included. Not pvg itself, in a
-    checkout. A module that is not Python imports nothing: nobody may import it either."""
+    checkout. A file that is not valid Python counts as a module without imports."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except Exception:  # noqa: BLE001 - also ValueError, RecursionError, MemoryError: all are about the text

@@ -319,7 +319,7 @@ def _stoppable(shown: bool) -> Iterator[type[tqdm]]:
 
 
 def check_client() -> None:
-    """Raises UnreachableError if the environment's proxies or certificates allow no request at all. Asks nobody."""
+    """Raises UnreachableError if the environment's proxies or certificates allow no request at all. Sends nothing."""
     from huggingface_hub import get_session
 
     with _explained(HubId("any/model"), "model"):

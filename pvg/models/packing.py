@@ -481,8 +481,8 @@ class Block:
         device: torch.device,
         last: bool,
     ) -> Block:
-        """Of rows with so many tokens of a prompt and of their own, which start at the tokens `starts_B2`. `last`: only
-        the result of each row's last token counts.
+        """The block of B rows. `prompts_B` and `own_B`: tokens of each row's prompt and of its completion. `starts_B2`:
+        the first token of both. `last`: only the result of each row's last token counts.
 
         Where the own tokens are more, those of the prompt are queries too, whose results are thrown away: causal
         attention then needs no mask, whose size would be the square of the length.

@@ -258,8 +258,6 @@ def _make_fake(module: PreTrainedModel) -> None:
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
-# As DEFAULT_LOGITS_CHUNK and GPU_LOGITS_SHARE of pvg.models.logprobs, which loads torch.
-LOGITS_CHUNK, GPU_LOGITS_SHARE = 4_194_304, 1 / 128
 LOGITS_COPIES = 3  # the chunk's logits, their probabilities, and the gradient
 CONTEXT_BYTES = 600 << 20  # of a process on a GPU: assumed. A CUDA context takes 300 to 600 MiB.
 Place = Literal["trainer", "server"]
@@ -308,8 +306,10 @@ def training_parts(
     """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights. Rows
     have `prompt` and `completion` tokens. `gpu_bytes`: the memory of the GPU, whose size sets the chunk of logits;
     None: a CPU."""
+    from pvg.models.logprobs import chunk_tokens
+
     shape = model.shape
-    chunk = LOGITS_CHUNK if gpu_bytes is None else max(LOGITS_CHUNK, int(gpu_bytes * GPU_LOGITS_SHARE / FLOAT32))
+    chunk = shape.vocabulary * chunk_tokens(shape.vocabulary, int(gpu_bytes or 0))
     fused, on_gpu = not model.checkpointing, gpu_bytes is not None and "bfloat16" in (model.dtype, model.precision)
     forward = Pass(model.dtype, model.precision, model.rank, fused, on_gpu, max(1, prompt), max(2, completion))
     found = activations_of(shape, forward)

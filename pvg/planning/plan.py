@@ -474,7 +474,7 @@ def plan_here(experiment: Experiment, say: Say) -> ExperimentPlan:
     return plan_of(experiment, inputs, prover, verifier, memory_gb=memory_gb, gpus=gpus)
 
 
-# What pvg gives by itself to the activations of a micro-batch, and to the KV cache: on a CPU, more is not faster.
+# What pvg gives by itself to the activations of a micro-batch, and to the KV cache. Chosen for laptops, not measured.
 CPU_SHARE_GB = 2.0
 GPU_SHARE = 0.8  # of a GPU, for all that the plan counts
 

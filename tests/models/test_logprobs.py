@@ -153,11 +153,3 @@ def test_bfloat16_models_give_float32_logprobs():
     found = completion_logprobs(model, *rows())
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, plain_logprobs(model, *rows(), 1.0), rtol=0.02, atol=0.02)
-
-
-def test_the_planner_counts_the_same_chunks():
-    from pvg.models import logprobs
-    from pvg.planning import memory
-
-    assert memory.LOGITS_CHUNK == logprobs.DEFAULT_LOGITS_CHUNK
-    assert memory.GPU_LOGITS_SHARE == logprobs.GPU_LOGITS_SHARE
