@@ -22,7 +22,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,7 +45,6 @@ from pvg.rollout.vllm_requests import (
     InFlightRequests,
     RequestCounter,
     ServedCompletion,
-    StreamedCompletion,
     generation,
     joined,
     prompt_scoring,
@@ -205,7 +204,7 @@ def _mean(a: Sequence[Float32], b: Sequence[Float32]) -> float:
     return float(np.concatenate([np.abs(x - y) for x, y in zip(a, b, strict=True)]).mean())
 
 
-LONG_REPLY = 1 << 18  # bytes that take some milliseconds to parse: 2,000 tokens with their log-probs
+LONG_REPLY = 1 << 18  # bytes of routed experts that take some milliseconds to parse
 
 
 def open_vllm_engine(
@@ -446,11 +445,15 @@ class VllmEngine(Engine):
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
             cut = tracked.cut
             return await self._read(len(reply.body), lambda: read_generated(reply.json(), url, cut=cut))
-        stretch = StreamedCompletion(url)
+        event: Any = None
         async with self._pool.events(url, body, timeout_s=None) as events:
-            async for event in events:
-                request.on_tokens(stretch.feed(event))
-        return await self._read(len(stretch.experts or ""), partial(stretch.finish, cut=tracked.cut))
+            async for event in events:  # the number of tokens so far; at the end the reply
+                if isinstance(event, int):
+                    request.on_tokens(event)
+        size = LONG_REPLY if self._routed_experts else 0
+        found = await self._read(size, partial(read_generated, event, url, cut=tracked.cut))
+        request.on_tokens(len(found.token_ids))
+        return found
 
     async def _read(self, size: int, read: Callable[[], ServedCompletion]) -> ServedCompletion:
         """Parse short replies directly and long ones in a thread, because they would block the event loop."""

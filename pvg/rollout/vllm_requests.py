@@ -13,7 +13,7 @@ import io
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ import numpy as np
 from pvg.errors import ConfigurationError, PvgError
 from pvg.records import FinishReason, Float32, Int32, RoutedExperts, VersionSpan
 from pvg.rollout.engine import EngineStats, GenerationRequest, PartialCompletion
+from pvg.servers.control import ARRAYS
 from pvg.servers.fleet import Server
 from pvg.servers.pool import ConnectionBroken, MalformedReply, RefusedRequest, ServerFault
 
@@ -59,6 +60,7 @@ def generation(request: GenerationRequest, *, salt: str, model: str | None, stre
         "logprobs": 0,
         "detokenize": False,
         "seed": request.seed & SEED_BITS,
+        "extra_args": ARRAYS,
     }
     body: dict[str, Any] = {
         "request_id": request.id,
@@ -67,8 +69,6 @@ def generation(request: GenerationRequest, *, salt: str, model: str | None, stre
         "cache_salt": salt,
         "stream": stream,
     }
-    if stream:
-        body["stream_options"] = {"include_usage": True}
     if model is not None:
         body["model"] = model
     return body
@@ -76,7 +76,8 @@ def generation(request: GenerationRequest, *, salt: str, model: str | None, stre
 
 def prompt_scoring(ids: Int32, *, salt: str, model: str | None) -> dict[str, Any]:
     """A body that asks for the log-probs of `ids` themselves. It samples one token, because vLLM requires that."""
-    parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    parameters: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    parameters["extra_args"] = ARRAYS
     body: dict[str, Any] = {"token_ids": ids, "sampling_params": parameters, "cache_salt": salt}
     if model is not None:
         body["model"] = model
@@ -87,88 +88,55 @@ def read_generated(found: Any, url: str, *, cut: bool = False) -> ServedCompleti
     """A complete reply. Raises MalformedReply, or ConnectionBroken if the server aborted a request that was not
     `cut`."""
     choice = _only_choice(found, url)
-    stretch = StreamedCompletion(url)
-    stretch.take(choice)
-    return stretch.finish(_usage(found, url), cut=cut)
+    ids_C, logprobs_C = _array(choice.get("token_ids"), np.int32, url), _array(choice.get("logprobs"), np.float32, url)
+    reason, (prompt, cached) = choice.get("finish_reason"), _usage(found, url)
+    if reason == "abort" and not cut:
+        raise ConnectionBroken(url, "the server aborted the request")
+    if reason not in ("abort", "stop", "length"):
+        raise MalformedReply(url, f"a completion that ended by {reason!r}")
+    if len(ids_C) != len(logprobs_C) or not (len(ids_C) or reason == "abort"):
+        raise MalformedReply(url, f"{len(ids_C)} tokens with {len(logprobs_C)} log-probs")
+    if len(ids_C) and ids_C.min() < 0:
+        raise MalformedReply(url, "invalid token ids")
+    impossible = logprobs_C[~((logprobs_C >= UNSAMPLABLE) & (logprobs_C <= ROUNDING))]  # NaN too
+    if len(impossible):
+        raise MalformedReply(url, f"a sampled token with log-prob {impossible[0]:g}")
+    experts = read_routed_experts(text, url) if (text := choice.get("routed_experts")) else None
+    if experts is not None and len(experts) != (computed := prompt + len(ids_C) - 1):
+        raise MalformedReply(url, f"experts of {len(experts)} tokens, where {computed} were computed")
+    return ServedCompletion(
+        token_ids=ids_C,
+        logprobs=logprobs_C,
+        finish_reason=reason,
+        labels=_labels(choice, len(ids_C), url),
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        routed_experts=experts,
+    )
 
 
-@dataclass(slots=True)
-class StreamedCompletion:
-    """A completion that arrives in pieces."""
+def _array(text: Any, dtype: type[np.generic], url: str) -> Any:
+    """The one-dimensional array that the server wrote as little-endian bytes in base64."""
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype).newbyteorder("<")).astype(dtype)
+    except UNREADABLE as error:
+        raise MalformedReply(url, f"an array that cannot be read: {error!r}") from None
 
-    url: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    labels: list[tuple[int, str]] = field(default_factory=list)
-    usage: tuple[int, int] | None = None
-    experts: str | None = None  # encoded; sent once, at the end
 
-    def feed(self, event: Any) -> int:
-        """Add the next event of a stream. Returns the number of tokens so far."""
-        if isinstance(event, dict) and event.get("error"):
-            raise ConnectionBroken(self.url, f"the server gave up: {str(event['error'])[:200]}")
-        if isinstance(event, dict) and event.get("usage"):
-            self.usage = _usage(event, self.url)
-        if isinstance(event, dict) and event.get("choices") == []:
-            return len(self.token_ids)
-        self.take(_only_choice(event, self.url))
-        return len(self.token_ids)
-
-    def take(self, choice: dict[str, Any]) -> None:
-        try:
-            ids = list(choice.get("token_ids") or [])
-            content = (choice.get("logprobs") or {}).get("content") or []
-            found = [float(entry["logprob"]) for entry in content]
-            labels = [(int(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or []]
-        except UNREADABLE as error:
-            raise MalformedReply(self.url, f"a choice that cannot be read: {error!r}") from None
-        if len(found) != len(ids):
-            raise MalformedReply(self.url, f"{len(ids)} tokens with {len(found)} log-probs")
-        if not all(type(token) is int and 0 <= token < 2**31 for token in ids):  # `true` is an int too
-            raise MalformedReply(self.url, "invalid token ids")
-        for logprob in found:
-            if not UNSAMPLABLE <= logprob <= ROUNDING:  # also true for NaN
-                raise MalformedReply(self.url, f"a sampled token with log-prob {logprob:g}")
-        self.token_ids += ids
-        self.logprobs += found
-        self.labels += labels
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.experts = choice.get("routed_experts") or self.experts
-
-    def finish(self, usage: tuple[int, int] | None = None, *, cut: bool = False) -> ServedCompletion:
-        usage = usage or self.usage
-        aborted = self.finish_reason == "abort"
-        if aborted and not cut:
-            raise ConnectionBroken(self.url, "the server aborted the request")
-        if not aborted and self.finish_reason not in ("stop", "length"):
-            raise MalformedReply(self.url, f"a completion that ended by {self.finish_reason!r}")
-        if usage is None or not (self.token_ids or aborted):
-            raise MalformedReply(self.url, "a completion without tokens" if usage else "a completion without usage")
-        # An update after the last token may leave a label for the next one, and two updates before a token two labels.
-        labels = dict(label for label in self.labels if label[0] < len(self.token_ids))
-        starts = list(labels)
-        if self.token_ids and (not starts or starts[0] != 0):
-            raise MalformedReply(self.url, "a completion without the versions of its weights (vLLM below 0.32?)")
-        if starts != sorted(starts):
-            raise MalformedReply(self.url, f"{len(self.token_ids)} tokens with versions that start at {starts}")
-        return ServedCompletion(
-            token_ids=np.asarray(self.token_ids, dtype=np.int32),
-            logprobs=np.asarray(self.logprobs, dtype=np.float32),
-            finish_reason="abort" if aborted else "stop" if self.finish_reason == "stop" else "length",
-            labels=tuple(labels.items()),
-            prompt_tokens=usage[0],
-            cached_tokens=usage[1],
-            routed_experts=self._routed_experts(usage[0] + len(self.token_ids) - 1),
-        )
-
-    def _routed_experts(self, tokens: int) -> RoutedExperts | None:
-        if self.experts is None:
-            return None
-        found = read_routed_experts(self.experts, self.url)
-        if len(found) != tokens:
-            raise MalformedReply(self.url, f"experts of {len(found)} tokens, where {tokens} were computed")
-        return found
+def _labels(choice: dict[str, Any], tokens: int, url: str) -> tuple[tuple[int, str], ...]:
+    """(Index of the first token, label of the weights) of each span."""
+    try:
+        spans = [(int(span["start"]), str(span["version"])) for span in choice.get("weight_versions") or []]
+    except UNREADABLE as error:
+        raise MalformedReply(url, f"versions that cannot be read: {error!r}") from None
+    # An update after the last token may leave a label for the next one, and two updates before a token two labels.
+    labels = dict(span for span in spans if span[0] < tokens)
+    starts = list(labels)
+    if tokens and (not starts or starts[0] != 0):
+        raise MalformedReply(url, "a completion without the versions of its weights (vLLM below 0.32?)")
+    if starts != sorted(starts):
+        raise MalformedReply(url, f"{tokens} tokens with versions that start at {starts}")
+    return tuple(labels.items())
 
 
 def read_routed_experts(text: str, url: str) -> RoutedExperts:
@@ -190,16 +158,14 @@ def read_routed_experts(text: str, url: str) -> RoutedExperts:
 
 def read_prompt_logprobs(found: Any, ids: Int32, url: str) -> tuple[Float32, str]:
     """(Log-probs float32 [L - 1] of ids[1:] in nats, label of the weights that computed them)."""
-    rows = found.get("prompt_logprobs") if isinstance(found, dict) else None
-    if not isinstance(rows, list) or len(rows) != len(ids):
-        raise MalformedReply(url, "no log-probs of the prompt")
+    values: Float32 = _array(found.get("prompt_logprobs") if isinstance(found, dict) else None, np.float32, url)
+    if len(values) != len(ids) - 1:
+        raise MalformedReply(url, f"{len(values)} log-probs of a prompt of {len(ids)} tokens")
     try:
-        values = [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:].tolist(), strict=True)]
         spans = _only_choice(found, url).get("weight_versions") or [{}]
-        label = str(spans[0].get("version", ""))
+        return values, str(spans[0].get("version", ""))
     except UNREADABLE as error:
-        raise MalformedReply(url, f"log-probs of the prompt that cannot be read: {error!r}") from None
-    return np.asarray(values, dtype=np.float32), label
+        raise MalformedReply(url, f"versions that cannot be read: {error!r}") from None
 
 
 def _only_choice(found: Any, url: str) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from pvg.servers.pool import HttpPool, MalformedReply, RefusedRequest, Reply
 from pvg.servers.publishing import WeightLabel
 from pvg.store.atomic import disk_full_explained, make_directory, sync_directory, temporary_beside
 
-PROTOCOL = 1  # version of the routes below /pvg
+PROTOCOL = 2  # version of the routes below /pvg, and of replies with tokens
 GENERATION_ID = "generate-tokens-"  # vLLM's prefix for the ids of token requests
+ARRAYS = {"pvg_arrays": True}  # asks pvg's part of a server for arrays of tokens, not for a JSON object per token
 TRACE_HEADER = "x-pvg-trace"
 RECEIVED_HEADER = "x-pvg-received-ns"  # arrival of a call's first byte, in ns since 1970
 WORK_HEADER = "x-pvg-work-ms"  # from arrival to reply

@@ -47,7 +47,7 @@ from pvg.errors import (
 from pvg.inputs import LOOPBACK, names_this_machine
 from pvg.servers import supervisor
 from pvg.servers.command import ServerSpec
-from pvg.servers.control import KEY_VARIABLE
+from pvg.servers.control import ARRAYS, KEY_VARIABLE
 from pvg.servers.pool import HttpPool, RefusedRequest, ServerFault
 
 LAST_LINES = 20  # shown for a server that failed
@@ -500,7 +500,8 @@ def first_requests(spec: ServerSpec) -> list[tuple[str, Mapping[str, Any]]]:
     """One request of each type that a run makes, as (route, body). Every vocabulary has the ids 0 to 2."""
     if spec.runner == "pooling":
         return [("/classify", {"model": spec.model, "input": [0, 1, 2]})]
-    sampling = {"max_tokens": 2, "logprobs": 0, "seed": 0, "temperature": 1.0, "ignore_eos": True, "detokenize": False}
+    sampling: dict[str, Any] = {"max_tokens": 2, "logprobs": 0, "seed": 0, "temperature": 1.0, "ignore_eos": True}
+    sampling |= {"detokenize": False, "extra_args": ARRAYS}
     body = {"model": spec.model, "token_ids": [0, 1, 2], "stream": False, "cache_salt": "first-request"}
     route = "/inference/v1/generate"
     scoring = {**sampling, "max_tokens": 1, "prompt_logprobs": 0}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pvg.models.language_model import LowRankAdapter
 
 SEPARATOR = "/"
-BROKEN = "broken:"  # prefix for the label of weights that arrived only in part (protocol 1)
+BROKEN = "broken:"  # prefix for the label of weights that arrived only in part
 
 
 @dataclass(frozen=True, slots=True)

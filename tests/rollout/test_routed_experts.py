@@ -46,8 +46,8 @@ def test_what_are_no_routed_experts_is_malformed(text: str) -> None:
 
 def reply(experts: np.ndarray, tokens: int = 3, prompt: int = 4) -> dict[str, Any]:
     choice = {
-        "token_ids": list(range(tokens)),
-        "logprobs": {"content": [{"logprob": -1.0}] * tokens},
+        "token_ids": base64.b64encode(np.arange(tokens, dtype="<i4")).decode(),
+        "logprobs": base64.b64encode(np.full(tokens, -1.0, "<f4")).decode(),
         "finish_reason": "length",
         "weight_versions": [{"start": 0, "version": "v"}],
         "routed_experts": as_vllm_writes(experts),

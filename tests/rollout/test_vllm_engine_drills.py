@@ -15,7 +15,6 @@ from vllm_drills import Drill, Fault, engine_over, fingerprint, request, run, un
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.records import VersionSpan
 from pvg.rollout import vllm_engine
-from pvg.rollout.vllm_requests import StreamedCompletion
 from pvg.servers import fleet
 
 pytestmark = pytest.mark.slow
@@ -27,8 +26,8 @@ pytestmark = pytest.mark.slow
     ("fault", "streamed"),
     [
         (Fault("reset", after=0), False),
-        (Fault("reset", after=600), True),
-        (Fault("cut", after=600), False),
+        (Fault("reset", after=300), True),
+        (Fault("cut", after=300), False),
         (Fault("error"), True),
         (Fault("busy"), False),
         (Fault("malformed"), True),
@@ -73,15 +72,14 @@ def test_long_replies_are_read_beside_the_event_loop(
     least: int, thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: list[str] = []
-    read, finish = vllm_engine.read_generated, StreamedCompletion.finish
+    read = vllm_engine.read_generated
 
     def noted(*arguments: Any, **options: Any) -> Any:
         readers.append(threading.current_thread().name)
-        return (finish if isinstance(arguments[0], StreamedCompletion) else read)(*arguments, **options)
+        return read(*arguments, **options)
 
     monkeypatch.setattr(vllm_engine, "LONG_REPLY", least)
     monkeypatch.setattr(vllm_engine, "read_generated", noted)
-    monkeypatch.setattr(vllm_engine.StreamedCompletion, "finish", noted)
 
     async def use(d: Drill) -> None:
         await d.publish(0)

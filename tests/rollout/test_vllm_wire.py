@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pvg.rollout.vllm_requests import StreamedCompletion, read_generated, read_prompt_logprobs
+from pvg.rollout.vllm_requests import read_generated, read_prompt_logprobs
 from pvg.servers.pool import MalformedReply
 
 URL = "http://server"
+
+
+def packed(dtype: str, *values: float) -> str:
+    return base64.b64encode(np.array(values, dtype)).decode()
+
+
+def logprobs(*values: float) -> str:
+    return packed("<f4", *values)
+
+
 GOOD = {
     "choices": [
         {
-            "token_ids": [5, 6],
-            "logprobs": {"content": [{"logprob": -1.0}, {"logprob": 1e-6}]},
+            "token_ids": packed("<i4", 5, 6),
+            "logprobs": logprobs(-1.0, 1e-6),
             "finish_reason": "stop",
             "weight_versions": [{"start": 0, "version": "a"}, {"start": 1, "version": "b"}],
         }
@@ -35,6 +46,7 @@ def test_a_log_prob_may_be_above_0_by_rounding() -> None:
     found = read_generated(GOOD, URL)
     assert found.labels == ((0, "a"), (1, "b"))
     assert (found.prompt_tokens, found.cached_tokens) == (3, 1)
+    assert found.token_ids.tolist() == [5, 6]
     assert found.logprobs[1] > 0
 
 
@@ -42,12 +54,16 @@ def test_a_log_prob_may_be_above_0_by_rounding() -> None:
     ("place", "value"),
     [
         ("token_ids", 7),
-        ("token_ids", [5, True]),
-        ("token_ids", [5, 2**31]),
-        ("logprobs", {"content": 3}),
-        ("logprobs", {"content": {"a": 1, "b": 2}}),
-        ("logprobs", {"content": [{"logprob": -1.0}, {"logprob": 5.0}]}),
-        ("logprobs", {"content": [{"logprob": -1.0}, {"logprob": float("nan")}]}),
+        ("token_ids", [5, 6]),
+        ("token_ids", packed("<i4", 5, -1)),
+        ("token_ids", packed("<i4", 5)),
+        ("token_ids", packed("<i4", 5, 6)[:-2]),
+        ("logprobs", None),
+        ("logprobs", {"content": [{"logprob": -1.0}, {"logprob": 0.0}]}),
+        ("logprobs", logprobs(-1.0, 5.0)),
+        ("logprobs", logprobs(-1.0, float("nan"))),
+        ("logprobs", logprobs(-1.0, -9999.0)),
+        ("finish_reason", None),
         ("finish_reason", ["stop"]),
         ("weight_versions", 5),
         ("weight_versions", [{"start": 0, "version": "a"}, {"start": -1, "version": "b"}]),
@@ -67,14 +83,16 @@ def test_versions_after_the_last_token_and_before_the_first_of_another_do_not_co
     assert read_generated(changed("weight_versions", versions), URL).labels == ((0, "b"),)
 
 
-@pytest.mark.parametrize("event", [[], 5, None, {"choices": [{"token_ids": [1], "logprobs": "abc"}]}, {"usage": 3}])
-def test_an_event_of_another_form_is_malformed(event: Any) -> None:
+@pytest.mark.parametrize("found", [[], 5, None, {"choices": []}, {"choices": [5]}, {"error": {"message": "no"}}])
+def test_a_reply_of_another_form_is_malformed(found: Any) -> None:
     with pytest.raises(MalformedReply):
-        StreamedCompletion(URL).feed(event)
+        read_generated(found, URL)
 
 
 @pytest.mark.parametrize("versions", [["x"], 5, {"a": 1}])
 def test_scores_of_a_prompt_with_versions_of_another_form_are_malformed(versions: Any) -> None:
-    reply = {"prompt_logprobs": [None, {"2": {"logprob": -1}}], "choices": [{"weight_versions": versions}]}
+    reply = {"prompt_logprobs": logprobs(-1.0), "choices": [{"weight_versions": versions}]}
     with pytest.raises(MalformedReply):
         read_prompt_logprobs(reply, np.array([1, 2], np.int32), URL)
+    with pytest.raises(MalformedReply, match="1 log-probs of a prompt of 3 tokens"):
+        read_prompt_logprobs(reply, np.array([1, 2, 3], np.int32), URL)

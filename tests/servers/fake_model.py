@@ -115,17 +115,13 @@ class Sampled:
         self.logprobs.append(logprob)
         self.spans[-1]["end"] = len(self.ids)
 
-    def choice(self, first: int, finish_reason: str | None) -> dict[str, Any]:
-        """As vLLM writes it: the tokens from `first` on; the spans only at the end."""
-        pairs = zip(self.ids[first:], self.logprobs[first:], strict=True)
-        content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in pairs]
+    def choice(self) -> dict[str, Any]:
+        """As pvg's part of the server writes it."""
         return {
-            "index": 0,
-            "token_ids": self.ids[first:],
-            "logprobs": {"content": content},
-            "finish_reason": finish_reason,
-            "stop_reason": None,
-            "weight_versions": self.spans if finish_reason else None,
+            "token_ids": base64.b64encode(np.array(self.ids, "<i4").tobytes()).decode(),
+            "logprobs": base64.b64encode(np.array(self.logprobs, "<f4").tobytes()).decode(),
+            "finish_reason": self.finish_reason,
+            "weight_versions": self.spans,
         }
 
 

@@ -1,4 +1,4 @@
-"""`FakeVllm`: a real HTTP server that speaks as one of `pvg serve` does (protocol 1), over the model of fake_model.py.
+"""`FakeVllm`: a real HTTP server that speaks as one of `pvg serve` does (protocol 2), over the model of fake_model.py.
 
     async with FakeVllm(FakeOptions(root=folder, key="k")) as server:
         ...                                       # server.url; server.running, .received, .aborted, .stale_hits, ...
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from fake_model import (
     AS_STARTED,
@@ -78,7 +80,7 @@ class FakeOptions:
     model: str = "fake"  # its name in requests
     runner: str = "generate"
     logprobs_mode: str = "processed_logprobs"
-    protocol: int = 1
+    protocol: int = 2
     routed_experts: bool = False  # --enable-return-routed-experts
     keeps_cache: bool = False  # across updates, so that only the salts of the client part the versions
     aborts: bool = True  # whether requests can be aborted
@@ -359,26 +361,23 @@ class FakeVllm:
             scores = None
             async for _ in self._tokens(body, made):
                 scores = scores or self._scores(body)
-            reply = {"request_id": name, "choices": [self._choice(body, made, 0)], "prompt_logprobs": scores}
-            return web.json_response({**reply, "usage": usage(made)})
+            return web.json_response(self._reply(body, made, usage) | {"prompt_logprobs": scores})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         async for count in self._tokens(body, made):
-            first = count - (made.finish_reason != "abort")  # an abort brings no new token
-            event = {"request_id": name, "choices": [self._choice(body, made, first)]}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        if (body.get("stream_options") or {}).get("include_usage"):
-            last = {"request_id": name, "choices": [], "usage": usage(made)}
-            await response.write(b"data: " + json.dumps(last).encode() + b"\n\n")
+            await response.write(b"data: %d\n\n" % count)
+        await response.write(b"data: " + json.dumps(self._reply(body, made, usage)).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         await asyncio.sleep(self.options.end_ms / 1e3)
         return response
 
-    def _choice(self, body: dict[str, Any], made: Sampled, first: int) -> dict[str, Any]:
-        choice = made.choice(first, made.finish_reason)
+    def _reply(self, body: dict[str, Any], made: Sampled, usage: Callable[[Sampled], dict[str, Any]]) -> dict[str, Any]:
+        if not (body["sampling_params"].get("extra_args") or {}).get("pvg_arrays"):
+            return {"choices": ["vLLM's own form"]}
+        choice = made.choice()
         if self.options.routed_experts and made.finish_reason in ("stop", "length"):  # an abort has none
             choice["routed_experts"] = as_vllm_writes(routed_experts([*body["token_ids"], *made.ids]))
-        return choice
+        return {"choices": [choice], "usage": usage(made)}
 
     async def _tokens(self, body: dict[str, Any], made: Sampled) -> AsyncIterator[int]:
         """Samples into `made`, one token after the other; the number of them. Weights may change between two."""
@@ -411,14 +410,13 @@ class FakeVllm:
         weights = self._weights_of(model)
         return weights.fingerprint if weights else AS_STARTED
 
-    def _scores(self, body: dict[str, Any]) -> list[Any] | None:
+    def _scores(self, body: dict[str, Any]) -> str | None:
         if body["sampling_params"].get("prompt_logprobs") is None:
             return None
         ids, model = body["token_ids"], body.get("model")
         weights = self._weights_of(model)
         found = self.scorer(weights, ids) if self.scorer else prompt_logprobs(self.fingerprint(model), ids)
-        rows = [{str(i): {"logprob": p, "rank": 1, "decoded_token": None}} for i, p in zip(ids[1:], found, strict=True)]
-        return [None, *rows]
+        return base64.b64encode(np.array(found, "<f4").tobytes()).decode()
 
     def _blocks(self, body: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
         ids, salt = body["token_ids"], f"{body.get('model')}|{body.get('cache_salt')}"

@@ -4,6 +4,7 @@ network fails."""
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from fake_vllm import FakeOptions, FakeVllm, serving
 from fault_proxy import Fault, FaultProxy
 from patience import until
 
+from pvg.rollout.vllm_requests import GENERATE
+from pvg.servers.control import ARRAYS
 from pvg.servers.pool import (
     ConnectionBroken,
     HttpPool,
@@ -23,27 +26,27 @@ from pvg.servers.pool import (
     ServerUnreachable,
 )
 
-GENERATE = "/inference/v1/generate"
 PATIENCE_S = 20.0
 LONG = 300  # tokens of a reply that does not fit into one packet
 
 
 def body(tokens: int = LONG, *, stream: bool = False, name: str = "r") -> dict[str, Any]:
-    sampling = {"max_tokens": tokens, "seed": 1, "logprobs": 0}
+    sampling = {"max_tokens": tokens, "seed": 1, "logprobs": 0, "extra_args": ARRAYS}
     return {"request_id": name, "token_ids": [5, 6, 7], "sampling_params": sampling, "stream": stream}
 
 
 async def whole(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S, **asked: Any) -> int:
     reply = await pool.request("POST", url + GENERATE, body(**asked), timeout_s=timeout_s)
-    return len(reply.json()["choices"][0]["token_ids"])
+    return tokens_of(reply.json())
+
+
+def tokens_of(reply: Any) -> int:
+    return len(base64.b64decode(reply["choices"][0]["token_ids"])) // 4
 
 
 async def streamed(pool: HttpPool, url: str, timeout_s: float | None = PATIENCE_S, **asked: Any) -> int:
-    count = 0
     async with pool.events(url + GENERATE, body(stream=True, **asked), timeout_s=timeout_s) as events:
-        async for event in events:
-            count += len(event["choices"][0]["token_ids"])
-    return count
+        return sum([tokens_of(event) async for event in events if isinstance(event, dict)])
 
 
 WAYS = [whole, streamed]
@@ -172,7 +175,7 @@ def in_pieces(*pieces: bytes) -> Callable[[web.Request], Awaitable[web.StreamRes
     return handler
 
 
-EVENT = b'data: {"choices": [{"token_ids": [1]}]}\n\n'
+EVENT = b'data: {"choices": [{"token_ids": "AQAAAA=="}]}\n\n'
 
 
 def test_events_come_whole_however_they_are_cut() -> None:

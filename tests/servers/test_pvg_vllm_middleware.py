@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_model import mark_stable
 from safetensors.torch import save_file
 
+from pvg.rollout.vllm_requests import read_generated, read_prompt_logprobs
+from pvg.servers.control import ARRAYS
 from pvg.servers.server_side.pvg_vllm import middleware as routes
 from pvg.servers.server_side.pvg_vllm.middleware import Message, PvgMiddleware, Receive, Scope, Send
 
@@ -342,3 +346,92 @@ def test_adapters_are_loaded_once_and_unloaded(server: Server) -> None:
         assert server.post("/pvg/adapters/unload", {"label": "5-a/1"})[:2] == (200, {"label": "5-a/1"})
     assert not server.models.lora_requests
     assert not server.engine.calls, "nothing was paused"
+
+
+class Serving:
+    """vLLM's object for token requests, with the results of one request of 2,000 tokens in pieces."""
+
+    ids = tuple(range(100_000, 102_000))
+    prompt = SimpleNamespace(prompt_token_ids=[1, 2, 3], prompt_logprobs=[None, {2: -0.5}, {3: float("nan")}])
+
+    async def results(self, pieces: int, finish: str = "length") -> AsyncIterator[Any]:
+        size = len(self.ids) // pieces
+        for first in range(0, len(self.ids), size):
+            ids, last = self.ids[first : first + size], first + size == len(self.ids)
+            output = SimpleNamespace(
+                token_ids=ids,
+                logprobs=[{token: logprob(-token / 70)} for token in ids],
+                finish_reason=finish if last else None,
+                weight_versions=[SimpleNamespace(start=0, end=2000, version="a/1")] if last else None,
+                routed_experts=None,
+            )
+            scores = [one and {i: logprob(p) for i, p in one.items()} for one in self.prompt.prompt_logprobs]
+            yield SimpleNamespace(
+                outputs=[output],
+                prompt_token_ids=self.prompt.prompt_token_ids,
+                prompt_logprobs=None if first else scores,
+                num_cached_tokens=2,
+            )
+
+    def _raise_if_error(self, reason: str | None, name: str) -> None:
+        if reason == "error":
+            raise RuntimeError(name)
+
+    async def serve_tokens_full_generator(self, request: Any, results: AsyncIterator[Any], name: str) -> str:
+        return "an object per token"
+
+    async def serve_tokens_stream_generator(
+        self, request: Any, results: AsyncIterator[Any], name: str
+    ) -> AsyncIterator[str]:
+        yield "an object per token"
+
+
+def logprob(value: float) -> SimpleNamespace:
+    return SimpleNamespace(logprob=value)
+
+
+def asking(extra: Any) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+
+
+async def pieces_of(reply: AsyncIterator[str]) -> list[str]:
+    return [piece async for piece in reply]
+
+
+def test_tokens_come_in_arrays_of_11_bytes_each_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "TOLD_EVERY_S", 0.0)
+    serving, arrays = Serving(), asking(ARRAYS)
+    for _ in range(2):
+        routes.answer_in_arrays(serving)
+    routes.answer_in_arrays(None)  # a server that only scores
+
+    async def ask() -> tuple[list[str], list[str]]:
+        whole: Any = await serving.serve_tokens_full_generator(arrays, serving.results(1), "r")
+        streamed = serving.serve_tokens_stream_generator(arrays, serving.results(4), "r")
+        return await pieces_of(whole), await pieces_of(streamed)
+
+    (whole,), streamed = asyncio.run(ask())
+    assert len(whole) / len(serving.ids) < 11  # vLLM's own JSON: 140
+    found, reply = read_generated(json.loads(whole), "u"), json.loads(whole)
+    assert found.token_ids.tolist() == list(serving.ids)
+    assert found.logprobs.tolist() == [float(np.float32(-token / 70)) for token in serving.ids]
+    assert (found.labels, found.prompt_tokens, found.cached_tokens) == (((0, "a/1"),), 3, 2)
+    assert read_prompt_logprobs(reply, np.array([1, 2, 3], np.int32), "u")[0].tolist() == [-0.5, -9999.0]
+    assert [json.loads(event.removeprefix("data: ")) for event in streamed[:-1]] == [500, 1000, 1500, reply]
+    assert streamed[-1] == "data: [DONE]\n\n"
+
+
+def test_other_token_requests_are_answered_as_vllm_does_and_errors_stay_errors() -> None:
+    serving = Serving()
+    routes.answer_in_arrays(serving)
+
+    async def ask() -> None:
+        for extra in (None, {"other": 1}):
+            plain = asking(extra)
+            text = await serving.serve_tokens_full_generator(plain, serving.results(1), "r")
+            assert text == "an object per token"
+            assert await pieces_of(serving.serve_tokens_stream_generator(plain, serving.results(1), "r")) == [text]
+        with pytest.raises(RuntimeError, match="r1"):
+            await serving.serve_tokens_full_generator(asking(ARRAYS), serving.results(1, "error"), "r1")
+
+    asyncio.run(ask())

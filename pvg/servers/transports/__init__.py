@@ -1,7 +1,7 @@
 """The `Transport` protocol: how weight updates reach vLLM servers, and delivery with verification (`deliver`).
 
 A broken connection or a missing reply does not show whether an update happened. But a server can be asked which weights
-it has, and sending the same label twice is harmless (protocol 1). So `deliver` finds out:
+it has, and sending the same label twice is harmless. So `deliver` finds out:
 
     fault               asked       then
     ServerUnreachable   no          one more attempt after a pause: nothing was sent

@@ -1,8 +1,8 @@
 """`PvgMiddleware`: runs before all of vLLM's routes, requires the key, blocks unsafe routes, and serves /pvg/*.
 
 It timestamps control calls at their first byte. On a loopback address generation needs no key; it is only admitted a
-few requests per turn of the event loop. Every other route needs `Authorization: Bearer KEY`. So routes of a later vLLM
-version are locked until they are listed here.
+few requests per turn of the event loop, and answers in arrays if asked to (`answer_in_arrays`). Every other route needs
+`Authorization: Bearer KEY`. So routes of a later vLLM version are locked until they are listed here.
 
 A weight update pauses the engine between two steps, lets its workers load, sets the label as weight version, and
 resumes. Requests in flight are kept. The update drops the whole prefix cache with the keys and values of old weights,
@@ -13,13 +13,16 @@ the client's salts.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import json
+import math
 import os
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +35,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-COMPUTED = frozenset({"/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})
+GENERATE = "/inference/v1/generate"
+COMPUTED = frozenset({GENERATE, "/v1/completions", "/v1/chat/completions", "/classify", "/pooling"})
 FREE = COMPUTED | {"/health", "/ping", "/version", "/metrics", "/v1/models", "/tokenize", "/detokenize"}
 FREE_ON_A_NETWORK = frozenset({"/health", "/ping"})
 # They call any method of a worker, or load adapters from any path. Use /pvg/weights and /pvg/adapters instead.
@@ -97,9 +101,12 @@ class PvgMiddleware:
 
     async def _wait_for_turn(self, scope: Scope) -> None:
         """Wait for a turn, in order of arrival, if the request is for tokens."""
-        if routed_path(scope) in COMPUTED:
+        path = routed_path(scope)
+        if path in COMPUTED:
             async with self._admission:
                 await asyncio.sleep(0)
+        if path == GENERATE:
+            answer_in_arrays(getattr(scope["app"].state, "serving_tokens", None))
 
     def _has_key(self, scope: Scope) -> bool:
         return hmac.compare_digest(header(scope, b"authorization"), self._credentials)
@@ -131,9 +138,99 @@ class _Stamped:
         await self._send(message)
 
 
+# --- tokens in arrays ---
+
+ARRAYS = "pvg_arrays"  # in `extra_args` of a request's sampling parameters
+TOLD_EVERY_S = 0.1  # how often a stream says how many tokens there are
+UNLIKELY = -9999.0  # as vLLM writes log-probs of minus infinity and NaN
+
+
+def answer_in_arrays(serving: Any) -> None:
+    """Let vLLM's token route (`ServingTokens`) send arrays to requests that ask for ARRAYS: token ids int32, log-probs
+    float32, both little-endian in base64. vLLM's own JSON has an object per token, which takes 140 bytes, 6 us of this
+    event loop and 0.5 us of the trainer's; arrays take 11 bytes and 0.1 us. A second call does nothing.
+
+    A stream sends only counts of tokens until its end, and then the same reply as without a stream.
+    """
+    if serving is None or "serve_tokens_full_generator" in vars(serving):
+        return
+    whole, streamed = serving.serve_tokens_full_generator, serving.serve_tokens_stream_generator
+
+    async def answer(request: Any, results: AsyncIterator[Any], name: str, *rest: Any) -> Any:
+        if not (request.sampling_params.extra_args or {}).get(ARRAYS):
+            return await whole(request, results, name, *rest)
+        *_, reply = [event async for event in _array_events(serving, results, name)]
+        return _one(reply)  # vLLM sends an iterator as it is
+
+    def stream(request: Any, results: AsyncIterator[Any], name: str, *rest: Any) -> AsyncIterator[str]:
+        if not (request.sampling_params.extra_args or {}).get(ARRAYS):
+            plain: AsyncIterator[str] = streamed(request, results, name, *rest)
+            return plain
+        return _server_sent(_array_events(serving, results, name))
+
+    serving.serve_tokens_full_generator, serving.serve_tokens_stream_generator = answer, stream
+
+
+async def _one(text: str) -> AsyncIterator[str]:
+    yield text
+
+
+async def _server_sent(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    async for event in events:
+        yield f"data: {event}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _array_events(serving: Any, results: AsyncIterator[Any], name: str) -> AsyncIterator[str]:
+    """Counts of tokens, and at the end the reply. Without a stream there is one result."""
+    ids, logprobs, prompt, cached, scores, told = array("i"), array("f"), 0, 0, None, time.monotonic()
+    async for result in results:
+        (output,) = result.outputs
+        serving._raise_if_error(output.finish_reason, name)
+        prompt, cached = len(result.prompt_token_ids or ()) or prompt, result.num_cached_tokens or cached
+        if result.prompt_logprobs:
+            prompt_ids = result.prompt_token_ids[1:]
+            scores = array("f", _of_tokens(prompt_ids, result.prompt_logprobs[1:]))
+        ids.extend(output.token_ids)
+        logprobs.extend(_of_tokens(output.token_ids, output.logprobs or ()))
+        if (now := time.monotonic()) > told + TOLD_EVERY_S and not output.finish_reason:
+            told = now
+            yield str(len(ids))
+    choice = {
+        "finish_reason": output.finish_reason,
+        "token_ids": _base64(ids),
+        "logprobs": _base64(logprobs),
+        "weight_versions": [{"start": span.start, "version": span.version} for span in output.weight_versions or ()],
+        "routed_experts": None if output.routed_experts is None else _npy(output.routed_experts),
+    }
+    usage = {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": cached}}
+    reply = {"choices": [choice], "usage": usage, "prompt_logprobs": None if scores is None else _base64(scores)}
+    yield json.dumps(reply)
+
+
+def _of_tokens(ids: Iterable[int], candidates: Iterable[Mapping[int, Any] | None]) -> Iterable[float]:
+    """The log-prob of each token among its candidates."""
+    for token, found in zip(ids, candidates, strict=False):  # an abort's last result has no tokens, but all log-probs
+        entry = found.get(token) if found else None
+        value = UNLIKELY if entry is None else entry.logprob
+        yield UNLIKELY if math.isnan(value) else max(value, UNLIKELY)
+
+
+def _base64(values: array[Any]) -> str:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return base64.b64encode(values).decode()
+
+
+def _npy(values: Any) -> str:
+    from vllm.utils.serial_utils import numpy2base64
+
+    return str(numpy2base64(values))
+
+
 # --- routes ---
 
-PROTOCOL = 1
+PROTOCOL = 2  # 2: token requests answer in arrays if asked to
 
 
 @dataclass(frozen=True, slots=True)
