@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pvg
 
-GIT_S = 30.0
+GIT_S = 10.0
 
 
 def code_version() -> str:
-    """pvg's version, with the git commit if it runs from a checkout."""
+    """pvg's version, with the git commit if it runs from a checkout, or "unknown" if git does not tell it."""
     root = Path(pvg.__file__).parent.parent
     if not (root / ".git").exists() or shutil.which("git") is None:
         return pvg.__version__
-    commit = git(root, "describe", "--always", "--dirty")
-    return pvg.__version__ if commit is None else f"{pvg.__version__}+{commit}"
+    return f"{pvg.__version__}+{git(root, 'describe', '--always', '--dirty') or 'unknown'}"
 
 
 def git(root: Path, *arguments: str) -> str | None:

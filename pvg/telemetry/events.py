@@ -6,10 +6,13 @@ short, the next event begins a new line.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -94,7 +97,22 @@ NOTICES = {
     "server started": "A vLLM server on node {node} is ready.",
     "server lost": "vLLM on node {node}: {why}.",
     **dict.fromkeys(("no room", "node shared", "node differs", "experimental", "servers", "server given up"), "{why}."),
+    "waits": "pvg waits for {why}.",
 }
+QUIET_S = 5.0  # of a wait for another process, before a notice
+
+
+@asynccontextmanager
+async def patience(events: Events, what: str, limit_s: float) -> AsyncIterator[None]:
+    """Limits the awaits of the block, which wait for `what`; reports them once if they take longer than QUIET_S. Raises
+    TimeoutError."""
+    why = f"{what}, for at most {limit_s:g} s"
+    late = asyncio.get_running_loop().call_later(QUIET_S, partial(events.event, "workers", event="waits", why=why))
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    finally:
+        late.cancel()
 
 
 class ServerNotices(Events):

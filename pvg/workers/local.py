@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from pvg.errors import MissingRequirementError
-from pvg.telemetry.events import Events, SilentEvents
+from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, send
 
 if TYPE_CHECKING:
@@ -223,7 +223,8 @@ class LocalSupply:
         files = [] if connection is None else [connection.fileno()]
         self._broken = True  # until the answer comes: a late one must not be taken for the next one's
         socket.send_fds(self._control, [f"{question}\n".encode()], files)
-        async with asyncio.timeout(self._patience_s):
+        what = f"the process that starts workers (pid {self._nursery.pid})"
+        async with patience(self.events, what, self._patience_s):
             while not answer.endswith(b"\n"):
                 part = await loop.sock_recv(self._control, 64)
                 if not part:

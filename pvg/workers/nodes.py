@@ -19,12 +19,13 @@ from typing import Any
 import pvg
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.device import processor
-from pvg.telemetry.events import Events
+from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
-from pvg.workers.local import Member
+from pvg.workers.local import ANSWER_S, START_S, Member
 
-PROCESS_S = 60.0  # for a forked process to connect, and for the first frame of an agent that has connected
+HELLO_S = 60.0  # for the first frame of an agent that has connected
+FORK_S = 2 * START_S + ANSWER_S  # the agent may need a second process to fork from
 # An agent is lost after so many of the driver's probes without a report. Agents report twice as often as it probes.
 PROBES_MISSED = 8
 
@@ -70,6 +71,7 @@ class Node:
     asked: int = field(default=0, kw_only=True)
     missed: int = field(default=0, kw_only=True)  # probes since its last report
     lost: str = field(default="", kw_only=True)  # why it is no longer used
+    events: Events = field(default_factory=SilentEvents, kw_only=True)
 
     async def ask(self, frame: Frame) -> Frame:
         """The agent's answer. Raises ConnectionError if the node is or gets lost, and PvgError if the agent fails."""
@@ -102,6 +104,7 @@ class Node:
     ) -> None:
         """Take the agent's frames until its connection ends. `events` gets what its processes print. `stop`: called
         if the agent asks for the end of the run."""
+        self.events = events
         while (frame := await receive(reader)) is not None:
             self.missed = 0
             if frame.kind == "alive":
@@ -141,8 +144,9 @@ async def forked(node: Node, entrance: Entrance, what: str) -> tuple[int, asynci
     does not connect, and what `Node.ask` raises. `what`: its name in the error."""
     key, expected = entrance.expect()
     try:
-        pid: int = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
-        return pid, *await asyncio.wait_for(expected, PROCESS_S)
+        async with patience(node.events, f"a {what} on node {node.name}", FORK_S):
+            pid: int = (await node.ask(Frame("fork", {"key": key}))).fields["pid"]
+            return pid, *await expected
     except TimeoutError:
         raise ConnectionError(f"a {what} on node {node.name} has not connected to the driver") from None
     finally:
@@ -152,9 +156,9 @@ async def forked(node: Node, entrance: Entrance, what: str) -> tuple[int, asynci
 async def greeting(reader: asyncio.StreamReader) -> Frame:
     """The first frame of an agent that has connected. Raises ConnectionError if it does not come."""
     try:
-        hello = await asyncio.wait_for(receive(reader), PROCESS_S)
+        hello = await asyncio.wait_for(receive(reader), HELLO_S)
     except TimeoutError:
-        raise ConnectionError(f"an agent has connected, and then was silent for {PROCESS_S:g} s") from None
+        raise ConnectionError(f"an agent has connected, and then was silent for {HELLO_S:g} s") from None
     if hello is None:
         raise ConnectionError("an agent has connected and then left")
     return hello

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,14 @@ import orjson
 import pytest
 from tiny_workload import TinyWorkload, write_profile
 
+import pvg
 from pvg.bench.planning import plan_bench
 from pvg.bench.report import BenchReport, git_state, read_report, write_report
 from pvg.bench.runner import run_plan
 from pvg.bench.workloads import trainer as machine
 from pvg.errors import UsageError
 from pvg.installation import version_of
+from pvg.version import code_version
 
 TABLE = {"tiny": TinyWorkload}
 
@@ -101,6 +104,24 @@ def test_a_checkout_is_dirty_when_its_code_is_and_not_for_a_new_report(folder: P
     assert git_state(folder) == (commit, False)
     (folder / "pvg" / "code.py").write_text("x = 2\n")
     assert git_state(folder) == (commit, True)
+
+
+def test_a_git_that_hangs_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a disk of the network that does not answer. Its own child keeps its output open."""
+    fake = folder / "git"
+    fake.write_text("#!/bin/sh\nsleep 600 &\ntouch $!.sleeps\nexec sleep 600\n")
+    fake.chmod(0o700)
+    (folder / ".git").mkdir()
+    (folder / "pvg").mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setattr("pvg.version.GIT_S", 0.5)
+    monkeypatch.setattr("pvg.__file__", str(folder / "pvg" / "__init__.py"))
+    try:
+        assert code_version() == f"{pvg.__version__}+unknown"
+        assert git_state(folder) == (None, None)
+    finally:
+        for sleeping in folder.glob("*.sleeps"):
+            os.kill(int(sleeping.stem), signal.SIGKILL)
 
 
 def test_the_matmul_rate_counts_two_operations_for_each_product_and_sum(monkeypatch: pytest.MonkeyPatch) -> None:

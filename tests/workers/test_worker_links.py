@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 import pytest
+from worker_stand_ins import RecordedEvents
 
 from pvg.errors import MissingRequirementError
 from pvg.workers import links, nodes
@@ -37,9 +38,27 @@ async def meet(call) -> int | BaseException:
 
 
 def test_an_agent_that_connects_and_then_hangs_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(nodes, "PROCESS_S", 0.1)
+    monkeypatch.setattr(nodes, "HELLO_S", 0.1)
     with pytest.raises(ConnectionError, match="has connected, and then was silent"):
         asyncio.run(_greeted(asyncio.StreamReader))
+
+
+def test_an_agent_that_starts_no_process_is_named_and_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(nodes, "FORK_S", 0.1)
+    monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
+    events = RecordedEvents()
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:  # the agent reads nothing
+            _, writer = await asyncio.open_unix_connection(sock=ours)
+            node = nodes.Node("second", writer, events=events)
+            with pytest.raises(ConnectionError, match="on node second has not connected"):
+                await nodes.forked(node, nodes.Entrance(), "worker")
+            writer.close()
+
+    asyncio.run(run())
+    assert ["node second" in event["why"] for event in events.of("waits")] == [True]
 
 
 async def _greeted(silent):

@@ -406,6 +406,28 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch
     asyncio.run(run())
 
 
+def test_a_wait_for_the_process_that_starts_workers_says_so_and_ends(monkeypatch):
+    """It hangs, and so does the one that takes its place."""
+    events, begin = RecordedEvents(), LocalSupply._begin
+
+    def begin_stopped(supply: LocalSupply) -> None:
+        begin(supply)
+        os.kill(supply._nursery.pid, signal.SIGSTOP)
+
+    async def run() -> None:
+        with LocalSupply() as supply:
+            supply.events = events
+            await supply.start()
+
+    monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
+    monkeypatch.setattr("pvg.workers.local.START_S", 0.2)
+    monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
+    monkeypatch.setattr(LocalSupply, "_begin", begin_stopped)
+    with pytest.raises(MissingRequirementError, match=r"did not answer within 0\.2 s"):
+        asyncio.run(asyncio.wait_for(run(), 60))
+    assert [("starts workers" in event["why"], event["event"]) for event in events.seen] == [(True, "waits")] * 2
+
+
 def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch):
     async def run() -> None:
         monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
