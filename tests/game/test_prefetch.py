@@ -277,9 +277,9 @@ def test_what_comes_is_scored_at_once_where_that_holds_up_nobody(scored: WhenSco
     assert (len(scorer.asked) >= 2 * GROUPS) == at_once
 
 
-def test_ages_and_losses_of_two_batches_by_hand() -> None:
+def test_ages_and_losses_of_three_batches_by_hand() -> None:
     """Versions of the groups in the order of their start; None comes never. Each has two rollouts of four tokens."""
-    versions = iter([1, None, 2, 2, 2, 3, 3, 3, 2, 4, 3, 4, 3, *[4] * 4, *[5] * 9])
+    versions = iter([1, None, 2, 2, 2, 3, 3, 3, 2, 4, 3, 4, 3, 4, None, 4, 4, *[5] * 6, 6, 4, 6])
 
     class Aged(Orders):
         async def sample(self, orders: list[GroupOrder], number: int, gate: AdmissionGate) -> list[Group]:
@@ -292,9 +292,9 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
         ahead = SamplingAhead(kind="old", batches=1)
         how: dict[str, Any] = {"budget": 1, "concurrency": 99, "scored": "batch"}
         prefetcher, again = (Prefetcher(Aged(), Scorer(), ahead, **how) for _ in range(2))  # type: ignore[arg-type]
-        prefetcher.start(version=3, batch=1, batches=2)
+        prefetcher.start(version=3, batch=1, batches=3)
         found = []
-        for version in (4, 5):
+        for version in (4, 5, 6):
             await asyncio.sleep(0.01)
             for _ in range(2):  # the second time changes nothing
                 prefetcher.published(version)
@@ -302,15 +302,15 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
             found.append((await asyncio.wait_for(prefetcher.batch(version), 60.0))[1])
         await prefetcher.close()
         assert len(asyncio.all_tasks()) == 1  # nothing is left running
-        with pytest.raises(ValueError, match="version 4 after 5"):
-            prefetcher.published(4)
-        # 8 were ordered at first, then 1, 4, 4 and 2 for those that were dropped or taken.
-        assert prefetcher.state() == {"helpful": 19, "sneaky": 0}
+        with pytest.raises(ValueError, match="version 5 after 6"):
+            prefetcher.published(5)
+        # 8 were ordered at first, then 1, 4, 4, 2, 4 and 3 for those that were dropped or taken.
+        assert prefetcher.state() == {"helpful": 26, "sneaky": 0}
         assert again.load_state(prefetcher.state()) == 0
         assert again.state() == prefetcher.state()
         return found
 
-    first, second = asyncio.run(play())
+    first, second, third = asyncio.run(play())
     # Version 3: the first group is too old and replaced by a 2. Version 4: four of version 2 are, by 4, 3, 4, 3. Taken
     # are the oldest, three that waited since version 3 and one 3 that came now. 4, 4, 3 wait, and the one without end.
     assert first == {
@@ -324,17 +324,30 @@ def test_ages_and_losses_of_two_batches_by_hand() -> None:
         "stale_waiting": 8.0,
         "stale_tokens": 40.0,
     }
-    # Version 5: the one without end is cancelled (four ordered rollouts), the waiting 3 dropped. Taken are four 4s.
+    # Version 5: the one without end is cancelled (four ordered rollouts), the waiting 3 dropped. Taken are four 4s. 4,
+    # 5, 5 wait, and the second one without end.
     assert second == {
         "staleness_in_flight": 0.0,
         "staleness_in_queue": 1.0,
-        "groups_in_flight": 0.0,
-        "groups_waiting": 4.0,
+        "groups_in_flight": 1.0,
+        "groups_waiting": 3.0,
         "dropped_stale": 6.0,
         "stale_cancelled": 4.0,
         "stale_on_arrival": 0.0,
         "stale_waiting": 2.0,
         "stale_tokens": 8.0,
+    }
+    # Version 6: the second one without end, the waiting 4, and a 4 that comes now. Taken are four of six 5s.
+    assert third == {
+        "staleness_in_flight": 0.0,
+        "staleness_in_queue": 1.0,
+        "groups_in_flight": 0.0,
+        "groups_waiting": 4.0,
+        "dropped_stale": 8.0,
+        "stale_cancelled": 4.0,
+        "stale_on_arrival": 2.0,
+        "stale_waiting": 2.0,
+        "stale_tokens": 16.0,
     }
 
 
@@ -363,7 +376,7 @@ def test_scores_ahead_that_have_not_begun_are_given_up_at_the_end(monkeypatch: p
     """`VerifierScorer.drop` does not know of a call whose input is still being made."""
     monkeypatch.setattr("pvg.game.prefetch.SCORED_TOGETHER", 2)
 
-    asked, given_up = [], []
+    asked, given_up, ended = [], [], []
 
     class Reading(Scorer):
         async def score(self, rollouts: Sequence[Rollout]) -> Float32:
@@ -374,8 +387,11 @@ def test_scores_ahead_that_have_not_begun_are_given_up_at_the_end(monkeypatch: p
                 given_up.append(len(rollouts))
             raise AssertionError("never")
 
+        async def drop(self) -> None:
+            ended.extend(given_up)
+
     asyncio.run(asyncio.wait_for(first_batch(Reading(), "background", starved=False), 60.0))
-    assert asked == given_up != []
+    assert asked == ended != []
 
 
 @pytest.mark.parametrize(

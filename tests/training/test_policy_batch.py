@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_policy import policy_batch
 
-from pvg.training.batch import MinibatchSource, minibatches
+from pvg.records import Grade, Role, Rollout, Turn, VersionSpan
+from pvg.training.batch import MinibatchSource, batch_of, minibatches
 
 
 def example():
@@ -21,7 +22,9 @@ def test_layout_on_positions():
     assert len(batch) == 3
     assert batch.lengths_N.tolist() == [3, 4, 2]
     assert batch.completion_lengths_N.tolist() == [2, 1, 1]
-    assert batch.on_positions(batch.sampled_logprobs).tolist() == [[0, -1, -2, 0], [0, 0, 0, -3], [0, -4, 0, 0]]
+    on_positions = batch.on_positions(batch.sampled_logprobs)
+    assert on_positions.tolist() == [[0, -1, -2, 0], [0, 0, 0, -3], [0, -4, 0, 0]]
+    assert on_positions.dtype == np.float32
 
 
 def test_selecting_rows_takes_every_column_along():
@@ -33,6 +36,32 @@ def test_selecting_rows_takes_every_column_along():
     assert picked.advantages_N.tolist() == [2.0, 0.5]
     assert picked.row_weights_N.tolist() == [3, 1]
     assert picked.group_ids_N.tolist() == [2, 0]
+
+
+def test_rollouts_become_rows_and_an_environments_tokens_have_no_log_probs():
+    def sampled(number, role, tokens, **others):
+        who = (str(number), "problem", "1+1?", "2", role, 0, "base", 0, 7 - number)
+        ids = (np.arange(number + 1, dtype=np.int32), np.array(tokens, dtype=np.int32))
+        spans = (VersionSpan(0, 5), VersionSpan(1, 3 + number))
+        logprobs = -np.arange(len(tokens), dtype=np.float32)
+        return Rollout(*who, *ids, logprobs, spans, "stop", "", Grade(correct=True, well_formed=True), **others)
+
+    plain = sampled(0, Role.HELPFUL, [4, 5])
+    turns = (Turn(0, True, ""), Turn(1, False, ""), Turn(3, True, ""))
+    dialogue = sampled(1, Role.SNEAKY, [6, 7, 8, 9], turns=turns)
+    batch = batch_of([plain, dialogue], np.array([0.5, -1.0], dtype=np.float32))
+    assert [row.tolist() for row in batch.sequences] == [[0, 4, 5], [0, 1, 6, 7, 8, 9]]
+    assert [row.tolist() for row in batch.sampled_logprobs] == [[0, -1], [0, -3]]
+    assert [mask.tolist() for mask in batch.sampled_masks] == [[True, True], [True, False, False, True]]
+    found = batch.prompt_lengths, batch.group_ids_N, batch.role_ids_N, batch.versions_N
+    assert [column.tolist() for column in found] == [[1, 2], [7, 6], [Role.HELPFUL.number, Role.SNEAKY.number], [3, 4]]
+    alone = batch_of([plain], np.zeros(1, dtype=np.float32))
+    assert (alone.sampled_masks, alone.routed_experts) == (None, None)
+
+    experts = replace(plain, routed_experts=np.zeros((2, 1, 1), dtype=np.uint8))
+    assert len(batch_of([experts] * 2, np.zeros(2, dtype=np.float32)).routed_experts) == 2
+    with pytest.raises(ValueError, match="only 1 of 2 rollouts have routed experts"):
+        batch_of([experts, plain], np.zeros(2, dtype=np.float32))
 
 
 def numbered(groups, roles):
@@ -54,6 +83,8 @@ def test_minibatches_keep_groups_whole_and_share_the_roles_out():
 def test_fewer_groups_than_parts_are_dealt_out_by_row():
     parts = minibatches(numbered([0, 0, 0, 0, 1, 1, 1, 1], [1] * 8), 4)
     assert [len(part) for part in parts] == [2, 2, 2, 2]
+    many = minibatches(numbered([0] * 40 + [1] * 40, [1] * 80), 3)
+    assert [numbers(part) for part in many] == [[*range(part, 80, 3)] for part in range(3)]  # the same on every machine
     with pytest.raises(ValueError, match="cannot make 9 minibatches of 8 rows"):
         minibatches(numbered([0] * 8, [1] * 8), 9)
 

@@ -14,3 +14,4 @@ def test_warmup_then_constant():
 def test_warmup_then_linear():
     # After two steps of warm-up, four steps fall from 1 by quarters; 0 would be reached at step 6.
     assert factors("linear", range(8), warmup=2, total_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert factors("linear", range(5), warmup=2, total_steps=3) == [0.5, 1.0, 1.0, 0.0, 0.0]

@@ -14,10 +14,18 @@ from table_policy import TablePolicy, policy_batch, small_llama
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.errors import StateError, TrainingDivergedError
+from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.telemetry.metrics import Metrics
+from pvg.telemetry.spans import Tracer
 from pvg.training.losses import PolicyObjective
-from pvg.training.trainer import OptimizerSettings, Trainer
+from pvg.training.trainer import (
+    OptimizerSettings,
+    PartGradient,
+    Trainer,
+    accumulate,
+    checkpoint_layers,
+    trainable_parameters,
+)
 
 VOCABULARY = 11
 SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup=2, schedule="linear", total_steps=8, gradient_clip=0.5)
@@ -86,10 +94,11 @@ def test_a_resumed_training_is_bit_identical(executor, tmp_path, tied):
     straight = make(llama(tied=tied), batches, executor)
     reports = play(straight, 6)
 
-    first = make(llama(tied=tied), batches[:3], executor)
+    first = make(llama(tied=tied), batches[:4], executor)
     play(first, 3)
     tensors, meta = first.state()
     save_file(tensors, tmp_path / "trainer.safetensors")
+    play(first)
 
     torch.manual_seed(99)
     fresh = llama(tied=tied)
@@ -97,7 +106,8 @@ def test_a_resumed_training_is_bit_identical(executor, tmp_path, tied):
         for weight in fresh.parameters():
             weight.normal_()
     second = make(fresh, batches[3:], executor)
-    second.load_state(load_file(tmp_path / "trainer.safetensors"), meta)
+    loaded = load_file(tmp_path / "trainer.safetensors")
+    second.load_state(loaded, meta)
     assert second.steps_done == 3
     resumed = play(second, 3)
 
@@ -106,6 +116,7 @@ def test_a_resumed_training_is_bit_identical(executor, tmp_path, tied):
     assert [report.step for report in resumed] == [3, 4, 5]
     for name, tensor in straight.state()[0].items():
         assert torch.equal(tensor, second.state()[0][name])
+        assert torch.equal(loaded[name], tensors[name])  # both are copies, which no later step changes
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(executor):
@@ -227,16 +238,35 @@ def test_one_step_by_hand(executor):
     (report,) = play(trainer)
     assert report.metrics["grad_norm"] == pytest.approx(5.0)  # of (3, -4), summed over the micro-batches, unclipped
     assert report.metrics["learning_rate"] == pytest.approx(0.05)
+    assert report.metrics["micro_batches"] == 2
+    assert trainer.module.table_LV.grad is None  # its memory is free
     step = trainer.module.table_LV.detach() - before
     torch.testing.assert_close(step, torch.tensor([[-0.05, 0.05]]), rtol=1e-4, atol=1e-6)
 
 
+def test_a_step_works_in_its_thread_and_tells_where_its_time_goes(executor):
+    threads = []
+    trainer = scripted([[lambda t: threads.append(threading.current_thread().name) or t.sum()]], executor)
+
+    async def work():
+        tracer = Tracer()
+        with tracer.drive():
+            await trainer.step()
+            return tracer.close_step().exposed.keys()
+
+    parts = {"wait_for_rollouts", "pack", "forward_backward", "optimizer", "unaccounted"}
+    assert asyncio.run(work()) == parts
+    assert threads == ["trainer_0"]
+
+
 def test_the_global_norm_is_clipped(executor):
-    """The first moment is (1 - beta1) x the clipped gradient: (3, -4) of norm 5 becomes (0.6, -0.8)."""
+    """The first moment is (1 - beta1) x the clipped gradient: (3, -4) of norm 5 becomes (0.6, -0.8). The second one is
+    (1 - beta2) x its square."""
     trainer = scripted([[lambda t: t[0, 0] * 3 - t[0, 1] * 4]], executor, gradient_clip=1.0)
     play(trainer)
-    moments = trainer.state()[0]["optimizer.exp_avg.table_LV"]
-    torch.testing.assert_close(moments, torch.tensor([[0.06, -0.08]]), rtol=1e-4, atol=1e-6)
+    for moment, expected in (("exp_avg", [0.06, -0.08]), ("exp_avg_sq", [0.018, 0.032])):
+        found = trainer.state()[0][f"optimizer.{moment}.table_LV"]
+        torch.testing.assert_close(found, torch.tensor([expected]), rtol=1e-4, atol=1e-6)
 
 
 def test_precision_decides_what_the_matrix_products_run_in(executor):
@@ -249,6 +279,71 @@ def test_precision_decides_what_the_matrix_products_run_in(executor):
         assert found == {expected}
         assert math.isfinite(report.metrics["loss"])
         assert {weight.dtype for weight in module.parameters()} == {torch.float32}
+
+
+# --- other processes -----------------------------------------------------------------------------------------------
+
+
+class Workers:
+    """Compute shards of two micro-batches, the last of them empty, with the trainer's own module."""
+
+    def __init__(self, module):
+        self.module, self.parameters, self.calls = module, trainable_parameters(module), []
+
+    def shards(self, batch):
+        return [batch[start : start + 2] for start in range(0, len(batch) + 2, 2)]
+
+    def weights_changed(self):
+        self.calls.append("changed")
+
+    def gradients(self, parts, state):
+        self.calls.append(([len(part) for part in parts], state["found"]))
+        return [self.gradient(part) for part in parts]
+
+    def gradient(self, part):
+        self.module.zero_grad()
+        losses, metrics = accumulate(self.module, Scripted(), part, "float32")
+        gradient = torch.cat([weight.grad.flatten() for weight in self.parameters.values()])
+        return PartGradient(gradient, torch.stack(losses).tolist(), metrics)
+
+
+class Adapting(Scripted):
+    """A coefficient that is the norm of the last gradient."""
+
+    found = 1.0
+
+    def adapt(self, metrics):
+        before, self.found = self.found, metrics["grad_norm"]
+        return {"coefficient": before}
+
+    def state(self):
+        return {"found": self.found}
+
+    def load_state(self, state):
+        self.found = state["found"]
+
+
+def test_workers_train_as_one_process_does(executor):
+    def opened(**helpers):
+        module = TablePolicy([[0.5, 0.5]])
+        module.bias = torch.nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
+        good = [lambda t, by=by: (t.sum() + module.bias[by]) ** 2 for by in range(3)]
+        bad = [*good[:2], lambda t: (t.sum() + module.bias.sum()) * math.nan]
+        made = {name: helper(module) for name, helper in helpers.items()}
+        return make(module, [good, good, bad if made else good], executor, objective=Adapting(), **made), made
+
+    (alone, _), (trainer, helpers), (resumed, others) = opened(), opened(workers=Workers), opened(workers=Workers)
+    expected, found = play(alone, 2), play(trainer, 2)
+    assert [report.metrics for report in found] == [pytest.approx(report.metrics) for report in expected]
+    norm = pytest.approx(expected[0].metrics["grad_norm"])
+    assert helpers["workers"].calls == [([2, 1], 1.0), "changed", ([2, 1], norm), "changed"]
+    with pytest.raises(TrainingDivergedError, match="at step 2: the loss of micro-batch 2 is nan"):
+        play(trainer)
+    resumed.load_state(*trainer.state())
+    assert others["workers"].calls == ["changed"]
+    assert play(resumed)[0].metrics == pytest.approx(play(alone)[0].metrics)
+    for name, tensor in alone.state()[0].items():
+        torch.testing.assert_close(resumed.state()[0][name], tensor)
 
 
 # --- gradient checkpointing ----------------------------------------------------------------------------------------
@@ -266,3 +361,23 @@ def test_checkpointed_layers_run_twice_and_give_the_same_weights(executor):
         assert len(calls) - from_checks == (2 if switch else 1)
         results[switch] = bits(module)
     assert results[True] == results[False]
+
+
+def test_layers_that_cannot_be_checkpointed_are_refused():
+    module = llama()
+    module.model.layers[1].dropout = 0.1
+    for refused, message in (
+        (TablePolicy([[0.5, 0.5]]), "no layers that support"),
+        (module, r"applies dropout \(0.1\)"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            checkpoint_layers(refused)
+
+
+def test_parameters_that_cannot_be_trained_are_refused():
+    for module, message in (
+        (llama(dtype=torch.bfloat16), "must be float32"),
+        (torch.nn.ReLU(), "no parameter to train"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            trainable_parameters(module)

@@ -120,10 +120,12 @@ def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "pairing"), [("float32", "random"), ("bfloat16", "random"), ("float32", "problem")]
+    ("precision", "pairing", "budget"),
+    [("float32", "random", 2048), ("bfloat16", "random", 2048), ("float32", "problem", 40)],
 )
-def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision, pairing):
-    section = SECTION.model_copy(update={"pairing": pairing, "steps": 60})
+def test_the_implicit_verifier_learns_what_can_be_told_apart(tmp_path, executor, precision, pairing, budget):
+    """40 tokens are less than a problem's solutions, so pairs are cut."""
+    section = SECTION.model_copy(update={"pairing": pairing, "steps": 60, "micro_batch_tokens": budget})
     model = open_verifier()
     source = open_source(open_stream(tmp_path, toy_rollouts(0, 60)), model, executor, section, precision=precision)
     settings = OptimizerSettings(learning_rate=3e-3, total_steps=section.steps, warmup=5)

@@ -10,7 +10,7 @@ from pvg.errors import ConfigurationError, StateError, TrainingDivergedError
 from pvg.models.packing import pad_right
 from pvg.records import Role
 from pvg.verifier.data import VerifierTemplate
-from pvg.verifier.scorer import ScoreCache, TorchBackend, VerifierScorer
+from pvg.verifier.scorer import ScoreCache, ScoreKey, TorchBackend, VerifierScorer
 
 HEADS = ["scalar", "implicit", "yes_token"]
 
@@ -272,6 +272,25 @@ def test_a_score_is_the_same_bits_whatever_it_is_batched_with(head, executor):
         assert np.concatenate(parts).tobytes() == whole.tobytes(), size
 
 
+def test_a_cache_keeps_the_scores_that_were_used_last():
+    def key(number):
+        return ScoreKey("version", "template", bytes([number]) * 16)
+
+    cache, smaller = ScoreCache(2), ScoreCache(1)
+    cache.put(key(0), 0.5)
+    cache.put(key(1), 1.5)
+    assert (cache.get(key(0)), cache.get(key(2))) == (0.5, None)
+    cache.put(key(2), 2.5)  # and 1 is gone
+    cache.put(key(0), 0.1)
+    cache.put(key(3), 3.5)  # and 2 is gone
+    assert [cache.get(key(number)) for number in range(4)] == [0.1, None, None, 3.5]
+    assert (cache.hits, cache.misses, cache.evictions) == (3, 3, 2)
+    digests, scores = cache.entries()
+    assert (digests[:, 0].tolist(), digests.shape, scores.tolist()) == ([0, 3], (2, 16), [0.1, 3.5])
+    smaller.restore("version", "template", digests, scores)
+    assert (smaller.get(key(0)), smaller.get(key(3)), len(smaller)) == (None, 3.5, 1)
+
+
 def test_a_cache_travels_to_a_scorer_of_the_same_verifier_only(executor):
     model = verifier("implicit")
     scorer, other = make_scorer(model, executor), make_scorer(model, executor)
@@ -280,6 +299,9 @@ def test_a_cache_travels_to_a_scorer_of_the_same_verifier_only(executor):
     other.load_cache_state(scorer.cache_state())
     assert asyncio.run(other.score(rollouts)).tobytes() == scores.tobytes()
     assert (other.stats.hits, other.stats.misses) == (5, 0)
+    other.set_version("the same weights")
+    model._reference_model.close()  # its references have travelled too
+    assert asyncio.run(other.score(rollouts)).tobytes() == scores.tobytes()
     perturb(model)
     with pytest.raises(StateError, match="another verifier"):
         make_scorer(model, executor).load_cache_state(scorer.cache_state())
