@@ -16,6 +16,7 @@ happens only within a sample.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 
 from pvg.bench.runner import RESET
 from pvg.bench.workloads import BenchMetric, BenchSettings, Workload, workload_settings
@@ -36,6 +38,7 @@ from pvg.models.language_model import LanguageModel
 from pvg.records import Float32, Int32, Rollout
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall
 from pvg.rollout.engine import Engine, Sampling
+from pvg.rollout.vllm_requests import read_generated
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks import open_task
 from pvg.tasks.task import Task, problems_of_half
@@ -140,6 +143,8 @@ MEASURES = {
 ON_SERVERS = {
     "engine_batch": BenchMetric("rows", "higher", "requests in flight, mean over the time of sampling"),
     "prefix_share": BenchMetric("1", "higher", "share of the prompt tokens that came from a prefix cache"),
+    "reading_us": BenchMetric("us/token", "lower", "this process's time to read the completions from replies"),
+    "reading_json_us": BenchMetric("us/token", "lower", "the same for vLLM's own form, a JSON object per token"),
 }
 
 
@@ -234,7 +239,7 @@ class RolloutWorkload:
             "latency_p99_s": p99,
             "group_straggle_s": float(np.mean([group.spread_s for group in groups])),
             "engine_batch": stats.mean_batch,
-            **({"prefix_share": stats.prefix_share} if self._on_servers else {}),
+            **({"prefix_share": stats.prefix_share, **reading_us(rollouts)} if self._on_servers else {}),
         }
 
     def derived(self) -> dict[str, float]:
@@ -244,6 +249,32 @@ class RolloutWorkload:
 
     async def close(self) -> None:
         await self._players.close()
+
+
+def reading_us(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """The times of ON_SERVERS to read these rollouts' completions, from replies that are made of them here. For vLLM's
+    own replies only what any client must do: parse the JSON, and take ids and log-probs into arrays."""
+    arrays, objects = [], []
+    for rollout in rollouts:
+        ids, logprobs = rollout.completion_ids, rollout.logprobs
+        pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        entries = [{"token_id": token, "logprob": logprob, "rank": 1} for token, logprob in pairs]
+        content = [entry | {"top_logprobs": [entry]} for entry in entries]
+        values = {"token_ids": ids, "logprobs": logprobs}
+        packed = {name: base64.b64encode(array.tobytes()).decode() for name, array in values.items()}
+        choice = {"finish_reason": "length", "weight_versions": [{"start": 0, "version": "0-a/0"}]}
+        arrays.append(orjson.dumps({"choices": [choice | packed], "usage": {"prompt_tokens": 1}}))
+        objects.append(orjson.dumps({"token_ids": ids.tolist(), "content": content}))
+    started = time.thread_time()
+    for body in arrays:
+        read_generated(orjson.loads(body), "")
+    between = time.thread_time()
+    for body in objects:
+        found = orjson.loads(body)
+        np.array(found["token_ids"], np.int32), np.array([entry["logprob"] for entry in found["content"]], np.float32)
+    tokens = sum(len(rollout.completion_ids) for rollout in rollouts)
+    times = {"reading_us": between - started, "reading_json_us": time.thread_time() - between}
+    return {name: seconds / tokens * 1e6 for name, seconds in times.items()}
 
 
 def dispatcher(players: Players, *, fixed_length: bool) -> Dispatcher:
