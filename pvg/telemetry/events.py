@@ -87,8 +87,7 @@ def _ends_within_a_line(path: Path) -> bool:
 
 # Of worker processes and the nodes of a cluster. `why` of a node's event is a whole sentence.
 NOTICES = {
-    "lost": "Worker {worker} has ended ({why}); another one takes its place.",
-    "hangs": "Worker {worker} hangs; it is killed, and another one takes its place.",
+    "lost": "Worker {worker}{where} has ended ({why}); another one takes its place.",
     "added": "Added worker {worker}: {why}. Now {now}.",
     "removed": "Removed worker {worker}: {why}. Now {now}.",
     "not added": "Worker {worker} could not be added: {why}",

@@ -1,7 +1,8 @@
-"""Messages between the driver and its workers: a JSON header and arrays, over a stream. Nothing is unpickled.
+"""Messages between the driver and its workers: a JSON header and arrays, in bytes or a stream. Nothing is unpickled.
 
     send(writer, Frame("score", {"id": 3}, {"lengths": lengths_N}))
     frame = await receive(reader)               # None: the other side has closed
+    frame = unpacked(b"".join(packed(frame)))   # as bytes
 
 On the wire: the header's length (uint32) and the body's (uint64), little-endian; the header; the arrays one after the
 other, each aligned to ALIGNMENT bytes.
@@ -72,10 +73,20 @@ async def receive(reader: asyncio.StreamReader) -> Frame | None:
         header_length, body_length = PREFIX.unpack(await reader.readexactly(PREFIX.size))
         if header_length > MOST_HEADER or body_length > MOST_BODY:
             raise ValueError(f"a frame of {header_length} + {body_length} bytes is too large")
-        header = orjson.loads(await reader.readexactly(header_length))
-        body = bytearray(await reader.readexactly(body_length))
+        header = await reader.readexactly(header_length)
+        return _frame(header, bytearray(await reader.readexactly(body_length)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+
+
+def unpacked(data: bytes) -> Frame:
+    """The inverse of `packed`, from its pieces in one; arrays can be written to."""
+    view, start = memoryview(data), PREFIX.size + PREFIX.unpack_from(data)[0]
+    return _frame(view[PREFIX.size : start], bytearray(view[start:]))
+
+
+def _frame(header_text: bytes | memoryview, body: bytearray) -> Frame:
+    header = orjson.loads(header_text)
     arrays = {
         name: np.frombuffer(body, np.dtype(dtype), count=math.prod(shape), offset=offset).reshape(shape)
         for name, dtype, shape, offset in header["arrays"]

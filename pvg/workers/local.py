@@ -2,7 +2,7 @@
 
     supply = LocalSupply()                  # begins to import torch in another process, and returns at once
     member = await supply.start()           # a worker: forked from that process in milliseconds
-    member.reader, member.writer
+    member.send(frame), await member.receive()
     await supply.reason(member)             # why it ended
     await supply.close()
 
@@ -32,10 +32,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.events import Events, SilentEvents, patience
-from pvg.workers.frames import Frame, send
+from pvg.workers.frames import Frame, receive, send
+from pvg.workers.links import own_address
 
 if TYPE_CHECKING:
-    from pvg.workers.shared import SharedTensors
+    from pvg.workers.pool import Member, SharedWeights
 
 # Threads of other libraries would compete with the one compute thread.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -50,8 +51,8 @@ NOT_A_CHILD = -1  # in place of a status: an earlier nursery forked it
 
 
 @dataclass(eq=False)
-class Member:
-    """A worker process and the driver's connection to it."""
+class LocalMember:
+    """A worker process and the driver's connection to it: a `Member` (pvg.workers.pool)."""
 
     pid: int
     reader: asyncio.StreamReader
@@ -62,18 +63,31 @@ class Member:
         """Which process it is, for the event log."""
         return {"pid": self.pid}
 
+    @property
+    def driver_address(self) -> str:
+        return own_address(self.writer)
+
+    @property
+    def closed(self) -> bool:
+        return self.writer.is_closing()
+
     def gpu(self, number: int) -> int:
-        """Which of the GPUs that the process sees it uses as rank `number`."""
         return number
 
     def send(self, frame: Frame) -> None:
         send(self.writer, frame)
 
+    async def receive(self) -> Frame | None:
+        return await receive(self.reader)
+
+    def close(self) -> None:
+        # Not the writer's `close`, which waits for the process to read what was sent, and one that hangs never does.
+        self.writer.transport.abort()
+
     def kill(self) -> None:
         kill(self.pid)
 
     def cpu_s(self) -> float | None:
-        """The processor time that the process has used; None if the system does not tell."""
         return cpu_s(self.pid)
 
 
@@ -121,7 +135,7 @@ class LocalSupply:
     async def ready(self) -> None:
         """Does nothing: this machine has room."""
 
-    async def start(self) -> Member:
+    async def start(self) -> LocalMember:
         """As `fork`, with a connection to this process."""
         ours, theirs = socket.socketpair()
         try:
@@ -130,7 +144,7 @@ class LocalSupply:
         except BaseException:
             ours.close()
             raise
-        return Member(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
+        return LocalMember(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
 
     async def fork(self, connection: socket.socket) -> int:
         """Fork a worker that serves the other end of `connection`; returns its process id. The caller closes its own
@@ -187,11 +201,11 @@ class LocalSupply:
     def check(self) -> None:
         """Does nothing: `start` replaces a nursery that has ended."""
 
-    async def share(self, shared: SharedTensors) -> None:
-        """Does nothing: workers on this machine map the driver's memory."""
+    def weights(self) -> SharedWeights:
+        """Workers on this machine map the driver's memory."""
+        from pvg.workers.shared import SharedBuffers  # here, because the nursery imports torch later
 
-    def withdraw(self, shared: SharedTensors) -> None:
-        """Does nothing, as `share`."""
+        return SharedBuffers()
 
     async def close(self) -> None:
         """End the nursery, and with it all workers. A second call does nothing."""

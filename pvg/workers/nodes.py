@@ -22,7 +22,7 @@ from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.links import SECRET_BYTES, admitted
-from pvg.workers.local import ANSWER_S, START_S, Member
+from pvg.workers.local import ANSWER_S, START_S, LocalMember
 
 HELLO_S = 60.0  # for the first frame of an agent that has connected
 FORK_S = 2 * START_S + ANSWER_S  # the agent may need a second process to fork from
@@ -121,7 +121,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class NodeMember(Member):
+class NodeMember(LocalMember):
     """A process on a node."""
 
     host: Node

@@ -15,7 +15,8 @@ If a worker ends or hangs, a new process takes over its shards. It gets what its
 that the predecessor had confirmed, then every request without an answer, in the same order. So nothing is lost, nothing
 counts twice, and the bits are those of a run without the loss. A shard that moves is filled in the same way.
 
-A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes. A worker that waits for a
+A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes; on another machine, whose
+processor time is not known, if it answers no ping for PROBES_UNSEEN probes. A worker that waits for a
 core on a busy machine does not hang. A computation that never ends does not count as hanging.
 """
 
@@ -32,11 +33,9 @@ import pvg.errors
 from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, WorkerLostError, allow_open_files
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive
+from pvg.workers.frames import Frame
 from pvg.workers.load import LoadMeter
-from pvg.workers.local import Member
 from pvg.workers.scaling import DemandMeter, Moment, decide, shards_to_take
-from pvg.workers.shared import SharedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
 PROBE_S = 2.0
 PROBES_MISSED = 3
+PROBES_UNSEEN = 8  # of a process whose processor time this machine cannot tell, before it hangs
 # A shard that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
 MOST_ATTEMPTS = 6
 # Places that are asked, and workers that are probed, in one turn of the event loop: 1,000 at once would block it.
@@ -54,6 +54,60 @@ STATE = frozenset({"open", "load", "close", "policy"})
 TRAINING = frozenset({"gradient", "logprobs"})
 LOOK_S = 0.2  # between two looks at what waits
 REFUSED_S = 60.0  # after a process could not be started, before pvg tries again to add one
+
+
+class Member(Protocol):
+    """A worker process and the driver's way to it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """Which process it is, for the event log."""
+        ...
+
+    @property
+    def driver_address(self) -> str:
+        """The driver's address in the network by which the process reaches it."""
+        ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    def gpu(self, number: int) -> int:
+        """Which of the GPUs that the process sees it uses as rank `number`."""
+        ...
+
+    def send(self, frame: Frame) -> None:
+        """Frames arrive in the order of the calls. One for a process that has ended is lost."""
+        ...
+
+    async def receive(self) -> Frame | None:
+        """Its next frame; None if it has ended, or cannot be reached."""
+        ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None:
+        """Neither send nor receive any more. A second call does nothing."""
+        ...
+
+    def cpu_s(self) -> float | None:
+        """The processor time that it has used; None if this machine cannot tell."""
+        ...
+
+
+class SharedWeights(Protocol):
+    """The weights of one model, where the workers can read them."""
+
+    async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the place of new weights, which a frame may name. It holds them until two calls later."""
+        ...
+
+    def close(self) -> None:
+        """Free all of them."""
+        ...
 
 
 class Supply(Protocol):
@@ -78,13 +132,7 @@ class Supply(Protocol):
         """Raises WorkerLostError if it can start no worker any more. Called at least every PROBE_S."""
         ...
 
-    async def share(self, shared: SharedTensors) -> None:
-        """Bring what is in this memory to all machines with workers. A frame may name its place from now on."""
-        ...
-
-    def withdraw(self, shared: SharedTensors) -> None:
-        """No frame names this memory from now on."""
-        ...
+    def weights(self) -> SharedWeights: ...
 
     async def close(self) -> None: ...
 
@@ -124,6 +172,7 @@ class _Worker:
     why: str = ""  # its last process ended
     lost_at: float | None = None  # when its last process ended, until another one is ready
     missed: int = 0  # probes since it answered or computed
+    hangs: bool = False
     cpu_s: float = 0.0
 
 
@@ -163,37 +212,12 @@ class _Shard:
             self.confirmed[frame.kind, slot] = frame
 
 
-class _Buffers:
-    """Two pieces of shared memory, written in turn. One is written again only after all workers have confirmed what is
-    in the other one, so no worker ever reads memory that is being written."""
-
-    def __init__(self, supply: Supply) -> None:
-        self._supply = supply
-        self._both: list[SharedTensors] = []
-
-    async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Returns the place of the memory that now holds `tensors`."""
-        if len(self._both) < 2:
-            self._both.append(SharedTensors(tensors))
-        else:
-            self._both.reverse()
-        newest = self._both[-1]
-        await asyncio.get_running_loop().run_in_executor(None, newest.write, tensors)
-        await self._supply.share(newest)
-        return newest.place
-
-    def close(self) -> None:
-        for shared in self._both:
-            self._supply.withdraw(shared)
-            shared.close()
-
-
 @dataclass
 class _Slot:
     """An open model: the shards that have it, and its weights."""
 
     shards: range
-    memory: _Buffers
+    memory: SharedWeights
 
 
 class WorkerPool:
@@ -228,7 +252,7 @@ class WorkerPool:
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
         self._asked: dict[int, _Shard] = {}  # by the number of a request without an answer
         self._slots: dict[int, _Slot] = {}
-        self._policy = _Buffers(supply)
+        self._policy = supply.weights()
         # A policy waits for the rows that run, and the other models must not wait for it.
         self._changing = asyncio.Lock()
         self._changing_policy = asyncio.Lock()
@@ -274,8 +298,7 @@ class WorkerPool:
         self._fail(WorkerLostError("The workers are closed."))
         for worker in self._workers:
             if worker.member is not None:
-                # Not `close`, which waits for the process to read what was sent, and one that hangs never does.
-                worker.member.writer.transport.abort()
+                worker.member.close()
         await self._supply.close()
         for memory in [*(slot.memory for slot in self._slots.values()), self._policy]:
             memory.close()
@@ -339,7 +362,7 @@ class WorkerPool:
         first use."""
         self._numbers += 1
         chosen = range(self.count) if shards is None else shards
-        number, slot = self._numbers, _Slot(chosen, _Buffers(self._supply))
+        number, slot = self._numbers, _Slot(chosen, self._supply.weights())
         self._slots[number] = slot
         await self.ask(slot.shards, Frame("open", {**fields, "slot": number}))
         return number
@@ -384,7 +407,7 @@ class WorkerPool:
                 if request.attempts >= MOST_ATTEMPTS and not request.future.done():
                     raise self._lost(worker, f"with the same request ({request.frame.kind})")
         member = await self._supply.start()
-        worker.member, worker.missed, worker.cpu_s = member, 0, 0.0
+        worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
         self._meter.begin(worker.number)
         worker.serving = asyncio.create_task(self._guarded(self._serve(worker, member)), name=f"worker {worker.number}")
         for shard in self._of(worker):
@@ -419,14 +442,15 @@ class WorkerPool:
 
     async def _serve(self, worker: _Worker, member: Member) -> None:
         """Take a process's frames until it ends; then replace it."""
-        while (frame := await receive(member.reader)) is not None:
+        while (frame := await member.receive()) is not None:
             worker.missed = 0
             self._take(worker, member, frame)
         self._left(worker, member)
         if self._closing:
             return
         ended = time.perf_counter()
-        worker.why = await self._supply.reason(member)
+        why = await self._supply.reason(member)
+        worker.why = "it did not answer, so pvg killed it" if worker.hangs else why
         requests = sum(len(shard.pending) for shard in self._of(worker))
         self._events.event(
             "workers", event="lost", worker=worker.number, **member.names, why=worker.why, requests=requests
@@ -442,7 +466,7 @@ class WorkerPool:
 
     def _left(self, worker: _Worker, member: Member) -> None:
         """A process serves nothing any more."""
-        member.writer.close()
+        member.close()
         worker.member = None
         for shard in self._shards:
             if shard.member is member:
@@ -535,8 +559,8 @@ class WorkerPool:
         cpu_s = member.cpu_s()
         moved, worker.cpu_s = cpu_s is not None and cpu_s > worker.cpu_s, cpu_s or 0.0
         worker.missed = 0 if moved else worker.missed + 1
-        if worker.missed > PROBES_MISSED:
-            self._events.event("workers", event="hangs", worker=worker.number, **member.names)
+        if worker.missed > (PROBES_UNSEEN if cpu_s is None else PROBES_MISSED):
+            worker.hangs = True
             member.kill()
         else:
             member.send(Frame("ping"))
@@ -625,7 +649,7 @@ class WorkerPool:
         while shard.member is old and not shard.settled:
             shard.changed.clear()
             await shard.changed.wait()
-        if old is not None and not old.writer.is_closing():
+        if old is not None and not old.closed:
             old.send(Frame("leave", {"shard": shard.number}))
         # A worker that is being replaced fills its shards itself.
         if shard.worker.member is not None and shard.member is not shard.worker.member:

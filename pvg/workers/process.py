@@ -79,8 +79,9 @@ class TrainedModel:
 class Worker:
     """Does the work of one shard, in the thread of its process."""
 
-    def __init__(self, writer: asyncio.StreamWriter, executor: ThreadPoolExecutor) -> None:
-        self._writer = writer
+    def __init__(self, send: Callable[[Frame], None], executor: ThreadPoolExecutor, address: str) -> None:
+        """`send`: to the driver. `address`: where other machines reach this one."""
+        self._send, self._address = send, address
         self._loop = asyncio.get_running_loop()
         self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,11 +138,11 @@ class Worker:
         except PvgError as error:
             fields = {"id": number, "type": type(error).__name__, "message": error.message, "remedy": error.remedy}
             fields["exit_code"] = error.exit_code
-            send(self._writer, Frame("refused", fields))
+            self._send(Frame("refused", fields))
         except Exception:  # noqa: BLE001 - the driver raises it
-            send(self._writer, Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
+            self._send(Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
-            send(self._writer, Frame("done", {**answer.fields, "id": number}, answer.arrays))
+            self._send(Frame("done", {**answer.fields, "id": number}, answer.arrays))
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
@@ -151,7 +152,7 @@ class Worker:
         from pvg.workers.rank import Rank, RankPlace  # here, because some builds of torch lack FSDP2
 
         if frame.fields["do"] == "join":
-            self._rank = Rank(RankPlace(**frame.fields["rank"]), own_address(self._writer))
+            self._rank = Rank(RankPlace(**frame.fields["rank"]), self._address)
             return Frame("done")
         assert self._rank is not None
         return self._rank.do(frame)
@@ -177,7 +178,7 @@ class Worker:
 
     def event(self, tag: str, **fields: object) -> None:
         """Pass an event of the engine on to the driver's log. Any thread may call this."""
-        self._loop.call_soon_threadsafe(send, self._writer, Frame("event", {"tag": tag, "event": fields}))
+        self._loop.call_soon_threadsafe(self._send, Frame("event", {"tag": tag, "event": fields}))
 
     def _open(self, frame: Frame) -> None:
         fields, slot = frame.fields, frame.fields["slot"]
@@ -263,7 +264,7 @@ class Worker:
                     elif not isinstance(failure, asyncio.CancelledError):
                         error = error or failure
                 found, arrays = completion_arrays(delivered)
-                send(self._writer, Frame("completed", {**found, **self._counted(), "id": frame.fields["id"]}, arrays))
+                self._send(Frame("completed", {**found, **self._counted(), "id": frame.fields["id"]}, arrays))
         finally:
             for id_, task in own.items():
                 if self._sampling.get(id_) is task:  # a request that goes on after a cut has the same id
@@ -361,31 +362,29 @@ class Worker:
 
 
 class WorkerProcess:
-    """Serves the driver at the other end of a stream until it closes: one `Worker` for each shard that the driver gives
-    this process. They share one compute thread."""
+    """Serves the driver: one `Worker` for each shard that the driver gives this process. They share one compute thread.
+    Takes the arguments of `Worker`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, send: Callable[[Frame], None], address: str) -> None:
+        self._send, self._address = send, address
         self._executor = ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(1,))
         self._cores = CoreWaits()
         self._workers: dict[int, Worker] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
-    async def serve(self) -> None:
-        while (frame := await receive(self._reader)) is not None:
-            if frame.kind == "ping":
-                send(self._writer, Frame("pong", self._load_of_process()))
-                continue
-            shard = frame.fields.get("shard", 0)  # a rank has none
-            if frame.kind == "leave":
-                task = asyncio.create_task(self._workers.pop(shard).leave())
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
-                continue
-            if frame.kind == "start" or (frame.kind == "rank" and not self._workers):
-                self._workers[shard] = Worker(self._writer, self._executor)
-            self._workers[shard].take(frame)
+    def take(self, frame: Frame) -> None:
+        if frame.kind == "ping":
+            self._send(Frame("pong", self._load_of_process()))
+            return
+        shard = frame.fields.get("shard", 0)  # a rank has none
+        if frame.kind == "leave":
+            task = asyncio.create_task(self._workers.pop(shard).leave())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+            return
+        if frame.kind == "start" or (frame.kind == "rank" and not self._workers):
+            self._workers[shard] = Worker(self._send, self._executor, self._address)
+        self._workers[shard].take(frame)
 
     def _load_of_process(self) -> dict[str, float]:
         """Its peak memory so far, and if the system counts them, seconds on a core and seconds waiting for one since
@@ -405,7 +404,9 @@ def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    await WorkerProcess(reader, writer).serve()
+    process = WorkerProcess(partial(send, writer), own_address(writer))
+    while (frame := await receive(reader)) is not None:
+        process.take(frame)
 
 
 def work(connection: socket.socket) -> None:

@@ -23,10 +23,9 @@ from typing import Any
 
 from pvg.errors import MissingRequirementError, PvgError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.frames import Frame, receive
-from pvg.workers.links import own_address
-from pvg.workers.local import LocalSupply, Member
-from pvg.workers.pool import PROBE_S, PROBES_MISSED, Supply, WorkerFailedError, error_of
+from pvg.workers.frames import Frame
+from pvg.workers.local import LocalSupply
+from pvg.workers.pool import PROBE_S, PROBES_MISSED, Member, Supply, WorkerFailedError, error_of
 
 # A rank whose neighbour has been killed fails in its exchange, perhaps before the driver sees the end of the other one.
 GRACE_S = 5.0
@@ -97,7 +96,7 @@ class RankGroup:
         self._missed = [0] * self.count
         try:
             await self._start_members(self._supply)
-            host = own_address(self._members[0].writer)
+            host = self._members[0].driver_address
             self._store, port = await loop.run_in_executor(None, open_store, host)
         except BaseException:
             await self.end()
@@ -109,7 +108,7 @@ class RankGroup:
     async def _start_members(self, supply: Supply) -> None:
         """Start all processes at the same time: on a cluster, each may take seconds."""
         found = await asyncio.gather(*(supply.start() for _ in range(self.count)), return_exceptions=True)
-        self._members = [member for member in found if isinstance(member, Member)]
+        self._members = [member for member in found if not isinstance(member, BaseException)]
         for number, member in enumerate(self._members):
             serving = asyncio.create_task(self._serve(number, member, supply), name=f"rank {number}")
             self._serving.append(serving)
@@ -170,7 +169,7 @@ class RankGroup:
         # They end with the processes. Cancelling them would leave an answer of the nursery unread.
         await asyncio.gather(*serving)
         for member in members:
-            member.writer.close()
+            member.close()
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
@@ -195,7 +194,7 @@ class RankGroup:
 
     async def _serve(self, number: int, member: Member, supply: Supply) -> None:
         """Take the answers of a rank until it ends."""
-        while (frame := await receive(member.reader)) is not None:
+        while (frame := await member.receive()) is not None:
             self._missed[number] = 0
             future = self._pending.pop(frame.fields.get("id", 0), None)
             if future is None or future.done():
@@ -225,7 +224,7 @@ class RankGroup:
                     self._ended.set_result(error)
                 return
             for number, member in enumerate(self._members):
-                if member.writer.is_closing():  # killed already; its node may be gone, too
+                if member.closed:  # killed already; its node may be gone, too
                     continue
                 now_s = member.cpu_s()
                 moved, cpu_s[number] = now_s is not None and now_s > cpu_s[number], now_s or 0.0

@@ -64,7 +64,9 @@ class RayConnection:
         if isinstance(error, self.ray.exceptions.ActorUnavailableError):
             return "Ray cannot reach it"
         found = _cause(error).strip() if error is not None and str(error).strip() else "it has ended"
-        return found.partition(". Some common causes include")[0]  # a list of guesses follows
+        found = found.partition(". Some common causes include")[0]  # a list of guesses follows
+        _, died, detail = found.partition("Worker exit detail: ")
+        return f"its process has died ({detail})" if died else found
 
     def close(self) -> None:
         """Leave the cluster; one that pvg has started ends."""

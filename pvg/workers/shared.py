@@ -5,14 +5,16 @@ shared.write(parameters)
 mapped = MappedTensors(shared.place)        # a worker
 mapped.tensors["weight"]                    # a view of the shared memory: copy it before the next `write`
 
-layout, data = packed_tensors(parameters)   # for a process on another machine: `data` is an array of a frame
+layout, data = packed_tensors(parameters)   # for a process on another machine: `data` is an array
 unpacked_tensors(layout, data)["weight"]
 """
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,16 +61,42 @@ class SharedTensors:
         self.memory.close()
 
 
+class SharedBuffers:
+    """Two pieces of shared memory, written in turn. One is written again only after all workers have confirmed what is
+    in the other one, so no worker ever reads memory that is being written."""
+
+    def __init__(self) -> None:
+        self._both: list[SharedTensors] = []
+
+    async def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Returns the place of the memory that now holds `tensors`."""
+        if len(self._both) < 2:
+            self._both.append(SharedTensors(tensors))
+        else:
+            self._both.reverse()
+        await asyncio.get_running_loop().run_in_executor(None, self._both[-1].write, tensors)
+        return self._both[-1].place
+
+    def close(self) -> None:
+        for shared in self._both:
+            shared.close()
+
+
 class MappedTensors:
-    """A worker's view of `SharedTensors`."""
+    """A worker's view of the tensors in a place: `SharedTensors`, or the array "memory". Do not write to them."""
 
     def __init__(self, place: Mapping[str, Any]) -> None:
-        file = os.open(place["path"], os.O_RDWR)
-        try:
-            self._memory = mmap.mmap(file, place["size"])
-        finally:
-            os.close(file)
-        self.tensors: dict[str, Tensor] = _views(self._memory, place["layout"])
+        if "memory" in place:
+            self._memory: mmap.mmap | Bytes = place["memory"]
+        else:
+            file = os.open(place["path"], os.O_RDWR)
+            try:
+                self._memory = mmap.mmap(file, place["size"])
+            finally:
+                os.close(file)
+        with warnings.catch_warnings():  # Ray's memory cannot be written to, of which torch warns
+            warnings.simplefilter("ignore")
+            self.tensors: dict[str, Tensor] = _views(self._memory, place["layout"])
 
 
 def own_rows(whole: Tensor, number: int, ranks: int) -> Tensor:

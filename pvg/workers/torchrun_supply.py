@@ -20,7 +20,6 @@ from typing import Any
 from pvg.errors import MissingRequirementError, WorkerLostError
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame
-from pvg.workers.local import Member
 from pvg.workers.node_agent import DriverAddress, NodeAgent
 from pvg.workers.nodes import (
     PROBES_MISSED,
@@ -32,7 +31,7 @@ from pvg.workers.nodes import (
     note_other_processor,
     refuse_other_packages,
 )
-from pvg.workers.shared import SharedTensors
+from pvg.workers.pool import Member, SharedWeights
 from pvg.workers.torchrun import JOIN_S, Meeting, driver_address, node_name
 
 PROBE_S = 2.0
@@ -143,11 +142,8 @@ class TorchrunSupply:
             if node.lost:
                 raise _lost(node.lost)
 
-    async def share(self, shared: SharedTensors) -> None:
-        """Does nothing: ranks get their rows in frames."""
-
-    def withdraw(self, shared: SharedTensors) -> None:
-        """Does nothing, as `share`."""
+    def weights(self) -> SharedWeights:
+        raise NotImplementedError("ranks get their rows in frames")
 
     async def close(self) -> None:
         """End all ranks; the other processes end with the driver. A second call does nothing."""

@@ -51,8 +51,8 @@ from tests.workers.simulated_nodes import simulated_nodes
 ROOT = Path(__file__).parents[2]
 # What is killed, with its weight among the random choices. "stopped" gets SIGSTOP, everything else SIGKILL.
 LOCAL = {"worker": 6, "two workers": 3, "stopped worker": 2, "all of them and their parent": 1, "driver": 2}
-ON_NODES = {"worker": 4, "two workers": 2, "stopped worker": 1, "node": 2, "stopped agent": 2, "driver": 2}
-AGENT = "ray::NodeAgent"
+ON_NODES = {"worker": 4, "two workers": 2, "stopped worker": 1, "node": 2, "stopped node": 2, "driver": 2}
+WORKER = "ray::WorkerActor"
 RECOVERY_S = 300.0  # more is a defect
 END_S = 60.0  # for processes to end after their driver
 LINE = re.compile(r"\[workers\] t=(\S+) event=(lost|replaced) worker=(\d+)")
@@ -83,17 +83,19 @@ class LocalMachine:
     def __init__(self, workers: int, ranks: int) -> None:
         self.experiment = worker_experiment({"kind": "local"} | processes(workers, ranks))
 
-    def parents(self, driver: int) -> list[int]:
-        """The processes that fork workers."""
-        return children_of(driver)
+    def workers(self, driver: int) -> list[int]:
+        return [worker for parent in children_of(driver) for worker in children_of(parent)]
 
-    def hurt(self, what: str, parents: Sequence[int], _dice: random.Random) -> list[int]:
-        """Kill something that belongs to these parents; returns the workers that this costs."""
+    def hurt(self, what: str, driver: int, _dice: random.Random) -> list[int]:
+        """Kill or stop something; returns the workers that this costs."""
         assert what == "all of them and their parent"
-        lost = [worker for parent in parents for worker in children_of(parent)]
-        for parent in parents:
+        lost = self.workers(driver)
+        for parent in children_of(driver):
             send(parent, signal.SIGKILL)
         return lost
+
+    def tidy(self) -> None:
+        """Kill what has been stopped."""
 
 
 class SimulatedNodes:
@@ -105,34 +107,33 @@ class SimulatedNodes:
     def __init__(self, workers: int, ranks: int, pipe: Connection) -> None:
         self._pipe = pipe
         address, environment, self._raylets = pipe.recv()
+        self._stopped: list[psutil.Process] = []
         os.environ.update(environment)
         self.experiment = worker_experiment({"kind": "ray", "address": address} | processes(workers, ranks))
 
-    def _agents(self, raylet: int) -> list[int]:
-        """The agents that have workers."""
-        return [pid for pid in children_of(raylet) if title(pid).startswith(AGENT) and self._workers(pid)]
+    def workers(self, _driver: int) -> list[int]:
+        return [worker for raylet in self._raylets for worker in self._on(raylet)]
 
-    def _workers(self, agent: int) -> list[int]:
-        return [worker for parent in children_of(agent) for worker in children_of(parent)]
+    def _on(self, raylet: int) -> list[int]:
+        return [pid for pid in children_of(raylet) if title(pid).startswith(WORKER)]
 
-    def parents(self, _driver: int) -> list[int]:
-        agents = [agent for raylet in self._raylets for agent in self._agents(raylet)]
-        return [parent for agent in agents for parent in children_of(agent) if children_of(parent)]
-
-    def hurt(self, what: str, _parents: Sequence[int], dice: random.Random) -> list[int]:
-        raylet = dice.choice([raylet for raylet in self._raylets if self._agents(raylet)])
-        agents = self._agents(raylet)
-        lost = [worker for agent in agents for worker in self._workers(agent)]
-        if what == "stopped agent":
-            for agent in agents:
-                send(agent, signal.SIGSTOP)
-            return lost
-        node = psutil.Process(raylet)
-        for process in [node, *node.children(recursive=True)]:
-            send(process.pid, signal.SIGKILL)
+    def hurt(self, what: str, _driver: int, dice: random.Random) -> list[int]:
+        raylet = dice.choice([raylet for raylet in self._raylets if self._on(raylet)])
+        lost, node = self._on(raylet), psutil.Process(raylet)
+        processes = [node, *node.children(recursive=True)]
+        for process in processes:
+            send(process.pid, signal.SIGSTOP if what == "stopped node" else signal.SIGKILL)
+        self._stopped += processes if what == "stopped node" else []
         self._pipe.send("add")
         self._raylets[self._raylets.index(raylet)] = self._pipe.recv()
         return lost
+
+    def tidy(self) -> None:
+        """Kill what has been stopped."""
+        for process in self._stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._stopped.clear()
 
 
 def keep_nodes(workers: int, pipe: Connection) -> None:
@@ -296,11 +297,11 @@ class Soak:
 
     def _hurt(self, driver: Driver) -> str | None:
         """Kill or stop something, and wait for the recovery, but for the driver's. None if there is nothing to hurt."""
-        parents = self.place.parents(driver.pid)
-        workers = [worker for parent in parents for worker in children_of(parent)]
+        self.place.tidy()
+        workers = self.place.workers(driver.pid)
         if len(workers) < 2:
             return None
-        self.witness.see([driver.pid, *parents, *workers])
+        self.witness.see([driver.pid, *workers])
         kinds, left = self.place.kinds, self.kills - self.counted.total()
         missing = [kind for kind in kinds if kind not in self.counted]
         if len(missing) >= left:  # the last kills are of the kinds that chance has left out
@@ -317,7 +318,7 @@ class Soak:
             for worker in lost:
                 send(worker, signal.SIGSTOP if what == "stopped worker" else signal.SIGKILL)
         else:
-            lost = self.place.hurt(what, parents, self._dice)
+            lost = self.place.hurt(what, driver.pid, self._dice)
         try:
             seconds = driver.recovered(len(lost), since)
         except TimeoutError:
@@ -347,6 +348,7 @@ def soaked(place: LocalMachine | SimulatedNodes, kills: int, seed: int) -> dict[
             lost += len(set(expected["ids"]) - set(found["ids"]))
             twice += len(found["ids"]) - len(set(found["ids"]))
             soak.problems += [f"run {runs}: {what}" for what in differences(found, expected)]
+        place.tidy()
     return {
         "kills": dict(soak.counted),
         "kills_in_all": soak.counted.total(),

@@ -17,7 +17,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.workers import pool as pool_module
 from pvg.workers import scaling
 from pvg.workers.frames import Frame
-from pvg.workers.local import LocalSupply, Member
+from pvg.workers.local import LocalMember, LocalSupply
 from pvg.workers.pool import WorkerPool
 
 pytestmark = pytest.mark.slow
@@ -138,7 +138,7 @@ def test_workers_come_when_groups_wait_and_go_when_they_have_nothing_to_do(monke
 class FullMachine(DyingSupply):
     """Starts one process only."""
 
-    async def start(self) -> Member:
+    async def start(self) -> LocalMember:
         if self.started:
             raise MissingRequirementError("No worker process could be started: no memory.", "Wait.")
         return await super().start()

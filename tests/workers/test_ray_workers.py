@@ -66,8 +66,9 @@ async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list
             await asyncio.sleep(0.02)
             os.kill(workers_of(pool)[0], how)
             assert await asked == expected[1]
-        assert [lost["why"].partition(",")[0] for lost in events.of("lost")] == ["killed by SIGKILL"] * 2
-        assert {lost["node"] for lost in events.of("lost")} <= {"first", "second"}
+        died, hung = (lost["why"] for lost in events.of("lost"))
+        assert died.startswith("its process has died (")
+        assert hung == "it did not answer, so pvg killed it"
         # A third node has room for the worker of the second one.
         (second,) = nodes.cluster.worker_nodes
         third = nodes.add(1)
@@ -81,7 +82,8 @@ async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list
         while nodes_of(pool) != ["first", "first"]:  # noqa: ASYNC110 (the pool has no event for it)
             await asyncio.sleep(0.1)
         assert len(events.of("node shared")) == 1
-        assert [lost["node"] for lost in events.of("node lost")] == ["second", "third"]
+        print([lost["why"] for lost in events.of("lost")])
+        assert [lost["node"] for lost in events.of("lost")[2:]] == ["second", "third"]
     finally:
         await pool.close()
 
@@ -155,7 +157,6 @@ async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: l
         assert await sampled(pool, 2) == expected
         await pool.add("chance", {})  # Ray has the CPU back
         assert nodes_of(pool) == ["first", "second"]
-        assert not events.of("node lost")
         assert await sampled_without(pool, nodes, second) == expected
         assert nodes_of(pool) == ["first", "first"]
         assert await sampled(pool, 3) == expected

@@ -40,7 +40,7 @@ from pvg.training.trainer import OptimizerSettings, Trainer, trainable_parameter
 from pvg.workers import rank_group as rank_group_module
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.local import Member
+from pvg.workers.local import LocalMember
 from pvg.workers.rank_group import RankEndedError, RankGroup, open_store
 from pvg.workers.ranks import ModelInRanks, rank_fields
 
@@ -396,7 +396,7 @@ def test_a_killed_rank_is_replaced_and_an_error_in_a_rank_ends_the_others(model_
     with_ranks(work)
 
 
-class OnNode(Member):
+class OnNode(LocalMember):
     @property
     def names(self) -> dict[str, Any]:
         return {"node": "first", "pid": self.pid}

@@ -40,7 +40,7 @@ from pvg.training.trainer import OptimizerSettings, Trainer
 from pvg.workers import pool as pool_module
 from pvg.workers.engine import WorkerEngine
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.local import LocalSupply, Member
+from pvg.workers.local import LocalMember, LocalSupply
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of
 from pvg.workers.training import ModelInWorkers, policy_shards
@@ -206,8 +206,8 @@ async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
                 os.kill(pids[place], how)
             assert await asked == expected
         assert pool.restarts == 4
-        assert [event["why"] for event in events.of("lost")] == ["killed by SIGKILL"] * 4
-        assert len(events.of("hangs")) == 1
+        hung = "it did not answer, so pvg killed it"
+        assert [event["why"] for event in events.of("lost")] == [*["killed by SIGKILL"] * 3, hung]
         assert workers_of(pool) != pids
         await killed_twice_before_it_is_ready(pool, expected)
         await killed_after_its_last_completion(pool, events, expected)
@@ -248,7 +248,7 @@ async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEve
     again: the next block would join its rows, and rows of different ages round differently."""
     victim, take = pool._shards[0], pool._take
 
-    def without_confirmation(worker, member: Member, frame: Frame) -> None:
+    def without_confirmation(worker, member: LocalMember, frame: Frame) -> None:
         request = victim.pending.get(frame.fields.get("id"))
         if frame.kind == "done" and request is not None and request.frame.kind == "generate":
             del pool._take  # type: ignore[attr-defined]
@@ -354,7 +354,7 @@ def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
     class StopsFirst(LocalSupply):
         stopped = 0
 
-        async def start(self) -> Member:
+        async def start(self) -> LocalMember:
             member = await super().start()
             if not self.stopped:
                 self.stopped = member.pid
@@ -375,7 +375,8 @@ def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
         return events
 
     events = asyncio.run(run())
-    assert len(events.of("hangs")) == len(events.of("replaced")) == 1
+    assert [event["why"] for event in events.of("lost")] == ["it did not answer, so pvg killed it"]
+    assert len(events.of("replaced")) == 1
 
 
 # A nursery without torch, whose workers only wait for the end of their connection.

@@ -7,8 +7,8 @@ import socket
 from typing import Any
 
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.local import Member
-from pvg.workers.shared import SharedTensors
+from pvg.workers.local import LocalMember
+from pvg.workers.shared import SharedBuffers
 
 
 class RecordedEvents:
@@ -26,7 +26,7 @@ class DyingSupply:
     """Workers that end when they get a request of kind `last`, and answer all others. They are coroutines of this
     process."""
 
-    member: type[Member] = Member
+    member: type[LocalMember] = LocalMember
 
     def __init__(self, last: str = "") -> None:
         self._last = last
@@ -34,7 +34,7 @@ class DyingSupply:
         self.started = 0
         self._workers: list[asyncio.Task[None]] = []
 
-    async def start(self) -> Member:
+    async def start(self) -> LocalMember:
         self.started += 1
         ours, theirs = socket.socketpair()
         self._workers.append(asyncio.create_task(self._work(*await asyncio.open_unix_connection(sock=theirs))))
@@ -45,20 +45,17 @@ class DyingSupply:
             send(writer, Frame("done", {"id": frame.fields["id"]}))
         writer.close()
 
-    async def reason(self, member: Member) -> str:
+    async def reason(self, member: LocalMember) -> str:
         return "exit code 1: no memory"
 
-    async def retire(self, member: Member) -> None:
+    async def retire(self, member: LocalMember) -> None:
         return
 
     def check(self) -> None:
         return
 
-    async def share(self, shared: SharedTensors) -> None:
-        return
-
-    def withdraw(self, shared: SharedTensors) -> None:
-        return
+    def weights(self) -> SharedBuffers:
+        return SharedBuffers()
 
     async def close(self) -> None:
         return
