@@ -18,9 +18,11 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import psutil
@@ -28,10 +30,13 @@ import psutil
 from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, one_line, shortened
 from pvg.inputs import has_place
 from pvg.installation import install_extra
-from pvg.telemetry.waits import usable_cores
+from pvg.telemetry.events import Events, SilentEvents, patience
+from pvg.telemetry.waits import in_daemon, usable_cores
 
 LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
+CALL_S = 120.0  # for an answer of Ray, which gives up most of its own requests after 60 s
+LEAVE_S = 30.0  # Ray's own shutdown waits without a limit for a head that hangs
 OBJECT_STORE_BYTES = 100_000_000  # pvg stores no objects; Ray takes 30 % of the memory by default
 MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -94,11 +99,14 @@ def _is_of_session(process: psutil.Process, command: list[str], folder: str) -> 
 
 class RayClient:
     """A connection that opens in the background. One thread makes all calls of Ray that block, and lives as long as
-    Ray's processes, which end with it. Takes the arguments of `open_cluster`. `end` it."""
+    Ray's processes, which end with it. Takes the arguments of `open_cluster`. `end` it. `events` gets notices."""
 
     def __init__(self, workers: int, address: str | None, log: Callable[[str], None]) -> None:
-        self._thread = ThreadPoolExecutor(1, "pvg-ray")
-        self._connected = self._thread.submit(open_cluster, workers, address, log)
+        self.events: Events = SilentEvents()
+        self._where = address or LOOPBACK[0]
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        in_daemon(self._make_calls, "pvg-ray")  # a call that hangs must not keep this process from ending
+        self._connected = self._submit(open_cluster, workers, address, log)
         self._ended = False
         self._users = [self]
 
@@ -114,33 +122,58 @@ class RayClient:
         return await asyncio.wrap_future(self._connected)
 
     async def call(self, work: Callable[..., T], *arguments: object) -> T:
-        """A call of Ray that blocks."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+        """A call of Ray that blocks. Raises WorkerLostError if it does not return in CALL_S."""
+        called = asyncio.wrap_future(self._submit(work, *arguments))
+        try:
+            async with patience(self.events, f"an answer of the Ray cluster at {self._where}", CALL_S):
+                return await called
+        except TimeoutError:
+            if not called.cancelled():  # an error of `work`
+                raise
+            raise head_lost(self._where) from None
 
     def later(self, work: Callable[..., object], *arguments: object) -> None:
         """As `call`, without waiting."""
         if not self._ended:
-            self._thread.submit(work, *arguments)
+            self._submit(work, *arguments)
 
     def dismiss(self, actor: Any) -> None:
         """Kill an actor."""
         self.later(lambda: self._connected.result().ray.kill(actor))
 
     def end(self) -> None:
-        """Leave the cluster, unless another client uses it; Ray ends this process's actors. A second call does
-        nothing."""
+        """Leave the cluster, unless another client uses it; Ray ends this process's actors. Goes on without an answer
+        after LEAVE_S. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
         self._users.remove(self)
         if self._users:
             return
-        self._thread.submit(self._leave).result()
-        self._thread.shutdown()
+        left = self._submit(self._leave)
+        self._calls.put(None)
+        wait([left], LEAVE_S)
+        if not left.done() and self._connected.done() and (session := self._connected.result().session):
+            end_session(session)
 
     def _leave(self) -> None:
         if self._connected.exception() is None:
             self._connected.result().close()
+
+    def _submit(self, work: Callable[..., T], *arguments: object) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, partial(work, *arguments)))
+        return future
+
+    def _make_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, work = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                future.set_exception(error)
 
 
 async def answers(address: str) -> bool:

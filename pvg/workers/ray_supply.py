@@ -186,6 +186,7 @@ class RaySupply:
 
     async def ready(self) -> None:
         """Connect to the cluster, and wait until it has reserved what the first workers need."""
+        self.client.events = self.events
         async with self._opening:
             if self._group is None:
                 await self._open()

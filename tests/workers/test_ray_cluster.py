@@ -7,17 +7,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from worker_stand_ins import RecordedEvents
 
 import pvg
-from pvg.errors import MissingRequirementError, PvgError, UsageError
+from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
 from pvg.workers import ray_cluster
 from pvg.workers.ray_cluster import RayClient, end_session, open_cluster
-from pvg.workers.ray_supply import refuse_other_versions
+from pvg.workers.ray_supply import RaySupply, refuse_other_versions
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +115,47 @@ def test_the_last_client_of_a_connection_closes_it(monkeypatch):
     assert seen == []
     second.end()
     assert seen == ["closed"]
+
+
+@pytest.fixture
+def hanging(monkeypatch) -> Iterator[threading.Event]:
+    """The limits are short, and a call of Ray may wait for this event."""
+    monkeypatch.setattr(ray_cluster, "CALL_S", 0.1)
+    monkeypatch.setattr(ray_cluster, "LEAVE_S", 0.1)
+    monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
+    never = threading.Event()
+    yield never
+    never.set()
+
+
+def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_for(monkeypatch, hanging):
+    """As with a head of the cluster that was stopped (SIGSTOP). The processes of an own cluster are killed."""
+    killed: list[str] = []
+    connection = SimpleNamespace(close=hanging.wait, session="session_1")
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
+    monkeypatch.setattr(ray_cluster, "end_session", killed.append)
+    client = RayClient(2, "10.0.0.1:6379", print)
+    client.events = events = RecordedEvents()
+    with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
+        asyncio.run(client.call(hanging.wait))
+    assert ["10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True]
+    client.end()
+    assert killed == ["session_1"]
+
+
+def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch):
+    """A second of this cluster takes no time."""
+    ray = SimpleNamespace(
+        get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:1"),
+        util=SimpleNamespace(placement_group=lambda *_, **__: SimpleNamespace(wait=lambda limit_s: False)),
+        available_resources=lambda: {"CPU": 1.0},
+        cluster_resources=lambda: {"CPU": 4.0},
+    )
+    connection = SimpleNamespace(ray=ray, host="127.0.0.1", session=None, close=lambda: None)
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
+    events = RecordedEvents()
+    with RaySupply(2) as supply:
+        supply.events = events
+        with pytest.raises(MissingRequirementError, match=r"had no 2 free CPUs .* in 300 s \(it has 4, of which 1 are"):
+            asyncio.run(supply.ready())
+    assert ["at most 300 s" in event["why"] for event in events.of("no room")] == [True]
