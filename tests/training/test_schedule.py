@@ -1,6 +1,6 @@
 """Schedules by hand."""
 
-from pvg.training.trainer import learning_rate_factor
+from pvg.training.trainer import OptimizerSettings, learning_rate_factor
 
 
 def factors(schedule, steps, *, warmup, total_steps):
@@ -15,3 +15,5 @@ def test_warmup_then_linear():
     # After two steps of warm-up, four steps fall from 1 by quarters; 0 would be reached at step 6.
     assert factors("linear", range(8), warmup=2, total_steps=6) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert factors("linear", range(5), warmup=2, total_steps=3) == [0.5, 1.0, 1.0, 0.0, 0.0]
+    rates = [OptimizerSettings(0.5, schedule=schedule, total_steps=4).rate(2) for schedule in ("constant", "linear")]
+    assert rates == [0.5, 0.25]

@@ -54,18 +54,25 @@ def test_each_solution_is_computed_once_and_problems_that_fit_stay_whole(problem
     lengths = data.draw(st.lists(st.integers(2, 20), min_size=rows, max_size=rows))
     budget = data.draw(st.integers(20, 200))
     batch = table_batch(data.draw(st.permutations(pairs.tolist())), rows, lengths)
-    objective = PairObjective(Verifier(micro_batch_tokens=budget), pad_id=0)
-    computed, whole = [], 0
-    for part in objective.split(objective.prepare(batch)):
+    packed = data.draw(st.booleans())
+    longest_packed = max(lengths) if packed else 0
+    objective = PairObjective(Verifier(micro_batch_tokens=budget), pad_id=0, longest_packed=longest_packed)
+    computed, others, whole, table = [], set(), 0, Table([0.0] * rows)
+    parts = objective.split(objective.prepare(batch))
+    for part in parts:
         own_N = np.ones(len(part.sequences), bool) if part.own_N is None else part.own_N
-        assert part.lengths_N[own_N].sum() <= budget
+        own_lengths = part.lengths_N[own_N]
+        assert (own_lengths.sum() if packed else len(own_lengths) * own_lengths.max()) <= budget
         assert own_N[part.pairs_M2].any(axis=1).all()
-        computed += [int(ids[0]) for ids, own in zip(part.sequences, own_N, strict=True) if own]
+        for ids, own in zip(part.sequences, own_N, strict=True):
+            (computed.append if own else others.add)(int(ids[0]))
         whole += 0 if part.own_N is not None else len(part)
     assert sorted(computed) == list(range(rows))
+    objective.survey(table, parts)
+    assert sorted(row for rows in table.asked for row in rows) == sorted(others)
     problem_of_row = np.repeat(np.arange(len(problems)), [sum(problem) for problem in problems])
     tokens = np.bincount(problem_of_row, weights=lengths)
-    if (tokens <= budget).all():
+    if packed and (tokens <= budget).all():
         assert whole == len(pairs)
 
 

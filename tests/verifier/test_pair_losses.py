@@ -16,16 +16,17 @@ from pvg.verifier.losses import LOSSES, PairObjective
 
 class Table(nn.Module):
     """Not a verifier but a table of scores, so that losses can be computed by hand: the score of a row is looked up
-    by its first token. Counts the rows it is asked for."""
+    by its first token, minus its reference. Keeps what it is asked for."""
 
     def __init__(self, scores):
         super().__init__()
         self.scores = nn.Parameter(torch.tensor(scores))
-        self.asked = []
+        self.asked, self.packed = [], set()
 
     def forward(self, input_ids_BL, lengths_B, prompt_lengths_B, reference_B=None, *, packed=False):
         self.asked.append(input_ids_BL[:, 0].tolist())
-        return self.scores[input_ids_BL[:, 0]]
+        self.packed.add(packed)
+        return self.scores[input_ids_BL[:, 0]] - (0 if reference_B is None else reference_B)
 
 
 def table_batch(pairs, rows=None, lengths=None):
@@ -60,7 +61,8 @@ def test_bradley_terry_by_hand():
     # Scores 2, -1, 0.5; pairs (0, 1) and (2, 1): gaps 3 and 1.5.
     # -log sigmoid(3) = 0.0485874, -log sigmoid(1.5) = 0.2014133, mean 0.1250003.
     # V^2 over the three solutions: (4 + 1 + 0.25) / 3 = 1.75, times 0.1.
-    loss, gradients, metrics = run(objective(penalty=0.1), Table([2.0, -1.0, 0.5]), table_batch([(0, 1), (2, 1)]))
+    batch = replace(table_batch([(0, 1), (2, 1)]), references_N=np.array([1.0, 2.0, 0.0], dtype=np.float32))
+    loss, gradients, metrics = run(objective(penalty=0.1), Table([3.0, 1.0, 0.5]), batch)
     assert loss == pytest.approx(0.1250003 + 0.175, abs=1e-6)
     # dL/dV_0 = -(1 - sigmoid(3)) / 2 + 0.1 * 2 * 2 / 3 = -0.0237129 + 0.1333333
     # dL/dV_2 = -(1 - sigmoid(1.5)) / 2 + 0.1 * 2 * 0.5 / 3 = -0.0912128 + 0.0333333
@@ -89,20 +91,26 @@ def test_losses_stay_finite_for_scores_that_are_large():
 
 
 def test_a_tie_is_half_a_win():
-    _, _, metrics = run(objective(), Table([1.0, 1.0, 0.0, 2.0]), table_batch([(0, 1), (2, 3), (3, 1), (3, 1)][:2]))
-    assert metrics["pair_accuracy"] == 0.25
-    assert metrics["score_mean"] == 1.0
+    _, _, metrics = run(objective(), Table([1.0, 1.0, 0.0, 2.0, 0.5]), table_batch([(0, 1), (2, 3), (0, 4)]))
+    assert metrics["pair_accuracy"] == 0.5
+    assert metrics["score_mean"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(("longest_packed", "padding"), [(0, 3 / 12), (3, 3 / 12), (4, 0.0)])
 def test_packed_rows_have_no_padding(longest_packed, padding):
     made = PairObjective(Verifier(), pad_id=0, longest_packed=longest_packed)
-    _, _, metrics = run(made, Table([2.0, -1.0, 0.5]), table_batch([(0, 1), (2, 1)], lengths=[4, 2, 3]))
+    table = Table([2.0, -1.0, 0.5])
+    _, _, metrics = run(made, table, table_batch([(0, 1), (2, 1)], lengths=[4, 2, 3]))
     assert metrics["padding"] == padding
+    assert table.packed == {padding == 0.0}
 
 
-def test_a_solution_in_no_pair_has_no_weight():
-    assert objective().prepare(table_batch([(0, 1)], rows=3)).row_weights_N.tolist() == [0.5, 0.5, 0.0]
+def test_a_pair_weighs_its_share_and_a_solution_in_no_pair_nothing():
+    shares_M = np.array([1, 3], dtype=np.float32)
+    found = objective().prepare(replace(table_batch([(0, 1), (2, 3)], rows=5), shares_M=shares_M))
+    assert found.pair_weights_M.tolist() == [0.25, 0.75]
+    assert found.row_weights_N.tolist() == [0.25] * 4 + [0.0]
+    assert (found.pair_weights_M.dtype, found.row_weights_N.dtype) == (np.float32, np.float32)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,8 @@ def test_a_score_of_the_old_version_is_never_returned_for_the_new_one(executor):
     """Invariant 2: the old forward pass has read the old weights and ends after the change."""
 
     async def play():
-        model, scorer = gated(executor, version="old")
+        model, scorer = gated(executor, version="oldest")
+        scorer.set_version("old")
         one = rollout("A1")
         old = alone_ungated(model, scorer, one)
         straddling = asyncio.create_task(scorer.score([one]))
@@ -156,6 +157,19 @@ def test_a_failing_forward_pass_reaches_every_waiter_and_leaves_nothing_behind(e
         assert not scorer._under_way
 
     asyncio.run(play())
+
+
+def test_a_fault_while_batches_are_made_reaches_every_waiter(executor, monkeypatch):
+    scorer = make_scorer(verifier("scalar"), executor, head="scalar")
+
+    async def play():
+        calls = (scorer.score([rollout(text)]) for text in ("A1", "A2"))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    monkeypatch.setattr(scorer._backend, "batches", lambda lengths: lengths[9])
+    assert [type(error) for error in asyncio.run(play())] == [IndexError] * 2
+    monkeypatch.undo()
+    assert np.isfinite(asyncio.run(play())).all()
 
 
 # --- leaving ---------------------------------------------------------------------------------------------------------
@@ -232,7 +246,8 @@ def test_a_score_that_is_not_finite_names_the_rollout_and_is_not_cached(broken, 
 @pytest.mark.parametrize(("context", "budget"), [(24, 4096), (96, 32)])
 def test_a_solution_that_fits_nowhere_is_refused_by_name_and_others_are_not(context, budget, executor):
     scorer = make_scorer(verifier("scalar", context=context), executor, head="scalar", budget=budget)
-    short, long = rollout("A1"), rollout("1" * 30)
+    longest = min(context, budget) - len("7+5+8?") - 1  # with the question and the end token
+    short, long = rollout("1" * longest), rollout("1" * (longest + 1))
 
     async def play():
         return await asyncio.gather(scorer.score([short]), scorer.score([long]), return_exceptions=True)
