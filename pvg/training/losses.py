@@ -118,17 +118,31 @@ def outside(ratios: Tensor, kind: Kind, low: float, high: float) -> Tensor:
 
 
 @torch.no_grad()
-def importance_metrics(ratios_N: Tensor, kind: Kind, low: float, high: float) -> Metrics:
-    """Metrics over completion tokens: start_ratio_mean and start_ratio_max (before bounds; 1 for rows without weights),
-    start_outside (share of truncated or masked tokens)."""
+def importance_metrics(ratios_BL: Tensor, mask_BL: Tensor, tokens: int, kind: Kind, low: float, high: float) -> Metrics:
+    """Metrics over the `tokens` of the mask: start_ratio_mean and start_ratio_max (before bounds; 1 for rows without
+    weights), start_outside (share of truncated or masked tokens)."""
+    totals = {
+        "mean start_ratio_mean": _total(ratios_BL, mask_BL),
+        "mean start_outside": _total(outside(ratios_BL, kind, low, high), mask_BL),
+        "max start_ratio_max": _largest(ratios_BL, mask_BL),
+    }
+    return _gathered(totals, tokens) if tokens else Metrics()
+
+
+def _total(values_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    """Sum over the mask's tokens. Indexing by the mask would wait for the device to count them."""
+    return torch.where(mask_BL, values_BL, 0).sum()
+
+
+def _largest(values_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    return torch.where(mask_BL, values_BL, -torch.inf).max()
+
+
+def _gathered(totals: Mapping[str, Tensor], tokens: int) -> Metrics:
+    """Metrics of scalars by kind and name, which stay on their device. Means are per token."""
     metrics = Metrics()
-    if not ratios_N.numel():
-        return metrics
-    cut_N = outside(ratios_N, kind, low, high)
-    total, most, cut = torch.stack([ratios_N.sum(), ratios_N.max(), cut_N.sum()]).double().tolist()
-    metrics.add_mean("start_ratio_mean", total, ratios_N.numel())
-    metrics.add_max("start_ratio_max", most)
-    metrics.add_mean("start_outside", cut, ratios_N.numel())
+    totals_M = torch.stack([total.double() for total in totals.values()])
+    metrics.add_later(list(totals), torch.stack([totals_M, torch.full_like(totals_M, tokens)], dim=1))
     return metrics
 
 
@@ -414,9 +428,10 @@ class PolicyObjective:
             cost_BL = cost_BL - bonus * outputs.entropies_BL
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
         loss = (weights_B1 * cost_BL * mask_BL).sum()
-        metrics = _metrics(loss, outputs, logprobs_BL - sampled_BL, reference_BL, mask_BL, terms)
+        trained = int(batch.completion_lengths_N.sum())
+        metrics = _metrics(loss, outputs, logprobs_BL - sampled_BL, reference_BL, mask_BL, trained, terms)
         if moved_BL is not None:
-            metrics.merge(importance_metrics(moved_BL[mask_BL], *bounds))
+            metrics.merge(importance_metrics(moved_BL, mask_BL, trained, *bounds))
         tokens = int(batch.lengths_N.sum())
         positions = tokens if self._forward.shared_prompts else mask_BL.numel()  # shared: prompts once, no padding
         metrics.add_mean("padding", positions - tokens, positions)
@@ -445,31 +460,25 @@ def _metrics(
     log_ratios_BL: Tensor,
     reference_BL: Tensor | None,
     mask_BL: Tensor,
+    tokens: int,
     terms: ObjectiveTerms,
 ) -> Metrics:
-    """loss (sum), and over completion tokens: entropy (the estimate -mean log pi), ratio_mean and ratio_max (before the
-    clip), clipped (share whose gradient the clip changed), kl (mean of k3; with a reference), entropy_exact (if
-    configured). The caller adds padding, the share of positions without a token."""
-    logprobs_BL = outputs.logprobs_BL
-    ratios_N = log_ratios_BL[mask_BL].exp()
+    """loss (sum), and over the `tokens` of the mask: entropy (the estimate -mean log pi), ratio_mean and ratio_max
+    (before the clip), clipped (share whose gradient the clip changed), kl (mean of k3; with a reference), entropy_exact
+    (if configured). The caller adds padding, the share of positions without a token."""
+    logprobs_BL, ratios_BL = outputs.logprobs_BL, log_ratios_BL.exp()
     values = {
-        "entropy": -logprobs_BL[mask_BL].sum(),
-        "ratio_mean": ratios_N.sum(),
-        "clipped": terms.clipped_BL[mask_BL].sum(),
+        "sum loss": loss,
+        "mean entropy": -_total(logprobs_BL, mask_BL),
+        "mean ratio_mean": _total(ratios_BL, mask_BL),
+        "mean clipped": _total(terms.clipped_BL, mask_BL),
+        "max ratio_max": _largest(ratios_BL, mask_BL) if tokens else torch.ones_like(loss),
     }
     if reference_BL is not None:
-        values["kl"] = k3(logprobs_BL, reference_BL)[mask_BL].sum()
+        values["mean kl"] = _total(k3(logprobs_BL, reference_BL), mask_BL)
     if outputs.entropies_BL is not None:
-        values["entropy_exact"] = outputs.entropies_BL[mask_BL].sum()
-    most = ratios_N.max() if ratios_N.numel() else torch.ones((), device=ratios_N.device)
-    # One transfer from the device for all metrics.
-    loss_value, highest, *totals = torch.stack([loss, most, *values.values()]).double().tolist()
-    metrics = Metrics()
-    metrics.add_sum("loss", loss_value)
-    metrics.add_max("ratio_max", highest)
-    for name, total in zip(values, totals, strict=True):
-        metrics.add_mean(name, total, ratios_N.numel())
-    return metrics
+        values["mean entropy_exact"] = _total(outputs.entropies_BL, mask_BL)
+    return _gathered(values, tokens)
 
 
 def _rows_of_signal(batch: PolicyBatch) -> NDArray[np.bool_]:

@@ -117,11 +117,13 @@ class PairObjective:
         """The micro-batches of `split`, with the scores of solutions that others of them compute."""
         cut = [(part, part.own_N, _keys(part)) for part in micro_batches if part.own_N is not None]
         wanted = {key for _, own_N, keys in cut for key in compress(keys, ~own_N)}
-        scores: dict[tuple[int, bytes], float] = {}
+        found, scored = list[Tensor](), list[tuple[int, bytes]]()
         for part, own_N, keys in cut:
             rows = [row for row in np.flatnonzero(own_N).tolist() if keys[row] in wanted]
             if rows:
-                scores.update(zip((keys[row] for row in rows), self._scores(module, part, rows).tolist(), strict=True))
+                found.append(self._scores(module, part, rows))
+                scored += [keys[row] for row in rows]
+        scores = dict(zip(scored, torch.cat(found).tolist() if found else [], strict=True))  # one transfer
         known = (np.array([scores.get(key, 0.0) for key in keys]) for *_, keys in cut)
         return [part if part.own_N is None else replace(part, scores_N=next(known)) for part in micro_batches]
 
@@ -184,14 +186,15 @@ def _weights(batch: VerifierBatch) -> tuple[NDArray[np.float32], NDArray[np.floa
 @torch.no_grad()
 def _metrics(loss: Tensor, scores_N: Tensor, gaps_M: Tensor, pair_weights_M: Tensor, row_weights_N: Tensor) -> Metrics:
     wins_M = (gaps_M > 0).float() + 0.5 * (gaps_M == 0).float()
-    totals = [loss, (pair_weights_M * wins_M).sum(), (row_weights_N * scores_N).sum(), (pair_weights_M * gaps_M).sum()]
-    weights = [pair_weights_M.sum(), row_weights_N.sum()]
-    total_loss, total_wins, total_scores, total_gaps, pairs, rows = torch.stack(totals + weights).tolist()
+    pairs, rows = pair_weights_M.sum(), row_weights_N.sum()
+    means = {
+        "mean loss": (loss, pairs),
+        "mean pair_accuracy": ((pair_weights_M * wins_M).sum(), pairs),
+        "mean score_mean": ((row_weights_N * scores_N).sum(), rows),
+        "mean score_gap": ((pair_weights_M * gaps_M).sum(), pairs),
+    }
     metrics = Metrics()
-    metrics.add_mean("loss", total_loss, pairs)
-    metrics.add_mean("pair_accuracy", total_wins, pairs)
-    metrics.add_mean("score_mean", total_scores, rows)
-    metrics.add_mean("score_gap", total_gaps, pairs)
+    metrics.add_later(list(means), torch.stack([torch.stack(pair) for pair in means.values()]).double())
     return metrics
 
 

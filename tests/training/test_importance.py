@@ -33,11 +33,12 @@ def test_weights_by_kind_by_hand():
     assert importance_weights(ratios, "truncated", 0.5, 5.0).tolist() == pytest.approx([0.1, 0.5, 1, 5, 5, 5])
     assert importance_weights(ratios, "masked", 0.5, 5.0).tolist() == [0.0, 0.5, 1.0, 5.0, 0.0, 0.0]
     assert outside(ratios, "truncated", 0.5, 5.0).tolist() == [False] * 4 + [True] * 2
-    found = importance_metrics(ratios[:5], "masked", 0.5, 5.0).result()
+    mask_1L = torch.tensor([[True] * 5 + [False]])  # what is not the policy's own counts nowhere
+    found = importance_metrics(ratios[None], mask_1L, 5, "masked", 0.5, 5.0).result()
     assert found["start_ratio_mean"] == pytest.approx(13.6 / 5)
     assert found["start_ratio_max"] == pytest.approx(7.0)
     assert found["start_outside"] == pytest.approx(2 / 5)
-    assert importance_metrics(ratios[:0], "masked", 0.5, 5.0).result() == {}
+    assert importance_metrics(ratios[None], ~mask_1L & mask_1L, 0, "masked", 0.5, 5.0).result() == {}
 
 
 # The rows of `hand_batch`: pi / pi_sampled is 1.5 and 0.5 (A, advantage 1) and 0.5 (B, advantage -2). In the only step
