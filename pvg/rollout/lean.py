@@ -202,6 +202,10 @@ class LeanCache:
     def columns(self) -> int:
         return self.kv[0].shape[2]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.kv)
+
     def move(self, sources_M: Tensor, targets_M: Tensor, columns: int) -> None:
         """Copy row `sources_M[m]` to row `targets_M[m]`, up to `columns`."""
         for layer in self.kv:

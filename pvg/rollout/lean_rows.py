@@ -36,6 +36,7 @@ from pvg.telemetry.spans import span
 
 LEAST_SHARED = 32  # tokens; an estimate: the separate pass for a few tokens costs more than it saves
 MOST_SHARED = 2
+KEPT_BYTES = 1 << 28  # of a cache without rows; allocating a larger one takes little time beside filling it
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +238,8 @@ class LeanRows(RunningRows):
         return (finished + list(range(self._extent, self._extent + count)))[:count]
 
     def _make_room(self, rows: int, requests: Sequence[GenerationRequest]) -> None:
-        """Grow slots and cache if they are too small for `rows` such requests. They never shrink, so a long run stops
-        allocating."""
+        """Grow slots and cache if they are too small for `rows` such requests. A cache of at most KEPT_BYTES never
+        shrinks, so that a small model's run stops allocating."""
         needed = max(len(request.prompt_ids) + request.sampling.max_tokens for request in requests)
         stops = max(len(request.sampling.stop_ids) for request in requests)
         old, cache = self._slots, self._cache
@@ -272,6 +273,8 @@ class LeanRows(RunningRows):
             self._regroup(ended=bool(ended))
         if not live:
             self._extent = 0
+            if self._cache is not None and self._cache.nbytes > KEPT_BYTES:  # training needs the memory now
+                self._cache, self._slots = None, _Slots.empty(0, 0, 1)
         return TurnResult(done, steps, live_rows)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_policies import SIZES, generate, prompts, requests, teacher_forced, tiny_llama, tiny_model
+from tiny_policies import SIZES, generate, prompts, requests, teacher_forced, tiny_llama, tiny_model, with_engine
 from torch import Tensor
 from transformers import (
     GPT2Config,
@@ -30,7 +31,7 @@ from transformers import (
 
 from pvg.rollout import lean_rows
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.lean import CommonPrefix, KernelAttention, LeanDecoder, NotLeanError, SparseAttention
+from pvg.rollout.lean import CommonPrefix, KernelAttention, LeanCache, LeanDecoder, NotLeanError, SparseAttention
 from pvg.rollout.lean_rows import LEAST_SHARED, MOST_SHARED, SharedPart, shared_parts
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.events import SilentEvents
@@ -140,6 +141,28 @@ def test_newcomers_change_no_completion() -> None:
     for one, other in zip(generate(wanted, max_rows=44), generate(wanted), strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+def test_a_large_cache_is_freed_when_no_row_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Players that train next need its memory."""
+    caches, make = list[weakref.ref[Tensor]](), LeanDecoder.new_cache
+
+    def remembered(*arguments: Any) -> LeanCache:
+        cache = make(*arguments)
+        caches.append(weakref.ref(cache.kv[0]))
+        return cache
+
+    async def use(engine: TorchEngine) -> list[list[Any]]:
+        found = [[c.token_ids.tolist() for c in await asyncio.gather(*map(engine.generate, wanted))] for _ in "12"]
+        assert (caches[-1]() is None) == freed
+        return found
+
+    wanted, freed = grouped(groups=2), False
+    monkeypatch.setattr(LeanDecoder, "new_cache", remembered)
+    kept = with_engine(use)
+    monkeypatch.setattr(lean_rows, "KEPT_BYTES", 0)
+    freed = True
+    assert with_engine(use) == kept
 
 
 @pytest.mark.parametrize("build", KINDS)
