@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from work import Orders, read_work, reward
+from work import Orders, peak_gb, read_work, reward
 
 from pvg.bench.runner import on_loop
 from pvg.bench.workloads.e2e import open_bench_session
@@ -123,6 +123,7 @@ async def serve(orders: Orders, experiment: Experiment, folder: Path) -> None:
                         "step_s": step_s,
                         "rollout_s": source.rollout_s,
                         "train_s": step_s - source.rollout_s,
+                        "peak_gb": peak_gb(),
                         "completion_tokens": source.completion_tokens,
                     }
                 )

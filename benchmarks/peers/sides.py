@@ -20,13 +20,14 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
 from benchmarks.peers.work import CONTEXT, SAMPLE, STOP, make_model, model_folder, solutions, write_work
@@ -35,8 +36,11 @@ from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, MissingRequirementError, PvgError
-from pvg.game.roles import TAGS
-from pvg.records import Role
+from pvg.game.roles import TAGS, prompt_builder
+from pvg.models import open_model
+from pvg.models.sources import open_without_weights
+from pvg.planning.plan import fitted_here
+from pvg.records import Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.task import problems_of_half
 from pvg.telemetry.spans import span
@@ -53,6 +57,7 @@ GRPO = {
     "step_s": BenchMetric("s", "lower", "one whole step: rollouts, rewards, log-probs, update"),
     "rollout_s": BenchMetric("s", "lower", "of it, up to a batch with rewards, advantages and reference log-probs"),
     "train_s": BenchMetric("s", "lower", "of it, the rest: loss, gradient, update"),
+    "peak_gb": BenchMetric("GB", "lower", "most memory so far, summed over the side's processes"),
 }
 VERIFIER = {
     "pairs_per_s": BenchMetric("pairs/s", "higher", "from the first batch to the last update"),
@@ -75,10 +80,12 @@ class PeerSettings(Section):
 
 
 class GrpoSettings(PeerSettings):
-    """`stops`: completions end where the end token is drawn; otherwise all have rollout.max_tokens tokens."""
+    """`stops`: completions end where the end token is drawn; otherwise all have rollout.max_tokens tokens.
+    `pretrained`: both sides train the experiment's prover, whose completions stop, and no small random model."""
 
     prompts: Count = 512
     stops: bool = False
+    pretrained: bool = False
 
 
 class VerifierSettings(PeerSettings):
@@ -190,13 +197,23 @@ def grpo(settings: BenchSettings) -> Side:
         "kl": training.kl.coefficient,
         "learning_rate": training.learning_rate,
         "gradient_clip": OptimizerSettings(0.0).gradient_clip,
+        "bfloat16": experiment.models.compute_dtype == "bfloat16",
     }
-    pool = problems_of_half(open_task(experiment.task), "prover")[: table.prompts]
-    own = told | {"prompts": [TAGS[Role.HELPFUL] + problem.question for problem in pool]}
-    shared = told | {"loss": training.loss.kind, "stops": table.stops}
+    stops, pool = table.stops or table.pretrained, problems_of_half(open_task(experiment.task), "prover")
+    own = told | {"prompts": _prompts(experiment, pool[: table.prompts], pretrained=table.pretrained)}
+    shared = told | {"loss": training.loss.kind, "stops": stops}
     # Drawn ends differ by chance.
-    counted = ("prompt_tokens", "threads") + (() if table.stops else ("completion_tokens",))
-    return _side("grpo", table, experiment, GRPO, own, shared, counted, stops=table.stops)
+    counted = ("prompt_tokens", "threads") + (() if stops else ("completion_tokens",))
+    return _side("grpo", table, experiment, GRPO, own, shared, counted, stops=stops, pretrained=table.pretrained)
+
+
+def _prompts(experiment: Experiment, problems: Sequence[Problem], *, pretrained: bool) -> list[str]:
+    """The texts that both sides tokenize. Those of a pretrained model are in its chat template."""
+    if not pretrained:
+        return [TAGS[Role.HELPFUL] + problem.question for problem in problems]
+    tokenizer = open_without_weights(experiment.models.prover).tokenizer
+    builder = prompt_builder(experiment.prompts, experiment.game.protocol, tokenizer)
+    return [tokenizer.shown(builder.render(problem, Role.HELPFUL)) for problem in problems]
 
 
 def verifier(settings: BenchSettings) -> Side:
@@ -240,6 +257,7 @@ def _side(
     counted: tuple[str, ...],
     *,
     stops: bool = True,
+    pretrained: bool = False,
 ) -> Side:
     if table.trainer == "TRL" and not PEER.exists():
         raise MissingRequirementError("TRL's environment is not there.", "make peers")
@@ -248,14 +266,21 @@ def _side(
     versions = dict(line.split("==") for line in (HERE / "constraints.txt").read_text().split() if "==" in line)
     shared |= {"context": CONTEXT, "threads": threads, "peer": {"versions": versions}}
     work = own | {"threads": threads, "trl": table.trl}
-    prepare = partial(write_folder, experiment=experiment, work=work, stops=stops)
+    prepare = partial(write_folder, experiment=experiment, work=work, stops=stops, pretrained=pretrained)
     return Side(table.trainer, python, HERE / script, measures, prepare, shared, counted)
 
 
-def write_folder(folder: Path, experiment: Experiment, work: dict[str, Any], *, stops: bool) -> Experiment:
+def write_folder(
+    folder: Path, experiment: Experiment, work: dict[str, Any], *, stops: bool, pretrained: bool = False
+) -> Experiment:
     """Write what the workers read: the model, and the work with pvg's experiment on that model. With worker processes
     each of them has one thread."""
-    make_model(folder, stops=stops)
+    if pretrained:
+        with open_model(experiment.models.prover, torch.device("cpu"), "float32") as model:
+            model.module.save_pretrained(model_folder(folder))
+            model.tokenizer.save(model_folder(folder))
+    else:
+        make_model(folder, stops=stops)
     data = experiment.plain()
     for player in ("prover", "verifier"):
         data["models"][player] = {"source": str(model_folder(folder))}
@@ -263,6 +288,6 @@ def write_folder(folder: Path, experiment: Experiment, work: dict[str, Any], *, 
     if data["cluster"]["kind"] == "local":
         data["models"]["threads"] = 1  # of the driver
         data["cluster"]["workers"] = data["cluster"].get("workers") or work["threads"]
-    built = build_experiment(data)
+    built, _ = fitted_here(build_experiment(data), lambda said: None)  # micro-batches as `pvg train` chooses them
     write_work(folder, work | {"experiment": built.plain()})
     return built

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from trl_environment import arguments, facts, join_processes
-from work import Orders, model_folder, read_work, reward
+from work import Orders, model_folder, peak_gb, read_work, reward
 
 WORK = read_work(Path(sys.argv[1]))
 PROCESSES: int = WORK["trl"].pop("processes")
@@ -64,6 +64,7 @@ class PauseBetweenSteps(TrainerCallback):
                     "step_s": step_s,
                     "rollout_s": trainer.rollout_s,
                     "train_s": step_s - trainer.rollout_s,
+                    "peak_gb": peak_gb(),
                     "completion_tokens": trainer._metrics["train"]["completions/mean_length"][-1],
                 }
             )
@@ -91,6 +92,7 @@ def main(folder: Path) -> None:
         "beta": work["kl"],
         "learning_rate": work["learning_rate"],
         "max_grad_norm": work["gradient_clip"],
+        "bf16": work["bfloat16"],
         "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         **work["trl"],
     }

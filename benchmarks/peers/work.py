@@ -87,6 +87,18 @@ def make_model(folder: Path, *, stops: bool, seed: int = 0) -> None:
     tokenizer.save_pretrained(model_folder(folder))
 
 
+def peak_gb() -> float:
+    """The most memory so far in 10^9 bytes, summed over this process and its children, as Linux counts it."""
+    status = [Path(f"/proc/{number}/status").read_text() for number in (os.getpid(), *_children(os.getpid()))]
+    return sum(int(text.partition("VmHWM:")[2].split()[0]) for text in status) / 1e6
+
+
+def _children(process: int) -> Iterator[int]:
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        for child in map(int, (thread / "children").read_text().split()):
+            yield from (child, *_children(child))
+
+
 def reward(completion: str) -> float:
     """A reward that costs nothing and differs within a group: whether the number of zeros is odd."""
     return float(completion.count("0") % 2)
