@@ -206,11 +206,11 @@ class Training(Section):
         1, description="Optimizer steps per sampled batch. More of them use the same samples again, which grow stale."
     )
     micro_batch_tokens: Count = Field(
-        16_384, description="Tokens per micro-batch, each prompt counted once. Lower it if memory runs out."
+        16_384, description="Tokens per micro-batch, those in common counted once. Lower it if memory runs out."
     )
     shared_prompts: bool = Field(
         True,
-        description="Whether both players compute equal prompts and equal rows of a micro-batch once, without padding.",
+        description="Whether both players compute once, without padding, what rows of a micro-batch have in common.",
     )
     learning_rate: Positive = Field(
         1e-4, description="Learning rate of AdamW. Higher values learn faster, and may diverge."
@@ -337,7 +337,7 @@ class Verifier(Section):
     )
     micro_batch_tokens: Count = Field(
         16_384,
-        description="Tokens per micro-batch of training, each prompt counted once, and per batch of scoring, padding "
+        description="Tokens per micro-batch of training, those in common counted once; per batch of scoring, padding "
         "included. Lower it if memory runs out.",
     )
     learning_rate: Positive = Field(

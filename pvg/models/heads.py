@@ -41,7 +41,7 @@ class VerifierModel(nn.Module, ABC):
     """A backbone and a head. Owns the language model it was built from; `close` frees it.
 
     `needs_reference`: scores need the `reference` of a row. It never changes while the verifier is open, so it can be
-    computed once per solution. `packs`: training may compute rows without padding and equal prompts once, because the
+    computed once per solution. `packs`: training may compute rows without padding and what they share once, because the
     head calls `_last_hidden`, not the model.
     """
 
@@ -106,8 +106,8 @@ class VerifierModel(nn.Module, ABC):
         """scores_B float32 (logits), differentiable. `input_ids_BL` int64, padded on the right.
 
         The solution is the tokens from `prompt_lengths[b]` to `lengths[b]`. `reference_B` is the result of `reference`
-        for these rows; None: computed here if needed. `packed`: the model computes rows without padding and equal
-        prompts once, for training. Then the last bits of a score depend on its batch.
+        for these rows; None: computed here if needed. `packed`: the model computes rows without padding, and what
+        they have in common once, for training. Then the last bits of a score depend on its batch.
 
         Raises ConfigurationError for rows longer than the model accepts, ModelClosedError after `close`.
         """
@@ -179,8 +179,8 @@ class VerifierModel(nn.Module, ABC):
         return self.backbone
 
     def _last_hidden(self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor | None = None) -> Tensor:
-        """The hidden state of each row's last token: float32 [B, D]. With `prompt_lengths_B`, equal prompts may be
-        computed once."""
+        """The hidden state of each row's last token: float32 [B, D]. With `prompt_lengths_B`, what rows have in
+        common may be computed once."""
         backbone = self._open_backbone()
         if self._packed:
             starts_B = torch.ones_like(lengths_B) if prompt_lengths_B is None else prompt_lengths_B

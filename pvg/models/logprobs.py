@@ -194,14 +194,6 @@ class CompletionOutputs:
     logprobs_BL: Tensor
     entropies_BL: Tensor | None
 
-    def rows(self, rows_N: Tensor) -> CompletionOutputs:
-        """Select rows by number. The gradients of a row that occurs several times are summed."""
-        entropies_BL = self.entropies_BL
-        return CompletionOutputs(
-            self.logprobs_BL.index_select(0, rows_N),
-            None if entropies_BL is None else entropies_BL.index_select(0, rows_N),
-        )
-
 
 def completion_logprobs(
     module: nn.Module,
@@ -260,28 +252,39 @@ def shared_prompt_outputs(
     logits_chunk: int | None = None,
     fused_layers: bool = True,
     entropies: bool = False,
+    prompts_alone: bool = False,
 ) -> CompletionOutputs:
-    """The result of `completion_logprobs` on the padded rows, with each distinct prompt computed once; with `entropies`
-    also these. All are differentiable.
+    """The result of `completion_logprobs` on the padded rows, with what they have in common computed once; with
+    `entropies` also these. All are differentiable. `prompts_alone`: no row shares tokens after its prompt.
 
     Also raises ConfigurationError for a model that cannot share prompts (pvg.models.shared_prompts).
     """
     check_logits(module)
     device = next(module.parameters()).device
-    packed = pack_rows(sequences, prompt_lengths, device)
+    packed = pack_rows(sequences, prompt_lengths, device, prompts_alone=prompts_alone)
     hidden_TD = packed_hidden(module, packed, fused_layers)
-    after_TD = hidden_TD[len(hidden_TD) - packed.completion_tokens :]
-    hidden_MD = torch.cat([hidden_TD.index_select(0, packed.lasts_R), after_TD])
+    after_TD = hidden_TD[len(hidden_TD) - packed.tail :]
+    hidden_MD = torch.cat([hidden_TD.index_select(0, packed.sources_A), after_TD])
     found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, entropies)
-    return _laid_out(*found, packed.rows_M, packed.columns_M, (len(sequences), packed.longest))
+    places = (packed.rows_W, packed.columns_W)
+    return _laid_out(*found, *places, (len(sequences), packed.longest), packed.picks_W)
 
 
 def _laid_out(
-    logprobs_M: Tensor, entropies_M: Tensor | None, rows_M: Tensor, columns_M: Tensor, shape: Sequence[int]
+    logprobs_M: Tensor,
+    entropies_M: Tensor | None,
+    rows_W: Tensor,
+    columns_W: Tensor,
+    shape: Sequence[int],
+    picks_W: Tensor | None = None,
 ) -> CompletionOutputs:
+    """`picks_W`: which of the M values each of the W positions has; None: one each. The gradients of a value that
+    several have are summed."""
+
     def on_positions(values_M: Tensor) -> Tensor:
         empty_BL = torch.zeros(tuple(shape), dtype=torch.float32, device=values_M.device)
-        return empty_BL.index_put((rows_M, columns_M), values_M)
+        values_W = values_M if picks_W is None else values_M.index_select(0, picks_W)
+        return empty_BL.index_put((rows_W, columns_W), values_W)
 
     return CompletionOutputs(on_positions(logprobs_M), None if entropies_M is None else on_positions(entropies_M))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -48,30 +48,15 @@ class SequenceLayout:
     longest_key: int
 
     @classmethod
-    def of(
-        cls,
-        prompts_U: NDArray[np.int64],
-        completions_N: NDArray[np.int64],
-        prompt_of_N: NDArray[np.int64],
-        device: torch.device | str,
-    ) -> SequenceLayout:
-        """Of U prompts and N completions with these lengths; a completion follows prompt `prompt_of_N`."""
-        begins_U, prompt_tokens = np.cumsum(prompts_U) - prompts_U, int(prompts_U.sum())
-        begins_N = prompt_tokens + np.cumsum(completions_N) - completions_N
-        rows = [row for row in range(len(completions_N)) if completions_N[row]]  # a sequence has at least one token
-        keys = [np.arange(prompt_tokens)]
-        for row in rows:
-            prompt = prompt_of_N[row]
-            keys.append(np.arange(begins_U[prompt], begins_U[prompt] + prompts_U[prompt]))
-            keys.append(np.arange(begins_N[row], begins_N[row] + completions_N[row]))
-        queries_S = np.concatenate([prompts_U, completions_N[rows]])
-        keys_S = np.concatenate([prompts_U, (prompts_U[prompt_of_N] + completions_N)[rows]])
+    def of(cls, trie: Trie, device: torch.device | str) -> SequenceLayout:
+        """A sequence for each segment, which attends to its path."""
+        keys_S = trie.starts_S + trie.lengths_S
 
         def starts(lengths_S: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(np.append(0, np.cumsum(lengths_S)).astype(np.int32)).to(device)
 
-        tokens_K = torch.from_numpy(np.concatenate(keys)).to(device)
-        return cls(starts(queries_S), starts(keys_S), tokens_K, int(queries_S.max()), int(keys_S.max()))
+        tokens_K = torch.from_numpy(np.concatenate(trie.paths)).to(device)
+        return cls(starts(trie.lengths_S), starts(keys_S), tokens_K, int(trie.lengths_S.max()), int(keys_S.max()))
 
 
 def varlen_attention(
@@ -261,119 +246,225 @@ def pad_batch(
     return PaddedBatch(wide_BL, lengths_B, torch.tensor(starts, dtype=torch.int64, device=device))
 
 
+# --- what rows have in common ----------------------------------------------------------------------------------------
+
+# Fewer tokens in common are computed for each row: attention to another segment would cost more than they do.
+LEAST_SHARED = 32
+
+
+@dataclass(frozen=True)
+class Trie:
+    """N rows as S segments, whose T tokens are computed once, one segment after the other. The tokens before a segment
+    in its rows are those of its parent, its parent's parent, and so on: its path ends with its own tokens.
+
+    `parents_S` (-1: none); `starts_S`, the position in a row of a segment's first token; `lengths_S`; `rows_S`, a row
+    that has it. `hosts_N`: a row that begins with the given row, or equals it; itself if there is none other.
+    `leaves_N`: the last segment of the host. The segments from `inner` on belong to one host each; those before end
+    where rows part, or with a prompt. `firsts_S` and `longest_S`: the first row with the segment, and the tokens of the
+    longest one.
+
+    The last token of a host predicts nothing, so it is not computed, unless it belongs to the prompt.
+    """
+
+    inner: int
+    hosts_N: NDArray[np.int64]
+    leaves_N: NDArray[np.int64]
+    parents_S: NDArray[np.int64]
+    starts_S: NDArray[np.int64]
+    lengths_S: NDArray[np.int64]
+    rows_S: NDArray[np.int64]
+    firsts_S: NDArray[np.int64]
+    longest_S: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Int32], prompt_lengths: NDArray[Any], *, prompts_alone: bool = False) -> Trie:
+        """`prompts_alone`: no row shares tokens after its prompt."""
+        prompts_N, lengths_N = np.asarray(prompt_lengths, dtype=np.int64), lengths_of(rows)
+        keys = [np.asarray(row, dtype=np.int32) for row in rows]
+        if prompts_alone:
+            keys = [np.where(np.arange(len(key)) < prompts_N[n], key, -1 - n) for n, key in enumerate(keys)]
+        order = np.array(sorted(range(len(rows)), key=[key.tobytes() for key in keys].__getitem__), dtype=np.int64)
+        common_N = np.array([0, *(_common(keys[one], keys[other]) for one, other in itertools.pairwise(order))])
+        # J hosts. The rows before each in the order begin it.
+        ends_J = np.flatnonzero(np.append(common_N[1:] < lengths_N[order][:-1], True))
+        begins_J = np.append(0, ends_J[:-1] + 1)
+        common_J, hosts_J, sizes_J = common_N[begins_J], order[ends_J], np.diff(begins_J, append=len(rows))
+        computed_J = np.maximum(lengths_N - 1, prompts_N)[hosts_J]
+        prompts_J = np.maximum.reduceat(prompts_N[order], begins_J)
+        firsts_J = np.minimum.reduceat(order, begins_J)
+        segments, leaves_J = list[tuple[int, ...]](), np.zeros(len(ends_J), dtype=np.int64)
+        work = [(0, len(ends_J), 0, -1)]
+        while work:
+            begin, end, start, parent = work.pop()
+            alone, here = end == begin + 1, slice(begin, end)
+            common = int(computed_J[begin] if alone else common_J[begin + 1 : end].min())
+            prompt, cut = int(prompts_J[begin]), start
+            in_all = start < prompt <= common and (prompts_J[here] == prompt).all()
+            if in_all and (alone or common - prompt < LEAST_SHARED):
+                cut = prompt
+            elif not alone and common - start >= LEAST_SHARED:
+                cut = common
+            for stop, leaf in ((cut, 0), (common if alone else cut, 1)):
+                if stop > start:
+                    facts = (int(firsts_J[here].min()), int(computed_J[here].max()))
+                    segments.append((parent, start, stop - start, int(hosts_J[begin]), leaf, *facts))
+                    start, parent = stop, len(segments) - 1
+            leaves_J[begin] = parent
+            if not alone:
+                parts = (np.flatnonzero(common_J[begin + 1 : end] == common) + begin + 1).tolist()
+                work += [(*pair, start, parent) for pair in itertools.pairwise([begin, *parts, end])]
+        parents_S, starts_S, lengths_S, rows_S, leaf_S, firsts_S, longest_S = np.array(segments, dtype=np.int64).T
+        # Similar lengths are next to each other, so that blocks have little padding.
+        order_S = np.lexsort((firsts_S, -lengths_S, -_size(starts_S + lengths_S + leaf_S), leaf_S))
+        place_S = np.append(np.argsort(order_S), -1)  # -1 stays -1
+        hosts_N, leaves_N = np.empty((2, len(rows)), dtype=np.int64)
+        hosts_N[order], leaves_N[order] = np.repeat(hosts_J, sizes_J), place_S[np.repeat(leaves_J, sizes_J)]
+        facts_S = (starts_S, lengths_S, rows_S, firsts_S, longest_S)
+        inner = len(leaf_S) - int(leaf_S.sum())
+        return cls(inner, hosts_N, leaves_N, place_S[parents_S[order_S]], *(array[order_S] for array in facts_S))
+
+    @cached_property
+    def begins_S(self) -> NDArray[np.int64]:
+        """The first of the T tokens of each segment."""
+        return np.cumsum(self.lengths_S) - self.lengths_S
+
+    @cached_property
+    def paths(self) -> list[NDArray[np.int64]]:
+        """For each segment, which of the T tokens are on its path."""
+        found = [np.arange(length) + begin for length, begin in zip(self.lengths_S, self.begins_S, strict=True)]
+        for segment in np.argsort(self.starts_S, kind="stable").tolist():  # parents first
+            if (parent := self.parents_S[segment]) >= 0:
+                found[segment] = np.concatenate([found[parent], found[segment]])
+        return found
+
+    def tokens_of(self, rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """What `rows` have for each token, for the T tokens."""
+        ends_S = self.starts_S + self.lengths_S
+        parts = zip(self.rows_S.tolist(), self.starts_S.tolist(), ends_S.tolist(), strict=True)
+        return np.concatenate([rows[row][start:end] for row, start, end in parts])
+
+    def chain(self, row: int) -> list[int]:
+        """The segments of a row, from the first."""
+        found = [int(self.leaves_N[row])]
+        while (parent := int(self.parents_S[found[-1]])) >= 0:
+            found.append(parent)
+        return found[::-1]
+
+
+def _common(one: Int32, other: Int32) -> int:
+    """The tokens with which both begin."""
+    size = min(len(one), len(other))
+    differ = one[:size] != other[:size]
+    return int(differ.argmax()) if differ.any() else size
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """N rows with U distinct prompts as one row of T tokens: the prompts, then each row's completion without its last
-    token, which predicts nothing. Both parts are in the order of `packing_order`.
+    """N rows as one row of the T tokens of their trie. `longest`: the tokens of the longest row.
 
-    On the host: `prompt_lengths_U` and `inner_N`, the lengths of both parts among the T tokens, and `prompt_numbers_N`,
-    the prompt of each row; `longest`, the tokens of the longest row. `places_N`: where each given row is in the order.
-
-    There are M completion tokens: first the first token of each row, then all others. `rows_M` and `columns_M` are
-    their positions in the given rows, padded; `targets_M` their ids. The last prompt token (`lasts_R`) predicts a row's
-    first token; the completion tokens among the T predict the others, in order.
+    M of the predictions of rows' tokens differ: first those by the tokens `sources_A`, then those by the last `tail` of
+    the T tokens, in order. `targets_M` are the predicted ids. `rows_W` and `columns_W` are the positions of all
+    completion tokens in the given rows, padded; `picks_W` is the prediction of each, None if it is M in order.
+    `ends_E`: the tokens of the T with which rows end, leaving out their last ones; `places_N`: which of these is a
+    row's.
     """
 
     ids_1T: Tensor
     positions_1T: Tensor
-    prompt_lengths_U: NDArray[np.int64]
-    inner_N: NDArray[np.int64]
-    prompt_numbers_N: NDArray[np.int64]
-    completion_tokens: int
+    trie: Trie
     longest: int
-    places_N: Tensor
-    lasts_R: Tensor
-    rows_M: Tensor
-    columns_M: Tensor
+    tail: int
+    sources_A: Tensor
     targets_M: Tensor
+    rows_W: Tensor
+    columns_W: Tensor
+    picks_W: Tensor | None
+    ends_E: Tensor
+    places_N: Tensor
 
     @cached_property
     def blocks(self) -> list[Block]:
         """For attention without variable lengths."""
-        return blocks_of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device)
+        return blocks_of(self.trie, np.arange(len(self.trie.starts_S)), self.trie.lengths_S, self.ids_1T.device)
 
     @cached_property
     def last_blocks(self) -> list[Block]:
-        """As `blocks`, for the results of `ends_N` alone."""
-        return blocks_of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device, last=True)
+        """As `blocks`, for the results of `ends_E` alone."""
+        ends_E = self.ends_E.cpu().numpy()
+        segments_E = np.searchsorted(self.trie.begins_S, ends_E, side="right") - 1
+        own_E = ends_E - self.trie.begins_S[segments_E] + 1
+        return blocks_of(self.trie, segments_E, own_E, self.ids_1T.device, last=True)
 
     @cached_property
     def sequences(self) -> SequenceLayout:
         """For variable-length attention."""
-        return SequenceLayout.of(self.prompt_lengths_U, self.inner_N, self.prompt_numbers_N, self.ids_1T.device)
-
-    @cached_property
-    def ends_N(self) -> Tensor:
-        """The place among the T tokens of each row's last one, which must be a completion token."""
-        ends_N = self.prompt_lengths_U.sum() + np.cumsum(self.inner_N) - 1
-        return torch.from_numpy(ends_N).to(self.ids_1T.device)
+        return SequenceLayout.of(self.trie, self.ids_1T.device)
 
 
-def packing_order(
-    sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(firsts_U, order_N, prompt_of_N): a row with each prompt, in the order of the prompts; the rows in their order;
-    and the prompt of each row, in this order. Similar lengths are next to each other, so that blocks have little
-    padding."""
-    starts_N = np.asarray(prompt_lengths, dtype=np.int64)
-    own_N = lengths_of(sequences) - starts_N
-    firsts_U, prompt_of_N = distinct_prompts(sequences, starts_N)
-    order_U = np.argsort(-starts_N[firsts_U], kind="stable")
-    order_N = np.lexsort((-own_N, -_size(starts_N + own_N)))
-    return firsts_U[order_U], order_N, np.argsort(order_U)[prompt_of_N][order_N]
-
-
-def pack_rows(sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str) -> PackedRows:
-    """Pack rows of prompt + completion. Prompts with equal tokens count as one, even across groups."""
-    starts_N = np.asarray(prompt_lengths, dtype=np.int64)
-    firsts_U, order_N, prompt_of_N = packing_order(sequences, starts_N)
-    prompts = [sequences[row][: starts_N[row]] for row in firsts_U]
-    sequences, starts_N = [sequences[row] for row in order_N], starts_N[order_N]
-    lengths_N, prompts_U = lengths_of(sequences), lengths_of(prompts)
-    completions = [row[start:-1] for row, start in zip(sequences, starts_N, strict=True)]
-    inner_N = np.maximum(lengths_N - starts_N - 1, 0)  # completion tokens that predict another token
-    begun_R = np.flatnonzero(lengths_N > starts_N)
-    rows_M = np.concatenate([begun_R, np.repeat(np.arange(len(sequences)), inner_N)])
-    columns_M = np.concatenate([starts_N[begun_R], counted(inner_N, starts_N + 1)])
-    before_N = np.cumsum(lengths_N) - lengths_N
-    parts = {
-        "ids_1T": np.concatenate([*prompts, *completions])[None],
-        "positions_1T": counted(np.concatenate([prompts_U, inner_N]), np.append(0 * prompts_U, starts_N))[None],
-        "places_N": np.argsort(order_N),
-        "lasts_R": (np.cumsum(prompts_U) - 1)[prompt_of_N[begun_R]],
-        "rows_M": order_N[rows_M],
-        "columns_M": columns_M,
-        "targets_M": np.concatenate(sequences)[before_N[rows_M] + columns_M],
+def pack_rows(
+    sequences: Sequence[Int32], prompt_lengths: NDArray[Any], device: torch.device | str, *, prompts_alone: bool = False
+) -> PackedRows:
+    """Pack rows of prompt + completion, also those of different groups. `prompts_alone`: as in Trie.of."""
+    trie = Trie.of(sequences, prompt_lengths, prompts_alone=prompts_alone)
+    starts_N, lengths_N = np.asarray(prompt_lengths, dtype=np.int64), lengths_of(sequences)
+    own_N, tokens, paths = lengths_N - starts_N, int(trie.lengths_S.sum()), trie.paths
+    order_N = np.lexsort((-own_N, -_size(lengths_N)))
+    rows_W, columns_W = np.repeat(order_N, own_N[order_N]), counted(own_N[order_N], starts_N[order_N])
+    # What each completion token follows, and its number: its place among the T tokens; for a host's last, T + the host.
+    sources, numbers = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for row in order_N[own_N[order_N] > 0].tolist():
+        path, start, last = paths[trie.leaves_N[row]], int(starts_N[row]), int(lengths_N[row]) - 1
+        sources.append(path[start - 1 : last])
+        numbers.append(path[start : last + 1])
+        if last == len(path):
+            numbers.append(np.array([tokens + trie.hosts_N[row]]))
+    sources_W, numbers_W = np.concatenate(sources), np.concatenate(numbers)
+    first = int(trie.lengths_S[: trie.inner].sum())
+    after_T = np.arange(1, tokens + 1)
+    after_T[[path[-1] for path in paths[trie.inner :]]] = tokens + trie.rows_S[trie.inner :]
+    in_order_W = (sources_W >= first) & (numbers_W == after_T[sources_W])
+    order_W = np.argsort(in_order_W, kind="stable")
+    rows_W, columns_W, sources_W, numbers_W = (each[order_W] for each in (rows_W, columns_W, sources_W, numbers_W))
+    before = len(order_W) - int(in_order_W.sum())
+    _, firsts_A, number_A = np.unique(numbers_W[:before], return_index=True, return_inverse=True)
+    picks_W = np.concatenate([np.argsort(np.argsort(firsts_A))[number_A], len(firsts_A) + sources_W[before:] - first])
+    begins_N = np.cumsum(lengths_N) - lengths_N
+    targets_M = np.empty(len(firsts_A) + tokens - first, dtype=np.int64)
+    targets_M[picks_W] = np.concatenate(sequences)[begins_N[rows_W] + columns_W]
+    ends_N = [paths[leaf][max(length, 2) - 2] for leaf, length in zip(trie.leaves_N, lengths_N, strict=True)]
+    ends_E, places_N = np.unique(ends_N, return_inverse=True)
+    in_order = np.array_equal(picks_W, np.arange(len(targets_M)))
+    found = {
+        "ids_1T": trie.tokens_of(sequences)[None],
+        "positions_1T": counted(trie.lengths_S, trie.starts_S)[None],
+        "sources_A": sources_W[np.sort(firsts_A)],
+        "targets_M": targets_M,
+        "rows_W": rows_W,
+        "columns_W": columns_W,
+        "picks_W": None if in_order else picks_W,
+        "ends_E": ends_E,
+        "places_N": places_N,
     }
-    return PackedRows(
-        prompt_lengths_U=prompts_U,
-        inner_N=inner_N,
-        prompt_numbers_N=prompt_of_N,
-        completion_tokens=int(inner_N.sum()),
-        longest=int(lengths_N.max()),
-        **{name: torch.from_numpy(array.astype(np.int64)).to(device) for name, array in parts.items()},
-    )
-
-
-def distinct(rows: Iterable[Hashable]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """firsts_U: the first of each distinct row, in order. number_of_N: row n equals row firsts_U[number_of_N[n]]."""
-    firsts: dict[Hashable, tuple[int, int]] = {}
-    number_of_N = [firsts.setdefault(row, (len(firsts), place))[0] for place, row in enumerate(rows)]
-    return np.array([place for _, place in firsts.values()], dtype=np.int64), np.array(number_of_N, dtype=np.int64)
-
-
-def distinct_prompts(
-    sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`distinct`, of the prompts of sequences."""
-    return distinct(ids[:length].tobytes() for ids, length in zip(sequences, prompt_lengths, strict=True))
+    tensors = {
+        name: None if array is None else torch.from_numpy(array.astype(np.int64)).to(device)
+        for name, array in found.items()
+    }
+    return PackedRows(trie=trie, longest=int(lengths_N.max()), tail=tokens - first, **cast(Any, tensors))
 
 
 def distinct_rows(
     sequences: Sequence[Int32], prompt_lengths: NDArray[Any]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """`distinct`, of sequences with their prompt lengths."""
-    return distinct((int(length), ids.tobytes()) for ids, length in zip(sequences, prompt_lengths, strict=True))
+    """firsts_U: the first of each distinct row with its prompt length, in order. number_of_N: row n equals row
+    firsts_U[number_of_N[n]]."""
+    firsts: dict[tuple[int, bytes], tuple[int, int]] = {}
+    rows = ((int(length), ids.tobytes()) for ids, length in zip(sequences, prompt_lengths, strict=True))
+    number_of_N = [firsts.setdefault(row, (len(firsts), place))[0] for place, row in enumerate(rows)]
+    return np.array([place for _, place in firsts.values()], dtype=np.int64), np.array(number_of_N, dtype=np.int64)
+
+
+# To fill batches, what rows have in common is computed in two of them only if it takes at most this part of one.
+REPEATED = 16
 
 
 def row_batches(
@@ -381,69 +472,71 @@ def row_batches(
     prompt_lengths: NDArray[Any],
     budget: int,
     *,
-    shared_prompts: bool = True,
-    shared_rows: bool = True,
+    prompts_alone: bool = False,
     units_N: NDArray[np.int64] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Row numbers in batches for one forward pass each, as `packed_batches`; with `shared_rows`, rows with the same
-    tokens are in one batch and count once. Without `shared_prompts`, as `token_budget_batches`."""
-    lengths_N, starts_N = lengths_of(sequences), np.asarray(prompt_lengths, dtype=np.int64)
-    if not shared_prompts:
-        return token_budget_batches(lengths_N, budget)
-    firsts_U = number_of_N = np.arange(len(sequences))
-    if shared_rows:
-        firsts_U, number_of_N = distinct_rows(sequences, starts_N)
-    _, prompt_of_U = distinct_prompts([sequences[row] for row in firsts_U.tolist()], starts_N[firsts_U])
-    units_U = None if units_N is None else units_N[firsts_U]
-    parts = packed_batches(prompt_of_U, starts_N[firsts_U], lengths_N[firsts_U], budget, units_U)
-    same_U = np.split(np.argsort(number_of_N, kind="stable"), np.cumsum(np.bincount(number_of_N))[:-1])
-    return [np.concatenate([same_U[row] for row in part]) for part in parts]
+    """Row numbers in as few batches as possible, one forward pass of packed rows each, with similar numbers of tokens
+    of at most `budget`; what rows of a batch have in common counts once. The batch with the longest row comes first.
 
-
-# To fill batches, a prompt is computed in two of them only if it takes at most this part of one.
-REPEATED = 16
-
-
-def packed_batches(
-    prompt_of_N: NDArray[np.int64],
-    prompt_lengths: NDArray[Any],
-    lengths: NDArray[np.int64],
-    budget: int,
-    units_N: NDArray[np.int64] | None = None,
-) -> list[NDArray[np.int64]]:
-    """Row numbers in as few batches as possible, with similar numbers of tokens of at most `budget`; each prompt of a
-    batch counts once. The batch with the longest row comes first. Depends on prompts and lengths alone.
-
-    Rows with the same prompt stay together if this costs no batch. Rows of a unit (`units_N`, numbers) always do if the
-    unit is within the budget, in which each unit counts its own prompts.
+    Rows that have something in common stay together if this costs no batch. Rows of a unit (`units_N`, numbers) always
+    do if the unit is within the budget. Units count what they have in common with others again.
 
     Raises ConfigurationError if a single row is over the budget.
     """
-    check_budget(lengths, budget)
-    whole, units_N = units_N is not None, prompt_of_N if units_N is None else units_N
-    order_N = np.lexsort((-lengths, prompt_of_N, units_N))
-    changes_N2 = np.diff(np.stack([units_N, prompt_of_N], axis=1)[order_N], axis=0, prepend=-1) != 0
-    first_N = changes_N2.any(axis=1)  # the row that brings a prompt into its unit
-    starts_N = np.asarray(prompt_lengths, dtype=np.int64)[order_N]
-    tokens_N = lengths[order_N] - starts_N + first_N * starts_N
-    bounds = np.append(np.flatnonzero(changes_N2[:, 0]), len(order_N)).tolist()
-    units = [(int(tokens_N[first:end].sum()), first, end) for first, end in itertools.pairwise(bounds)]
-    units.sort(key=lambda unit: -unit[0])
+    lengths_N, whole = lengths_of(sequences), units_N is not None
+    check_budget(lengths_N, budget)
+    if not len(lengths_N):
+        return []
+    trie = Trie.of(sequences, prompt_lengths, prompts_alone=prompts_alone)
+    chains = [trie.chain(row) for row in range(len(sequences))]
+    if units_N is None:
+        units_N = trie.firsts_S[[chain[0] for chain in chains]]
+    branches_S = list(zip((-trie.longest_S).tolist(), trie.firsts_S.tolist(), strict=True))
+    units, first_rows, lengths = units_N.tolist(), trie.firsts_S.tolist(), lengths_N.tolist()
+    order = sorted(
+        range(len(sequences)),
+        key=lambda row: (
+            units[row],
+            first_rows[chains[row][0]],
+            [branches_S[segment] for segment in chains[row]],
+            -lengths[row],
+            row,
+        ),
+    )
+    # Tokens that a row has in common with the one before it; all, where it begins or equals that one.
+    again_N, ends_S = np.zeros(len(order), dtype=np.int64), trie.starts_S + trie.lengths_S
+    for place, (one, row) in enumerate(itertools.pairwise(order), 1):
+        if units[one] == units[row]:
+            both = [each for each, other in zip(chains[one], chains[row], strict=False) if each == other]
+            again_N[place] = lengths[row] if chains[one] == chains[row] else ends_S[both[-1]] if both else 0
+    order_N = np.array(order, dtype=np.int64)
+    tokens_N = lengths_N[order_N] - again_N
+    bounds = np.append(np.flatnonzero(np.diff(units_N[order_N], prepend=-1)), len(order)).tolist()
+    parts = [(int(tokens_N[first:end].sum()), first, end) for first, end in itertools.pairwise(bounds)]
+    parts.sort(key=lambda part: -part[0])
+    cut_N = np.where(tokens_N > 0, again_N, budget + 1)  # what it costs to begin another batch with a row
 
     def filled(count: int) -> list[list[int]] | None:
         """Each unit in the batch with the fewest tokens so far; None if they do not fit into so many batches."""
         batches: list[list[int]] = [[] for _ in range(count)]
         loads = [(0, batch) for batch in range(count)]
-        for size, start, end in units:
+        for size, start, end in parts:
             first = start
             while first < end:
                 load, batch = loads[0]
-                again = 0 if first_N[first] else int(starts_N[first])
-                ends_R = again + np.cumsum(tokens_N[first:end])
+                ends_R = int(again_N[first]) * (first > start) + np.cumsum(tokens_N[first:end])
                 rows = int(np.searchsorted(ends_R, budget - load, side="right"))
-                cuts = size > budget or (not whole and REPEATED * int(starts_N[first]) <= budget)
-                if not rows or (rows < len(ends_R) and not cuts):
+                if not rows:
                     return None
+                if rows < len(ends_R):
+                    rest, room = int(ends_R[-1]), budget - load
+                    goal = rest / -(-rest // room) if size > budget else room  # parts of one size
+                    most = max(1, min(rows, int(np.searchsorted(ends_R, goal + goal / REPEATED, side="right"))))
+                    least = min(most, int(np.searchsorted(ends_R, goal - goal / REPEATED)) + 1)
+                    costs = cut_N[first + least : first + most + 1]
+                    rows = most - int(costs[::-1].argmin())
+                    if size <= budget and (whole or REPEATED * int(cut_N[first + rows]) > budget):
+                        return None
                 batches[batch].extend(range(first, first + rows))
                 heapreplace(loads, (load + int(ends_R[rows - 1]), batch))
                 first += rows
@@ -452,19 +545,19 @@ def packed_batches(
     count = -(-int(tokens_N.sum()) // budget)
     while (found := filled(count)) is None:
         count += 1 + count // 32
-    return sorted((order_N[rows] for rows in found if rows), key=lambda rows: -int(lengths[rows].max()))
+    return sorted((order_N[rows] for rows in found if rows), key=lambda rows: -int(lengths_N[rows].max()))
 
 
-# --- attention of packed rows: prompts over themselves, each completion over its prompt and itself -------------------
+# --- attention of packed rows: of each segment over its path ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """B rows of similar length as a rectangle of queries and one of keys, for attention without variable lengths.
+    """B segments of similar length as a rectangle of queries and one of keys, for attention without variable lengths.
 
-    `queries_BQ` and `keys_BK` are tokens among the T of packed rows; padding is some token of the row. `results_S`: the
-    positions of [B * Q] whose results count, in the order of the tokens. `mask`: what is added to the products, [1 or
-    B, 1, Q, K]; None: causal.
+    `queries_BQ` and `keys_BK` are tokens among the T of packed rows; padding is some token of the segment. `results_S`:
+    the positions of [B * Q] whose results count, in the order of the tokens. `mask`: what is added to the products,
+    [1 or B, 1, Q, K]; None: causal.
     """
 
     queries_BQ: Tensor
@@ -475,28 +568,30 @@ class Block:
     @classmethod
     def of(
         cls,
-        prompts_B: NDArray[np.int64],
+        before_B: NDArray[np.int64],
         own_B: NDArray[np.int64],
-        starts_B2: NDArray[np.int64],
+        paths: Sequence[NDArray[np.int64]],
         device: torch.device,
         last: bool,
     ) -> Block:
-        """The block of B rows. `prompts_B` and `own_B`: tokens of each row's prompt and of its completion. `starts_B2`:
-        the first token of both. `last`: only the result of each row's last token counts.
+        """The block of B segments. `paths`: the tokens that each sees, of which its own are the last. `before_B` and
+        `own_B`: the numbers of the others and of its own. `last`: only the result of each segment's last token counts.
 
-        Where the own tokens are more, those of the prompt are queries too, whose results are thrown away: causal
+        Where the own tokens are more, those before them are queries too, whose results are thrown away: causal
         attention then needs no mask, whose size would be the square of the length.
         """
-        columns_K, longest = np.arange(int((prompts_B + own_B).max())), int(own_B.max())
-        after_BK = columns_K - prompts_B[:, None]  # the place among the row's own tokens; negative in its prompt
-        keys_BK = starts_B2[:, 1:] + np.where(after_BK < own_B[:, None], after_BK, 0)
-        keys_BK = np.where(after_BK < 0, starts_B2[:, :1] + columns_K, keys_BK)
+        ends_B, longest = before_B + own_B, int(own_B.max())
+        columns_K = np.arange(int(ends_B.max()))
+        begins_B1 = np.array([path[before] for path, before in zip(paths, before_B, strict=True)])[:, None]
+        keys_BK = np.repeat(begins_B1, len(columns_K), axis=1)
+        keys_BK[columns_K < ends_B[:, None]] = np.concatenate(paths)
+        after_BK = columns_K - before_B[:, None]  # the place among the own tokens; negative before them
         queries_BQ, counts_BQ, hidden_BQK = keys_BK, (after_BK >= 0) & (after_BK < own_B[:, None]), None
-        if last or int(prompts_B.max()) >= longest:
+        if last or int(before_B.max()) >= longest:
             own_BQ = own_B[:, None] - 1 if last else np.broadcast_to(np.arange(longest), (len(own_B), longest))
             counts_BQ = own_BQ < own_B[:, None]
-            queries_BQ = starts_B2[:, 1:] + np.where(counts_BQ, own_BQ, 0)
-            equal = (prompts_B == prompts_B[0]).all() and not last
+            queries_BQ = begins_B1 + np.where(counts_BQ, own_BQ, 0)
+            equal = (before_B == before_B[0]).all() and not last
             hidden_BQK = (after_BK[:, None] > own_BQ[:, :, None])[: 1 if equal else None]
         mask = None if hidden_BQK is None else np.where(hidden_BQK, -np.inf, 0.0).astype(np.float32)[:, None]
         arrays = (queries_BQ, keys_BK, np.flatnonzero(counts_BQ))
@@ -505,26 +600,18 @@ class Block:
 
 
 def blocks_of(
-    prompts_U: NDArray[np.int64],
-    inner_N: NDArray[np.int64],
-    prompt_of_N: NDArray[np.int64],
-    device: torch.device,
-    *,
-    last: bool = False,
+    trie: Trie, segments_R: NDArray[np.int64], own_R: NDArray[np.int64], device: torch.device, *, last: bool = False
 ) -> list[Block]:
-    """U prompts, then N completions that follow the prompts `prompt_of_N`, in blocks of rows next to each other.
-    `last`: only the results of the completions' last tokens count."""
-    begins_U, begins_N = np.cumsum(prompts_U) - prompts_U, np.cumsum(inner_N) - inner_N + prompts_U.sum()
-    before_R, own_R = np.append(0 * prompts_U, prompts_U[prompt_of_N]), np.append(prompts_U, inner_N)
-    starts_R2 = np.stack([np.append(begins_U, begins_U[prompt_of_N]), np.append(begins_U, begins_N)], axis=1)
-    rows = np.flatnonzero(own_R)
-    rows = rows[rows >= last * len(prompts_U)]
+    """Segments of a trie, each with its first `own_R` tokens, in blocks of those next to each other. `last`: only the
+    results of the last of these tokens count."""
+    before_R = trie.starts_S[segments_R]
     blocks, first = list[Block](), 0
-    sizes, lengths = _size(before_R + own_R)[rows].tolist(), own_R[rows].tolist()
-    for row in range(1, len(rows) + 1):
-        if row == len(rows) or sizes[row] != sizes[first] or not _near(lengths[row], lengths[first]):
-            own = rows[first:row]
-            blocks.append(Block.of(before_R[own], own_R[own], starts_R2[own], device, last))
+    sizes, lengths, ends = _size(before_R + own_R).tolist(), own_R.tolist(), (before_R + own_R).tolist()
+    paths = [trie.paths[segment][:end] for segment, end in zip(segments_R.tolist(), ends, strict=True)]
+    for row in range(1, len(lengths) + 1):
+        if row == len(lengths) or sizes[row] != sizes[first] or not _near(lengths[row], lengths[first]):
+            own = slice(first, row)
+            blocks.append(Block.of(before_R[own], own_R[own], paths[own], device, last))
             first = row
     return blocks
 
@@ -549,8 +636,8 @@ def packed_attention(
     *,
     last: bool = False,
 ) -> Tensor:
-    """[T, E] for all query heads. Keys and values may have fewer heads, each for several query heads. `last`: [N, E],
-    of each row's last token alone (`PackedRows.ends_N`)."""
+    """[T, E] for all query heads. Keys and values may have fewer heads, each for several query heads. `last`: [E, E],
+    of the last tokens alone (`PackedRows.ends_E`)."""
     if not last and why_not_varlen(query_TE, heads) is None:
         return varlen_attention(query_TE, key_TE, value_TE, heads, scaling, packed.sequences)
     mixed = []

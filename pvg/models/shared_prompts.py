@@ -1,7 +1,7 @@
-"""One forward pass over rows that share prompts: each distinct prompt is computed once, without padding.
+"""One forward pass over rows that begin alike: what they have in common is computed once, without padding.
 
-All parts of a transformer except attention work on single tokens, so packing does not affect them. In attention,
-prompts attend to themselves, and each completion attends to its prompt and itself, with gradients.
+All parts of a transformer except attention work on single tokens, so packing does not affect them. In attention, each
+segment of the rows' trie (pvg.models.packing.Trie) attends to those before it and itself, with gradients.
 
 Invariant: the hidden states equal those of the same rows in a padded batch. A model for which they differ (tokens that
 interact outside of attention, a custom attention) is refused, never computed wrongly."""
@@ -43,7 +43,7 @@ def knows(decoder: nn.Module) -> bool:
 
 
 def fused_hidden(decoder: nn.Module, packed: PackedRows, *, last: bool = False) -> Tensor:
-    """The last hidden states [T, D] of one of DECODERS. `last`: [N, D], of each row's last token alone (`ends_N`): the
+    """The last hidden states [T, D] of one of DECODERS. `last`: [E, D], of the rows' last tokens alone (`ends_E`): the
     last layer needs only keys and values of the others. Differentiable. Respects
     pvg.training.trainer.checkpoint_layers."""
     model = cast(Any, decoder)
@@ -53,7 +53,7 @@ def fused_hidden(decoder: nn.Module, packed: PackedRows, *, last: bool = False) 
     for layer in model.layers:
         only = last and layer is model.layers[-1]
         attend = partial(packed_attention, packed=packed, last=only)
-        compute = partial(_layer, attend=attend, wanted_N=packed.ends_N if only else None)
+        compute = partial(_layer, attend=attend, wanted_E=packed.ends_E if only else None)
         if layer.training and layer.gradient_checkpointing and torch.is_grad_enabled():
             hidden_TD = checkpoint(compute, layer, hidden_TD, use_reentrant=False, **how)
         else:
@@ -62,10 +62,10 @@ def fused_hidden(decoder: nn.Module, packed: PackedRows, *, last: bool = False) 
 
 
 def _layer(
-    layer: Any, hidden_TD: Tensor, *, cos_TE: Tensor, sin_TE: Tensor, attend: Attend, wanted_N: Tensor | None
+    layer: Any, hidden_TD: Tensor, *, cos_TE: Tensor, sin_TE: Tensor, attend: Attend, wanted_E: Tensor | None
 ) -> Tensor:
     """One layer: [T, D] -> [T, D]. `attend` maps queries, keys and values [T, E], the number of heads and the scaling
-    to [T, E]. With `wanted_N`, only these tokens are computed: [N, D]. `attend` then returns [N, E]."""
+    to [T, E]. With `wanted_E`, only these tokens are computed: [E, D]. `attend` then returns [E, E]."""
     attention = layer.self_attn
     normal_TD = _norm(layer.input_layernorm, hidden_TD)
     query_TE, key_TE = (
@@ -74,8 +74,8 @@ def _layer(
     )
     heads = query_TE.shape[1] // attention.head_dim
     mixed_TE = attend(query_TE, key_TE, attention.v_proj(normal_TD), heads, attention.scaling)
-    if wanted_N is not None:
-        hidden_TD = hidden_TD.index_select(0, wanted_N)
+    if wanted_E is not None:
+        hidden_TD = hidden_TD.index_select(0, wanted_E)
     hidden_TD = hidden_TD + attention.o_proj(mixed_TE)
     return cast(Tensor, hidden_TD + layer.mlp(_norm(layer.post_attention_layernorm, hidden_TD)))
 
@@ -168,17 +168,17 @@ def packed_hidden(module: nn.Module, packed: PackedRows, fused_layers: bool) -> 
 
 
 def last_hidden(module: nn.Module, ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """The decoder's last hidden state of each row's last token, [B, D]. Rows are padded on the right; equal prompts are
-    computed once. Differentiable. No row is longer than `longest_packed`."""
+    """The decoder's last hidden state of each row's last token, [B, D]. Rows are padded on the right; what they have
+    in common is computed once. Differentiable. No row is longer than `longest_packed`."""
     # Packed rows lack their last token, so each gets one more. The last token that counts belongs to the completion.
     rows = [np.append(row, np.int32(0)) for row in rows_of(ids_BL, lengths_B)]
     packed = pack_rows(rows, torch.minimum(prompt_lengths_B, lengths_B - 1).cpu().numpy(), ids_BL.device)
     decoder = cast(Any, module).get_decoder()
     if knows(decoder) and ids_BL.device.type == "cpu":  # on a GPU, the shorter last layer was not measured
-        hidden_ND = fused_hidden(decoder, packed, last=True)
+        hidden_ED = fused_hidden(decoder, packed, last=True)
     else:
-        hidden_ND = _hidden(module, packed, fused_layers=True).index_select(0, packed.ends_N)
-    return hidden_ND.index_select(0, packed.places_N)
+        hidden_ED = _hidden(module, packed, fused_layers=True).index_select(0, packed.ends_E)
+    return hidden_ED.index_select(0, packed.places_N)
 
 
 def rows_of(ids_BL: Tensor, lengths_B: Tensor) -> list[Int32]:

@@ -199,11 +199,12 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
             storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
-    prompts = [np.arange(forward.prompt, dtype=np.int32) % 7 + group for group in range(groups)]
+    # Prompts and completions begin differently, so that rows of a group have only their prompt in common.
+    prompts = [np.arange(forward.prompt, dtype=np.int32) + group for group in range(groups)]
     rows = [
-        np.concatenate([prompt, np.arange(forward.completion, dtype=np.int32) % 11]).astype(np.int32)
+        np.concatenate([prompt, np.arange(forward.completion, dtype=np.int32) + row]).astype(np.int32)
         for prompt in prompts
-        for _ in range(GROUP)
+        for row in range(GROUP)
     ]
     with FakeTensorMode(allow_non_fake_inputs=True):
         _make_fake(module)

@@ -3,8 +3,9 @@
 The loss and the passes without gradient (reference, recomputed) use the same computation, so equal weights give equal
 numbers: ratios of 1 and a KL of 0.
 
-With shared prompts, rows with the same tokens are computed once, forward and backward. A policy with low entropy often
-repeats solutions within a group: in the embedded game nearly half of the rows repeat another row.
+With shared prompts, what rows have in common is computed once, forward and backward: prompts, earlier turns, and rows
+with the same tokens. A policy with low entropy often repeats solutions within a group: in the embedded game nearly half
+of the rows repeat another row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.models.compute import autocast
 from pvg.models.logprobs import CompletionOutputs, check_logits, completion_outputs, shared_prompt_outputs
-from pvg.models.packing import distinct_rows, packing_order, pad_right, row_batches
+from pvg.models.packing import Trie, pad_right, row_batches, token_budget_batches
 from pvg.models.shared_prompts import check_packing, check_window
 from pvg.records import Float32
 from pvg.training.batch import PolicyBatch
@@ -28,8 +29,8 @@ from pvg.training.batch import PolicyBatch
 
 @dataclass(frozen=True, slots=True)
 class ForwardSettings:
-    """`token_budget`: the most tokens of a forward pass, each prompt counted once; without shared prompts, positions
-    with padding. The others as in Training."""
+    """`token_budget`: the most tokens of a forward pass, those that rows have in common counted once; without shared
+    prompts, positions with padding. The others as in Training."""
 
     temperature: float
     token_budget: int
@@ -39,11 +40,6 @@ class ForwardSettings:
     fused_layers: bool = True
     precision: str = "float32"
     router_replay: bool = False
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether rows with the same tokens are computed once. Not with router replay: their experts may differ."""
-        return self.shared_prompts and not self.router_replay
 
     @classmethod
     def of(
@@ -81,17 +77,15 @@ def fitted(section: Training, module: nn.Module, longest: int) -> tuple[Training
 
 
 def forward_batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: ForwardSettings) -> list[NDArray[np.int64]]:
-    """`rows` of the batch in parts that fit into one forward pass. Shared rows, those with the same tokens, are in one
-    part and count once.
+    """`rows` of the batch in parts that fit into one forward pass. What rows of a part have in common counts once.
 
     Raises ConfigurationError if a single row exceeds the token budget.
     """
+    if not settings.shared_prompts:
+        return [rows[part] for part in token_budget_batches(batch.lengths_N[rows], settings.token_budget)]
+    sequences = [batch.sequences[row] for row in rows]
     parts = row_batches(
-        [batch.sequences[row] for row in rows],
-        batch.prompt_lengths[rows],
-        settings.token_budget,
-        shared_prompts=settings.shared_prompts,
-        shared_rows=settings.shares_rows,
+        sequences, batch.prompt_lengths[rows], settings.token_budget, prompts_alone=settings.router_replay
     )
     return [rows[part] for part in parts]
 
@@ -119,11 +113,6 @@ def batch_outputs(
 
 
 def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, entropies: bool) -> CompletionOutputs:
-    if settings.shares_rows:
-        firsts_U, row_of_N = distinct_rows(batch.sequences, batch.prompt_lengths)
-        if len(firsts_U) < len(batch):
-            found = _outputs(module, batch.select(firsts_U), settings, entropies)
-            return found.rows(torch.from_numpy(row_of_N).to(found.logprobs_BL.device))
     if settings.shared_prompts:
         return shared_prompt_outputs(
             module,
@@ -133,6 +122,7 @@ def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, e
             logits_chunk=settings.logits_chunk,
             fused_layers=settings.fused_layers,
             entropies=entropies,
+            prompts_alone=settings.router_replay,  # the same tokens may have other experts in another completion
         )
     device = next(module.parameters()).device
     ids_BL, lengths_B = pad_right(batch.sequences, settings.pad_id, device)
@@ -155,10 +145,8 @@ def _experts_by_position(batch: PolicyBatch, shared_prompts: bool) -> Tensor:
     if rows is None:
         raise ValueError("router replay requires routed_experts")
     if shared_prompts:
-        firsts_U, order_N, _ = packing_order(batch.sequences, batch.prompt_lengths)
-        prompts = [rows[row][: batch.prompt_lengths[row]] for row in firsts_U]
-        completions = [rows[row][batch.prompt_lengths[row] :] for row in order_N]
-        return torch.from_numpy(np.concatenate([*prompts, *completions]))
+        trie = Trie.of(batch.sequences, batch.prompt_lengths, prompts_alone=True)
+        return torch.from_numpy(trie.tokens_of(rows))
     layers, k = rows[0].shape[1:]
     experts_BLMK = np.empty((len(rows), int(batch.lengths_N.max()), layers, k), dtype=rows[0].dtype)
     experts_BLMK[:] = np.arange(k)

@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 from pvg.config.training import Verifier
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, resolve
-from pvg.models.packing import distinct_rows, pad_right, row_batches
+from pvg.models.packing import distinct_rows, pad_right, row_batches, token_budget_batches
 from pvg.telemetry.metrics import Metrics
 from pvg.verifier.data import VerifierBatch
 
@@ -100,13 +100,11 @@ class PairObjective:
         equal_N2 = np.stack([np.arange(len(number_of_N)), firsts_U[number_of_N]], axis=1)
         units_N = clusters(np.concatenate([batch.pairs_M2, equal_N2]), len(number_of_N))
         micro_batches = []
-        for rows in row_batches(
-            batch.sequences,
-            batch.prompt_lengths_N,
-            budget,
-            shared_prompts=longest <= self._longest_packed,
-            units_N=units_N,
-        ):
+        if longest <= self._longest_packed:
+            parts = row_batches(batch.sequences, batch.prompt_lengths_N, budget, units_N=units_N)
+        else:
+            parts = token_budget_batches(batch.lengths_N, budget)
+        for rows in parts:
             own_N = np.zeros(len(number_of_N), dtype=np.bool_)
             own_N[rows] = True
             part = replace(batch, own_N=own_N).select(np.flatnonzero(own_N[batch.pairs_M2].any(axis=1)))

@@ -19,7 +19,7 @@ __all__ = ["llama"]  # a fixture
 # Rows 0, 2 and 5 are the same; row 4 has the tokens of row 3 with another prompt length.
 SEQUENCES = [[3, 1, 4, 1, 0], [3, 1, 2, 2], [3, 1, 4, 1, 0], [4, 0, 3, 0], [4, 0, 3, 0], [3, 1, 4, 1, 0]]
 PROMPTS = [2, 2, 2, 1, 2, 2]
-COMPUTED = 5 + 6  # prompts 31, 4, 40; completions 41, 2, 03, 3: the last token predicts none
+COMPUTED = 2 + 6  # prompts 31, 40; completions 41, 2, 3 (the last token predicts none) and
 
 
 def repeated_batch() -> PolicyBatch:
