@@ -94,6 +94,13 @@ class Experiment(AllSections):
                     found.append((f"{section}.{name}", value))
         return found
 
+    @property
+    def servers_rest(self) -> bool:
+        """Whether a server on the trainer's GPU sleeps while the trainer works: it has nothing to do then."""
+        served = self.rollout.engine.kind == "vllm" and self.server_cluster is None and self.models.on_gpu
+        in_turns = self.rollout.prefetch.kind == "none" and self.game.schedule.kind != "simultaneous"
+        return served and in_turns and self.serving.tensor_parallel == 1
+
     def completion_room(self) -> int:
         """The most tokens of a completion, including what the environment writes."""
         protocol = self.game.protocol

@@ -333,6 +333,7 @@ class PlayBatches(Batches):
             advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)
+        await players.engine.rest(replaced=True)
         batch = await self.logprobs.add(batch)
         with span("record"):
             sampled = _policy_rollouts(played, seats)

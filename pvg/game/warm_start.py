@@ -299,6 +299,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
                     found[name] = await players.compute(partial(objective.mean_loss, learner.module, first))
             return found
 
+        await players.engine.rest()
         progress = dict(state.progress)
         if not progress:  # an earlier process has measured the losses before the first step
             with span("evaluate"):

@@ -261,8 +261,13 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_COPIES = 3  # the chunk's logits, their probabilities, and the gradient
 CONTEXT_BYTES = 600 << 20  # of a process on a GPU: assumed. A CUDA context takes 300 to 600 MiB.
+ASLEEP_BYTES = 2 << 30  # of a vLLM server that sleeps: its context and what its kernels keep. Assumed.
 Place = Literal["trainer", "server"]
-ACTIVATIONS = "activations, at the peak"
+ACTIVATIONS, GRADIENTS, CASTS = (
+    "activations, at the peak",
+    "gradients, at the peak",
+    "weights in the precision of passes",
+)
 STAGES = ("train the prover", "train the verifier", "sample")
 
 
@@ -282,6 +287,11 @@ class MemoryPlan:
     @property
     def total(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def between_steps(self) -> float:
+        """What stays of a stage that trains while its next batch is sampled."""
+        return self.total - sum(self.parts[part] for part in (ACTIVATIONS, GRADIENTS, CASTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +337,9 @@ def training_parts(
     end = layer + gradients
     return {
         "trained weights": float(FLOAT32 * model.trained),
-        "gradients, at the peak": gradients if end >= start else head_gradient,
+        GRADIENTS: gradients if end >= start else head_gradient,
         "optimizer": 2.0 * FLOAT32 * model.trained,
-        "weights in the precision of passes": constant if casts else 0.0,
+        CASTS: constant if casts else 0.0,
         ACTIVATIONS: layer if end >= start else everything + after,
     }
 

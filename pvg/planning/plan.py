@@ -19,7 +19,7 @@ from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.hub import Say
-from pvg.planning.memory import ACTIVATIONS, BYTES, STAGES, MemoryPlan, ModelShape, memory_of, read_shape
+from pvg.planning.memory import ACTIVATIONS, ASLEEP_BYTES, BYTES, STAGES, MemoryPlan, ModelShape, memory_of, read_shape
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
 from pvg.store.run_players import base_source
 
@@ -388,13 +388,23 @@ class ExperimentPlan:
         """Whether a stage fits into the memory; None if that is unknown."""
         return None if self.memory_gb is None else plan.total <= self.available_gb(plan) * GB
 
+    @property
+    def in_turns(self) -> bool:
+        """Whether a single GPU's server sleeps while the trainer works, so that the larger of both counts."""
+        return self.gpus == 1 and self.experiment.servers_rest
+
     def available_gb(self, plan: MemoryPlan) -> float:
         """What a stage may take of its GPU. A server takes only its share (serving.gpu_memory_utilization), and on a
-        single GPU leaves the rest to the trainer."""
-        served = self.experiment.serving.gpu_memory_utilization
-        shares_gpu = self.gpus == 1 and not isinstance(self.experiment.rollout.engine, TorchSampling)
-        share = served if plan.place == "server" else 1.0 - served if shares_gpu else 1.0
-        return (self.memory_gb or math.inf) * share
+        single GPU leaves the rest to the trainer. If it sleeps, the trainer has nearly everything while it works, and
+        keeps its weights and optimizer beside the server that samples."""
+        memory_gb, share = self.memory_gb or math.inf, self.experiment.serving.gpu_memory_utilization
+        served = not isinstance(self.experiment.rollout.engine, TorchSampling)
+        if plan.place == "server":
+            beside = next(stage.between_steps for stage in self.memory if stage.positions) if self.in_turns else 0.0
+            return min(memory_gb * share, memory_gb - beside / GB)
+        if self.in_turns:
+            return memory_gb - ASLEEP_BYTES / GB
+        return memory_gb * (1.0 - share) if served and self.gpus == 1 else memory_gb
 
 
 def plan_of(

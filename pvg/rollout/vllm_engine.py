@@ -59,7 +59,7 @@ from pvg.servers.publishing import PublishingSession, SyncTiming, WeightLabel, W
 from pvg.servers.served_model import UNPUBLISHED, Prove, RequestFailed, ServedModel, ServerRequirements, was_sent
 from pvg.servers.transports.opening import open_transport
 from pvg.telemetry.events import Events
-from pvg.telemetry.spans import run_in
+from pvg.telemetry.spans import run_in, span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -244,8 +244,17 @@ def open_vllm_engine(
         session=session,
         transport=open_transport(weights, run, executor, dtype, session, base.device),
     )
+    shared = None
+    if experiment.servers_rest and base.device.type == "cuda":
+        import torch
+
+        shared = SharedGpu(str(torch.cuda.get_device_properties(base.device).uuid), executor, torch.cuda.empty_cache)
     return VllmEngine(
-        served, canary=canary, routed_experts=experiment.training.router_replay, deadline_s=rollout.engine.timeout_s
+        served,
+        canary=canary,
+        routed_experts=experiment.training.router_replay,
+        deadline_s=rollout.engine.timeout_s,
+        shared=shared,
     )
 
 
@@ -257,9 +266,20 @@ def _connections(experiment: Experiment) -> int:
     return connections_for(needed, "rollout.concurrency")
 
 
+@dataclass(frozen=True, slots=True)
+class SharedGpu:
+    """The trainer's GPU, on which servers may be as well. `free` returns memory that the trainer does not use; it runs
+    in `executor`."""
+
+    uuid: str
+    executor: Executor
+    free: Callable[[], None]
+
+
 class VllmEngine(Engine):
     """Owns `served` and its connections. `routed_experts`: whether completions need the experts of their tokens.
-    `deadline_s`: limit for one request including its retries; None: no limit. All methods belong to one event loop."""
+    `deadline_s`: limit for one request including its retries; None: no limit. `shared`: the GPU whose servers `rest`.
+    All methods belong to one event loop."""
 
     def __init__(
         self,
@@ -268,8 +288,10 @@ class VllmEngine(Engine):
         canary: Canary | None,
         routed_experts: bool = False,
         deadline_s: float | None = None,
+        shared: SharedGpu | None = None,
     ) -> None:
         self.served = served
+        self._shared = shared
         self._section = served.connections.serving
         self._pool = served.connections.requests
         self._canary = canary
@@ -324,6 +346,7 @@ class VllmEngine(Engine):
         completes even if the caller is cancelled, unless the engine is closed."""
         if self._closed:
             raise StateError("The engine is closed.", "Open a new one to continue sampling.")
+        await self._wake()
         expect = None if self._canary is None else partial(self._expect, self._canary)
         updating = self._update = asyncio.create_task(self.served.publish(update, expect))
         try:
@@ -333,6 +356,25 @@ class VllmEngine(Engine):
             if updating.cancelled() and caller is not None and not caller.cancelling():
                 raise StateError("The engine was closed during an update of the weights.") from None
             raise
+
+    async def rest(self, *, replaced: bool = False) -> None:
+        if self._shared is None or self.requests_in_flight or self.version == UNPUBLISHED:
+            return
+        level = 2 if replaced and not self.served.adapters else 1  # adapters need the base again
+        with span("sleep"):
+            async with self.served.fleet.updating:
+                if not self.requests_in_flight:
+                    await self.served.fleet.sleep(self._shared.uuid, level)
+
+    async def _wake(self) -> None:
+        """End `rest`, or the one of a process that has ended. Many requests may wait for this."""
+        fleet = self.served.fleet
+        if fleet.resting or any(server.asleep for server in fleet.alive):
+            with span("wake"):
+                async with fleet.updating:
+                    if self._shared is not None and fleet.resting:
+                        await run_in(self._shared.executor, self._shared.free)
+                    await fleet.wake()
 
     async def _expect(self, canary: Canary, update: WeightUpdate, label: WeightLabel) -> Prove:
         expected = await canary.expect(update.tensors, update.version)
@@ -362,6 +404,7 @@ class VllmEngine(Engine):
         check_request(request)
         try:
             with self._counter.counted():
+                await self._wake()
                 async with asyncio.timeout(self._deadline_s):
                     with self._in_flight.track(request) as tracked:
                         return await self._completed(tracked)

@@ -52,6 +52,8 @@ class ServerInfo:
     max_lora_rank: int  # 0: adapters are disabled
     label: str
     paused: bool
+    gpus: str  # UUIDs of its GPUs, with commas, if it can sleep; else empty
+    asleep: bool
     world_size: int
 
 
@@ -132,6 +134,13 @@ class ControlClient:
 
     async def resume(self, trace: str = "") -> Reply:
         return await self._call("POST", "/resume", None, self._timeout_s, trace)
+
+    async def sleep(self, level: int) -> None:
+        """Free the server's GPU memory. Level 1 keeps the weights in the machine's memory; level 2 drops them."""
+        await self._call("POST", "/pvg/sleep", {"level": level}, self._timeout_s)
+
+    async def wake(self) -> None:
+        await self._call("POST", "/pvg/wake", {}, self._timeout_s)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these token requests; their replies return with the tokens so far. Unknown ids are ignored. vLLM answers

@@ -57,6 +57,7 @@ class Server:
     loading: bool = False  # weights were sent, and it has not answered yet
     settled: bool = False  # its weights are certainly those of its label
     leaving: bool = False  # it is being removed
+    asleep: bool = False  # its GPU memory is free for others
     interruptions: int = 0  # times that newer weights stopped it from catching up, since it last had the newest
     heard_at: float = 0.0  # when its last answer to a request came, by `time.monotonic`
     told_silence_of: float = 0.0  # the `silent_since` of the last server.silent event
@@ -107,6 +108,7 @@ class Fleet:
     ) -> None:
         self.servers = [Server(control.url, control) for control in controls]
         self.updating = asyncio.Lock()  # held while weights change; labels are valid only under this lock
+        self.resting = False  # servers sleep, and none gets weights before they wake
         self.starting = 0  # servers that will be up soon: requests wait for them, however long it takes
         self._section = section
         self._events = events
@@ -137,6 +139,7 @@ class Fleet:
             if isinstance(outcome, ServerInfo):
                 self._check(outcome)
                 server.info, server.label, server.state = outcome, outcome.label, "stale"
+                server.asleep = outcome.asleep
             elif isinstance(outcome, ServerFault):
                 server.fault, server.state = outcome, "away"
             else:
@@ -256,9 +259,48 @@ class Fleet:
             for server in servers:
                 server.loading = False
 
+    async def sleep(self, gpu: str, level: int) -> None:
+        """Let the servers on this GPU sleep (see ControlClient.sleep) until `wake`. The caller holds `updating`, and no
+        request is in flight. Level 2 makes them stale. One that fails is lost."""
+        self.resting = True
+        servers = [s for s in self.up if s.info is not None and s.info.gpus == gpu and not s.asleep]
+        for server in servers:
+            server.asleep = True
+        await self._tell_each(servers, lambda server: server.control.sleep(level))
+        for server in servers:
+            if level == 2 and server.state == "up":
+                self._set(server, "stale")
+
+    async def wake(self) -> None:
+        """Wake all servers that sleep, also those that another process sent to sleep. The caller holds `updating`. One
+        that fails is lost."""
+        servers = [server for server in self.alive if server.asleep]
+        await self._tell_each(servers, lambda server: server.control.wake())
+        self.resting = False
+        for server in servers:
+            server.asleep = False
+        for server in self.servers:
+            if server.state != "up":
+                server.probe_now.set()  # it may have to catch up
+
+    async def _tell_each(self, servers: Sequence[Server], call: Callable[[Server], Awaitable[None]]) -> None:
+        """Meanwhile a server may be silent."""
+        for server in servers:
+            server.loading = True
+        try:
+            outcomes = await asyncio.gather(*map(call, servers), return_exceptions=True)
+        finally:
+            for server in servers:
+                server.loading = False
+        for server, outcome in zip(servers, outcomes, strict=True):
+            if isinstance(outcome, ServerFault):
+                self.lose(server, outcome)
+            elif outcome is not None:
+                raise outcome
+
     def arrived(self, server: Server, label: str) -> None:
         """Record that the server has the newest weights."""
-        server.label, server.settled, server.interruptions = label, True, 0
+        server.label, server.settled, server.interruptions, server.asleep = label, True, 0, False
         server.faults_in_a_row, server.rests_until = 0, 0.0
         self._set(server, "up")
 
@@ -316,11 +358,13 @@ class Fleet:
         async with self.updating:
             restarted = server.info is not None and info.boot != server.info.boot
             server.info = info
+            if restarted or server.state == "away":
+                server.asleep = info.asleep
             if restarted:
                 server.interruptions = 0
                 self._cut_off(server)
                 self._set(server, "stale")
-            if server.leaving or (server.state == "up" and not restarted):
+            if self.resting or server.leaving or (server.state == "up" and not restarted):
                 return  # its tokens show whether its label is right; `info` may be older than the last update
             task = asyncio.ensure_future(self._catch_up(server))
             self._catching_up = server, task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,3 +247,15 @@ def test_the_shipped_experiment_for_a_gpu_fits_it_by_the_plan(memory_gb: int, tm
     inputs = Inputs.assumed(experiment, found, found, MACHINES["h100"])
     made = plan_of(experiment, inputs, found, found, memory_gb=memory_gb)
     assert [made.fits(stage) for stage in made.memory] == [True, True, True]
+
+    # The server sleeps while the trainer works: the larger of both counts, and their sum if they work side by side.
+    told = ["models.device=cuda", "serving.gpu_memory_utilization=0.8"]
+    larger_share, ahead = (
+        replace(made, experiment=load_experiment(find_experiment("qwen-gsm8k-lora"), [*told, *more]), memory_gb=24)
+        for more in ([], ["rollout.prefetch=fresh"])
+    )
+    assert [larger_share.fits(stage) for stage in made.memory] == [True, True, True]
+    assert [ahead.fits(stage) for stage in made.memory] == [False, False, True]
+    # What the trainer keeps while the server samples is not the server's.
+    assert replace(larger_share, memory_gb=13).fits(made.memory[2]) is False
+    assert replace(ahead, memory_gb=13).fits(made.memory[2]) is True

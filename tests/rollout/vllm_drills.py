@@ -30,7 +30,7 @@ from patience import until  # noqa: E402
 
 from pvg.config.operation import Serving, Weights  # noqa: E402
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling  # noqa: E402
-from pvg.rollout.vllm_engine import Canary, VllmEngine  # noqa: E402
+from pvg.rollout.vllm_engine import Canary, SharedGpu, VllmEngine  # noqa: E402
 from pvg.servers.control import Connections  # noqa: E402
 from pvg.servers.publishing import PublishingSession, SyncTiming, WeightUpdate  # noqa: E402
 from pvg.servers.served_model import ServedModel, ServerRequirements  # noqa: E402
@@ -188,6 +188,7 @@ def engine_over(
     transport: str = "filesystem",
     shape: str = "",
     wants_experts: bool = False,
+    shared: SharedGpu | None = None,
     **serving: float,
 ) -> VllmEngine:
     section = quick_serving(urls, **serving)
@@ -208,7 +209,8 @@ def engine_over(
         session=session,
         transport=open_transport(weights, "drill", None, "float32", session),
     )
-    return VllmEngine(served, canary=canary_ or canary(), routed_experts=wants_experts, deadline_s=deadline_s)
+    proof = canary_ or canary()
+    return VllmEngine(served, canary=proof, routed_experts=wants_experts, deadline_s=deadline_s, shared=shared)
 
 
 def run(use: Callable[[Drill], Awaitable[None]], root: Path, **options: Any) -> None:

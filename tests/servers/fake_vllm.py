@@ -55,6 +55,7 @@ BLOCK = 16  # tokens of a block of the prefix cache
 FREE = {"/health", "/ping", "/version", "/v1/models", "/metrics", "/inference/v1/generate", "/v1/completions"}
 SIMPLE = (
     *("/health", "/pvg/info", "/is_paused", "/weight_info", "/pause", "/resume", "/pvg/adapters/unload"),
+    *("/pvg/sleep", "/pvg/wake"),
     *("/inference/v1/abort_requests", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
     *("/finish_weight_update", "/update_weight_version", "/shutdown_weight_transfer_engine"),
 )
@@ -84,6 +85,7 @@ class FakeOptions:
     routed_experts: bool = False  # --enable-return-routed-experts
     keeps_cache: bool = False  # across updates, so that only the salts of the client part the versions
     aborts: bool = True  # whether requests can be aborted
+    gpus: str = ""  # of a server that can sleep
     work_ms: float = 0.0  # what the replies say instead of the time that the work took
 
 
@@ -114,6 +116,7 @@ class FakeVllm:
     def _boot(self) -> None:
         self.boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)
         self.label = "default"
+        self.asleep = False
         self.weights: Weights | None = None
         self.adapters: dict[str, Weights] = {}
         self._newest_adapter: ServedLabel | None = None
@@ -247,6 +250,14 @@ class FakeVllm:
             self._resumed.clear()
         elif request.path == "/resume":
             self._resumed.set()
+        elif request.path == "/pvg/sleep":
+            self._resumed.clear()
+            self._cache.clear()
+            self.asleep = True
+            if body["level"] == 2:
+                self.weights, self.label = None, BROKEN + self.label
+        elif request.path == "/pvg/wake":
+            self._wake()
         elif request.path == "/pvg/adapters/unload":
             self.adapters.pop(body["label"], None)
         elif request.path in ("/finish_weight_update", "/update_weight_version"):
@@ -264,8 +275,14 @@ class FakeVllm:
         return {
             **{name: getattr(self.options, name) for name in (*names, "shape", "world_size")},
             **{"boot": self.boot, "label": self.label, "paused": self.paused},
+            **{"gpus": self.options.gpus, "asleep": self.asleep},
             **{"vllm": "0.32.0", "dtype": "float32", "prefix_caching": True},
         }
+
+    def _wake(self) -> None:
+        if self.asleep:
+            self.asleep = False
+            self._resumed.set()
 
     def _abort(self, names: list[str]) -> None:
         """Those that run end with what they have; unknown ids are no error."""
@@ -285,6 +302,7 @@ class FakeVllm:
     async def _update(self, body: dict[str, Any]) -> dict[str, Any]:
         await self._thawed.wait()
         async with self._updating:
+            self._wake()
             label = _label(body)
             if self.label == str(label):
                 self._resumed.set()
@@ -321,6 +339,7 @@ class FakeVllm:
         await self._thawed.wait()
         body = await request.json()
         label, started = _label(body), time.perf_counter()
+        self._wake()
         if not self.options.max_lora_rank:
             raise Refusal(422, "no_adapters", "This server was started without adapters.")
         if str(label) not in self.adapters:

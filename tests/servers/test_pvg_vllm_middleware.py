@@ -40,6 +40,7 @@ class Engine:
                 dtype="torch.bfloat16",
                 max_model_len=128,
                 logprobs_mode="processed_logprobs",
+                enable_sleep_mode=True,
                 hf_text_config=SimpleNamespace(num_hidden_layers=2, hidden_size=64, vocab_size=320),
             ),
             lora_config=SimpleNamespace(max_lora_rank=16),
@@ -68,7 +69,15 @@ class Engine:
         self.calls.append(f"label {label}")
         self.label = label
 
-    async def collective_rpc(self, method: str, args: tuple[list[str]]) -> list[str]:
+    async def sleep(self, *, level: int, mode: str) -> None:
+        self.calls.append(f"sleep {level} {mode}")
+
+    async def wake_up(self) -> None:
+        self.calls.append("wake")
+
+    async def collective_rpc(self, method: str, args: tuple[list[str]] = ([],)) -> list[str]:
+        if method == "pvg_gpu":
+            return ["GPU-1"]
         self.calls.append(f"{method} {[Path(file).name for file in args[0]]}")
         await asyncio.sleep(0)
         fault = self.faults.pop(0) if self.faults else ""
@@ -314,6 +323,32 @@ def test_an_update_that_is_repeated_resumes_an_engine_that_stayed_paused(server:
     assert (server.engine.label, server.engine.paused) == ("5-a/1", True)
     assert server.post("/pvg/weights", body)[0] == 200
     assert not server.engine.paused
+
+
+def test_it_wakes_before_weights_come_and_says_that_dropped_ones_are_gone(server: Server) -> None:
+    assert server.code("/pvg/sleep", {"level": 3}) == (422, "no_sleep")
+    server.post("/pvg/weights", {"label": "18f-aa/1", "name": "v1"})
+    del server.engine.calls[:]
+    for _ in range(2):
+        assert server.post("/pvg/sleep", {"level": 1})[0] == 200
+    found = server.ask("GET", "/pvg/info")[1]
+    assert (found["gpus"], found["asleep"], found["label"]) == ("GPU-1", True, "18f-aa/1")
+    server.post("/pvg/weights", {"label": "18f-aa/1", "name": "v1"})
+    assert server.engine.calls == ["sleep 1 keep", "wake"]
+    server.post("/pvg/sleep", {"level": 2})
+    assert server.engine.label == "broken:18f-aa/1"
+    server.post("/pvg/wake", {})
+    server.post("/pvg/wake", {})
+    assert not server.ask("GET", "/pvg/info")[1]["asleep"]
+    server.post("/pvg/sleep", {"level": 2})
+    server.post("/pvg/weights", {"label": "18f-aa/1", "name": "v1"})
+    assert server.engine.calls[2:8] == ["label broken:18f-aa/1", "sleep 2 abort", "wake"] * 2
+    assert server.engine.label == "18f-aa/1"
+    server.post("/pvg/sleep", {"level": 1})
+    server.post("/pvg/adapters", {"label": "18f-aa/2", "name": "a1"})
+    assert server.engine.calls[-2:] == ["sleep 1 keep", "wake"]
+    server.engine.vllm_config.model_config.enable_sleep_mode = False
+    assert server.code("/pvg/sleep", {"level": 1}) == (422, "no_sleep")
 
 
 def test_backwards_and_older_sessions_are_refused(server: Server) -> None:

@@ -83,6 +83,23 @@ def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in spec.environment
 
 
+@pytest.mark.parametrize(
+    ("settings", "sleeps"),
+    [
+        ((), True),
+        (("serving.tensor_parallel=2",), False),
+        (("rollout.prefetch=fresh",), False),
+        (("models.device=cpu",), False),
+    ],
+)
+def test_a_server_can_sleep_if_it_may_be_on_the_trainers_gpu_and_works_in_turns_with_it(
+    tmp_path: Path, settings: tuple[str, ...], sleeps: bool
+) -> None:
+    told = ("models.device=cuda", "rollout.engine=vllm", *settings)
+    assert ("--enable-sleep-mode" in spec_for(tmp_path, *told, interpreter=GPU).command) == sleeps
+    assert "--enable-sleep-mode" not in spec_for(tmp_path, *told).command  # vLLM for the CPU refuses it
+
+
 def test_adapters_only_where_the_trainer_makes_them(tmp_path: Path) -> None:
     spec = spec_for(tmp_path, "training.adapters.rank=12", "weights.transport=lora")
     assert "--enable-lora" in spec.command

@@ -267,11 +267,15 @@ class Routes:
         self._boot = os.environ.get("PVG_BOOT") or secrets.token_hex(8)  # lets the process that starts us recognize us
         self._updating = asyncio.Lock()
         self._newest_adapter: ServedLabel | None = None
+        self._gpus: str | None = None  # asked once
+        self._asleep = False
         self._table: dict[str, tuple[str, Route]] = {
             "/pvg/info": ("GET", self.info),
             "/pvg/weights": ("POST", self.weights),
             "/pvg/adapters": ("POST", self.adapters),
             "/pvg/adapters/unload": ("POST", self.unload_adapter),
+            "/pvg/sleep": ("POST", self.sleep),
+            "/pvg/wake": ("POST", self.wake),
         }
 
     def find(self, method: str, path: str) -> Route:
@@ -288,6 +292,8 @@ class Routes:
         engine = call.state.engine_client
         config = engine.vllm_config
         model, lora = config.model_config, config.lora_config
+        if self._gpus is None:
+            self._gpus = ",".join(await engine.collective_rpc("pvg_gpu")) if model.enable_sleep_mode else ""
         return {
             "protocol": PROTOCOL,
             "boot": self._boot,
@@ -303,14 +309,43 @@ class Routes:
             "max_lora_rank": lora.max_lora_rank if lora is not None else 0,
             "label": await engine.get_weight_version(),
             "paused": await engine.is_paused(),
+            "gpus": self._gpus,
+            "asleep": self._asleep,
             "world_size": config.parallel_config.world_size_across_dp,
         }
+
+    async def sleep(self, call: RouteCall) -> dict[str, Any]:
+        """Free the GPU's memory until `wake` or new weights. Level 1 moves the weights to the machine's memory and
+        keeps requests in flight; level 2 drops both, and the label says that the weights are gone."""
+        engine, level = call.state.engine_client, call.body.get("level")
+        if level not in (1, 2) or not engine.vllm_config.model_config.enable_sleep_mode:
+            raise Refusal(422, "no_sleep", "The level is not 1 or 2, or the server has no --enable-sleep-mode.")
+        async with self._updating:
+            if not self._asleep:
+                if level == 2:
+                    label = (await engine.get_weight_version()).removeprefix(BROKEN)
+                    await engine.update_weight_version(BROKEN + label)
+                self._asleep = True  # also if it fails midway: waking an engine that is awake does nothing
+                await engine.sleep(level=level, mode="keep" if level == 1 else "abort")
+        return {}
+
+    async def wake(self, call: RouteCall) -> dict[str, Any]:
+        async with self._updating:
+            await self._awake(call.state.engine_client)
+        return {}
+
+    async def _awake(self, engine: Any) -> None:
+        """New weights for memory that is not there would end the engine."""
+        if self._asleep:
+            await engine.wake_up()
+            self._asleep = False
 
     async def weights(self, call: RouteCall) -> dict[str, Any]:
         """Load published weights into the engine. Answers immediately if it has the label already, after it resumes an
         engine that an earlier call could not resume."""
         engine, label, name = call.state.engine_client, call.label(), call.text("name")
         async with self._updating:
+            await self._awake(engine)
             current = await engine.get_weight_version()
             if current == str(label):
                 if await engine.is_paused():
@@ -327,6 +362,7 @@ class Routes:
         """Load a published adapter in addition to others. Requests name it by its label. Pauses nothing."""
         models, label, name = call.state.openai_serving_models, call.label(), call.text("name")
         async with self._updating:
+            await self._awake(call.state.engine_client)
             if str(label) in models.lora_requests:
                 return {"label": str(label), "load_ms": 0.0}
             if call.state.engine_client.vllm_config.lora_config is None:

@@ -43,6 +43,10 @@ class PvgWorker:
     model_runner: Any
     vllm_config: Any
 
+    def pvg_gpu(self) -> str:
+        """The UUID of this worker's GPU."""
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
     def pvg_load_weights(self, files: Sequence[str]) -> str:
         """Load the tensors of these safetensors files. Returns the reason of a failure, or "" on success.
 
