@@ -538,6 +538,11 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
             "task.sandbox = 'reduced' runs a model's programs with the isolation that this machine has; `pvg doctor` "
             "shows it"
         )
+    if experiment.merges_adapters and experiment.models.dtype == "bfloat16":
+        yield (
+            "models.dtype = 'bfloat16' rounds small updates of adapters away where the prover samples with merged "
+            "weights; set it to 'float32', or use vLLM servers with weights.transport = 'lora'"
+        )
     if experiment.weights.transport.kind == "nccl":
         yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
 

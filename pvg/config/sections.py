@@ -11,7 +11,7 @@ from pvg.config.game import Game
 from pvg.config.operation import AutoCluster, Cluster, Evaluate, RayCluster, Serving, Store, Telemetry, Weights
 from pvg.config.rollout import Prompts, Rollouts, TagPrompts
 from pvg.config.task import ModchainTask, TaskSection
-from pvg.config.training import Models, Training, Verifier, Warmup
+from pvg.config.training import DataType, Models, Training, Verifier, Warmup
 
 # Run folders have this name, with a number if there are several. Most file systems allow 255 bytes.
 LONGEST_NAME = 100
@@ -46,6 +46,20 @@ class AllSections(Section):
         """The cluster on which pvg starts the prover's vLLM servers; None if you start them, or if there are none."""
         on_servers = self.rollout.engine.kind == "vllm"
         return self.cluster if on_servers and isinstance(self.cluster, RayCluster) else None
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether the prover samples with adapters that are added to its weights."""
+        apart = self.rollout.engine.kind == "vllm" and self.weights.transport.kind == "lora"
+        return self.training.adapters.rank > 0 and not apart
+
+    @property
+    def sampling_dtype(self) -> DataType:
+        """The data type of the weights with which the prover samples. Rounding to bfloat16 would remove most of what
+        the first steps of adapters add to a weight."""
+        if self.models.dtype == "float32" and self.merges_adapters:
+            return "float32"
+        return "bfloat16" if "bfloat16" in (self.models.dtype, self.models.compute_dtype) else "float32"
 
 
 def value_of(experiment: AllSections, key: str) -> Any:

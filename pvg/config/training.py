@@ -63,8 +63,8 @@ class Models(Section):
     )
     precision: Literal["auto", DataType] = Field(
         "auto",
-        description="Data type of passes, and with bfloat16 of the weights that sample. auto: bfloat16 on a GPU for "
-        "models that are not embedded.",
+        description="Data type of passes, and of the weights that sample without merged adapters. auto: bfloat16 on a "
+        "GPU for models that are not embedded.",
     )
     device: Device = Field("auto", description='"auto", "cpu", "mps", "cuda" or "cuda:N". "mps" is untested.')
     threads: Annotated[int, Field(ge=0, le=1024)] = Field(
@@ -87,11 +87,6 @@ class Models(Section):
         if self.precision != "auto":
             return self.precision
         return "bfloat16" if self.on_gpu and not self.embedded else "float32"
-
-    @property
-    def sampling_dtype(self) -> DataType:
-        """The data type of the weights with which the prover samples."""
-        return "bfloat16" if "bfloat16" in (self.dtype, self.compute_dtype) else "float32"
 
 
 class Adapters(Section):

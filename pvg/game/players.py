@@ -115,7 +115,7 @@ class Players:
                 servers = partial(self._engine_on_servers, events, run)
                 replayed = experiment.training.router_replay
                 setup = EngineSetup(
-                    rollout, self.base, self.executor, events, replayed, servers, self.models.sampling_dtype
+                    rollout, self.base, self.executor, events, replayed, servers, experiment.sampling_dtype
                 )
                 self.engine = open_engine(setup)
         except BaseException:  # no request has reached a server yet
@@ -267,7 +267,7 @@ class Players:
     @asynccontextmanager
     async def base_policy(self) -> AsyncIterator[Dispatcher]:
         """The base prover, which samples on a torch engine of its own."""
-        rollout, sampling, dtype = self._experiment.rollout, self.dispatcher.sampling, self.models.sampling_dtype
+        rollout, sampling, dtype = self._experiment.rollout, self.dispatcher.sampling, self._experiment.sampling_dtype
         engine = open_engine(EngineSetup(rollout, self.base, self.executor, SilentEvents(), dtype=dtype))
         try:
             yield Dispatcher(engine, self.task, self.base.tokenizer, sampling, rollout.concurrency)

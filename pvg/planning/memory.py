@@ -358,7 +358,7 @@ def memory_of(
     models, rollout = experiment.models, experiment.rollout
     length = prompt_tokens + rollout.max_tokens
     base = prover.parameters * BYTES[models.dtype]
-    sampling = BYTES[models.sampling_dtype]
+    sampling = BYTES[experiment.sampling_dtype]
     engine, copy = rollout.engine, {}
     if isinstance(engine, TorchSampling):
         copy = {"weights of the sampler": float(prover.parameters * sampling)}

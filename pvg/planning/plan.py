@@ -216,7 +216,7 @@ class Inputs:
     def assumed(cls, experiment: Experiment, prover: ModelShape, verifier: ModelShape, machine: MachineSpeed) -> Inputs:
         """Estimates from the models' sizes and the machine's speed."""
         rollout, training = experiment.rollout, experiment.training
-        number = BYTES[experiment.models.sampling_dtype]
+        number = BYTES[experiment.sampling_dtype]
         mean, prompt = max(1.0, rollout.max_tokens / 2), max(1.0, min(256.0, rollout.max_tokens))
         served = not isinstance(rollout.engine, TorchSampling)
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys

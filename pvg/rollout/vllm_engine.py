@@ -218,7 +218,7 @@ def open_vllm_engine(
     """Sends no request yet. Servers that pvg starts on a cluster are added later (`engine.served.add`)."""
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     assert isinstance(rollout.engine, ServerSampling)
-    dtype = experiment.models.sampling_dtype
+    dtype = experiment.sampling_dtype
     connections, session = Connections.open(serving, weights, _connections(experiment)), PublishingSession.begin()
     canary = None
     if weights.canary_prompts:

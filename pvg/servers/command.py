@@ -426,7 +426,7 @@ def _engine(experiment: Experiment, purpose: Purpose, interpreter: Interpreter) 
 
 def served_dtype(experiment: Experiment, purpose: Purpose) -> str:
     """The dtype is always explicit, because vLLM's default for float32 weights is half precision."""
-    return experiment.models.sampling_dtype if purpose == "prover" else experiment.models.dtype
+    return experiment.sampling_dtype if purpose == "prover" else experiment.models.dtype
 
 
 def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:

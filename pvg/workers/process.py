@@ -166,7 +166,7 @@ class Worker:
         self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
         replayed = self.experiment.training.router_replay
         self._engine = open_engine(
-            EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.models.sampling_dtype)
+            EngineSetup(rollout, self.base, self._executor, self, replayed, dtype=self.experiment.sampling_dtype)
         )
         self._opened = True
         return Frame("done")

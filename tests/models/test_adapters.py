@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_llama import tiny_llama
 
+from pvg.config.experiment import Experiment
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.models import open_model
@@ -106,6 +107,24 @@ def test_adapters_beside_bfloat16_layers_are_float32() -> None:
     plain = adapted.copy()
     with torch.no_grad():
         assert torch.allclose(logits(adapted.module).float(), logits(plain.module).float(), atol=0.1)
+
+
+def test_what_samples_has_the_first_updates_of_adapters() -> None:
+    """One step of 2e-5 changes a weight by less than half a unit in the last place of bfloat16."""
+    model = small_model()
+    adapted = attach_adapters(model, RANK, ALPHA, 0)
+    with torch.no_grad():
+        for name, parameter in adapted.module.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(2e-5)
+    merged = Experiment(models={"precision": "bfloat16"}, training={"adapters": {"rank": RANK}})
+    served = {"rollout": {"engine": "vllm"}, "weights": {"transport": "lora"}, "serving": {"servers": ["http://a:1"]}}
+    assert Experiment(**merged.plain() | served).sampling_dtype == "bfloat16"  # there they stay apart
+    before, wanted = model.weights(), adapted.weights()
+    with model.copy(getattr(torch, merged.sampling_dtype)) as sampler:
+        sampler.load_weights(wanted)
+        for name, weight in sampler.weights().items():
+            torch.testing.assert_close(weight.float() - before[name], wanted[name] - before[name], rtol=1e-2, atol=1e-9)
 
 
 def test_copy_and_save_give_the_merged_model(model: LanguageModel, tmp_path: Path) -> None:

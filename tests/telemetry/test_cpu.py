@@ -94,5 +94,5 @@ def test_with_servers_nothing_changes(tmp_path: Path, settings: dict[str, Any]) 
 def test_models_of_ones_own_compute_in_bfloat16_on_a_gpu(models: dict[str, Any], dtype: str, warnings: int) -> None:
     own = {"prover": {"source": "hf:a/b"}, "verifier": {"source": "hf:a/b"}}
     experiment = Experiment(models={**own, **models})
-    assert experiment.models.compute_dtype == experiment.models.sampling_dtype == dtype
+    assert experiment.models.compute_dtype == experiment.sampling_dtype == dtype
     assert len(precision_warnings(experiment)) == warnings
