@@ -39,7 +39,7 @@ ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and
 QUIET_S = 5.0  # of it, before a notice
 ASK_S = 1.0  # between two questions whether there is room for one more worker
 GRACE_S = 30.0  # after a loss, before workers share a node
-START_S = 120.0  # for a worker to start: Ray starts a process, which imports torch
+START_S = 120.0  # for Ray to start a process, which imports pvg
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,10 @@ RANKS = Kind("trainer rank", "cluster.trainer_ranks")
 RANKS_ON_GPUS = Kind("trainer rank", "cluster.trainer_ranks", gpus=1)
 
 
+class NoRoomError(ConnectionError):
+    """Ray has not started a worker in time."""
+
+
 @dataclass(eq=False)
 class RayMember:
     """A worker on a node: a `Member` (pvg.workers.pool). `frames`: Ray's, of `WorkerActor.serve`. `bundle`: the number
@@ -100,7 +104,7 @@ class RayMember:
         return 0  # a rank sees only the GPU that Ray has reserved for it
 
     def send(self, frame: Frame) -> None:
-        """SharedWeights go as an object of Ray's store, of which Ray brings one copy to each node."""
+        """Weights go as an object of Ray's store, of which Ray brings one copy to each node."""
         if self.closed:
             return
         memory = []
@@ -134,7 +138,7 @@ class RayMember:
 
 
 class RayObjects:
-    """The weights of one model in Ray's store, which keeps them while a frame names them. `call`: of a RayClient."""
+    """The weights of one model in Ray's store, which keeps them while a frame names them."""
 
     def __init__(self, supply: RaySupply) -> None:
         self._supply = supply
@@ -170,7 +174,6 @@ class RaySupply:
         self._workers = workers
         self._kind = of
         self.client = client or RayClient(most or workers, address, self._log)
-
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._numbers = workers - 1  # of the newest bundle
@@ -219,7 +222,7 @@ class RaySupply:
         others = [member.place for member in self._members]
         try:
             return await self._worker_in(bundle, bundle, GRACE_S if self._losses and others else START_S)
-        except TimeoutError:
+        except NoRoomError:
             if not (self._losses and others) or self._kind.gpus:
                 raise
         member = await self._worker_in(bundle, min(others, key=others.count), START_S)
@@ -229,7 +232,7 @@ class RaySupply:
 
     async def _worker_in(self, bundle: int, place: int, patience_s: float) -> RayMember:
         """A worker where Ray has put the bundle `place`, or will put it. Raises ConnectionError if another attempt may
-        help, TimeoutError among them."""
+        help."""
         member = RayMember(self, *await self.client.call(self._create, place), bundle, place)
         try:
             async with patience(self.events, f"Ray to start {self._kind.name} {bundle}", patience_s):
@@ -242,7 +245,7 @@ class RaySupply:
             refuse_other_versions(member.node, found)
         except TimeoutError:
             member.close()
-            raise TimeoutError(f"it has not started in {patience_s:g} s") from None
+            raise NoRoomError(f"Ray has not started it in {patience_s:g} s") from None
         except BaseException:
             member.close()
             raise
@@ -307,7 +310,7 @@ class RaySupply:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End all workers and agents, and leave the cluster. A second call does nothing."""
+        """End all workers, and leave the cluster. A second call does nothing."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -316,7 +319,7 @@ class RaySupply:
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
     def end(self) -> None:
-        """Leave the cluster: Ray ends the agents, and these end the workers."""
+        """Leave the cluster: Ray ends the workers."""
         self.client.end()
 
     def __enter__(self) -> RaySupply:
