@@ -89,6 +89,8 @@ class Players:
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
+            if self.servers is not None and self.device.type == "cuda":  # otherwise a server may get the same GPU
+                self.device = torch.device("cuda", self.servers.client.own_gpu())
             self._ranks = self._rank_group(events, rank_supply)
             self.base: LanguageModel = finished(
                 self.executor.submit(open_model, self.models.prover, self.device, self.models.dtype)

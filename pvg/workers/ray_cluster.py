@@ -37,12 +37,13 @@ LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
 CALL_S = 120.0  # for an answer of Ray, which gives up most of its own requests after 60 s
 LEAVE_S = 30.0  # Ray's own shutdown waits without a limit for a head that hangs
-OBJECT_STORE_BYTES = 100_000_000  # pvg stores no objects; Ray takes 30 % of the memory by default
 MODE = "RAY_AUTH_MODE"
 TOKEN, TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Ray's name for: nodes use 127.0.0.1. Otherwise Ray replaces a loopback address by the machine's own.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = ("127.0.0.1", "localhost")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPU_S = 10.0  # for Ray to reserve a GPU on this machine
 PROBE_S = 2.0  # between two probes of the head, and for its answer
 HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
 
@@ -132,6 +133,10 @@ class RayClient:
                 raise
             raise head_lost(self._where) from None
 
+    def own_gpu(self) -> int:
+        """See `reserve_gpu`. Blocks."""
+        return self._submit(lambda: reserve_gpu(self._connected.result().ray)).result()
+
     def later(self, work: Callable[..., object], *arguments: object) -> None:
         """As `call`, without waiting."""
         if not self._ended:
@@ -174,6 +179,38 @@ class RayClient:
                 future.set_result(work())
             except BaseException as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
+
+
+def reserve_gpu(ray: Any) -> int:
+    """Reserve a GPU of this machine for this process, until it leaves the cluster. Returns its number among the GPUs
+    that this process sees. Blocks. Raises MissingRequirementError if Ray has none."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    group = ray.util.placement_group([{"GPU": 1}], bundle_label_selector=[here])
+    if not group.wait(GPU_S):
+        raise MissingRequirementError(
+            "Ray has no free GPU on this machine, and the trainer needs one.",
+            "Let Ray count this machine's GPUs (ray start --num-gpus=N) and leave one, or set models.device to cpu",
+        )
+    options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
+    (reserved,) = ray.get(ray.remote(_gpus).options(**options).remote())
+    visible = os.environ.get(VISIBLE)
+    if visible is None:
+        return int(reserved)
+    if reserved not in visible.split(","):
+        raise MissingRequirementError(
+            f"Ray has reserved GPU {reserved} for this process, which {VISIBLE} = {visible!r} hides.",
+            f"Set {VISIBLE} as it was when Ray was started on this machine",
+        )
+    return visible.split(",").index(reserved)
+
+
+def _gpus() -> list[str]:
+    """Ray's names of the GPUs of the task that calls this."""
+    import ray
+
+    return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 async def answers(address: str) -> bool:
@@ -240,7 +277,6 @@ def _init(ray: Any, workers: int) -> None:
             "local",
             num_cpus=max(usable_cores(), workers),
             include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
             **_options(ray),
             _node_name=socket.gethostname(),
             # Ray's workers have a lower priority than other programs by default.

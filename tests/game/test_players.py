@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pvg.config.load import build_experiment
+from pvg.errors import MissingRequirementError
 from pvg.game import players
 from pvg.models import compute
 from pvg.models.compute import ComputeExecutor
@@ -82,3 +84,31 @@ def test_the_compute_thread_alone_has_a_pool() -> None:
     grown, second = map(int, found.stdout.split())
     assert grown == 3  # the compute thread and two more for its pool of three
     assert second == 0
+
+
+def test_the_trainer_on_a_ray_cluster_uses_the_gpu_that_ray_has_reserved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Otherwise Ray would give it to a server too."""
+    opened: list[torch.device] = []
+
+    def open_model(_source: object, device: torch.device, _dtype: str) -> None:
+        opened.append(device)
+        raise MissingRequirementError("this test has no GPU")
+
+    client = SimpleNamespace(own_gpu=lambda: 3)
+    monkeypatch.setattr(
+        "pvg.workers.ray_servers.RayServers", lambda *_: SimpleNamespace(client=client, end=lambda: None)
+    )
+    monkeypatch.setattr(players, "pick_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(players, "open_model", open_model)
+    experiment = build_experiment(
+        {
+            "rollout": {"engine": "vllm"},
+            "cluster": {"kind": "ray", "gpus_per_worker": 1},
+            "weights": {"root": str(tmp_path)},
+        }
+    )
+    with pytest.raises(MissingRequirementError, match="no GPU"):
+        players.Players(experiment, open_task(experiment.task))
+    assert opened == [torch.device("cuda", 3)]

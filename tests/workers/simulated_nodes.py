@@ -43,11 +43,11 @@ class SimulatedNodes:
         """What a process needs to join."""
         return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": self.token_file}
 
-    def add(self, cpus: int, **head: object) -> Any:
+    def add(self, cpus: int, **options: object) -> Any:
         """Start a node and wait until it is part of the cluster. Only the main thread may call this."""
         name = NAMES[self.added] if self.added < len(NAMES) else f"node-{self.added + 1}"
         self.added += 1
-        return self.cluster.add_node(num_cpus=cpus, node_ip_address=LOOPBACK, node_name=name, **head)
+        return self.cluster.add_node(num_cpus=cpus, node_ip_address=LOOPBACK, node_name=name, **options)
 
     def kill(self, node: Any) -> None:
         """Kill all processes of a node at once, as a power cut does."""
@@ -58,9 +58,11 @@ class SimulatedNodes:
 
 
 @contextmanager
-def simulated_nodes(cpus: Sequence[int], settings: Mapping[str, object] | None = None) -> Iterator[SimulatedNodes]:
-    """A cluster with a node for each number of CPUs; the first one is the head. `settings`: Ray's `_system_config`.
-    Only the main thread may call this."""
+def simulated_nodes(
+    cpus: Sequence[int], settings: Mapping[str, object] | None = None, gpus: int = 0
+) -> Iterator[SimulatedNodes]:
+    """A cluster with a node for each number of CPUs; the first one is the head, and says that it has `gpus`.
+    `settings`: Ray's `_system_config`. Only the main thread may call this."""
     with tempfile.NamedTemporaryFile("w", prefix="pvg-ray-token-") as token:
         token.write(secrets.token_hex(32))
         token.flush()
@@ -74,7 +76,7 @@ def simulated_nodes(cpus: Sequence[int], settings: Mapping[str, object] | None =
         forget_token()
         nodes = SimulatedNodes(Cluster(), token.name)
         try:
-            head = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False}
+            head = {"include_dashboard": False, "no_monitor": True, "include_log_monitor": False, "num_gpus": gpus}
             nodes.add(cpus[0], **head, _system_config=dict(settings or {}))
             for number in cpus[1:]:
                 nodes.add(number)

@@ -23,6 +23,7 @@ from pvg.config.operation import RayCluster, Weights
 from pvg.errors import ConfigurationError, MissingRequirementError, ServerUnavailableError
 from pvg.planning.plan import workers_of
 from pvg.servers.command import Interpreter
+from pvg.workers import ray_cluster
 from pvg.workers.choice import cluster_settings, open_supply, with_workers
 from pvg.workers.ray_servers import RayServers
 from pvg.workers.server_agent import address_for, check_device, check_folder
@@ -38,6 +39,7 @@ here="$(dirname "$0")"
 if [ "$1" = -c ]; then cat "$here/found.json"; exit; fi
 if [ -e "$here/broken" ]; then echo "ValueError: the model is a teapot"; exit 3; fi
 while [ "$1" != --port ]; do shift; done
+unset PYTHONSAFEPATH
 echo "(EngineCore pid=1) ERROR 11-21 14:08:45 [core.py:68] the pump is dry"
 exec "{python}" "{server}" --port "$2" --root "$PVG_WEIGHTS_ROOT" --model modchain-prover --token-ms 5
 """
@@ -140,15 +142,21 @@ async def replaced_servers(nodes: SimulatedNodes, root: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in left)
 
 
-async def on_gpus(nodes: SimulatedNodes, root: Path) -> None:
-    """Ray counts the GPUs that a node says it has, and shows each server its own."""
-    async with Servers(nodes, root, workers=2, gpus_per_worker=2) as use:
+async def on_gpus(monkeypatch: pytest.MonkeyPatch, nodes: SimulatedNodes, root: Path) -> None:
+    """Ray counts the GPUs that a node says it has, shows each server its own, and reserves one for this process."""
+    use = Servers(nodes, root, workers=2, gpus_per_worker=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,3,2,1,0")
+    own = ["4", "3", "2", "1", "0"][await asyncio.to_thread(use.servers.client.own_gpu)]
+    async with use:
         await use.drill.publish(0)
         await use.both_up()
-        assert {event["node"] for event in use.started()} == {"third"}
         environments = [psutil.Process(event["pid"]).environ() for event in use.started()]
-        assert {env["CUDA_VISIBLE_DEVICES"] for env in environments} == {"0,1", "2,3"}
+        seen = ",".join(env["CUDA_VISIBLE_DEVICES"] for env in environments).split(",")
+        assert sorted([own, *seen]) == ["0", "1", "2", "3", "4"]
         assert not any(name.startswith("RAY_") for env in environments for name in env)
+        monkeypatch.setattr(ray_cluster, "GPU_S", 0.5)
+        with pytest.raises(MissingRequirementError, match="Ray has no free GPU on this machine"):
+            await asyncio.to_thread(use.servers.client.own_gpu)
 
 
 async def refusal(nodes: SimulatedNodes, root: Path) -> Exception:
@@ -174,11 +182,10 @@ def test_servers_use_the_gpus_that_ray_reserves_and_say_why_they_do_not_start(mo
     vllm = tmp_path / "vllm"
     monkeypatch.setenv("PVG_VLLM_PYTHON", str(stand_in(vllm, "vllm")))
     monkeypatch.setenv("PVG_CONTROL_KEY", KEY)
-    with simulated_nodes([1, 1], QUICK) as nodes:
+    with simulated_nodes([2], QUICK, gpus=5) as nodes:
         error = asyncio.run(asyncio.wait_for(refusal(nodes, tmp_path / "root"), 300))
         assert "has vLLM for the GPU, but cluster.gpus_per_worker = 0" in str(error)
-        nodes.add(2, num_gpus=4)
-        asyncio.run(asyncio.wait_for(on_gpus(nodes, tmp_path / "root"), 300))
+        asyncio.run(asyncio.wait_for(on_gpus(monkeypatch, nodes, tmp_path / "root"), 300))
         stand_in(vllm)
         (vllm / "broken").touch()
         error = asyncio.run(asyncio.wait_for(refusal(nodes, tmp_path / "root"), 300))
