@@ -71,7 +71,7 @@ RANKS = Kind("trainer rank", "cluster.trainer_ranks")
 RANKS_ON_GPUS = Kind("trainer rank", "cluster.trainer_ranks", gpus=1)
 
 
-class NoRoomError(ConnectionError):
+class NotStartedError(ConnectionError):
     """Ray has not started a worker in time."""
 
 
@@ -222,7 +222,7 @@ class RaySupply:
         others = [member.place for member in self._members]
         try:
             return await self._worker_in(bundle, bundle, GRACE_S if self._losses and others else START_S)
-        except NoRoomError:
+        except NotStartedError:
             if not (self._losses and others) or self._kind.gpus:
                 raise
         member = await self._worker_in(bundle, min(others, key=others.count), START_S)
@@ -245,7 +245,7 @@ class RaySupply:
             refuse_other_versions(member.node, found)
         except TimeoutError:
             member.close()
-            raise NoRoomError(f"Ray has not started it in {patience_s:g} s") from None
+            raise NotStartedError(f"Ray has not started it in {patience_s:g} s") from None
         except BaseException:
             member.close()
             raise
