@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import linecache
 import os
 import re
 from abc import ABC, abstractmethod
@@ -110,9 +111,17 @@ def first_line(error: BaseException) -> str:
 
 
 def variables_quoted(error: BaseException) -> list[str]:
-    """The environment variables whose values an exception or one of its causes quotes, such as 'abc'."""
-    words = " ".join(map(said, causes(error)))
-    return sorted(name for name, value in os.environ.items() if value and repr(value) in words)
+    """The environment variables whose values an exception or one of its causes quotes, such as 'abc', or that a line
+    of a library uses which it passed through."""
+    words, used = "", set[str]()
+    for cause in causes(error):
+        words += f" {said(cause)}"
+        for frame, number in walk_tb(cause.__traceback__):
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in ("pvg", "pvg_cli"):
+                line = linecache.getline(frame.f_code.co_filename, number)
+                values = [frame.f_locals.get(name) for name in re.findall(r"\w+", line)]
+                used |= {value for value in values if isinstance(value, str)}
+    return sorted(name for name, value in os.environ.items() if value and (repr(value) in words or value in used))
 
 
 class Closing(ABC):

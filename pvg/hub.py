@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +51,7 @@ Say = Callable[[str], None]
 
 # Variables that huggingface_hub's HTTP client reads.
 CERTIFICATES, ROUTES = re.compile("SSL_CERT_(FILE|DIR)"), re.compile("HF_ENDPOINT|(?i:(https?|all)_proxy)")
+DEFECTS = (LookupError, TypeError, AttributeError, AssertionError, NotImplementedError)  # no network raises them
 LOGIN = "set HF_TOKEN or type: hf auth login"
 TIMEOUT_S = 30.0  # for an answer about a repository
 AGAIN = "Run the same command again: it does not download complete files again."
@@ -387,9 +389,12 @@ def _explanation(error: BaseException, hub_id: HubId, kind: Kind, doing: str) ->
         return _disk_error(error, hub_id)
     if isinstance(error, UnicodeEncodeError):  # of a header, and the token is the one that a user writes
         return MissingRequirementError(f"The token of the hub is none: {first_line(error)}.", f"Correct it: {LOGIN}.")
-    named = ", ".join(["the network", *(variables_quoted(error) or _connection_variables(error))])
-    what = f"{hub_id} {doing.format(ENDPOINT)}: {first_line(error)}."
-    return UnreachableError(what, f"Check {named}. {AGAIN} {OFFLINE[kind]}")
+    said, variables = first_line(error), variables_quoted(error) or _connection_variables(error)
+    remedy = f"Check {', '.join(['the network', *variables])}. {AGAIN} {OFFLINE[kind]}"
+    if isinstance(error, DEFECTS) and not variables_quoted(error):
+        said = f"huggingface_hub {metadata.version('huggingface_hub')} failed ({type(error).__name__}: {said})"
+        remedy = f"Install another version of huggingface_hub. {OFFLINE[kind]}"
+    return UnreachableError(f"{hub_id} {doing.format(ENDPOINT)}: {said}.", remedy)
 
 
 def _connection_variables(error: BaseException) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pvg.errors import ConfigurationError, PvgError, one_line, shortened
+from pvg.errors import ConfigurationError, PvgError, one_line, raised_by_pvg, shortened
 from pvg.telemetry.waits import usable_cores
 
 # torch's default, read before an experiment changes it: OMP_NUM_THREADS, or the available cores. torch sees no quotas.
@@ -97,12 +97,15 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 @contextmanager
 def explained(what: str, remedy: str) -> Iterator[None]:
     """Turns errors of transformers and of the libraries below it, which are of many types, into a ConfigurationError
-    that begins with `what`."""
+    that begins with `what`. Errors that pvg's own code raises pass, unless they come from the attributes or the shapes
+    of a model."""
     try:
         yield
     except (PvgError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if raised_by_pvg(error) and not isinstance(error, AttributeError | RuntimeError):  # that of torch has no frame
+            raise
         said = shortened(one_line(str(error)), LONGEST_QUOTE) or type(error).__name__
         if isinstance(error, KeyError):  # whose text is the key alone
             said = f"{type(error).__name__} {said}"

@@ -7,7 +7,8 @@
 Three markers announce an answer: `####`, `\\boxed{...}`, and "answer is", "answer:" or "answer =". Rules:
 
 1. The last marked answer counts, whatever its marker. So a later answer replaces an earlier one, also if it cannot be
-   read. Headings (`#### Step 2`) and prose without a number ("the answer is correct") announce nothing.
+   read. Headings (`#### Step 2`), notes (`#### Note: 3 steps`) and prose without a number ("the answer is correct")
+   announce nothing.
 2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
    signs, markup and plain words may surround it, and a calculation with `=` may lead to it. So a solution that names
    several candidates, denies a number, or asks for one earns nothing.
@@ -15,7 +16,8 @@ Three markers announce an answer: `####`, `\\boxed{...}`, and "answer is", "answ
    a product is no answer: a solution must write its result.
 4. If a text has no marker, its last number is the answer.
 
-A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000.
+A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Of all words, only "minus" and "negative" change
+the sign: "a loss of 18" is 18, because the question may ask for the loss.
 
 Invariants: for any text, these functions do not raise and take time linear in its length. Values are exact rationals.
 """
@@ -138,6 +140,11 @@ UNREAD = re.compile(
     rf"\b(?:pi|dne|nan|null|nil|empty|void|error|inconclusive|insufficient|{'|'.join(SPOKEN)})\b|\?",
     re.IGNORECASE,
 )
+NOTE = re.compile(
+    r"\W*(?:foot)?(?:notes?|n\.?b|p\.?s|remarks?|hints?|comments?|explanation|reason(?:ing)?|checks?|checking|"
+    r"verification|confidence|difficulty|sources?)\b[^\n:]{0,30}:",
+    re.IGNORECASE,
+)
 MORE = re.compile(r"\s*\S")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?boxed ?\{?\s*$", re.IGNORECASE)
@@ -204,12 +211,13 @@ def _answer_end(text: str, mark: _Mark, limit: int) -> int:
 
 
 def _announces_nothing(text: str, mark: _Mark) -> bool:
-    """Whether a heading or prose without a number follows a marker. A heading may have a number, with text below it."""
+    """Whether a heading, a note or prose without a number follows a marker. A heading may have a number, with text
+    below it."""
     end = _answer_end(text, mark, mark.end)
     content = text[mark.start : end]
     if UNREAD.search(content) or not WORD.search(content):
         return False
-    if not DIGIT.search(content):
+    if NOTE.match(content) or not DIGIT.search(content):
         return True
     return mark.marker == "####" and not ANSWER.match(_tidy(content)) and MORE.match(text, end) is not None
 

@@ -20,6 +20,7 @@ import json
 import keyword
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -318,20 +319,35 @@ def shown(completion: str) -> str:
 
 
 ANY_NAME = r"\w+"
+EMPTY = re.compile(r"pass|\.\.\.|['\"].*['\"]|raise NotImplementedError(?:\(.*\))?", re.DOTALL)
 MOST_CLOSERS = 20  # fences inside of one string
 
 
 def extract_code(completion: str, name: str = "") -> str:
     """The program in the shown part: of its fenced Python blocks the last one that defines `name` (a pattern), and so
-    no example of its use, or else the last one; without a fence all of it. "" without code."""
+    no example of its use, or else the last one; without a fence all of it. "" without code. A function without a body
+    counts only if no other block defines it."""
     text = shown(completion)
     marks = list(FENCE.finditer(text))
     if not marks:
         return text
     blocks = [block for block in _blocks(text, marks) if block.strip()]
     defines = re.compile(rf"^[ \t]*(?:async +)?(?:def|class) +{name}\b|^{name} *[:=]", re.MULTILINE)
-    chosen = next((block for block in reversed(blocks) if name and defines.search(block)), None)
-    return (chosen or "".join(blocks[-1:])).rstrip()
+    defining = [block for block in reversed(blocks) if name and defines.search(block)]
+    complete = (block for block in defining if len(defining) == 1 or not _is_stub(block, name))
+    return next(complete, (defining or blocks[-1:] or [""])[0]).rstrip()
+
+
+def _is_stub(block: str, name: str) -> bool:
+    """Whether the functions of the block that match `name` do nothing, as in `def f(): ...`."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about escapes such as "\\d"
+            tree = ast.parse(block)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bodies = [node.body for node in functions if re.fullmatch(name, node.name)]
+    return bool(bodies) and all(EMPTY.fullmatch(ast.unparse(line)) for body in bodies for line in body)
 
 
 def _blocks(text: str, marks: Sequence[re.Match[str]]) -> Iterator[str]:

@@ -123,14 +123,12 @@ class RayClient:
         return await asyncio.wrap_future(self._connected)
 
     async def call(self, work: Callable[..., T], *arguments: object) -> T:
-        """A call of Ray that blocks. Raises WorkerLostError if it does not return in CALL_S."""
+        """A call of Ray that blocks. Raises WorkerLostError if it has no answer in CALL_S, or Ray gives up earlier."""
         called = asyncio.wrap_future(self._submit(work, *arguments))
         try:
             async with patience(self.events, f"an answer of the Ray cluster at {self._where}", CALL_S):
                 return await called
-        except TimeoutError:
-            if not called.cancelled():  # an error of `work`
-                raise
+        except TimeoutError:  # also of Ray itself
             raise head_lost(self._where) from None
 
     def own_gpu(self) -> int:

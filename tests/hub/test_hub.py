@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import close_session, constants, file_download
+from huggingface_hub import HfApi, close_session, constants, file_download
 from loopback_hub import TOKEN, Hub, commit_of
 
 from pvg import hub as pvg_hub
@@ -204,6 +204,16 @@ def test_a_hub_that_does_not_answer_is_told_and_the_cache_serves(
     assert said[0].endswith(f". hf:tiny/prover is commit {commit}, from the cache.")
     with pytest.raises(MissingRequirementError, match=r"http://127\.0\.0\.1:9: .*Check the network"):
         fetch("hf:tiny/other", "model", QUIET)
+
+
+def test_a_defect_of_a_library_is_not_the_network_s(
+    hub: Hub, here: Path, model: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("tiny/prover", model)
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: {}["siblings"])
+    with pytest.raises(MissingRequirementError, match=r"failed \(KeyError: 'siblings'\)") as caught:
+        fetch("hf:tiny/prover", "model", QUIET)
+    assert "network" not in caught.value.remedy.partition(". ")[0]
 
 
 @pytest.mark.parametrize(

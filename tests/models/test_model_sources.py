@@ -12,6 +12,7 @@ from pvg.config.training import ModelSection, Verifier
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.game.players import Players
 from pvg.models import open_model, pick_device, sources
+from pvg.models.compute import explained
 from pvg.models.heads import build_verifier
 from pvg.tasks import open_task
 
@@ -123,3 +124,12 @@ def test_pick_device():
         pick_device("gpu9")
     with pytest.raises(MissingRequirementError, match="CUDA devices"):
         pick_device("cuda:99")
+
+
+@pytest.mark.parametrize(
+    ("module", "code", "kind"),
+    [("pvg.models", "{}['rows']", KeyError), ("some_model", "{}['rows']", ConfigurationError)],
+)
+def test_a_defect_of_pvg_is_not_called_the_models(module: str, code: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="rows"), explained("It gives no logits", "Choose another model."):
+        exec(compile(code, "code", "exec"), {"__name__": module})

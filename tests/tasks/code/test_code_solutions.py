@@ -34,6 +34,12 @@ pytestmark = pytest.mark.slow
         ("```python\ndef f(): pass\n```\nUse it:\n```python\nprint(f())\n```", "def f(): pass"),
         ("```\ndef f(): pass\n```\n```\n>>> f()\n```\n```\ndef g(): f()\n```", "def f(): pass"),
         ("```\ndef f(): 1\n```\nBetter:\n```\nf = lambda: 2\n```\nSo:\n```\nf()\n```", "f = lambda: 2"),
+        # Neither is a stub, unless there is nothing else.
+        ("```\ndef f(): 1\n```\nFill in:\n```\ndef f():\n    'So.'\n    pass\n```", "def f(): 1"),
+        ("```\nclass S:\n  def f(self): 1\n```\n```\nclass S:\n  def f(self): ...\n```", "class S:\n  def f(self): 1"),
+        ("```\ndef f(): 1\n```\n```\ndef f(n):  # yours\n    raise NotImplementedError('f')\n```", "def f(): 1"),
+        ("```\ndef f(): 1\n```\n```\ndef f(): ...\ndef f(): 2\n```", "def f(): ...\ndef f(): 2"),
+        ("```\ndef f(): ...\n```\nOr:\n```\ndef f(n): pass\n```", "def f(n): pass"),
         (
             '```python\ndef f():\n    """So:\n    ```\n    f()\n    ```\n    """\n    return 1\n```\nEnd.',
             'def f():\n    """So:\n    ```\n    f()\n    ```\n    """\n    return 1',
