@@ -28,7 +28,7 @@ import pvg
 from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.rollout import TorchSampling
-from pvg.errors import ConfigurationError, MissingRequirementError
+from pvg.errors import MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
 from pvg.store.run_players import find_player
@@ -96,27 +96,24 @@ def shape_of(folder: Path, name: str, **how: str) -> ModelShape:
     from transformers import AutoConfig
 
     from pvg.models.adapters import linear_layers
+    from pvg.models.compute import explained
 
-    try:
+    remedy = "Correct its config.json, or name another model."
+    with explained(f"transformers cannot read the configuration in {folder}", remedy):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **how)
         module = _weightless(config)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigurationError(
-            f"transformers cannot read the configuration in {folder}: {str(error).splitlines()[0]}",
-            "Correct its config.json, or name another model.",
-        ) from error
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return ModelShape(
-        name,
-        text.num_hidden_layers,
-        text.hidden_size,
-        heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
-        text.vocab_size,
-        sum(parameter.numel() for parameter in module.parameters()),
-        sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
-        text,
-    )
+        text = config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        return ModelShape(
+            name,
+            text.num_hidden_layers,
+            text.hidden_size,
+            heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
+            text.vocab_size,
+            sum(parameter.numel() for parameter in module.parameters()),
+            sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
+            text,
+        )
 
 
 def _weightless(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedModel:
@@ -184,14 +181,11 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
     from torch.autograd.graph import saved_tensors_hooks
 
     from pvg.models.adapters import attach_adapters
-    from pvg.models.compute import autocast
+    from pvg.models.compute import autocast, explained
     from pvg.models.language_model import LanguageModel
     from pvg.models.logprobs import shared_prompt_outputs, trust
     from pvg.models.packing import attention_as_on_a_gpu
 
-    module = _weightless(_with_layers(shape.config, layers), forward.dtype)
-    if forward.rank:
-        module = attach_adapters(LanguageModel(module, cast(Any, None), shape.name), forward.rank, 1.0, 0).module
     storages: dict[int, torch.UntypedStorage] = {}
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,21 +200,20 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
         for prompt in prompts
         for row in range(GROUP)
     ]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _make_fake(module)
-        trust(module)
-        held = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-        attention = attention_as_on_a_gpu() if forward.on_gpu else nullcontext()
-        precision = autocast(forward.precision, torch.device("cpu"))
-        try:
+    with explained(f"The memory of {shape.name} cannot be planned", ""):
+        module = _weightless(_with_layers(shape.config, layers), forward.dtype)
+        if forward.rank:
+            module = attach_adapters(LanguageModel(module, cast(Any, None), shape.name), forward.rank, 1.0, 0).module
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            _make_fake(module)
+            trust(module)
+            held = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+            attention = attention_as_on_a_gpu() if forward.on_gpu else nullcontext()
+            precision = autocast(forward.precision, torch.device("cpu"))
             with saved_tensors_hooks(save, lambda tensor: tensor), precision, attention:
                 starts = np.full(len(rows), forward.prompt, dtype=np.int32)
                 kept = shared_prompt_outputs(module, rows, starts, fused_layers=forward.fused)
-        except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
-            raise ConfigurationError(
-                f"The memory of {shape.name} cannot be planned: {str(error).strip().partition(chr(10))[0][:200]}"
-            ) from error
-        del kept  # until here, because a storage's address could be used again
+            del kept  # until here, because a storage's address could be used again
     return sum(storage.nbytes() for storage in storages.values())
 
 

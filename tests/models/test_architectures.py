@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "game"))
-from small_games import changed, told
+sys.path.insert(0, str(Path(__file__).parents[1] / "cli"))
+from calling import SMALL, pvg
 
 from pvg.config.training import ModelSection, Training
 from pvg.errors import ConfigurationError, UsageError
-from pvg.game.task_check import open_models, preview
 from pvg.game.warm_start import SupervisedObjective, demonstration_batch
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
@@ -25,7 +23,6 @@ from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Role
-from pvg.tasks import open_task
 from pvg.training.forward import ForwardSettings, fitted, recompute_logprobs
 
 PAGE = Path(__file__).parents[2] / "docs" / "sources.md"
@@ -79,6 +76,24 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# A random model solves half of its problems: a solution is correct if the sum of its characters is odd.
+COIN = """
+from pvg.records import Grade, Problem
+
+class Coin:
+    def problems(self, split):
+        places = range(100, 140) if split == "train" else range(200, 210)
+        return [Problem(f"{place}", f"{place}" + "+1" * (place % 4) + "=", "1") for place in places]
+
+    def grade(self, problem, completion):
+        return Grade(sum(map(ord, completion)) % 2 == 1, True, completion[-1:])
+"""
+SMALL_GAME = {
+    "task__kind": "custom", "task__source": "coin.py:Coin", "prompts": "tag", "cluster": "none",
+    "rollout__max_tokens": 18, "rollout__group_size": 4, "game__mint_samples": 4, "game__test__problems": 2,
+}  # fmt: skip
+
+
 def saved(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast | None = None) -> str:
     """The folder of the architecture's model, with modchain's tokenizer."""
     torch.manual_seed(0)
@@ -98,28 +113,28 @@ def opened(source: str) -> LanguageModel:
     return open_model(ModelSection(source=source), torch.device("cpu"))
 
 
-def verdict(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except ConfigurationError as error:
-        return str(error)
-    return WORKS
-
-
-def verdicts(folder: Path, prover: str, **settings: Any) -> tuple[str, str]:
-    """Of `pvg train` up to its first sample, and of `pvg train --dry-run` and `pvg task check`."""
-    sources = {"models.prover.source": prover, "models.verifier.source": prover}
-    experiment = changed(sources | {key.replace("__", "."): value for key, value in settings.items()})
-    train = verdict(lambda: told(experiment, folder, stop_at=("mint", 1)))
-    return train, verdict(lambda: preview(experiment, open_task(experiment.task), open_models(experiment)))
+def verdicts(source: str, **settings: Any) -> list[str]:
+    """Of `pvg train`, `pvg train --dry-run` and `pvg task check` in the current folder: WORKS, or their error."""
+    Path("coin.py").write_text(COIN)
+    keys = SMALL_GAME | {"models__prover__source": source, "models__verifier__source": source} | settings
+    words = [word for key, value in keys.items() for word in ("-s", f"{key.replace('__', '.')}={value}")]
+    found = []
+    for command in (["train"], ["train", "--dry-run"], ["task", "check"]):
+        called = pvg(*command, *SMALL, *words)
+        assert called.code in (0, 2), called.err
+        found.append(called.err[called.err.index("error: ") :] if called.code else WORKS)
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_an_architecture_trains_with_right_numbers_or_every_command_refuses_it_alike(name: str, tmp_path: Path) -> None:
+def test_an_architecture_trains_with_right_numbers_or_every_command_refuses_it_alike(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     source = saved(name, tmp_path)
-    train, dry = verdicts(tmp_path, source)
-    assert train == dry
+    train, *others = verdicts(source, training__adapters__rank=0 if name == "GPT-2" else 2)
+    assert others == [train] * 2
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
     expected = row.split("|")[2].strip()
     if train != WORKS:
@@ -143,24 +158,29 @@ def test_an_architecture_trains_with_right_numbers_or_every_command_refuses_it_a
             np.testing.assert_allclose(logprobs_C, expected_C, atol=2e-4)
 
 
-@pytest.mark.parametrize(("max_tokens", "fits"), [(9, True), (10, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_tokens", "fits"), [(5, True), (6, False)])
 def test_rows_whose_numbers_depend_on_longer_ones_are_refused_before_a_game(
-    max_tokens: int, fits: bool, tmp_path: Path
+    max_tokens: int, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = saved("Phi 3 with longrope", tmp_path)
-    train, dry = verdicts(tmp_path, source, rollout__max_tokens=max_tokens)
-    assert train == dry
+    monkeypatch.chdir(tmp_path)
+    train, *others = verdicts(saved("Phi 3 with longrope", tmp_path), rollout__max_tokens=max_tokens)
+    assert others == [train] * 2
     assert (train == WORKS) == fits
     if not fits:
-        assert "rollout.max_tokens to at most 9" in train
+        assert "rollout.max_tokens to at most 5" in train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["pad", "eos"])
-def test_a_token_outside_of_the_embedding_is_not_used(role: str, tmp_path: Path) -> None:
+def test_a_token_outside_of_the_embedding_is_not_used(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     tokenizer = modchain_tokenizer()
     tokenizer.add_special_tokens({f"{role}_token": "<new>"})
     source = saved("Llama", tmp_path, tokenizer)  # whose generation_config.json names another end token
-    assert verdicts(tmp_path, source) == (WORKS, WORKS)
+    assert verdicts(source) == [WORKS] * 3
     with opened(source) as model:
         assert max(model.tokenizer.pad_id, *model.tokenizer.end_ids) < 19
         with pytest.raises(UsageError, match="cannot express '1<new>'"):
