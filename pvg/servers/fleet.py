@@ -262,10 +262,9 @@ class Fleet:
     async def sleep(self, gpu: str, level: int) -> None:
         """Let the servers on this GPU sleep (see ControlClient.sleep) until `wake`. The caller holds `updating`, and no
         request is in flight. Level 2 makes them stale. One that fails is lost."""
-        self.resting = True
         servers = [s for s in self.up if s.info is not None and s.info.gpus == gpu and not s.asleep]
         for server in servers:
-            server.asleep = True
+            server.asleep = self.resting = True
         await self._tell_each(servers, lambda server: server.control.sleep(level))
         for server in servers:
             if level == 2 and server.state == "up":
