@@ -38,10 +38,10 @@ STOP_S = 30.0  # for the servers to end at the end of a run
 class _Place:
     """One server and its successors: a reservation of the cluster."""
 
-    def __init__(self, number: int, actor: Any, ended: asyncio.Future[dict[str, Any]]) -> None:
+    def __init__(self, number: int, actor: Any, news: Any) -> None:
         self.number = number
         self.actor = actor
-        self.ended = ended  # what `ServerAgent.serve` returns
+        self.news = news  # Ray's, of `ServerAgent.serve`
         self.node: str | None = None  # its name, once the actor runs
         self.server: Server | None = None  # once it is ready
         self.starting = False
@@ -95,9 +95,11 @@ class RayServers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if places := [place for place in self._places if place.starting or place.server is not None]:
-            for place in places:
-                _quiet(asyncio.wrap_future(place.actor.stop.remote().future()))
-            await asyncio.wait([place.ended for place in places], timeout=STOP_S)
+            stopping = [asyncio.ensure_future(place.actor.stop.remote()) for place in places]
+            _, late = await asyncio.wait(stopping, timeout=STOP_S)
+            for one in late:
+                one.cancel()
+            await asyncio.gather(*stopping, return_exceptions=True)  # an actor may have ended
         self._places.clear()
         (self._root / self._mark).unlink(missing_ok=True)
         await asyncio.get_running_loop().run_in_executor(None, self.end)
@@ -174,8 +176,7 @@ class RayServers:
 
     async def _create(self, number: int) -> _Place:
         """Start an actor where Ray has put the reservation, or will put it."""
-        actor, reference = await self.client.call(self._start_actor, number)
-        return _Place(number, actor, _quiet(asyncio.wrap_future(reference.future())))
+        return _Place(number, *await self.client.call(self._start_actor, number))
 
     def _start_actor(self, number: int) -> tuple[Any, Any]:
         ray = self._cluster.ray
@@ -184,32 +185,33 @@ class RayServers:
         where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
         options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
         actor = ray.remote(ServerAgent).options(**options, scheduling_strategy=where).remote()
-        return actor, actor.serve.remote(self._order)
+        return actor, actor.serve.options(num_returns="streaming").remote(self._order)
 
     async def _follow(self, place: _Place) -> ServerEnd:
         """Take the news of a server until it ends, or does not answer."""
-        news: asyncio.Future[dict[str, Any]] | None = None
+        coming = asyncio.create_task(_next(place.news))
         until = asyncio.get_running_loop().time() + ROOM_S
-        while not place.ended.done():
-            if news is None:
-                news = _quiet(asyncio.wrap_future(place.actor.news.remote().future()))
-            await asyncio.wait({place.ended, news}, timeout=PROBE_S, return_when=asyncio.FIRST_COMPLETED)
-            if news.done():
-                try:
-                    if news.exception() is None:
-                        await self._take(place, news.result())
-                    else:  # the actor has ended, or Ray cannot reach it
-                        await asyncio.wait({place.ended}, timeout=PROBE_S)
-                except PvgError as error:
-                    return ServerEnd(error.message.rstrip("."), error.remedy, again=False)
-                news = None
-            if place.server is not None and place.server.state == "up":
-                self._set_starting(place, False)
-            if place.node is None and asyncio.get_running_loop().time() > until:
-                return ServerEnd(f"Ray has not started its actor in {ROOM_S:g} s, or the actor hangs")
-            if self._is_lost(place):
-                return ServerEnd(f"The server has not answered for {AWAY_S:g} s")
-        return self._end_of(place)
+        try:
+            while True:
+                await asyncio.wait([coming], timeout=PROBE_S)
+                if coming.done():
+                    news = coming.result()
+                    if news["news"] == "end":
+                        return ServerEnd(**{name: value for name, value in news.items() if name != "news"})
+                    await self._take(place, news)
+                    coming = asyncio.create_task(_next(place.news))
+                if place.server is not None and place.server.state == "up":
+                    self._set_starting(place, False)
+                if place.node is None and asyncio.get_running_loop().time() > until:
+                    return ServerEnd(f"Ray has not started its actor in {ROOM_S:g} s, or the actor hangs")
+                if self._is_lost(place):
+                    return ServerEnd(f"The server has not answered for {AWAY_S:g} s")
+        except PvgError as error:
+            return ServerEnd(error.message.rstrip("."), error.remedy, again=False)
+        except self._cluster.ray.exceptions.RayError as error:
+            return self._end_of(error)
+        finally:
+            coming.cancel()
 
     async def _take(self, place: _Place, news: dict[str, Any]) -> None:
         match news.pop("news"):
@@ -241,10 +243,7 @@ class RayServers:
         place.away_since = now if place.away_since is None else place.away_since
         return now - place.away_since > AWAY_S
 
-    def _end_of(self, place: _Place) -> ServerEnd:
-        error = place.ended.exception()
-        if error is None:
-            return ServerEnd(**place.ended.result())
+    def _end_of(self, error: Exception) -> ServerEnd:
         why, text = self._cluster.cause(error), str(error)
         if "ModuleNotFoundError" in text or "ImportError" in text:
             remedy = "Install pvg on all nodes, with the same version"
@@ -292,7 +291,6 @@ class RayServers:
         self._events.event("workers", event="ray", text=line)
 
 
-def _quiet(future: asyncio.Future[dict[str, Any]]) -> asyncio.Future[dict[str, Any]]:
-    """`future`, whose error may concern no one."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future
+async def _next(news: Any) -> dict[str, Any]:
+    found: dict[str, Any] = await (await anext(news))
+    return found

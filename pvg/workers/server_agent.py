@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,35 +57,34 @@ class ServerEnd:
 
 
 class ServerAgent:
-    """Runs one server. `serve` ends with it; meanwhile `news` says what happens."""
+    """Runs one server: `serve` ends with it."""
 
     def __init__(self) -> None:
         self._news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._serving: asyncio.Task[None] | None = None
 
-    async def news(self) -> dict[str, Any]:
-        """What has happened since the last call, or happens next: {"news": "hello" | "ready" | "errors", ...}."""
-        return await self._news.get()
-
-    async def serve(self, order: ServerOrder) -> dict[str, Any]:
-        """Run a server until it ends, or until `stop`. Returns the fields of a ServerEnd."""
+    async def serve(self, order: ServerOrder) -> AsyncIterator[dict[str, Any]]:
+        """Run a server until it ends, or until `stop`. Meanwhile says what happens: {"news": "hello" | "ready" |
+        "errors", ...}, at last {"news": "end", ...} with the fields of a ServerEnd."""
         self._serving = asyncio.create_task(self._serve(order))
-        await asyncio.wait([self._serving])
-        if self._serving.cancelled():
-            return asdict(ServerEnd("The server was stopped"))
+        self._serving.add_done_callback(lambda _: self._news.put_nowait({"news": "end"}))
+        while (news := await self._news.get())["news"] != "end":
+            yield news
         error = self._serving.exception()
         if isinstance(error, ServerFailedError):
             lines = tuple(shortened(line, LONGEST_LINE) for line in error.lines[-MOST_LINES:])
-            return asdict(ServerEnd(error.message.rstrip("."), error.remedy, lines))
-        if isinstance(error, PvgError):
-            return asdict(ServerEnd(error.message.rstrip("."), error.remedy, again=False))
-        assert error is not None, "a server does not end without an error"
-        raise error
+            yield news | asdict(ServerEnd(error.message.rstrip("."), error.remedy, lines))
+        elif isinstance(error, PvgError):
+            yield news | asdict(ServerEnd(error.message.rstrip("."), error.remedy, again=False))
+        else:
+            assert error is not None, "a server does not end without an error"
+            raise error
 
     async def stop(self) -> None:
-        """End the server and all of its processes. `serve` then returns."""
+        """End the server and all of its processes."""
         if self._serving is not None:
             self._serving.cancel()
+            await asyncio.wait([self._serving])
 
     async def _serve(self, order: ServerOrder) -> None:
         with contextlib.suppress(OSError):
