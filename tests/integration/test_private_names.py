@@ -35,7 +35,7 @@ USED = {
     "entrypoints.openai.models.serving:OpenAIServingModels": {"load_lora_adapter": [], "unload_lora_adapter": []},
     "v1.worker.gpu_model_runner:GPUModelRunner": {"reload_weights": ["weights_iterator"], "get_model": []},
     "v1.worker.gpu.model_runner:GPUModelRunner": {"reload_weights": ["weights_iterator"], "get_model": []},
-    "v1.worker.gpu_worker:Worker": {"sleep": ["level"], "wake_up": []},
+    "v1.worker.gpu_worker:Worker": {"sleep": ["level"], "wake_up": [], "init_device": []},
     "model_executor.model_loader.reload.types:LayerReloadingInfo": {"can_load": []},
 }
 FIELDS = {

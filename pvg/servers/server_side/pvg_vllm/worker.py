@@ -38,14 +38,15 @@ class IncompleteWeights(ValueError):
 
 
 class PvgWorker:
-    """A mixin. vLLM's worker provides `model_runner` and `vllm_config`."""
+    """A mixin. vLLM's worker provides `model_runner`, `vllm_config` and `device`."""
 
+    device: torch.device
     model_runner: Any
     vllm_config: Any
 
     def pvg_gpu(self) -> str:
         """The UUID of this worker's GPU."""
-        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def pvg_load_weights(self, files: Sequence[str]) -> str:
         """Load the tensors of these safetensors files. Returns the reason of a failure, or "" on success.
