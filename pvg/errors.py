@@ -183,18 +183,20 @@ def system_module(name: str) -> ModuleType:
 
 
 OTHER_FILES = 256  # what a process has open besides its connections
+_allowed: dict[tuple[str, str], int] = {}  # connections of this process, by what needs them; newer ones replace older
 
 
 def allow_open_files(connections: int, what: str, setting: str = "") -> None:
     """Raise this process's limit of open files to what `connections` need, one for each `what`, whose number is a
-    setting. Raises MissingRequirementError if the system does not allow that."""
+    setting. Other ones of this process add up. Raises MissingRequirementError if the system does not allow that."""
     resource = system_module("resource")
-    needed = connections + OTHER_FILES
+    others = {user: number for user, number in _allowed.items() if user != (what, setting)}
+    needed = connections + sum(others.values()) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        _allowed[what, setting] = connections
     except (OSError, ValueError):
         raise MissingRequirementError(
             f"{counted(connections, what)} need {needed:,} open files, but this process may open only {hard:,}.",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import errno
 import hashlib
+import json
 import math
 import os
 import stat
@@ -85,6 +86,14 @@ def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     for number, line in enumerate(data_of(file).removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             yield number, line
+
+
+def repeated_key(line: bytes, row: object) -> str:
+    """A key that the JSON object `row` has twice in its line, of which parsers drop one; "" if there is none."""
+    if not isinstance(row, dict) or all(line.count(orjson.dumps(key)) == 1 for key in row):
+        return ""
+    keys = [key for key, _ in json.loads(line, object_pairs_hook=list)]
+    return next((key for key in keys if keys.count(key) > 1), "")
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack
+from threading import Timer
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,11 +54,16 @@ def check(
     """
     from pvg.extensions import is_reference
     from pvg.game.task_check import ANY_TEXT, checks_of, preview
+    from pvg.telemetry.events import QUIET_S
 
     experiment = experiment_of(name, overrides or [])
     announce_loading()
     models, missing = players_here(experiment, own=is_reference(name))
     with ExitStack() as opened:
+        slow = Timer(QUIET_S, say, [f"{name}: making the task's problems and checking them ..."])
+        slow.daemon = True
+        opened.callback(slow.cancel)
+        slow.start()
         task = _opened(experiment, opened)
         checks = list(checks_of(experiment, task, models))
         shown = None

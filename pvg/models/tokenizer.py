@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 
 from pvg.errors import ConfigurationError, UsageError, shortened
 from pvg.records import Int32
@@ -278,7 +278,11 @@ class Tokenizer:
         if isinstance(found := self._fast.chat_template, dict) and "default" not in found:
             raise self._refusal(f"is not known: there are {', '.join(map(repr, found))}, but no 'default'")
         text = str(self._fast.get_chat_template())
-        if _RANDOM.search(text):
+        try:  # the code alone, without comments and texts
+            code = " ".join(word for _, kind, word in Environment().lex(text) if kind in ("name", "operator"))
+        except TemplateError as error:
+            raise self._refusal(f"is none: {error}") from None
+        if _RANDOM.search(code):
             raise self._refusal("writes random text")
         return _DATE + text if "strftime_now" in text else text
 

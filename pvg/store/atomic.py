@@ -241,13 +241,15 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def disk_full_explained(path: Path, *, of_run: bool = True) -> Iterator[None]:
-    """Convert "the disk is full" into an error with a remedy; other errors propagate. `of_run`: whether a process that
-    plays a run writes `path`."""
+    """Convert "the disk is full" into an error with a remedy; other errors propagate, and name `path` instead of a
+    temporary file. `of_run`: whether a process that plays a run writes `path`."""
     try:
         yield
     except Exception as error:
         number = _system_error(error)
         if number not in DISK_FULL:
+            if isinstance(error, OSError) and error.filename and is_temporary(Path(os.fsdecode(error.filename))):
+                error.filename, error.filename2 = str(path), None
             raise
         remedy = f"{ROOM[number]} and try again."
         raise MissingRequirementError(

@@ -32,7 +32,7 @@ from pvg import hub
 from pvg.config.base import is_hub_id
 from pvg.config.task import DataTask, Gsm8kTask
 from pvg.errors import ConfigurationError, MissingRequirementError, counted, shortened, user_paths
-from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, text_of
+from pvg.inputs import check_regular, data_of, expanded, json_lines, not_json, repeated_key, text_of
 from pvg.records import Grade, Problem, Split, Wording
 from pvg.tasks.answers import NO_ANSWER, NO_MARKER, RETRACTED, TAG, UNREAD, extract, parse_number, read
 from pvg.tasks.expressions import value_of
@@ -107,6 +107,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
             row = orjson.loads(line)
             if isinstance(row, dict) and any(isinstance(value, float) for value in row.values()):
                 row = json.loads(line, parse_float=Decimal, parse_int=Decimal)
+            if key := repeated_key(line, row):
+                raise ConfigurationError(f"{file}, line {number}: it has the key {key!r} twice.", "Correct the line.")
             yield f"line {number}", row
         except orjson.JSONDecodeError as error:
             problem, remedy = not_json(line, error)

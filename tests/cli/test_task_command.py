@@ -73,6 +73,12 @@ def test_a_task_that_does_not_open_in_another_process_is_not_waited_for() -> Non
         digests_elsewhere(CustomTask(source="own.py:Sums"), limit_s=3.0)
 
 
+def test_a_task_that_takes_long_to_check_says_so_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("slow.py").write_text(SUMS.replace("start = 0", "__import__('time').sleep(0.2)\n        start = 0"))
+    monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
+    assert "slow.py:Sums: making the task's problems" in pvg("task", "check", "slow.py:Sums").err
+
+
 def test_a_task_of_ones_own_is_shown_and_checked(request: pytest.FixtureRequest) -> None:
     Path("own.py").write_text(SUMS)
     document = pvg("task", "check", "own.py:Sums", "--json").document

@@ -198,6 +198,7 @@ MACRO = "{% macro day() %}{{ strftime_now('%Y-%m-%d') }}{% endmacro %}{{ day() }
         (REFUSES + EACH + SAID, "<Rules.\n\nWhy?>"),
         ("<{{ messages[-1].content }}>", "<Rules.\n\nWhy?>"),
         (EACH + PARTS, "<Rules.><Why?>"),
+        ("{# No {{ 1 | random }}, no lipsum. #}{{ '' if '| random' }}" + EACH + SAID, "<Rules.><Why?>"),
         (EACH + SAID + "{{ strftime_now('%-d %b %Y, %H:%M') }}", "<Rules.><Why?>26 Jul 2024, 00:00"),
         (MACRO + EACH + SAID, "2024-07-26<Rules.><Why?>"),
     ],

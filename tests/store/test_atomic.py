@@ -15,7 +15,7 @@ from full_disk import files_up_to, tmpfs_on
 from store_samples import names_below, rollout
 
 from pvg.errors import EXIT_ENVIRONMENT, MissingRequirementError
-from pvg.store.atomic import remove_temporaries, temporary_beside, write_atomic, write_output
+from pvg.store.atomic import new_folder, remove_temporaries, temporary_beside, write_atomic, write_output
 from pvg.store.checkpoints import write_checkpoint
 from pvg.store.shards import RolloutShards
 from pvg.store.state import FileStateStore, JsonLines
@@ -45,6 +45,18 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary(tmp_path: Path, mon
     assert caught.value.errno == errno.EIO
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_error_of_a_new_file_or_folder_names_it_and_no_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "x"
+    for write in (
+        partial(write_atomic, data=b""),
+        partial(write_output, data=b""),
+        lambda path: new_folder(path).__enter__(),
+    ):
+        with pytest.raises(FileNotFoundError) as caught:
+            write(path)
+        assert caught.value.filename == str(path)
 
 
 def test_what_a_user_names_may_be_a_link_or_a_device(tmp_path: Path) -> None:

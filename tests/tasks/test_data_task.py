@@ -397,6 +397,7 @@ HUGE = json.dumps({"question": "x" * 200_000, "answer": "1"})
         ("a.jsonl", b'{"question": 3, "answer": 1}\n', "column 'question' is of type int"),
         ("a.jsonl", b'{"question": "a\\u0000?", "answer": 1}\n', "contains a NUL character"),
         ("a.csv", b"question,answer\na\0?,1\n", "contains a NUL character"),
+        ("a.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n', "line 1: it has the key 'answer' twice"),
         ("a.jsonl", HUGE.encode(), "the question has 200,000 characters"),
         ("a.jsonl", b'{"question": "a?", "answer": "many"}\n', "line 1: the answer 'many' is not a number"),
         ("a.jsonl", lines(("a?", 1), ("a?", 2)).encode(), "line 2: repeats the question of .* with another answer"),

@@ -456,11 +456,16 @@ def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports(monke
 def test_the_limit_of_open_files_is_raised_for_connections_or_refuses_them(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+    monkeypatch.setattr("pvg.errors._allowed", {})
     try:
         allow_open_files(200, "request")
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (456, before[1])
+        for connections in (90, 100):  # of another client of the same process
+            connections_for(connections, "rollout.concurrency")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (556, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    monkeypatch.setattr("pvg.errors._allowed", {})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
     supply = DyingSupply("")
     with pytest.raises(MissingRequirementError, match="200 workers need 456 open files") as raised:
