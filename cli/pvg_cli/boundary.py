@@ -361,6 +361,11 @@ def outlive_readers_of_stderr() -> None:
 _called: list[str] = []  # the arguments of this call of `pvg`
 
 
+def arguments() -> list[str]:
+    """The words after `pvg` in this call."""
+    return list(_called)
+
+
 def command_line() -> str:
     """This call of `pvg`, as a user can type it again."""
     return shlex.join(["pvg", *_called])

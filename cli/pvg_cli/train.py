@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection
+from contextlib import ExitStack, nullcontext, redirect_stderr
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from pvg.errors import UsageError
 from pvg_cli import completion
-from pvg_cli.boundary import EXIT_STOPPED, announce_loading, emit, say
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, arguments, emit, say
 from pvg_cli.options import (
     ClusterOption,
     DebugOption,
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from pvg.config.experiment import Experiment
     from pvg.game.run import GameOutcome
     from pvg.game.warm_start import Demonstrations
-    from pvg.workers.torchrun import Meeting
+    from pvg.workers.launch import Launch
+    from pvg.workers.ranks import RankGroup
     from pvg_cli.dry_run import Fit
     from pvg_cli.run_display import RunDisplay
     from pvg_cli.runs import RunPlan
@@ -72,20 +75,30 @@ def train(
             "Give the name of the run to --resume: pvg train --resume RUN",
         )
     from pvg.config.load import chosen_keys
+    from pvg.config.operation import ranks_of
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     with ExitStack() as stack:
-        meeting = None
+        launch = ranks = None
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            meeting = stack.enter_context(_meeting(dry_run))
-        if meeting is not None and resume is None:
-            resume = meeting.run
-        chosen = chosen_keys(settings)
-        plan = _planned(name, settings, run_name, resume, cluster, chosen, clean=not dry_run)
-        if meeting is not None:
-            from pvg.workers.torchrun import refuse_other_counts
+            launch, ranks = _joined(stack, dry_run)
+        if launch is not None and ranks is not None:
+            from pvg.workers.ranks import noted_run
 
-            refuse_other_counts(plan.experiment, meeting.launch)
+            if Path(noted := noted_run(launch)).is_dir() and noted:
+                resume, run_name = noted, None
+            elif noted:
+                run_name = Path(noted).name
+        chosen = chosen_keys(settings)
+        again = launch is not None and bool(launch.store)
+        with redirect_stderr(io.StringIO()) if again else nullcontext():  # the launcher has said all of it
+            plan = _planned(name, settings, run_name, resume, cluster, chosen, clean=not dry_run)
+        if launch is not None:
+            from pvg.workers.launch import refuse_other_counts
+
+            refuse_other_counts(plan.experiment, launch)
+        elif (count := ranks_of(plan.experiment.cluster)) is not None and not dry_run:
+            _start_ranks(count, plan)
         demonstrations = None if plan.resume else _demonstrations(plan)
         fit = partial(_fitted, resume=plan.resume, chosen=chosen, force=force)
         if dry_run:
@@ -95,26 +108,39 @@ def train(
             return
         if plan.notice:
             say(plan.notice)
-        _print_result(_play(plan, as_json, meeting, fit), plan, as_json)
+        _print_result(_play(plan, as_json, launch, ranks, fit), plan, as_json)
 
 
-@contextmanager
-def _meeting(dry_run: bool) -> Iterator[Meeting | None]:
-    """This process is one of those that torchrun has started. The first of them drives the others: it gets their
-    meeting, or None for a dry run and if it is alone. Any other process works for the first one, and ends here."""
-    from pvg.workers.torchrun import ALONE, driving, launched, serve
+def _joined(stack: ExitStack, dry_run: bool) -> tuple[Launch | None, RankGroup | None]:
+    """A launcher has started several processes. The first of them drives the others: it gets their group, but not for a
+    dry run. Any other process works for the first one, and ends here."""
+    from pvg.workers.launch import ALONE, launched
 
     launch = launched(os.environ)
-    if launch is not None and launch.number:
-        if dry_run:
-            say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
-            raise typer.Exit
-        raise typer.Exit(serve(launch, say))
-    if launch is None or dry_run:
-        yield None
-        return
-    with driving(launch) as meeting:
-        yield meeting
+    if launch is None:
+        return None, None
+    if dry_run:
+        if not launch.number:
+            return launch, None
+        say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
+        raise typer.Exit
+    if not launch.number:
+        announce_loading()
+    from pvg.workers.ranks import joined
+
+    ranks = stack.enter_context(joined(launch))
+    if launch.number:
+        raise typer.Exit(ranks.serve())
+    return launch, ranks
+
+
+def _start_ranks(count: int, plan: RunPlan) -> NoReturn:
+    """Let pvg's own launcher start all ranks of the run, and end with the driver's exit code."""
+    from pvg.workers.launch import start_ranks
+
+    if plan.notice and not plan.resume:  # the driver tells of a run that it resumes
+        say(plan.notice)
+    raise typer.Exit(start_ranks(count, arguments(), plan.run.path, say))
 
 
 def _planned(
@@ -159,7 +185,7 @@ def _fitted(experiment: Experiment, *, resume: bool, chosen: Collection[str], fo
     return fitted_here(experiment, say, chosen=FITTED if resume else chosen, force=force or resume)
 
 
-def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, fit: Fit) -> GameOutcome:
+def _play(plan: RunPlan, as_json: bool, launch: Launch | None, ranks: RankGroup | None, fit: Fit) -> GameOutcome:
     """Play under the display. If a new run fails before its first commit, its folder is deleted."""
     from pvg.reporting.run_summary import read_run
     from pvg.workers.choice import open_supply
@@ -182,22 +208,17 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, fit: Fit) -> Ga
             opening.callback(supply.end)
         run = plan.run if plan.resume else create(plan)
         stack = opening.pop_all()
-    if meeting is not None:
-        meeting.run = str(run.path.absolute())
+    if launch is not None:
+        from pvg.workers.ranks import note_run
+
+        note_run(launch, str(run.path.absolute()))
 
     async def work(observer: RunDisplay, stop: asyncio.Event) -> GameOutcome:
         from pvg.game.run import play
 
         if plan.extended:
             run.set_rounds(experiment.game.rounds)
-        ranks = None
-        if meeting is not None:
-            from pvg.workers.torchrun_supply import TorchrunSupply  # imports torch
-
-            ranks = TorchrunSupply(meeting, partial(_stop, observer, stop))
-        return await play(
-            experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply, rank_supply=ranks
-        )
+        return await play(experiment, run, observer=observer, stop=stop, resume=plan.resume, supply=supply, ranks=ranks)
 
     phases = PLAY_PHASES if experiment.task.kind == "play" else PHASES
     display = RunDisplay(run.name, experiment.game.rounds, stderr(), effort=experiment.game.effort, phases=phases)
@@ -206,13 +227,6 @@ def _play(plan: RunPlan, as_json: bool, meeting: Meeting | None, fit: Fit) -> Ga
     lock = run.lock(discard=lambda: not plan.resume and not run.has_state, waiting=say)
     with stack:
         return drive_run(work, run, display, lock, again=f"To resume it: {plan.resume_command}", as_json=as_json)
-
-
-def _stop(observer: RunDisplay, stop: asyncio.Event) -> None:
-    """Ctrl-C in another process of torchrun."""
-    if not stop.is_set():
-        stop.set()
-        observer.stop_requested()
 
 
 def _print_result(outcome: GameOutcome, plan: RunPlan, as_json: bool) -> None:

@@ -56,14 +56,14 @@ class LocalCluster(Section):
 
 
 class RayCluster(Section):
-    """Worker processes and trainer ranks on the nodes of a Ray cluster. Results are those of as many local ones. With
+    """Worker processes on the nodes of a Ray cluster. Results are those of as many local ones. With
     `rollout.engine = "vllm"`, vLLM servers in place of workers, which pvg starts."""
 
     kind: Literal["ray"] = "ray"
     workers: Annotated[int, Field(ge=0, le=4096)] | None = Field(
         None,
-        description="Shards of the work, as for local workers. Required with an address, unless `max_workers` or "
-        "`trainer_ranks` is set. vLLM servers: 1.",
+        description="Shards of the work, as for local workers. Required with an address, unless `max_workers` is set. "
+        "vLLM servers: 1.",
     )
     trainers: Annotated[int, Field(ge=1, le=4095)] | None = Field(
         None, description="Workers that only train, as for local workers. Unset: all do both."
@@ -73,11 +73,6 @@ class RayCluster(Section):
     )
     max_workers: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         None, description="Worker processes at most. Unset: `workers`."
-    )
-    trainer_ranks: Annotated[int, Field(ge=2, le=64)] | None = Field(
-        None,
-        description="Processes on the nodes that divide the prover's weights, gradients and moments, as for a local "
-        "cluster. Unset: none.",
     )
     address: NotEmpty | None = Field(
         None, description="HOST:PORT of a running cluster. Unset: pvg starts one on this machine."
@@ -106,12 +101,12 @@ def has_workers(cluster: Cluster) -> bool:
     """Whether a cluster that is not "auto" has workers. Clusters of vLLM servers have none, whatever this returns."""
     if not isinstance(cluster, LocalCluster | RayCluster):
         return False
-    return bool(cluster.workers) if cluster.workers is not None else cluster.trainer_ranks is None
+    return bool(cluster.workers) if cluster.workers is not None else ranks_of(cluster) is None
 
 
 def ranks_of(cluster: Cluster) -> int | None:
     """The processes that divide the prover's training state; None: one process has it."""
-    return cluster.trainer_ranks if isinstance(cluster, LocalCluster | RayCluster) else None
+    return cluster.trainer_ranks if isinstance(cluster, LocalCluster) else None
 
 
 # `[serving]` and `[weights]`: vLLM servers, and how trained weights get to them.

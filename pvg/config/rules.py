@@ -425,8 +425,7 @@ def _workers(experiment: AllSections) -> Iterator[str]:
             f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but rollout.engine = 'torch' "
             "computes on CPUs; set it to 0, or rollout.engine to 'vllm'"
         )
-    open_number = shards_of(cluster) is None and ranks_of(cluster) is None
-    if isinstance(cluster, RayCluster) and cluster.address is not None and open_number:
+    if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
     if not has_workers(cluster):
         if ranks_of(cluster) is None:
@@ -482,11 +481,6 @@ def _trainer_ranks(experiment: AllSections) -> Iterator[str]:
     if ranks is None:
         return
     without = f"cluster.trainer_ranks = {ranks} cannot be combined with"
-    if training.adapters.rank:
-        yield (
-            f"{without} training.adapters.rank = {training.adapters.rank}, whose weights and moments are small; "
-            "set training.adapters.rank to 0, or leave out cluster.trainer_ranks"
-        )
     if training.router_replay:
         yield f"{without} training.router_replay; set training.router_replay to false"
     if getattr(experiment.cluster, "trainers", None) is not None:

@@ -50,8 +50,7 @@ if TYPE_CHECKING:
 
     from pvg.verifier.vllm_backend import VerifierServing
     from pvg.workers.pool import Supply, WorkerPool
-    from pvg.workers.rank_group import RankGroup
-    from pvg.workers.ranks import Committed, ModelInRanks
+    from pvg.workers.ranks import ModelInRanks, RankGroup
     from pvg.workers.ray_servers import RayServers
     from pvg.workers.scoring import ScoringCopies
     from pvg.workers.training import ModelInWorkers
@@ -61,7 +60,7 @@ T = TypeVar("T")
 
 class Players:
     """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `supply`
-    starts the workers; None: they start only now. `rank_supply` starts the trainer's ranks; None: by the experiment."""
+    starts the workers; None: they start only now. `ranks`: the processes that train the prover with this one."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class Players:
         executor: Executor | None = None,
         run: str = "bench",
         supply: Supply | None = None,
-        rank_supply: Supply | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._experiment = experiment
         self.seed, self.adapters = experiment.seed, experiment.training.adapters
@@ -85,13 +84,13 @@ class Players:
             self.servers = RayServers(experiment, events)
         self._supply = supply
         self.workers = self._worker_pool(events)
-        self._ranks: RankGroup | None = None
+        self._ranks, self._events = ranks, events or SilentEvents()
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
             if self.servers is not None and self.device.type == "cuda":  # otherwise a server may get the same GPU
                 self.device = torch.device("cuda", self.servers.client.own_gpu())
-            self._ranks = self._rank_group(events, rank_supply)
+            self._check_ranks()
             self.base: LanguageModel = finished(
                 self.executor.submit(open_model, self.models.prover, self.device, self.models.dtype)
             )
@@ -170,37 +169,26 @@ class Players:
 
         return open_vllm_engine(self._experiment, self.base, self.executor, events, run, self._canary_prompts)
 
-    def _rank_group(self, events: Events | None, supply: Supply | None) -> RankGroup | None:
-        """The processes that divide the prover's training state; they start before the first step."""
+    def _check_ranks(self) -> None:
         count = ranks_of(self._experiment.cluster)
-        if count is None:
-            return None
-        from pvg.workers.choice import open_rank_supply
-        from pvg.workers.rank_group import RankGroup
-
+        if count is None or self._ranks is None:
+            return
         if self.device.type not in ("cpu", "cuda"):
             raise ConfigurationError(
                 f"cluster.trainer_ranks = {count} computes on CPUs or NVIDIA GPUs, but models.device = 'auto' is "
                 f"{self.device.type} here.",
                 "Set models.device to cpu.",
             )
-        # Ray waits until it has enough GPUs. Each process of torchrun has one.
-        elsewhere = supply is not None or self._experiment.cluster.kind == "ray"
-        if self.device.type == "cuda" and not elsewhere and count > torch.cuda.device_count():
+        if self.device.type == "cuda" and self._ranks.here > torch.cuda.device_count():
             raise MissingRequirementError(
                 f"cluster.trainer_ranks = {count} needs a GPU per rank, but torch sees {torch.cuda.device_count()}.",
                 "Set fewer ranks, or models.device to cpu.",
             )
-        client = getattr(self.servers or self._supply, "client", None)  # Ray's, where Ray starts the others
-        supply = supply or open_rank_supply(self._experiment, self.device.type, client)
-        return RankGroup(count, self.device.type, events, supply)
 
     def _end_supplies(self) -> None:
         """End what starts other processes, none of which has begun to work."""
         if (started := self.servers or self._supply) is not None:
             started.end()
-        if self._ranks is not None:
-            self._ranks.abandon()
 
     def _scoring_executor(self) -> ThreadPoolExecutor | None:
         """A thread that scores prefetched rollouts while the trainer works on earlier ones. None without prefetch, with
@@ -234,8 +222,6 @@ class Players:
         """
         if self.workers is not None:
             await self.workers.start()
-        if self._ranks is not None:
-            await self._ranks.ready()
         if self.servers is not None:
             from pvg.rollout.vllm_engine import VllmEngine
 
@@ -306,7 +292,7 @@ class Players:
     ) -> ModelInWorkers[PolicyBatch] | None:
         """Computes the gradients of `learner` in the workers; None without workers, or if ranks train it. The sections
         say its loss. The caller closes it."""
-        if self.workers is None or self._ranks is not None:
+        if self.workers is None or ranks_of(self._experiment.cluster) is not None:
             return None
         from pvg.workers.training import ModelInWorkers, policy_fields, policy_shards
 
@@ -314,21 +300,23 @@ class Players:
         return ModelInWorkers(self.workers, fields, parameters, policy_shards)
 
     def prover_ranks(
-        self,
-        training: Training,
-        rollout: Rollouts,
-        learner: nn.Module,
-        optimizer: OptimizerSettings,
-        committed: Committed,
+        self, training: Training, rollout: Rollouts, learner: nn.Module, optimizer: OptimizerSettings
     ) -> ModelInRanks | None:
-        """Trains `learner` in the ranks, and moves its weights to shared memory; None without ranks. See
-        `ModelInRanks`. The caller closes it."""
-        if self._ranks is None:
+        """Trains `learner` in the ranks; None without ranks. The weights that they train move to the CPU, unless they
+        are adapters. The caller closes it."""
+        count = ranks_of(self._experiment.cluster)
+        if count is None:
             return None
+        if self._ranks is None:
+            raise ConfigurationError(
+                f"cluster.trainer_ranks = {count} needs {count} processes, which only pvg train and torchrun start.",
+                "Leave out cluster.trainer_ranks.",
+            )
         from pvg.workers.ranks import ModelInRanks, rank_fields
 
-        fields = rank_fields(training, rollout, self.models)
-        return ModelInRanks(self._ranks, fields, optimizer, trainable_parameters(learner.cpu()), committed)
+        fields = rank_fields(training, rollout, self.models, optimizer, self.device)
+        whole = trainable_parameters(learner if training.adapters.rank else learner.cpu())
+        return ModelInRanks(self._ranks, self.executor, fields, whole, self._events)
 
     def verifier_workers(self, verifier: VerifierModel) -> ModelInWorkers[VerifierBatch] | None:
         """As `prover_workers`, for a verifier in training."""
@@ -405,8 +393,6 @@ class Players:
                 rest.push_async_callback(self.workers.close)
             if self.servers is not None:
                 rest.push_async_callback(self.servers.close)
-            if self._ranks is not None:
-                rest.push_async_callback(self._ranks.close)
             rest.push_async_callback(self.engine.close)
             if self.verifier_serving is not None:
                 await self.verifier_serving.close()

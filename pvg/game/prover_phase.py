@@ -139,7 +139,7 @@ def open_phase(
     learner.require_gradients()
     optimizer = OptimizerSettings(learning_rate=training.learning_rate, total_steps=max(1, training.steps))
     workers = players.prover_workers(training, session.rollout, learner.module)
-    ranks = players.prover_ranks(training, session.rollout, learner.module, optimizer, session.ledger.read_checkpoint)
+    ranks = players.prover_ranks(training, session.rollout, learner.module, optimizer)
     recomputed = session.rollout.logprobs == "recomputed"
     logprobs = BatchLogprobs(players, objective, learner, workers=workers, recomputed=recomputed)
     batches = open_batches(objective, logprobs)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from pvg.models.language_model import LanguageModel
     from pvg.workers.pool import Supply
+    from pvg.workers.ranks import RankGroup
 
 SessionT = TypeVar("SessionT", bound=Session)
 
@@ -95,11 +96,10 @@ async def play(
     stop: asyncio.Event,
     resume: bool,
     supply: Supply | None = None,
-    rank_supply: Supply | None = None,
+    ranks: RankGroup | None = None,
 ) -> GameOutcome:
     """Play `experiment` in `run` (locked by the caller) to its end, or until `stop` is set and the next commit is done.
-    `supply`: starts the workers, if the experiment has any. `rank_supply`: the trainer's ranks; None: chosen by the
-    experiment.
+    `supply`: starts the workers, if the experiment has any. `ranks`: the processes that train the prover with this one.
 
     Raises StateError if the run has begun and `resume` is False, or if it began with another configuration. Passes on
     what a phase raises; all commits stay intact.
@@ -113,7 +113,7 @@ async def play(
     async with AsyncExitStack() as stack:
         scoring = experiment.task.kind != "play"
         session = await open_session(
-            experiment, run, observer, stop, stack, scoring=scoring, supply=supply, rank_supply=rank_supply
+            experiment, run, observer, stop, stack, scoring=scoring, supply=supply, ranks=ranks
         )
         ledger = session.ledger
         _refuse_begun(session, resume)
@@ -223,7 +223,7 @@ async def open_session(
     *,
     scoring: bool = True,
     supply: Supply | None = None,
-    rank_supply: Supply | None = None,
+    ranks: RankGroup | None = None,
     playing: Experiment | None = None,
 ) -> Session:
     """Open everything that a run needs, until `stack` closes. `scoring`: whether the run uses a verifier. `playing`:
@@ -248,7 +248,7 @@ async def open_session(
                 from pvg.game.warm_start import warmed
 
                 playing = warmed(experiment, run, ledger.state)
-        players = Players(playing, task, notices, run=run.name, supply=supply, rank_supply=rank_supply)
+        players = Players(playing, task, notices, run=run.name, supply=supply, ranks=ranks)
         stack.push_async_callback(players.close)
         if players.workers is not None:
             players.workers.trained_s = tracer.trained_s

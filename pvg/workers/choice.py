@@ -24,7 +24,6 @@ from pvg.telemetry.waits import usable_cores
 
 if TYPE_CHECKING:
     from pvg.workers.pool import Supply
-    from pvg.workers.ray_cluster import RayClient
 
 KINDS = ("none", "local", "ray")
 # Small models gain little from more: with 32 groups, each of 8 workers has 4.
@@ -71,7 +70,7 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
         return ["cluster=none"]
     settings = [f"cluster={chosen}"] if chosen in KINDS else ["cluster=ray", f"cluster.address={chosen}"]
     if isinstance(before, LocalCluster | RayCluster):
-        counts = {key: getattr(before, key) for key in COUNTS}
+        counts = {key: getattr(before, key, None) for key in COUNTS}
         settings += [f"cluster.{key}={count}" for key, count in counts.items() if count]
     if isinstance(before, RayCluster) and before.gpus_per_worker and chosen != "local":
         settings.append(f"cluster.gpus_per_worker={before.gpus_per_worker}")
@@ -90,20 +89,8 @@ def open_supply(experiment: Experiment) -> Supply | None:
         from pvg.workers.ray_supply import RaySupply
 
         lowest, highest = processes_of(cluster, shards_of(cluster) or _cores())
-        return RaySupply(lowest, cluster.address, highest + (ranks_of(cluster) or 0))
+        return RaySupply(lowest, cluster.address, highest)
     return None
-
-
-def open_rank_supply(experiment: Experiment, device: str, client: RayClient | None) -> Supply | None:
-    """What starts the trainer's ranks on a cluster; None without ranks, or if they run on this machine. `device`: "cpu"
-    or "cuda". `client`: of the cluster, if this process has one already."""
-    cluster, ranks = experiment.cluster, ranks_of(experiment.cluster)
-    if not isinstance(cluster, RayCluster) or ranks is None:
-        return None
-    from pvg.workers.ray_supply import RANKS, RANKS_ON_GPUS, RaySupply
-
-    kind = RANKS if device == "cpu" else RANKS_ON_GPUS
-    return RaySupply(ranks, cluster.address, of=kind, client=None if client is None else client.another())
 
 
 def _gains(experiment: Experiment) -> bool:

@@ -33,7 +33,6 @@ from typing import IO, TYPE_CHECKING, Any
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.links import own_address
 
 if TYPE_CHECKING:
     from pvg.workers.pool import Member, SharedWeights
@@ -64,15 +63,8 @@ class LocalMember:
         return {"pid": self.pid}
 
     @property
-    def driver_address(self) -> str:
-        return own_address(self.writer)
-
-    @property
     def closed(self) -> bool:
         return self.writer.is_closing()
-
-    def gpu(self, number: int) -> int:
-        return number
 
     def send(self, frame: Frame) -> None:
         send(self.writer, frame)

@@ -68,16 +68,7 @@ class Member(Protocol):
         ...
 
     @property
-    def driver_address(self) -> str:
-        """The driver's address in the network by which the process reaches it."""
-        ...
-
-    @property
     def closed(self) -> bool: ...
-
-    def gpu(self, number: int) -> int:
-        """Which of the GPUs that the process sees it uses as rank `number`."""
-        ...
 
     def send(self, frame: Frame) -> None:
         """Frames arrive in the order of the calls. One for a process that has ended is lost."""

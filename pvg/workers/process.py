@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -50,12 +50,8 @@ from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
 from pvg.workers.frames import Frame, receive, record_of, rows_of, send
-from pvg.workers.links import own_address
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
-
-if TYPE_CHECKING:
-    from pvg.workers.rank import Rank
 
 DEVICE = torch.device("cpu")
 # A worker's engine queues a whole block; the driver bounds what it sends.
@@ -79,16 +75,15 @@ class TrainedModel:
 class Worker:
     """Does the work of one shard, in the thread of its process."""
 
-    def __init__(self, send: Callable[[Frame], None], executor: ThreadPoolExecutor, address: str) -> None:
-        """`send`: to the driver. `address`: where other machines reach this one."""
-        self._send, self._address = send, address
+    def __init__(self, send: Callable[[Frame], None], executor: ThreadPoolExecutor) -> None:
+        """`send`: to the driver."""
+        self._send = send
         self._loop = asyncio.get_running_loop()
         self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[int, TrainedModel | ScoringModel] = {}
         self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
-        self._rank: Rank | None = None
         self.base: LanguageModel
         self.experiment: Experiment
         self._engine: Engine
@@ -103,7 +98,6 @@ class Worker:
             "gradient": partial(self._in_thread, self._gradient),
             "policy": self._load_policy,
             "generate": self._generate,
-            "rank": partial(self._in_thread, self._as_rank),
         }
 
     def take(self, frame: Frame) -> None:
@@ -146,16 +140,6 @@ class Worker:
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
-
-    def _as_rank(self, frame: Frame) -> Frame:
-        """Join the ranks of the trainer, or work as one of them."""
-        from pvg.workers.rank import Rank, RankPlace  # here, because some builds of torch lack FSDP2
-
-        if frame.fields["do"] == "join":
-            self._rank = Rank(RankPlace(**frame.fields["rank"]), self._address)
-            return Frame("done")
-        assert self._rank is not None
-        return self._rank.do(frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
@@ -365,8 +349,8 @@ class WorkerProcess:
     """Serves the driver: one `Worker` for each shard that the driver gives this process. They share one compute thread.
     Takes the arguments of `Worker`."""
 
-    def __init__(self, send: Callable[[Frame], None], address: str) -> None:
-        self._send, self._address = send, address
+    def __init__(self, send: Callable[[Frame], None]) -> None:
+        self._send = send
         self._executor = ThreadPoolExecutor(1, "pvg-compute", initializer=torch.set_num_threads, initargs=(1,))
         self._cores = CoreWaits()
         self._workers: dict[int, Worker] = {}
@@ -376,14 +360,14 @@ class WorkerProcess:
         if frame.kind == "ping":
             self._send(Frame("pong", self._load_of_process()))
             return
-        shard = frame.fields.get("shard", 0)  # a rank has none
+        shard = frame.fields["shard"]
         if frame.kind == "leave":
             task = asyncio.create_task(self._workers.pop(shard).leave())
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
             return
-        if frame.kind == "start" or (frame.kind == "rank" and not self._workers):
-            self._workers[shard] = Worker(self._send, self._executor, self._address)
+        if frame.kind == "start":
+            self._workers[shard] = Worker(self._send, self._executor)
         self._workers[shard].take(frame)
 
     def _load_of_process(self) -> dict[str, float]:
@@ -404,7 +388,7 @@ def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
 
 async def _serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    process = WorkerProcess(partial(send, writer), own_address(writer))
+    process = WorkerProcess(partial(send, writer))
     while (frame := await receive(reader)) is not None:
         process.take(frame)
 

@@ -1,97 +1,454 @@
-"""The prover in training on several ranks, each of which keeps a part of its weights, gradients and moments.
+"""The prover in training on several processes (*ranks*), each of which keeps a part of it: SPMD with torch's FSDP2.
 
-    model = ModelInRanks(group, rank_fields(experiment), settings, trainable_parameters(learner.module), committed)
-    trainer = Trainer(..., ranks=model)
+    with joined(launch) as group:                           # in each process (pvg.workers.launch)
+        group.serve()                                       # ranks 1 and up: do what rank 0 says, until it ends
+        model = ModelInRanks(group, executor, fields, trainable_parameters(learner.module))     # rank 0: the driver
+        trainer = Trainer(..., ranks=model)
 
-The driver samples, prepares batches and divides them into one part per rank; it has no optimizer. Its own copy of the
-weights is in shared memory. Ranks on its machine write every step's weights there; ranks on a cluster send them.
+`fully_shard` gives each of N ranks 1/N of the rows of every weight, and of its gradient and moments. A forward or
+backward pass gathers the weights of one layer at a time, and each rank gets its rows of the summed gradient.
 
-If a rank ends, all start again from the last commit and repeat the optimizer steps since then, with the same
-micro-batches. So the bits are those of a run without the loss.
+All ranks run the same code. Rank 0 broadcasts what comes next as JSON and arrays; then each does its part, and what
+they exchange goes through torch's collectives, one whole tensor at a time. Nothing is pickled: the calls of torch for
+objects are not used, nor its own format of checkpoints, whose metadata is a pickle. Checkpoints are those of a trainer
+in one process, so any number of ranks continues those of any other.
+
+Rank 0 also has a whole copy of the trained weights on the CPU, for publishing and checkpoints; its GPU has only its
+part. Invariant: all ranks run the same number of forward passes. Otherwise they would wait for each other.
 """
 
 from __future__ import annotations
 
-import asyncio
+import ctypes
 import math
+import os
+import signal
+import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
 
 import numpy as np
+import orjson
+import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from pvg.config.base import Section
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Models, Training
-from pvg.errors import StateError, WorkerLostError
+from pvg.errors import MissingRequirementError, PvgError, StoppedAtStart
+from pvg.models import open_model
+from pvg.models.compute import autocast
+from pvg.models.logprobs import check_logits
+from pvg.models.shared_prompts import check_packing
+from pvg.telemetry.events import Events
 from pvg.telemetry.metrics import Metrics
+from pvg.telemetry.spans import run_in
 from pvg.training.batch import PolicyBatch
-from pvg.training.trainer import MODEL_PREFIX, MOMENTS, OPTIMIZER_PREFIX, OptimizerSettings, TrainerRanks
-from pvg.workers.frames import Array, Frame, record_arrays
-from pvg.workers.pool import MOST_ATTEMPTS
-from pvg.workers.rank_group import RankEndedError, RankGroup
-from pvg.workers.shared import SharedTensors, own_rows, packed_tensors, unpacked_tensors
+from pvg.training.losses import PolicyObjective
+from pvg.training.trainer import (
+    MOMENTS,
+    OptimizerSettings,
+    TrainerRanks,
+    accumulate,
+    build_optimizer,
+    checkpoint_layers,
+    optimizer_tensors,
+    trainable_parameters,
+)
+from pvg.workers.frames import Arrays, Frame, packed, record_arrays, record_of, unpacked
+from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
 from pvg.workers.training import plain, policy_shards
 
-T = TypeVar("T")
-Committed = Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Any]] | None]
+# What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
+BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
+LOOPBACK = "127.0.0.1"
+ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737)
+JOIN_S = 120.0  # for all processes to import torch and to find each other
+# Ranks wait for each other no longer than this: for one that hangs. A process that has ended breaks its connections at
+# once. For the next command of rank 0, the others wait as long as it samples.
+COLLECTIVE_S = 600.0
+COMMAND_S = 3.0e7
+FIRST_S = 3.0  # for the driver to end before this process, so that torchrun reports the driver's error
+WATCH_S = 1.0
+# glibc keeps freed blocks of up to 32 MB for later ones. FSDP2 gathers and frees whole layers, so a rank would keep
+# more memory for them than for its part of the model. Larger blocks than this go back to the system at once.
+M_MMAP_THRESHOLD, KEPT_BYTES = -3, 1 << 20
 
 
-def rank_fields(training: Training, rollout: Rollouts, models: Models) -> dict[str, Any]:
-    """How a rank opens the prover and its loss."""
-    return {"training": plain(training), "rollout": plain(rollout), "models": plain(models)}
+class RankGroup:
+    """The processes of a launch, from the view of one of them. All methods block. They raise RankLostError if another
+    rank has ended or does not answer; then this group can do nothing more."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.number, self.count, self.lost = launch.number, launch.processes, launch.lost
+        self.here = launch.here  # processes on this machine
+        self._local = launch.local
+        self._part: _Part | None = None
+        self.broken = False  # it can do nothing more
+        address = LOOPBACK if launch.one_machine else _route(launch.host)
+        if not launch.one_machine and address.startswith("127."):  # a machine's own name may stand for 127.0.1.1
+            address = _route(ELSEWHERE)
+        interface = _interface_of(address)
+        # NCCL takes a name without = for the beginning of one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        with self._lost_connections("The ranks do not find each other"):
+            distributed.init_process_group(
+                # The one place that decides how tensors travel: through gloo on a CPU, through NCCL on GPUs.
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=_store(launch),
+                rank=launch.number,
+                world_size=launch.processes,
+                timeout=timedelta(seconds=COLLECTIVE_S),
+            )
+            patience = COMMAND_S if launch.number else COLLECTIVE_S
+            self._commands = distributed.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+
+    def do(
+        self,
+        what: str,
+        fields: Mapping[str, Any] | None = None,
+        arrays: Arrays | None = None,
+        whole: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Rank 0: let all ranks do this, and return rank 0's result. `whole`: the tensors that rank 0 gives or gets."""
+        frame = Frame(what, fields or {}, arrays or {})
+        try:
+            self._broadcast(frame)
+            return self._do(frame, whole or {})
+        except BaseException:
+            self.broken = True  # the others may wait within this command, and would not hear the next one
+            raise
+
+    def serve(self) -> int:
+        """Ranks 1 and up: do what rank 0 says until it ends. Returns its exit code. SIGINT and SIGTERM do nothing:
+        launchers send them to all processes, and the driver decides when to stop."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        _return_freed_memory()
+        try:
+            while (frame := self._heard()).kind != "end":
+                self._do(frame, {})
+        except RankLostError:
+            return EXIT_LOST  # the launcher, or the driver, says why
+        except PvgError as error:
+            error.message = f"Rank {self.number}: {error.message}"
+            error.args = (error.message,)
+            raise
+        time.sleep(FIRST_S if frame.fields["code"] else 0.0)
+        return int(frame.fields["code"])
+
+    def end(self, code: int) -> None:
+        """Rank 0: end the others with this exit code."""
+        if not self.broken:
+            self.broken = True
+            with suppress(RankLostError):
+                self._broadcast(Frame("end", {"code": code}))
+
+    def _do(self, frame: Frame, whole: Mapping[str, Tensor]) -> Any:
+        with self._lost_connections("The connection to another rank broke"):
+            if frame.kind == "open":
+                self._part = _Part(frame.fields, self.number, self.count, self._local)
+                return self._part.load(frame.fields, whole)
+            if frame.kind == "close":
+                self._part = None
+                return None
+            assert self._part is not None
+            if frame.kind == "gradient":
+                return self._collected(self._part.gradient(frame))
+            if frame.kind == "update":
+                norm = self._part.update(frame.fields, whole)
+                held = self._collected(Frame("held", {"bytes": self._part.bytes}))
+                return norm, [one.fields["bytes"] for one in held]
+            assert frame.kind == "moments"
+            return self._part.moments()
+
+    def _broadcast(self, frame: Frame) -> None:
+        data = np.frombuffer(b"".join(packed(frame)), np.uint8).copy()
+        with self._lost_connections("The connection to another rank broke"):
+            distributed.broadcast(torch.tensor([len(data)]), 0, group=self._commands)
+            distributed.broadcast(torch.from_numpy(data), 0, group=self._commands)
+
+    def _heard(self) -> Frame:
+        length = torch.zeros(1, dtype=torch.int64)
+        with self._lost_connections("The connection to the driver broke"):
+            distributed.broadcast(length, 0, group=self._commands)
+            data = torch.empty(int(length.item()), dtype=torch.uint8)
+            distributed.broadcast(data, 0, group=self._commands)
+        return unpacked(data.numpy().tobytes())
+
+    def _collected(self, frame: Frame) -> list[Frame]:
+        """The frames of all ranks, in their order."""
+        data = np.frombuffer(b"".join(packed(frame)), np.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        distributed.all_gather(lengths, torch.tensor([len(data)]))
+        longest = max(int(length.item()) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(data)] = torch.from_numpy(data.copy())
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.count)]
+        distributed.all_gather(found, padded)
+        return [unpacked(one.numpy().tobytes()) for one in found]
+
+    @contextmanager
+    def _lost_connections(self, what: str) -> Iterator[None]:
+        """Turns an error of a connection between ranks into a RankLostError that begins with `what`."""
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, distributed.DistError) and not any(word in text for word in BROKEN):
+                raise
+            self.broken = True
+            raise RankLostError(
+                f"{what}: {text.splitlines()[0]}.", "Continue the run with pvg train --resume, in all processes."
+            ) from error
 
 
-@dataclass(eq=False)
-class _Step:
-    """One optimizer step, to repeat it: the requests for its gradient, one per rank, and for its update."""
+@contextmanager
+def joined(launch: Launch) -> Iterator[RankGroup]:
+    """Wait until all processes of the launch have joined. At the end the others get this one's exit code, if it is
+    rank 0. Every process ends with its launcher."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), name="pvg-launcher", daemon=True).start()
+    group, code = RankGroup(launch), 1
+    if not launch.number:
+        del os.environ["TORCHELASTIC_RUN_ID"]  # its children are no ranks
+    try:
+        yield group
+        code = 0
+    except RankLostError:
+        if launch.store:
+            raise SystemExit(EXIT_LOST) from None  # the launcher says which rank, and why
+        raise
+    except (Exception, StoppedAtStart) as error:
+        code = getattr(error, "exit_code", code)  # of pvg's errors, and of the command line's
+        raise
+    finally:
+        if not launch.number:
+            group.end(code)
 
-    gradient: list[Frame]
-    update: Frame | None = None
+
+def _end_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(WATCH_S)
+    os._exit(EXIT_LOST)
+
+
+# --- one rank's part --------------------------------------------------------------------------------------------------
+
+
+class _Root(nn.Module):
+    """Calls the loss from its own forward pass, because FSDP gathers the weights of a module only there. pvg's losses
+    call parts of the model (its decoder, its head) and not the model itself."""
+
+    def __init__(self, module: nn.Module, objective: PolicyObjective) -> None:
+        super().__init__()
+        self.module = module
+        self.objective = objective
+
+    def forward(self, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
+        return self.objective(self.module, micro_batch)
+
+
+def sharded(module: nn.Module, objective: PolicyObjective, device: torch.device, precision: str) -> _Root:
+    """`module` with its loss, divided over all ranks. Each layer is gathered separately; the rest (embedding, norm and
+    head, which may be tied) together. Gradients are summed, because pvg's losses are sums over micro-batches.
+
+    With bfloat16 passes, weights are gathered in bfloat16, and gradients summed in float32. Autocast alone would gather
+    float32, and keep its bfloat16 copies of all layers until the backward pass."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    root = _Root(module, objective)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no sum that multiplies
+    return root
+
+
+class _Part:
+    """What one rank keeps of the prover in training. All ranks call the same methods in the same order."""
+
+    def __init__(self, fields: Mapping[str, Any], number: int, count: int, local: int) -> None:
+        """Open the prover and its loss, and keep this rank's part. For a moment, the memory of the CPU holds the whole
+        model."""
+        training = Training.model_validate_json(orjson.dumps(fields["training"]))
+        rollout = Rollouts.model_validate_json(orjson.dumps(fields["rollout"]))
+        models = Models.model_validate_json(orjson.dumps(fields["models"]))
+        self._number, self._count = number, count
+        self._precision, cpu = models.compute_dtype, torch.device("cpu")
+        device = torch.device("cuda", local) if fields["device"] == "cuda" else cpu
+        if number:
+            torch.set_num_threads(fields["threads"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        learner = model = open_model(models.prover, cpu, models.dtype)
+        if training.adapters.rank:
+            from pvg.models.adapters import attach_adapters
+
+            learner = attach_adapters(model, training.adapters.rank, training.adapters.alpha, seed=0)
+        learner.require_gradients()
+        module, pad_id = learner.module, learner.tokenizer.pad_id
+        # pvg's own layers use weights outside of the layers' forward passes, where they are not gathered.
+        objective = PolicyObjective(training, rollout, pad_id, self._precision, fused_layers=False)
+        if training.gradient_checkpointing:
+            checkpoint_layers(module)
+        with autocast(self._precision, cpu):  # now, while the model is whole
+            check_logits(module)
+            if training.shared_prompts:
+                check_packing(module, fused_layers=False)
+        self._root = sharded(module, objective, device, self._precision)
+        self._parameters = trainable_parameters(module)
+        self._optimizer = build_optimizer(self._parameters, OptimizerSettings(**fields["optimizer"]))
+
+    def load(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of rank 0's weights, and of its moments if it has some."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                self._take(parameter, whole.get(f"model.{name}"))
+        for name, steps in fields["steps"].items():
+            parameter = self._parameters[name]
+            state = {moment: torch.zeros_like(parameter) for moment in MOMENTS[:2]}
+            for moment, tensor in state.items():
+                self._take(tensor, whole.get(f"{moment}.{name}"))
+            state["step"] = torch.tensor(steps, device=parameter.device)
+            self._optimizer.state[parameter] = state
+
+    def _take(self, own: Tensor, whole: Tensor | None) -> None:
+        """Copy this rank's rows of a tensor that rank 0 has. FSDP2 divides tensors in the same way."""
+        sent = torch.empty(own.shape, dtype=own.dtype) if whole is None else whole.detach().to("cpu").contiguous()
+        distributed.broadcast(sent, 0)
+        rows = sent.chunk(self._count)
+        _local(own).copy_(rows[self._number] if self._number < len(rows) else sent[:0])
+
+    def gradient(self, frame: Frame) -> Frame:
+        """Add up this rank's micro-batches, and passes of weight 0 up to the number of passes of all ranks. Returns
+        their losses and metrics."""
+        own = frame.fields["micro_batches"][self._number]
+        self._root.zero_grad(set_to_none=True)  # of a gradient that was only probed
+        self._root.objective.load_state(frame.fields["state"])
+        micro_batches = [record_of(PolicyBatch, f"{self._number}.{index}.", frame.arrays) for index in range(own)]
+        losses, metrics = accumulate(self._root, _loss, micro_batches, self._precision)
+        passes = max(frame.fields["micro_batches"])
+        padding = [record_of(PolicyBatch, "padding.", frame.arrays)] * (passes - own)
+        accumulate(self._root, _nothing, padding, self._precision)
+        names, values_M2 = metrics.as_array()
+        values = np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64)
+        return Frame("gradient", {"names": names}, {"losses": values, "metrics": values_M2})
+
+    def update(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> float:
+        """Clip the gradient and step; a gradient that is not finite changes nothing. Writes the new weights into rank
+        0's whole tensors. Returns the gradient's norm before clipping."""
+        norm = nn.utils.clip_grad_norm_(self._parameters.values(), fields["clip"])
+        found = float(_full(norm).item())
+        if math.isfinite(found):
+            for group in self._optimizer.param_groups:
+                group["lr"] = fields["rate"]
+            self._optimizer.step()
+        self.bytes = self._held()
+        self._root.zero_grad(set_to_none=True)
+        if math.isfinite(found):
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    gathered = _full(parameter)  # on all ranks, so one tensor at a time
+                    if name in whole:
+                        whole[name].copy_(gathered)
+        return found
+
+    def moments(self) -> dict[str, Tensor]:
+        """The whole moments, on the CPU of rank 0; the other ranks return nothing."""
+        found = {}
+        for name, own in optimizer_tensors(self._optimizer, self._parameters).items():
+            gathered = _full(own)
+            if not self._number:
+                found[name] = gathered.cpu()
+        return found
+
+    def _held(self) -> int:
+        """The bytes of this rank's trained weights, their gradients and moments."""
+        tensors = [*self._parameters.values(), *optimizer_tensors(self._optimizer, self._parameters).values()]
+        tensors += [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _loss(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
+    found: tuple[Tensor, Metrics] = root(micro_batch)
+    return found
+
+
+def _nothing(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
+    """A pass that takes part in the exchange and adds nothing."""
+    loss, metrics = _loss(root, micro_batch)
+    return loss * 0.0, metrics
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a divided tensor that this rank keeps; shares its memory."""
+    found = tensor.detach()
+    return found.to_local() if isinstance(found, distributed.tensor.DTensor) else found
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """A divided tensor, gathered. All ranks call this."""
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, distributed.tensor.DTensor) else found
+
+
+# --- the driver's side ------------------------------------------------------------------------------------------------
 
 
 class ModelInRanks(TrainerRanks[PolicyBatch]):
-    """A prover in training. `gradients`, `update` and `moments` block: call them from a thread, not from the event
-    loop. `parameters` lie in shared memory."""
+    """A prover in training, in the driver. `gradients`, `update` and `moments` block: call them in the thread of
+    `executor`, which `prepare` and `close` use too."""
 
     def __init__(
         self,
         group: RankGroup,
+        executor: Executor,
         fields: Mapping[str, Any],
-        optimizer: OptimizerSettings,
         parameters: Mapping[str, nn.Parameter],
-        committed: Committed,
+        events: Events,
     ) -> None:
-        """`committed`: reads the trainer's state of the last commit; None at the start of a phase."""
+        """`fields`: how a rank opens the model (`rank_fields`). `parameters`: the whole trained weights by name, which
+        `update` keeps current."""
         self._group = group
-        self._fields = {**fields, "optimizer": asdict(optimizer)}
+        self._executor = executor
+        self._fields = fields
         self._parameters = parameters
-        self._committed = committed
-        self._shared = SharedTensors(parameters)
-        self._shared.write(parameters)
-        for name, tensor in self._shared.tensors.items():
-            parameters[name].data = tensor
-        self._initial: dict[str, Tensor] | None = None  # the weights before the first step, until a commit has others
-        self._moments: Mapping[str, Tensor] = {}  # to load with the weights, when the ranks are opened
-        self._opened = self._lost = False
-        self._journal: list[_Step] = []  # the optimizer steps since the last commit but one
-        self._first = self._done = 0  # the number of the journal's first step, and of all steps
-        self._saved = 0  # the number of steps in the newest state
-        self._step: _Step | None = None  # whose gradient the ranks have
-        self._loop = asyncio.get_running_loop()
-        self.held_bytes: list[int] = []  # of each rank: weights, gradients and moments in the last step
+        self._moments: Mapping[str, Tensor] = {}
+        self._opened = False
+        self._events = events
+        self.held_bytes: list[int] = []  # of each rank: trained weights, gradients and moments in the last step
 
     async def prepare(self) -> None:
-        """Start the ranks and open their parts before their first work."""
-        await self._reliably(self._nothing)
+        """Let the ranks open their parts before their first work."""
+        if self._group.lost:
+            self._events.event("workers", event="rank lost", why=self._group.lost)
+            self._group.lost = ""
+        began = time.perf_counter()
+        await run_in(self._executor, self._open)
+        taken_ms = (time.perf_counter() - began) * 1e3
+        self._events.event("workers", event="ranks up", ranks=self._group.count, ms=taken_ms)
 
     async def close(self) -> None:
-        """End the ranks and free the memory, which the parameters keep until they go. A second call does nothing."""
-        await self._group.end()
-        self._opened = False
-        self._shared.close()
+        """Free the ranks' memory. A second call does nothing."""
+        await run_in(self._executor, self._close)
 
     def shards(self, batch: PolicyBatch) -> list[PolicyBatch]:
         return policy_shards(batch, self._group.count)
@@ -99,206 +456,53 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
     def gradients(
         self, parts: Sequence[Sequence[PolicyBatch]], state: Mapping[str, Any]
     ) -> tuple[list[float], Metrics]:
-        step = _Step(self._frames(parts, state))
+        self._open()
+        arrays = record_arrays("padding.", _shortest_row(parts))
+        for number, part in enumerate(parts):
+            for index, micro_batch in enumerate(part):
+                arrays |= record_arrays(f"{number}.{index}.", micro_batch)
+        counts = [len(part) for part in parts] + [0] * (self._group.count - len(parts))
         losses, metrics = list[float](), Metrics()
         # In the order of the ranks, because the order of a sum changes its bits.
-        for answer in self._wait(self._reliably(lambda: self._gradient(step))):
+        for answer in self._group.do("gradient", {"micro_batches": counts, "state": state}, arrays):
             losses += answer.arrays["losses"].tolist()
             metrics.merge(Metrics.from_array(answer.fields["names"], answer.arrays["metrics"]))
         return losses, metrics
 
     def update(self, rate: float, clip: float) -> float:
-        step = self._step
-        assert step is not None, "compute a gradient before the update"
-        step.update = Frame("rank", {"do": "update", "rate": rate, "clip": clip})
-
-        async def work() -> float:
-            if self._step is not step:  # the ranks have started again since
-                await self._gradient(step)
-            return await self._update(step)
-
-        norm = self._wait(self._reliably(work))
-        if math.isfinite(norm):  # otherwise nothing has changed
-            self._journal.append(step)
-            self._done += 1
-        return norm
+        norm, self.held_bytes = self._group.do("update", {"rate": rate, "clip": clip}, whole=self._parameters)
+        return float(norm)
 
     def moments(self) -> dict[str, Tensor]:
-        found = self._wait(self._reliably(self._gathered))
-        # The state before this one is committed by now; this one soon.
-        del self._journal[: self._saved - self._first]
-        self._first, self._saved = self._saved, self._done
-        if self._first:
-            self._initial = None
+        self._open()
+        found: dict[str, Tensor] = self._group.do("moments")
         return found
 
     def load(self, moments: Mapping[str, Tensor]) -> None:
-        self._moments, self._initial = moments, None
-        self._opened = self._lost = False
-        self._journal, self._step = [], None
-        self._first = self._done = self._saved = _steps(moments)
+        self._moments, self._opened = moments, False
 
-    # --- the ranks ----------------------------------------------------------------------------------------------------
-
-    async def _reliably(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work` by ranks that are open. If one ends, all start again, and so does `work`."""
-        attempts = 0
-        while True:
-            try:
-                if not self._opened:
-                    await self._open()
-                return await work()
-            except RankEndedError as ended:
-                attempts += 1
-                self._lost, self._opened, self._step = self._lost or self._opened, False, None
-                self._group.events.event("workers", event="rank lost", rank=ended.number, why=ended.why)
-                if attempts == MOST_ATTEMPTS:
-                    raise WorkerLostError(
-                        f"The trainer's ranks ended {attempts} times in the same step; the last one was rank "
-                        f"{ended.number}: {ended.why}.",
-                        "Train in one process: -s cluster=none",
-                    ) from None
-
-    async def _open(self) -> None:
-        """Start the ranks, give them the weights and moments, and repeat the steps since then."""
-        began = time.perf_counter()
-        first = await self._restored() if self._lost else self._done
-        if not self._group.running:
-            await self._group.start()
-        if self._initial is None and not self._done:
-            self._initial = {name: tensor.clone() for name, tensor in self._shared.tensors.items()}
-        await self._give()
-        steps = self._journal[first - self._first :] if self._lost else []
-        for step in steps:
-            await self._gradient(step)
-            await self._update(step)
-        self._moments, self._opened, self._lost, self._step = {}, True, False, None
-        self._group.events.event(
-            "workers",
-            event="ranks up",
-            ranks=self._group.count,
-            **({"nodes": " ".join(self._group.nodes)} if self._group.on_cluster else {}),
-            repeated=len(steps),
-            ms=(time.perf_counter() - began) * 1e3,
-        )
-
-    async def _give(self) -> None:
-        """Let the ranks open the model with the driver's weights and moments."""
-        fields = {**self._fields, "do": "open"}
-        if self._group.on_cluster:
-            parts = await asyncio.get_running_loop().run_in_executor(None, self._parts)
-            await self._group.ask([Frame("rank", {**fields, **places}, arrays) for places, arrays in parts])
+    def _open(self) -> None:
+        if self._opened:
             return
-        moments = SharedTensors(self._moments) if self._moments else None
-        try:
-            if moments is not None:
-                moments.write(self._moments)
-            place = None if moments is None else moments.place
-            await self._ask(Frame("rank", {**fields, "weights": self._shared.place, "moments": place}))
-        finally:
-            if moments is not None:
-                moments.close()
+        steps = {n.removeprefix("step."): t.item() for n, t in self._moments.items() if n.startswith("step.")}
+        whole = {f"model.{name}": tensor for name, tensor in self._parameters.items()} | dict(self._moments)
+        threads = {"threads": torch.get_num_threads(), "steps": steps}
+        self._group.do("open", {**self._fields, **threads}, whole=whole)
+        self._moments, self._opened = {}, True
 
-    def _parts(self) -> list[tuple[dict[str, Any], dict[str, Array]]]:
-        """For each rank on a cluster, its rows of the weights and moments, as fields and arrays of a frame."""
-        parts = []
-        for number in range(self._group.count):
-            fields, arrays = dict[str, Any](moments=None), dict[str, Array]()
-            for what, whole in (("weights", self._shared.tensors), ("moments", self._moments)):
-                if whole:
-                    rows = {name: own_rows(tensor, number, self._group.count) for name, tensor in whole.items()}
-                    layout, arrays[what] = packed_tensors(rows)
-                    fields[what] = {"layout": layout}
-            parts.append((fields, arrays))
-        return parts
+    def _close(self) -> None:
+        if self._opened and not self._group.broken:
+            self._opened = False
+            self._group.do("close")
 
-    def _take(self, what: str, answers: Sequence[Frame], whole: Mapping[str, Tensor]) -> None:
-        """Write the rows that ranks on a cluster have sent into whole tensors."""
-        for number, answer in enumerate(answers):
-            rows = unpacked_tensors(answer.fields[what]["layout"], answer.arrays[what])
-            with torch.no_grad():
-                for name, tensor in rows.items():
-                    own_rows(whole[name], number, len(answers)).copy_(tensor)
 
-    async def _restored(self) -> int:
-        """Write the weights of the last commit to the shared memory, and remember its moments. Returns the number of
-        its steps."""
-        found = await asyncio.get_running_loop().run_in_executor(None, self._committed)
-        if found is None:
-            weights, self._moments = self._initial, {}
-        else:
-            weights = {name: found[0][MODEL_PREFIX + name] for name in self._parameters}
-            self._moments = {
-                f"{moment}.{name}": found[0][f"{OPTIMIZER_PREFIX}{moment}.{name}"]
-                for moment in MOMENTS
-                for name in self._parameters
-                if f"{OPTIMIZER_PREFIX}{moment}.{name}" in found[0]
-            }
-        first = _steps(self._moments)
-        if weights is None or not self._first <= first <= self._done:
-            raise StateError(
-                f"The last commit has {first} optimizer steps, but the ranks can repeat only steps from {self._first} "
-                "on; this is a defect of pvg.",
-                "Continue the run with pvg train --resume.",
-            )
-        self._shared.write(weights)
-        return first
-
-    async def _ask(self, frame: Frame) -> list[Frame]:
-        return await self._group.ask([frame] * self._group.count)
-
-    async def _gradient(self, step: _Step) -> list[Frame]:
-        self._step = None
-        answers = await self._group.ask(step.gradient)
-        self._step = step
-        return answers
-
-    async def _update(self, step: _Step) -> float:
-        assert step.update is not None
-        answers = await self._ask(step.update)
-        if "weights" in answers[0].arrays:
-            await asyncio.get_running_loop().run_in_executor(None, self._take, "weights", answers, self._shared.tensors)
-        self.held_bytes = [answer.fields["bytes"] for answer in answers]
-        self._step = None
-        return float(answers[0].arrays["norm"].item())
-
-    async def _gathered(self) -> dict[str, Tensor]:
-        like = {f"{moment}.{name}": p for moment in MOMENTS[:2] for name, p in self._parameters.items()}
-        if self._group.on_cluster:
-            answers = await self._ask(Frame("rank", {"do": "moments", "memory": None}))
-            whole = {name: torch.empty_like(tensor) for name, tensor in like.items()}
-            await asyncio.get_running_loop().run_in_executor(None, self._take, "moments", answers, whole)
-        else:
-            shared = SharedTensors(like)
-            try:
-                answers = await self._ask(Frame("rank", {"do": "moments", "memory": shared.place}))
-                whole = dict(shared.tensors)
-            finally:
-                shared.close()
-        steps = answers[0].fields["steps"]
-        found = {f"{moment}.{name}": whole[f"{moment}.{name}"] for name in steps for moment in MOMENTS[:2]}
-        return found | {f"step.{name}": torch.tensor(count) for name, count in steps.items()}
-
-    async def _nothing(self) -> None:
-        """The work of `prepare`."""
-
-    def _frames(self, parts: Sequence[Sequence[PolicyBatch]], state: Mapping[str, Any]) -> list[Frame]:
-        """The requests for a gradient. Ranks with fewer micro-batches than others get the shortest row for passes of
-        weight 0."""
-        passes = max(len(part) for part in parts)
-        padding = record_arrays("padding.", _shortest_row(parts))
-        frames = []
-        for number in range(self._group.count):
-            own = parts[number] if number < len(parts) else []
-            arrays: dict[str, Array] = dict(padding)
-            for index, micro_batch in enumerate(own):
-                arrays |= record_arrays(f"{index}.", micro_batch)
-            fields = {"do": "gradient", "micro_batches": len(own), "passes": passes, "state": state}
-            frames.append(Frame("rank", fields, arrays))
-        return frames
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+def rank_fields(
+    training: Training, rollout: Rollouts, models: Models, optimizer: OptimizerSettings, device: torch.device
+) -> dict[str, Any]:
+    """How a rank opens the prover, its loss and its optimizer."""
+    sections: dict[str, Section] = {"training": training, "rollout": rollout, "models": models}
+    fields = {name: plain(section) for name, section in sections.items()}
+    return {**fields, "optimizer": asdict(optimizer), "device": device.type}
 
 
 def _shortest_row(parts: Sequence[Sequence[PolicyBatch]]) -> PolicyBatch:
@@ -306,6 +510,80 @@ def _shortest_row(parts: Sequence[Sequence[PolicyBatch]]) -> PolicyBatch:
     return shortest.select(np.array([int(shortest.lengths_N.argmin())]))
 
 
-def _steps(moments: Mapping[str, Tensor]) -> int:
-    """The optimizer steps that moments of AdamW have seen."""
-    return max((int(tensor.item()) for name, tensor in moments.items() if name.startswith("step.")), default=0)
+# --- where the ranks meet ---------------------------------------------------------------------------------------------
+
+
+def _agent(launch: Launch) -> TCPStore:
+    """The store of torchrun. It outlives a restart, so its notes may be those of earlier processes."""
+    return TCPStore(launch.host, launch.port, is_master=False, timeout=timedelta(seconds=JOIN_S))
+
+
+def _store(launch: Launch) -> Any:
+    """The store in which the ranks of this attempt find each other. Under torchrun, the driver opens one, and leaves
+    its port in that of torchrun."""
+    if launch.store:
+        return FileStore(launch.store, launch.processes)
+    agent = _agent(launch)
+    if not launch.number:
+        # torch itself would listen on all networks of this machine.
+        with socket.create_server((LOOPBACK if launch.one_machine else "", 0)) as listening:
+            port, file = int(listening.getsockname()[1]), listening.detach()
+        own = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=file)
+        agent.set("pvg/port", str(port))
+        return own
+    deadline = time.monotonic() + JOIN_S
+    while True:
+        try:
+            return TCPStore(launch.host, int(agent.get("pvg/port")), is_master=False, timeout=timedelta(seconds=5))
+        except distributed.DistError:  # that of an earlier driver
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(WATCH_S)
+
+
+def noted_run(launch: Launch) -> str:
+    """The folder of the run that an earlier driver of this launch began; empty if there is none."""
+    if launch.store or not (agent := _agent(launch)).check(["pvg/run"]):
+        return launch.run
+    return str(agent.get("pvg/run").decode())
+
+
+def note_run(launch: Launch, folder: str) -> None:
+    """Leave the folder of the run for the driver of the next attempt."""
+    if not launch.store:
+        agent = _agent(launch)
+        agent.set("pvg/run", folder)
+        agent.check(["pvg/run"])  # its answer comes after the note was stored
+
+
+def _route(host: str) -> str:
+    """This machine's address in a connection to `host`. Sends nothing."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise MissingRequirementError(
+            f"This machine cannot reach {host}: {why}.",
+            f"Give torchrun addresses in place of names: --node-rank N --master-addr ADDRESS, or {ALONE}",
+        ) from None
+
+
+def _interface_of(address: str) -> str:
+    """The name of this machine's network interface with an IP address. Raises MissingRequirementError if it has
+    none."""
+    wanted = LOOPBACK if address.startswith("127.") else address
+    for name, found in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == wanted for entry in found):
+            return str(name)
+    raise MissingRequirementError(
+        f"No network interface of this machine has the address {address}.", "Set GLOO_SOCKET_IFNAME to its name."
+    )
+
+
+def _return_freed_memory() -> None:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # other C libraries than glibc have none
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.store.lease import this_boot, this_namespace
 from pvg.workers.frames import Frame, packed, unpacked
-from pvg.workers.node_agent import ray_node, versions
+from pvg.workers.nodes import ray_node, versions
 
 if TYPE_CHECKING:
     from pvg.workers.process import WorkerProcess
@@ -46,12 +46,10 @@ class WorkerActor:
 
     async def _open(self) -> None:
         """Import torch, which takes seconds, and begin to work."""
-        import ray.util
-
         gc.disable()  # otherwise it scans the objects of torch again and again while they are made
         try:
             process = await asyncio.to_thread(importlib.import_module, "pvg.workers.process")
-            self._process = process.WorkerProcess(self._frames.put_nowait, ray.util.get_node_ip_address())
+            self._process = process.WorkerProcess(self._frames.put_nowait)
             self._take()
         except Exception as error:  # noqa: BLE001 - `serve` raises it
             self._frames.put_nowait(error)

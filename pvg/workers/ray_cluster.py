@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import importlib
 import logging
 import os
@@ -109,14 +108,6 @@ class RayClient:
         in_daemon(self._make_calls, "pvg-ray")  # a call that hangs must not keep this process from ending
         self._connected = self._submit(open_cluster, workers, address, log)
         self._ended = False
-        self._users = [self]
-
-    def another(self) -> RayClient:
-        """Another client of the same connection, because Ray allows a process only one. The last `end` closes it."""
-        other = copy.copy(self)
-        other._ended = False
-        self._users.append(other)
-        return other
 
     async def connection(self) -> RayConnection:
         """Raises the errors of `open_cluster`."""
@@ -145,14 +136,11 @@ class RayClient:
         self.later(lambda: self._connected.result().ray.kill(actor))
 
     def end(self) -> None:
-        """Leave the cluster, unless another client uses it; Ray ends this process's actors. Goes on without an answer
+        """Leave the cluster; Ray ends this process's actors. Goes on without an answer
         after LEAVE_S. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
-        self._users.remove(self)
-        if self._users:
-            return
         left = self._submit(self._leave)
         self._calls.put(None)
         wait([left], LEAVE_S)

@@ -65,7 +65,7 @@ class RayServers:
         self._gpus = cluster.gpus_per_worker
         self._root = experiment.weights.root.absolute()
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
-        self.client = RayClient(self._count + (cluster.trainer_ranks or 0), cluster.address, self._log)
+        self.client = RayClient(self._count, cluster.address, self._log)
         self.client.events = self._events
         self._places: set[_Place] = set()
         self._tasks: set[asyncio.Task[Any]] = set()

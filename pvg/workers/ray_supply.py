@@ -2,7 +2,6 @@
 
     supply = RaySupply(8)                       # starts a cluster on this machine, and returns at once
     supply = RaySupply(8, "10.0.0.1:6379")      # joins one
-    ranks = RaySupply(2, of=RANKS, client=supply.client.another())      # trainer ranks, on the same cluster
     member = await supply.start()               # a worker on one of the nodes
 
 Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes. A worker that is added later
@@ -11,7 +10,7 @@ answers come back from a call that does not end, and weights are objects of Ray'
 has ended; pvg notices one that hangs, starts another one, and repeats the requests that have no answer.
 
 A worker whose node has ended starts again where Ray moves its bundle. If Ray finds no room for GRACE_S seconds, it
-shares the bundle of another worker: slower, but with the same results. A process with a GPU waits for a free GPU.
+shares the bundle of another worker: slower, but with the same results.
 """
 
 from __future__ import annotations
@@ -40,35 +39,7 @@ QUIET_S = 5.0  # of it, before a notice
 ASK_S = 1.0  # between two questions whether there is room for one more worker
 GRACE_S = 30.0  # after a loss, before workers share a node
 START_S = 120.0  # for Ray to start a process, which imports pvg
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What kind of process a supply starts. `setting`: how many of them. `gpus`: those of each, 0 or 1."""
-
-    name: str
-    setting: str
-    gpus: int = 0
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What Ray reserves for each process."""
-        return {"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}
-
-    @property
-    def strategy(self) -> str:
-        """Processes share the memory of a node, so they spread over the nodes. GPUs have their own memory, so ranks on
-        GPUs use few nodes, where they exchange their weights faster."""
-        return "PACK" if self.gpus else "SPREAD"
-
-    @property
-    def scarce(self) -> str:
-        return "GPU" if self.gpus else "CPU"
-
-
-WORKERS = Kind("worker", "cluster.workers")
-RANKS = Kind("trainer rank", "cluster.trainer_ranks")
-RANKS_ON_GPUS = Kind("trainer rank", "cluster.trainer_ranks", gpus=1)
+BUNDLE = {"CPU": 1.0}  # what Ray reserves for each worker
 
 
 class NotStartedError(ConnectionError):
@@ -95,13 +66,6 @@ class RayMember:
     @property
     def names(self) -> dict[str, Any]:
         return {"node": self.node, "pid": self.pid}
-
-    @property
-    def driver_address(self) -> str:
-        return self.supply.host
-
-    def gpu(self, number: int) -> int:
-        return 0  # a rank sees only the GPU that Ray has reserved for it
 
     def send(self, frame: Frame) -> None:
         """Weights go as an object of Ray's store, of which Ray brings one copy to each node."""
@@ -158,22 +122,12 @@ class RayObjects:
 class RaySupply:
     """A user of the cluster, through `client`. Leave it as a context manager, or `close` it."""
 
-    def __init__(
-        self,
-        workers: int,
-        address: str | None = None,
-        most: int | None = None,
-        *,
-        of: Kind = WORKERS,
-        client: RayClient | None = None,
-    ) -> None:
+    def __init__(self, workers: int, address: str | None = None, most: int | None = None) -> None:
         """Reserves CPUs for `workers`. Each further worker reserves one more CPU when it starts. `most`: the highest
-        number of processes, for which a cluster on this machine has room. `client`: uses its cluster, in place of
-        `address`."""
+        number of processes, for which a cluster on this machine has room."""
         self.events: Events = SilentEvents()
         self._workers = workers
-        self._kind = of
-        self.client = client or RayClient(most or workers, address, self._log)
+        self.client = RayClient(most or workers, address, self._log)
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._numbers = workers - 1  # of the newest bundle
@@ -210,7 +164,7 @@ class RaySupply:
         except TimeoutError:
             self._free.append(bundle)
             raise WorkerLostError(
-                f"The Ray cluster had no node for {self._kind.name} {bundle} in {ROOM_S:g} s: {why}.",
+                f"The Ray cluster had no node for worker {bundle} in {ROOM_S:g} s: {why}.",
                 "Add a node to the cluster, and resume the run",
             ) from None
         except BaseException:
@@ -223,10 +177,10 @@ class RaySupply:
         try:
             return await self._worker_in(bundle, bundle, GRACE_S if self._losses and others else START_S)
         except NotStartedError:
-            if not (self._losses and others) or self._kind.gpus:
+            if not (self._losses and others):
                 raise
         member = await self._worker_in(bundle, min(others, key=others.count), START_S)
-        why = f"Ray has no room for {self._kind.name} {bundle}, so it shares node {member.node}"
+        why = f"Ray has no room for worker {bundle}, so it shares node {member.node}"
         self.events.event("workers", event="node shared", node=member.node, why=why)
         return member
 
@@ -235,7 +189,7 @@ class RaySupply:
         help."""
         member = RayMember(self, *await self.client.call(self._create, place), bundle, place)
         try:
-            async with patience(self.events, f"Ray to start {self._kind.name} {bundle}", patience_s):
+            async with patience(self.events, f"Ray to start worker {bundle}", patience_s):
                 hello = await member.receive()
             if hello is None:
                 raise self._failure(member.error)
@@ -262,7 +216,7 @@ class RaySupply:
         group, index = (self._single[place], 0) if place in self._single else (self._group, place)
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         # Without a CPU, because workers may share a bundle.
-        options = {"num_cpus": 0, "num_gpus": self._kind.gpus, "max_restarts": 0, "max_task_retries": 0}
+        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         actor = self.ray.remote(WorkerActor).options(**options, scheduling_strategy=where).remote(os.getcwd())
         return actor, actor.serve.options(num_returns="streaming").remote()
 
@@ -341,12 +295,11 @@ class RaySupply:
         self._tasks.add(task)
 
     def _reserve(self) -> Any:
-        bundles = [self._kind.bundle] * self._workers
-        return self.ray.util.placement_group(bundles, strategy=self._kind.strategy)
+        return self.ray.util.placement_group([BUNDLE] * self._workers, strategy="SPREAD")
 
     async def _one_more(self) -> int:
         """A bundle for one more worker. Waits until the cluster has a CPU for it, for example on a node that joins."""
-        group = await self.client.call(lambda: self.ray.util.placement_group([self._kind.bundle]))
+        group = await self.client.call(lambda: self.ray.util.placement_group([BUNDLE]))
         try:
             waited = 0.0
             while not await self.client.call(group.wait, 0.1):
@@ -364,25 +317,24 @@ class RaySupply:
         return self._numbers
 
     async def _room(self) -> None:
-        """Wait until the cluster has a CPU for each worker, and a GPU if it needs one."""
-        waited, quiet, kind = 0.0, True, self._kind
-        lacks = f"no {self._workers} free {kind.scarce}s"
+        """Wait until the cluster has a CPU for each worker."""
+        waited, quiet, lacks = 0.0, True, f"no {self._workers} free CPUs"
         while not await self.client.call(self._group.wait, 1.0):
             waited += 1.0
             if waited >= QUIET_S and quiet:
                 quiet = False
-                why = f"The Ray cluster has {lacks} for {kind.name}s yet ({await self.client.call(self._free_now)})"
+                why = f"The Ray cluster has {lacks} for workers yet ({await self.client.call(self._free_now)})"
                 self.events.event("workers", event="no room", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
             if waited >= ROOM_S:
                 found = await self.client.call(self._free_now)
                 raise MissingRequirementError(
-                    f"The Ray cluster had {lacks} for {kind.name}s in {ROOM_S:g} s ({found}).",
-                    f"Use fewer {kind.name}s (-s {kind.setting}=N), or add a node: ray start --address HOST:PORT",
+                    f"The Ray cluster had {lacks} for workers in {ROOM_S:g} s ({found}).",
+                    "Use fewer workers (-s cluster.workers=N), or add a node: ray start --address HOST:PORT",
                 )
 
     def _free_now(self) -> str:
-        ray, what = self._cluster.ray, self._kind.scarce
-        free, all_ = ray.available_resources().get(what, 0.0), ray.cluster_resources().get(what, 0.0)
+        ray = self._cluster.ray
+        free, all_ = ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
         return f"it has {all_:g}, of which {free:g} are free"
 
     async def _probe(self) -> None:

@@ -99,15 +99,6 @@ class MappedTensors:
             self.tensors: dict[str, Tensor] = _views(self._memory, place["layout"])
 
 
-def own_rows(whole: Tensor, number: int, ranks: int) -> Tensor:
-    """The rows of a whole tensor that rank `number` of the trainer keeps: none if there are fewer rows than ranks, and
-    all of a scalar. FSDP2 divides tensors with the same function."""
-    if not whole.ndim:
-        return whole
-    parts = whole.chunk(ranks)
-    return parts[number] if number < len(parts) else whole[:0]
-
-
 def packed_tensors(tensors: Mapping[str, Tensor]) -> tuple[Layout, Bytes]:
     """A copy of the tensors as JSON data and bytes. They may lie on a GPU, and may have any dtype of torch."""
     layout, size = _layout_of(tensors)

@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         stop: asyncio.Event,
         resume: bool,
         supply: object,
-        rank_supply: object,
+        ranks: object,
     ) -> GameOutcome:
         made.append({"experiment": experiment, "run": run, "resume": resume})
         info = PhaseInfo(0, 1, "train_prover", "steps", 2)

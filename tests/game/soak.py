@@ -3,7 +3,6 @@ undisturbed run.
 
     python tests/game/soak.py --kills 100                     # two local workers
     python tests/game/soak.py --kills 30 --cluster ray        # two workers on simulated nodes
-    python tests/game/soak.py --kills 30 --cluster ray --ranks 2     # two trainer ranks there, and no workers
     python tests/game/soak.py --kills 100 --out report.json
 
 Prints one JSON document. Exit code 1 if the end of any run differs from the undisturbed run's: its weights (bit by
@@ -45,7 +44,6 @@ from kill_drill import children_of, differences, fingerprint, finish, small_expe
 from pvg.bench.report import git_state
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.config.operation import ranks_of
 from tests.workers.simulated_nodes import simulated_nodes
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +54,6 @@ WORKER = "ray::WorkerActor"
 RECOVERY_S = 300.0  # more is a defect
 END_S = 60.0  # for processes to end after their driver
 LINE = re.compile(r"\[workers\] t=(\S+) event=(lost|replaced) worker=(\d+)")
-RANKS_LINE = re.compile(r'\[workers\] t=(\S+) event="(rank lost|ranks up)"')
 
 
 def worker_experiment(cluster: dict[str, Any]) -> Experiment:
@@ -67,11 +64,6 @@ def worker_experiment(cluster: dict[str, Any]) -> Experiment:
     return build_experiment(plain)
 
 
-def processes(workers: int, ranks: int) -> dict[str, Any]:
-    """Settings for so many workers, or for ranks in their place."""
-    return {"workers": 0, "trainer_ranks": ranks} if ranks else {"workers": workers}
-
-
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -80,8 +72,8 @@ class LocalMachine:
 
     kinds = LOCAL
 
-    def __init__(self, workers: int, ranks: int) -> None:
-        self.experiment = worker_experiment({"kind": "local"} | processes(workers, ranks))
+    def __init__(self, workers: int) -> None:
+        self.experiment = worker_experiment({"kind": "local", "workers": workers})
 
     def workers(self, driver: int) -> list[int]:
         return [worker for parent in children_of(driver) for worker in children_of(parent)]
@@ -104,12 +96,12 @@ class SimulatedNodes:
 
     kinds = ON_NODES
 
-    def __init__(self, workers: int, ranks: int, pipe: Connection) -> None:
+    def __init__(self, workers: int, pipe: Connection) -> None:
         self._pipe = pipe
         address, environment, self._raylets = pipe.recv()
         self._stopped: list[psutil.Process] = []
         os.environ.update(environment)
-        self.experiment = worker_experiment({"kind": "ray", "address": address} | processes(workers, ranks))
+        self.experiment = worker_experiment({"kind": "ray", "address": address, "workers": workers})
 
     def workers(self, _driver: int) -> list[int]:
         return [worker for raylet in self._raylets for worker in self._on(raylet)]
@@ -150,17 +142,17 @@ def keep_nodes(workers: int, pipe: Connection) -> None:
 
 
 @contextmanager
-def machine(cluster: str, workers: int, ranks: int = 0) -> Iterator[LocalMachine | SimulatedNodes]:
+def machine(cluster: str, workers: int) -> Iterator[LocalMachine | SimulatedNodes]:
     if cluster == "local":
-        yield LocalMachine(workers, ranks)
+        yield LocalMachine(workers)
         return
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    keeper = spawning.Process(target=keep_nodes, args=(ranks or workers, theirs))
+    keeper = spawning.Process(target=keep_nodes, args=(workers, theirs))
     keeper.start()
     theirs.close()
     try:
-        yield SimulatedNodes(workers, ranks, ours)
+        yield SimulatedNodes(workers, ours)
     finally:
         ours.close()
         keeper.join()
@@ -202,7 +194,6 @@ class Driver:
 
     def __init__(self, experiment: Experiment, root: Path) -> None:
         self._log = root / "drill" / "events.log"
-        self._ranks = ranks_of(experiment.cluster) is not None
         self.pid, self._pipe = start(experiment, root, resume=(root / "drill").exists())
         os.set_blocking(self._pipe, False)
 
@@ -222,10 +213,10 @@ class Driver:
         return changes
 
     def recovered(self, lost: int, since: float) -> float | None:
-        """Seconds from `since` until `lost` workers were replaced, or the ranks, if this run has some; None if the run
-        ends before that. Raises TimeoutError."""
+        """Seconds from `since` until `lost` workers were replaced; None if the run ends before that. Raises
+        TimeoutError."""
         while time.monotonic() < since + RECOVERY_S:
-            at = self._ranks_back(since) if self._ranks else self._workers_back(lost, since)
+            at = self._workers_back(lost, since)
             if at is not None:
                 return at - since
             if self.wait(0.05) is None:
@@ -237,15 +228,6 @@ class Driver:
         gone, back = found["lost"], found["replaced"]
         replaced = all(back.get(worker, 0.0) > at for worker, at in gone.items())
         return max(back.values()) if len(gone) >= lost and replaced else None
-
-    def _ranks_back(self, since: float) -> float | None:
-        """When the ranks were up again after the last one was lost. A kill after their last answer costs none."""
-        times: dict[str, float] = {}
-        for text, event in RANKS_LINE.findall(self._log.read_text()):
-            if float(text) > since:
-                times[event] = float(text)
-        up = times.get("ranks up", 0.0)
-        return up if 0.0 < times.get("rank lost", 0.0) < up else None
 
     def kill(self) -> None:
         send(self.pid, signal.SIGKILL)
@@ -370,15 +352,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=0, help="trainer ranks in place of workers")
     parser.add_argument("--cluster", choices=["local", "ray"], default="local")
     parser.add_argument("--note", default="", help="what else the machine did")
     parser.add_argument("--out", type=Path, help="a file for the report")
     options = parser.parse_args()
     began, (commit, dirty) = time.monotonic(), git_state(ROOT)
-    with machine(options.cluster, options.workers, options.ranks) as place:
+    with machine(options.cluster, options.workers) as place:
         result = soaked(place, options.kills, options.seed)
-    settings = {key: getattr(options, key) for key in ("cluster", "workers", "ranks", "seed", "note")}
+    settings = {key: getattr(options, key) for key in ("cluster", "workers", "seed", "note")}
     now = {"date": datetime.now(UTC).date().isoformat(), "commit": commit, "dirty": dirty, "cores": os.cpu_count()}
     report = {**settings, **now, "minutes": round((time.monotonic() - began) / 60, 1), **result}
     text = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n"

@@ -59,12 +59,3 @@ def test_killed_and_hanging_workers_and_drivers_leave_the_bits_of_an_undisturbed
     assert result["kills"]["worker"] >= 3
     assert result["kills"]["driver"] >= 2
     assert result["recovery_s"]["worker"]["measured"] >= 3
-
-
-@pytest.mark.drill
-@pytest.mark.timeout(1800)
-def test_killed_and_hanging_ranks_and_drivers_leave_the_bits_of_an_undisturbed_run():
-    result = drilled("--kills", "8", "--ranks", "2", tool="soak.py")
-    assert result["problems"] == []
-    assert sum(result["kills"].values()) >= 8
-    assert result["kills"]["driver"] >= 1

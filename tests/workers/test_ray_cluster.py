@@ -101,22 +101,6 @@ def test_a_node_with_other_versions_or_without_a_token_is_refused():
             refuse_other_versions("n1", {**fit, **wrong})
 
 
-def test_the_last_client_of_a_connection_closes_it(monkeypatch):
-    """Workers and trainer ranks use one connection, because Ray allows a process only one."""
-    seen = []
-    connection = SimpleNamespace(close=lambda: seen.append("closed"))
-    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
-    first = RayClient(2, None, print)
-    second = first.another()
-    first.end()
-    first.end()
-    assert asyncio.run(second.connection()) is connection
-    assert asyncio.run(second.call(int)) == 0
-    assert seen == []
-    second.end()
-    assert seen == ["closed"]
-
-
 @pytest.fixture
 def hanging(monkeypatch) -> Iterator[threading.Event]:
     """The limits are short, and a call of Ray may wait for this event."""

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from test_ray_workers import weights
-from test_torchrun import GAME, expected, train, trains
+from rank_runs import GAME, played, train, trains, weights
 from two_hosts import Host, missing, two_hosts
-
-__all__ = ["expected"]  # a fixture
 
 PATIENCE_S = 400.0
 PYTHON = sys.executable
@@ -43,78 +41,32 @@ def torchrun(host: Host, options: list[str], *words: str) -> subprocess.Popen[st
     return host.start([*command, *train(host.folder, *words)], env=ENVIRONMENT, **pipes)
 
 
-def static(hosts: tuple[Host, Host], number: int) -> list[str]:
-    return ["--node-rank", str(number), "--master-addr", hosts[0].address, "--master-port", "29500"]
-
-
 def ended(agents: list[subprocess.Popen[str]]) -> tuple[list[int], str]:
     told = [agent.communicate(timeout=PATIENCE_S)[1] for agent in agents]
     return [agent.returncode for agent in agents], "".join(told)
 
 
-def listening(host: Host) -> set[str]:
-    """The addresses at which processes of pvg listen on a host, and of the stores and ranks of torch in them."""
-    found = subprocess.run(
-        ["ip", "netns", "exec", host.namespace, "cat", "/proc/self/net/tcp", "/proc/self/net/tcp6"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    sockets = [line.split() for line in found.splitlines() if line.split()[3] == "0A"]
-    return {words[1].partition(":")[0] for words in sockets}
-
-
 def test_torchrun_meets_by_names_of_hosts_and_trains_the_bits_of_local_ranks(
-    hosts: tuple[Host, Host], expected: dict[str, str]
+    hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
     """The name of the first host stands for 127.0.1.1 there, which the second host cannot reach."""
     first, second = hosts
-    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500"]
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29500", "--max-restarts", "1"]
     agents = [torchrun(host, options, "--name", "run") for host in hosts]
     trains(first.folder / "run")
+    (rank,) = [child for child in psutil.Process(agents[1].pid).children(True) if child.environ().get("RANK") == "1"]
+    rank.kill()
     codes, told = ended(agents)
     assert codes == [0, 0], told
-    assert weights(first.folder / "run") == expected != {}
+    assert weights(first.folder / "run") == played(tmp_path / "local") != {}
     assert not (second.folder / "run").exists()
-    log = (first.folder / "run" / "events.log").read_text()
-    assert 'event="ranks up" ranks=2 nodes="first/0 second/1"' in log
 
 
-def test_a_broken_network_ends_the_run_on_both_hosts_which_resume_it(
-    hosts: tuple[Host, Host], expected: dict[str, str]
-) -> None:
-    first, second = hosts
-    agents = [torchrun(host, static(hosts, n), "--name", "run") for n, host in enumerate(hosts)]
-    trains(first.folder / "run")
-    assert "00000000" not in listening(second)  # only torchrun's store on the first host listens everywhere
-    second.connected(False)
-    codes, told = ended(agents)
-    assert codes == [1, 1], told
-    assert re.search(r"error: A process of torchrun was lost: second/1 does not answer\.", told), told
-    second.connected(True)
-    codes, told = ended([torchrun(host, static(hosts, n), "--resume", "run") for n, host in enumerate(hosts)])
-    assert codes == [0, 0], told
-    assert weights(first.folder / "run") == expected
-
-
-def test_a_host_that_does_not_know_the_other_by_name_says_so_at_once(tmp_path: Path) -> None:
-    with two_hosts(tmp_path / "hosts", names=False) as hosts:
-        first, second = hosts
-        options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first.address}:29500"]
-        agents = [torchrun(first, [*options, "--rdzv-conf", "is_host=true"]), torchrun(second, options)]
-        told = agents[1].communicate(timeout=PATIENCE_S)[1]
-        assert agents[1].returncode == 1
-        assert "error: This machine cannot reach first: " in told
-        assert "--master-addr ADDRESS" in told
-        agents[0].kill()
-        agents[0].communicate()
-
-
-def test_ray_joins_two_hosts_whose_workers_and_ranks_train_the_bits_of_local_ones(
+def test_ray_joins_two_hosts_whose_workers_train_the_bits_of_local_ones(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
     first, second = hosts
-    settings = [text for text in GAME if not text.startswith("cluster.kind")] + ["cluster.workers=2"]
+    settings = [text for text in GAME if not text.startswith("cluster")] + ["cluster.workers=2"]
     bin_ = Path(PYTHON).parent
 
     def called(host: Host, *command: str) -> str:
@@ -131,9 +83,7 @@ def test_ray_joins_two_hosts_whose_workers_and_ranks_train_the_bits_of_local_one
     command = train(first.folder, "--name", "run", "--cluster", f"{first.address}:6379", settings=settings)
     called(first, "pvg", *command)
     log = (first.folder / "run" / "events.log").read_text()
-    up = re.search(r'event="ranks up" ranks=2 nodes="(.*?)"', log)
-    assert up is not None
-    assert sorted(up[1].split()) == [first.address, second.address]  # Ray chooses the order
+    assert {first.address, second.address} <= set(re.findall(r"node=(\S+)", log))
     alone = [PYTHON, "-m", "pvg", *train(tmp_path, "--name", "local", "--cluster", "local", settings=settings)]
     subprocess.run(alone, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert weights(first.folder / "run") == weights(tmp_path / "local") != {}

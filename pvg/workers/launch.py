@@ -1,0 +1,232 @@
+"""The processes of a trainer on several ranks: started here, or by torchrun on one machine or several.
+
+    exit_code = start_ranks(2, arguments, run, print)   # pvg train: starts itself so many times, and waits
+    launch = launched(os.environ)                       # in each process; None without a launcher
+
+Every process gets the variables that torchrun sets. Process 0 is the driver and rank 0; the others work for it
+(pvg.workers.ranks). Ranks wait for each other, so none can be replaced alone: if one is lost, the launcher ends all and
+starts all again, and the driver continues its run from the last commit.
+
+pvg has a launcher of its own beside torchrun, because torchrun kills its processes 30 seconds after Ctrl-C, starts all
+again also for a wrong setting, and ends with exit code 1 whatever the driver says. And here the ranks find each other
+in a private file: the store of torchrun asks for no password.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from pvg.config.experiment import Experiment
+from pvg.config.operation import ranks_of
+from pvg.errors import UsageError, WorkerLostError
+from pvg.telemetry.waits import usable_cores
+
+# The exit code of a process that has lost another rank: only then a launcher should start all again.
+EXIT_LOST = 75
+EXIT_STOPPED = 130
+MOST_LOSSES = 6  # without a commit between them
+POLL_S = 0.05
+GRACE_S = 10.0  # for the other ranks to notice that one has ended, and to end too
+STORE, RUN, WHY = "PVG_RANKS_STORE", "PVG_RANKS_RUN", "PVG_RANKS_LOST"
+# The way out for a program that has inherited the variables of torchrun, such as one that a notebook starts.
+ALONE = "start pvg without torchrun's variables: env -u TORCHELASTIC_RUN_ID pvg train ..."
+
+
+class RankLostError(WorkerLostError):
+    """The connection to another rank has ended, or it does not answer."""
+
+    exit_code = EXIT_LOST
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says of this process. `number`: its rank among all `processes`; `local`: among the `here` ones
+    on its machine. `host`, `port`: torchrun's store. `store`: the file in which the ranks of pvg's own launcher meet;
+    empty under torchrun. `run`: the folder of the run that this launcher plays. `lost`: why the last attempt ended."""
+
+    number: int
+    processes: int
+    local: int
+    here: int
+    one_machine: bool = True
+    host: str = ""
+    port: int = 0
+    store: str = ""
+    run: str = ""
+    lost: str = ""
+
+
+def launched(environment: Mapping[str, str]) -> Launch | None:
+    """This process as one of several that a launcher has started; None for any other process. Children of such a
+    process inherit its variables, so they are its processes too. Raises UsageError if the processes have no common
+    store, or if a variable is missing or wrong."""
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    own = STORE in environment
+    try:
+        launch = Launch(
+            number=int(environment["RANK"]),
+            processes=int(environment["WORLD_SIZE"]),
+            local=int(environment["LOCAL_RANK"]),
+            here=int(environment["LOCAL_WORLD_SIZE"]),
+            one_machine=own or environment["GROUP_WORLD_SIZE"] == "1",
+            host="" if own else environment["MASTER_ADDR"],
+            port=0 if own else int(environment["MASTER_PORT"]),
+            store=environment.get(STORE, ""),
+            run=environment.get(RUN, ""),
+            lost=environment.get(WHY, ""),
+        )
+    except KeyError as error:
+        raise UsageError(
+            f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but its variable {error.args[0]} is not set.",
+            f"To play alone, {ALONE}",
+        ) from None
+    except ValueError as error:
+        raise UsageError(
+            f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but one of its variables is no number: {error}.",
+            f"To play alone, {ALONE}",
+        ) from None
+    if launch.processes == 1:
+        return None
+    if not own and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UsageError(
+            "torchrun does not share its store with its processes, where pvg's processes meet.",
+            f"Use --rdzv-backend c10d or static and leave out TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or {ALONE}",
+        )
+    return launch
+
+
+def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
+    """Raises UsageError if the experiment does not have one trainer rank per process."""
+    ranks = ranks_of(experiment.cluster)
+    started = f"torchrun has started {launch.processes} processes"
+    if ranks is None:
+        wanted = f"-s cluster.kind=local -s cluster.trainer_ranks={launch.processes}"
+        raise UsageError(f"{started}, but the experiment has no trainer ranks.", f"Use {wanted}, or {ALONE}")
+    if ranks != launch.processes:
+        raise UsageError(
+            f"{started}, but cluster.trainer_ranks = {ranks}.",
+            f"Use -s cluster.trainer_ranks={launch.processes}, or start {ranks} processes "
+            f"(--nnodes times --nproc-per-node), or {ALONE}",
+        )
+
+
+# --- the launcher of one machine --------------------------------------------------------------------------------------
+
+
+def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[str], None]) -> int:
+    """Start `pvg` with `arguments` in `count` processes, and all again if a rank is lost. Returns the exit code of the
+    driver, or of another rank that fails. `run`: the folder of the run. SIGINT and SIGTERM go to the driver. Raises
+    WorkerLostError if ranks are lost again and again without a commit. No process outlives the call."""
+    attempts, losses, why, commit = 0, 0, "", _commit(run)
+    with tempfile.TemporaryDirectory(prefix="pvg-ranks-") as folder, _forwarded() as forward:
+        while True:
+            attempts += 1
+            processes = _started(count, arguments, run, Path(folder) / f"store-{attempts}", why)
+            try:
+                forward.driver = processes[0]
+                code, why = _watched(processes)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            if code is not None:
+                return code
+            if forward.stopping:
+                say(f"{why} after the run was asked to stop.")
+                return EXIT_STOPPED
+            before, commit = commit, _commit(run)
+            losses = losses + 1 if commit == before else 1
+            if losses == MOST_LOSSES:
+                raise WorkerLostError(
+                    f"{why}. Ranks were lost {losses} times without a commit between them.",
+                    f"Look at the memory of the machine, and continue: pvg train --resume {run}",
+                )
+            say(f"{why}. All {count} ranks start again from the last commit.")
+
+
+def _started(count: int, arguments: Sequence[str], run: Path, store: Path, why: str) -> list[subprocess.Popen[bytes]]:
+    shared = {
+        "TORCHELASTIC_RUN_ID": "pvg",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        STORE: str(store),
+        RUN: str(run.absolute()),
+    }
+    shared |= {WHY: why} if why else {}
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "pvg", *arguments],
+            env={**threads, **os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
+            start_new_session=True,  # Ctrl-C reaches only the launcher, which forwards it to the driver
+        )
+        for number in range(count)
+    ]
+
+
+class _Forward:
+    """Sends signals to the driver, once it runs."""
+
+    def __init__(self) -> None:
+        self.driver: subprocess.Popen[bytes] | None = None
+        self.stopping = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        if self.driver is not None:
+            self.driver.send_signal(number)
+
+
+@contextmanager
+def _forwarded() -> Iterator[_Forward]:
+    forward = _Forward()
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield forward
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watched(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, str]:
+    """Wait for the first process that ends. Returns the exit code of all; None if a rank was lost, with the reason in
+    words."""
+    while not any(process.poll() is not None for process in processes):
+        time.sleep(POLL_S)
+    deadline = time.monotonic() + GRACE_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        if (code := processes[0].poll()) is not None and code >= 0 and code != EXIT_LOST:
+            return code, ""  # the driver has ended by itself
+        time.sleep(POLL_S)
+    codes = [process.poll() for process in processes]
+    if codes[0] is not None and codes[0] >= 0 and codes[0] != EXIT_LOST:
+        return codes[0], ""
+    for number, code in enumerate(codes):
+        if code is not None and code < 0:
+            return None, f"Rank {number} was killed by {signal.Signals(-code).name}"
+    for number, code in enumerate(codes):
+        if code is not None and code != EXIT_LOST:
+            return code or None, f"Rank {number} ended before the driver"
+    silent = [number for number, code in enumerate(codes) if code is None]
+    if silent:
+        return None, f"Rank {silent[0]} does not answer"
+    return None, "The ranks lost their connections"
+
+
+def _commit(run: Path) -> int:
+    """When the run has made its last commit; 0 before the first."""
+    try:
+        return (run / "state.json").stat().st_mtime_ns
+    except OSError:
+        return 0
