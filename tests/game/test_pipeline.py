@@ -75,11 +75,19 @@ def opened(
     concurrency: int = 100,
     version: int = 0,
     batches: int | None = None,
+    prefer: Prefer = "fresh",
 ) -> Pipeline:
     """`count`: groups in a batch, all of one role; or the shares of each batch."""
     shares: Shares = count if callable(count) else lambda number: {Role.HELPFUL: count}
     sampler.pipeline = Pipeline(
-        sampler, shares, ahead=ahead, budget=budget, concurrency=concurrency, version=version, batches=batches
+        sampler,
+        shares,
+        ahead=ahead,
+        budget=budget,
+        concurrency=concurrency,
+        version=version,
+        batches=batches,
+        prefer=prefer,
     )
     sampler.pipeline.start()
     return sampler.pipeline
@@ -171,6 +179,19 @@ def test_what_is_ahead_are_the_groups_of_the_next_batches() -> None:
     run(work())
 
 
+@pytest.mark.parametrize(("prefer", "first"), [("fresh", 1), ("old", 0)])
+def test_the_fresh_or_the_old_groups_are_taken_first(prefer: Prefer, first: int) -> None:
+    async def work() -> None:
+        pipeline = opened(Sampler([1.0]), ahead=1, concurrency=1, prefer=prefer)
+        await asyncio.sleep(0.5)
+        pipeline.published(1)  # the second group begins after it
+        await asyncio.sleep(2)
+        assert numbers(await pipeline.take()) == [first]
+        await pipeline.close()
+
+    run(work())
+
+
 def test_what_can_only_come_too_late_is_cancelled_and_its_place_is_free() -> None:
     async def work() -> None:
         sampler = Sampler([100.0, 100.0, 1.0])
@@ -207,16 +228,22 @@ def test_an_error_surfaces_in_the_next_batch_and_stops_the_others() -> None:
     run(work())
 
 
-def test_an_order_that_fails_ends_the_next_batch() -> None:
-    """It fails in the task that starts groups, not in one of a group."""
+def no_order(role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
+    raise StateError("no problem is left")
 
-    def sample(role: Role, gate: AdmissionGate) -> Coroutine[Any, Any, Group]:
-        raise StateError("no problem is left")
+
+async def no_rollouts(role: Role, gate: AdmissionGate) -> Group:
+    return made_group("0", [])
+
+
+@pytest.mark.parametrize(("sample", "error"), [(no_order, StateError), (no_rollouts, ValueError)])
+def test_an_order_that_fails_ends_the_next_batch(sample: Any, error: type[Exception]) -> None:
+    """It fails in the task that starts groups or where a group arrives, not in a group's task."""
 
     async def work() -> None:
         pipeline = Pipeline(sample, lambda number: {Role.HELPFUL: 1}, ahead=1, budget=1, concurrency=9, version=0)
         pipeline.start()
-        with pytest.raises(StateError, match="no problem is left"):
+        with pytest.raises(error, match=r"no problem is left|empty"):
             await pipeline.take()
         await pipeline.close()
 

@@ -29,6 +29,8 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
     assert control.kl == pytest.approx(0.09996)
     resumed = PolicyObjective(section, Rollouts(), 0)
     resumed.load_state(orjson.loads(orjson.dumps(control.state())))
+    resumed.load_state({})  # of a run without a target
+    assert PolicyObjective(Training(), Rollouts(), 0).state() == {}
     for each in (control, resumed):
         each.adapt({"kl": 0.2})
     assert control.state() == resumed.state()

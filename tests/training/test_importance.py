@@ -38,6 +38,8 @@ def test_weights_by_kind_by_hand():
     assert found["start_ratio_mean"] == pytest.approx(13.6 / 5)
     assert found["start_ratio_max"] == pytest.approx(7.0)
     assert found["start_outside"] == pytest.approx(2 / 5)
+    found = importance_metrics(ratios[None], mask_1L, 5, "truncated", 0.5, 5.0).result()
+    assert found["start_outside"] == pytest.approx(1 / 5)
     assert importance_metrics(ratios[None], ~mask_1L & mask_1L, 0, "masked", 0.5, 5.0).result() == {}
 
 

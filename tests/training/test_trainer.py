@@ -26,6 +26,7 @@ from pvg.training.trainer import (
     checkpoint_layers,
     trainable_parameters,
 )
+from pvg.workers.training import policy_shards
 
 VOCABULARY = 11
 SETTINGS = OptimizerSettings(learning_rate=1e-2, warmup=2, schedule="linear", total_steps=8, gradient_clip=0.5)
@@ -68,8 +69,12 @@ def policy_objective(loss="grpo", **others):
     return PolicyObjective(Training(loss=loss, **others), Rollouts(), pad_id=0)
 
 
+def adaptive_objective():
+    return policy_objective(micro_batch_tokens=24, kl={"coefficient": 0.1, "target": 0.01})
+
+
 def make(module, batches, executor, *, objective=None, settings=SETTINGS, **others):
-    objective = objective or policy_objective(micro_batch_tokens=24)
+    objective = objective or adaptive_objective()
     return Trainer(module, objective, settings, Listed(batches), executor=executor, **others)
 
 
@@ -285,65 +290,39 @@ def test_precision_decides_what_the_matrix_products_run_in(executor):
 
 
 class Workers:
-    """Compute shards of two micro-batches, the last of them empty, with the trainer's own module."""
+    """Compute two shards of a batch with the trainer's own module."""
 
     def __init__(self, module):
-        self.module, self.parameters, self.calls = module, trainable_parameters(module), []
+        self.module, self.objective, self.asked, self.changes = module, adaptive_objective(), [], 0
 
     def shards(self, batch):
-        return [batch[start : start + 2] for start in range(0, len(batch) + 2, 2)]
+        return policy_shards(batch, 2)
 
     def weights_changed(self):
-        self.calls.append("changed")
+        self.changes += 1
 
     def gradients(self, parts, state):
-        self.calls.append(([len(part) for part in parts], state["found"]))
+        self.asked.append((len(parts), state))
+        self.objective.load_state(state)
         return [self.gradient(part) for part in parts]
 
     def gradient(self, part):
         self.module.zero_grad()
-        losses, metrics = accumulate(self.module, Scripted(), part, "float32")
-        gradient = torch.cat([weight.grad.flatten() for weight in self.parameters.values()])
+        losses, metrics = accumulate(self.module, self.objective, part, "float32")
+        gradient = torch.cat([weight.grad.flatten() for weight in trainable_parameters(self.module).values()])
         return PartGradient(gradient, torch.stack(losses).tolist(), metrics)
 
 
-class Adapting(Scripted):
-    """A coefficient that is the norm of the last gradient."""
-
-    found = 1.0
-
-    def adapt(self, metrics):
-        before, self.found = self.found, metrics["grad_norm"]
-        return {"coefficient": before}
-
-    def state(self):
-        return {"found": self.found}
-
-    def load_state(self, state):
-        self.found = state["found"]
-
-
 def test_workers_train_as_one_process_does(executor):
-    def opened(**helpers):
-        module = TablePolicy([[0.5, 0.5]])
-        module.bias = torch.nn.Parameter(torch.tensor([1.0, 2.0, 4.0]))
-        good = [lambda t, by=by: (t.sum() + module.bias[by]) ** 2 for by in range(3)]
-        bad = [*good[:2], lambda t: (t.sum() + module.bias.sum()) * math.nan]
-        made = {name: helper(module) for name, helper in helpers.items()}
-        return make(module, [good, good, bad if made else good], executor, objective=Adapting(), **made), made
-
-    (alone, _), (trainer, helpers), (resumed, others) = opened(), opened(workers=Workers), opened(workers=Workers)
-    expected, found = play(alone, 2), play(trainer, 2)
-    assert [report.metrics for report in found] == [pytest.approx(report.metrics) for report in expected]
-    norm = pytest.approx(expected[0].metrics["grad_norm"])
-    assert helpers["workers"].calls == [([2, 1], 1.0), "changed", ([2, 1], norm), "changed"]
-    with pytest.raises(TrainingDivergedError, match="at step 2: the loss of micro-batch 2 is nan"):
-        play(trainer)
-    resumed.load_state(*trainer.state())
-    assert others["workers"].calls == ["changed"]
-    assert play(resumed)[0].metrics == pytest.approx(play(alone)[0].metrics)
-    for name, tensor in alone.state()[0].items():
-        torch.testing.assert_close(resumed.state()[0][name], tensor)
+    batches, module = [random_batch(seed) for seed in range(2)], llama()
+    workers = Workers(module)
+    expected = play(make(llama(), batches, executor), 2)
+    for step, found in enumerate(play(make(module, batches, executor, workers=workers), 2)):
+        for name in ("loss", "grad_norm", "kl_coefficient", "ratio_max"):
+            assert found.metrics[name] == pytest.approx(expected[step].metrics[name], rel=1e-4, abs=1e-6)
+    assert expected[0].metrics["padding"] == 0.0  # prompts are shared
+    assert workers.asked == [(2, {"kl": pytest.approx(report.metrics["kl_coefficient"])}) for report in expected]
+    assert workers.changes == 2
 
 
 # --- gradient checkpointing ----------------------------------------------------------------------------------------

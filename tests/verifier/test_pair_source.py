@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,15 +53,16 @@ def open_verifier(head="implicit", **options):
 
 def open_source(stream, model, executor, section=SECTION, **options):
     template = VerifierTemplate(model.tokenizer, "tag", section.head.kind)
-    fingerprint = model.tokenizer.fingerprint
-    return PairSource(stream, template, model, section, executor=executor, source_fingerprint=fingerprint, **options)
+    options = {"source_fingerprint": model.tokenizer.fingerprint, **options}
+    return PairSource(stream, template, model, section, executor=executor, **options)
 
 
 def test_batches_hold_the_drawn_pairs_with_labels_by_correctness(tmp_path, executor):
     rollouts = toy_rollouts(0, 20)
     label = {one.question + one.text: one.grade.correct for one in rollouts}
     model = open_verifier()
-    source = open_source(open_stream(tmp_path, rollouts), model, executor)
+    stored = [replace(one, text="0") for one in rollouts]  # the sampled tokens are used, not the text
+    source = open_source(open_stream(tmp_path, stored), model, executor)
     batch = asyncio.run(source.next_batch())
     assert len(batch) == 16
     assert len(np.unique(batch.pairs_M2)) == len(batch.sequences)
@@ -72,13 +74,18 @@ def test_batches_hold_the_drawn_pairs_with_labels_by_correctness(tmp_path, execu
     for sequence, start in zip(batch.sequences, batch.prompt_lengths_N, strict=True):
         assert model.tokenizer.decode(sequence[:start]).endswith("?")
         assert sequence[-1] == model.tokenizer.eos_id
+    of_another = open_source(source._stream, model, executor, source_fingerprint="another")
+    encoded = asyncio.run(of_another.next_batch()).sequences
+    assert all(model.tokenizer.decode(sequence).endswith("?0") for sequence in encoded)
 
 
 def test_references_are_the_models_own_and_computed_once_per_solution(tmp_path, executor):
     model = open_verifier()
-    source = open_source(open_stream(tmp_path, toy_rollouts(0, 3)), model, executor)
-    for _ in range(6):  # 96 pairs of 18 solutions: all of them are drawn
+    few = SECTION.model_copy(update={"pairs": 3})
+    source = open_source(open_stream(tmp_path, toy_rollouts(0, 3)), model, executor, few)
+    for _ in range(32):  # 96 pairs of 18 solutions: all of them are drawn
         asyncio.run(source.next_batch())
+    assert source.step == 32
     asked = []
     original = model.reference
     model.reference = lambda *inputs: asked.append(inputs) or original(*inputs)
@@ -112,6 +119,7 @@ def test_by_problem_a_batch_holds_all_pairs_of_its_problems(tmp_path, executor, 
     assert len(seen) == 16
     assert np.unique(batch.pairs_M2, return_counts=True)[1].tolist() == [2] * 16
     assert batch.references_N is not None
+    assert batch.shares_M.tolist() == [0.25] * 16
     resumed = open_source(source._stream, model, executor, BY_PROBLEM, start_step=1)
     one, two = asyncio.run(source.next_batch()), asyncio.run(resumed.next_batch())
     np.testing.assert_array_equal(one.pairs_M2, two.pairs_M2)

@@ -33,7 +33,7 @@ def test_sampled_ids_are_reused_and_end_once(solution, ended):
 
 @given(solution=SOLUTION)
 def test_ids_of_another_vocabulary_are_not_reused(solution):
-    foreign = np.arange(5, dtype=np.int32)
+    foreign = DIGITS.encode("99999")  # tokens that it could read
     template = VerifierTemplate(DIGITS, "plain", "scalar")
     expected = [*DIGITS.encode("7+5?" + solution), DIGITS.eos_id]
     for ids, fingerprint in ((foreign, "another"), (foreign, None), (None, DIGITS.fingerprint)):
