@@ -91,8 +91,6 @@ NOTICES = {
     "added": "Added worker {worker}: {why}. Now {now}.",
     "removed": "Removed worker {worker}: {why}. Now {now}.",
     "not added": "Worker {worker} could not be added: {why}",
-    "rank lost": "Rank {rank} of the trainer has ended ({why}); all start again from the last commit.",
-    "rank hangs": "Rank {rank} of the trainer{where} hangs; it is killed.",
     "server started": "A vLLM server on node {node} is ready.",
     "server lost": "vLLM on node {node}: {why}.",
     **dict.fromkeys(("no room", "node shared", "node differs", "experimental", "servers", "server given up"), "{why}."),

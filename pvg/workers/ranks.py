@@ -93,7 +93,7 @@ class RankGroup:
         self.here = launch.here  # processes on this machine
         self._local = launch.local
         self._part: _Part | None = None
-        self.broken = False  # it can do nothing more
+        self.used = self.broken = False  # broken: it can do nothing more
         address = LOOPBACK if launch.one_machine else _route(launch.host)
         if not launch.one_machine and address.startswith("127."):  # a machine's own name may stand for 127.0.1.1
             address = _route(ELSEWHERE)
@@ -440,7 +440,9 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         """Let the ranks open their parts before their first work."""
         if self._group.lost:
             self._events.event("workers", event="rank lost", why=self._group.lost)
-            self._group.lost = ""
+        elif self._fields["device"] == "cuda" and not self._group.used:
+            self._events.event("workers", event="experimental", why="No run has used trainer ranks on GPUs yet")
+        self._group.lost, self._group.used = "", True
         began = time.perf_counter()
         await run_in(self._executor, self._open)
         taken_ms = (time.perf_counter() - began) * 1e3
