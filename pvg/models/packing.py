@@ -250,6 +250,7 @@ def pad_batch(
 
 # Fewer tokens in common are computed for each row: attention to another segment would cost more than they do.
 LEAST_SHARED = 32
+Place = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -260,8 +261,8 @@ class Trie:
     `parents_S` (-1: none); `starts_S`, the position in a row of a segment's first token; `lengths_S`; `rows_S`, a row
     that has it. `hosts_N`: a row that begins with the given row, or equals it; itself if there is none other.
     `leaves_N`: the last segment of the host. The segments from `inner` on belong to one host each; those before end
-    where rows part, or with a prompt. `firsts_S` and `longest_S`: the first row with the segment, and the tokens of the
-    longest one.
+    where rows part, or with a prompt. `order_N`: the rows such that those with more in common are closer together, the
+    longest first. `again_N`: what each of them has in common with the one before it, in tokens; all, if it begins it.
 
     The last token of a host predicts nothing, so it is not computed, unless it belongs to the prompt.
     """
@@ -273,14 +274,14 @@ class Trie:
     starts_S: NDArray[np.int64]
     lengths_S: NDArray[np.int64]
     rows_S: NDArray[np.int64]
-    firsts_S: NDArray[np.int64]
-    longest_S: NDArray[np.int64]
+    order_N: NDArray[np.int64]
+    again_N: NDArray[np.int64]
 
     @classmethod
     def of(cls, rows: Sequence[Int32], prompt_lengths: NDArray[Any], *, prompts_alone: bool = False) -> Trie:
         """`prompts_alone`: no row shares tokens after its prompt."""
         prompts_N, lengths_N = np.asarray(prompt_lengths, dtype=np.int64), lengths_of(rows)
-        keys = [np.asarray(row, dtype=np.int32) for row in rows]
+        keys, lengths = [np.asarray(row, dtype=np.int32) for row in rows], lengths_N.tolist()
         if prompts_alone:
             keys = [np.where(np.arange(len(key)) < prompts_N[n], key, -1 - n) for n, key in enumerate(keys)]
         order = np.array(sorted(range(len(rows)), key=[key.tobytes() for key in keys].__getitem__), dtype=np.int64)
@@ -293,9 +294,10 @@ class Trie:
         prompts_J = np.maximum.reduceat(prompts_N[order], begins_J)
         firsts_J = np.minimum.reduceat(order, begins_J)
         segments, leaves_J = list[tuple[int, ...]](), np.zeros(len(ends_J), dtype=np.int64)
-        work = [(0, len(ends_J), 0, -1)]
+        # A place is the way to a host: for each segment the longest row, the first row, and where it stops.
+        places, work = list[tuple[Place, int]](), list[tuple[int, int, int, int, Place]]([(0, len(ends_J), 0, -1, ())])
         while work:
-            begin, end, start, parent = work.pop()
+            begin, end, start, parent, place = work.pop()
             alone, here = end == begin + 1, slice(begin, end)
             common = int(computed_J[begin] if alone else common_J[begin + 1 : end].min())
             prompt, cut = int(prompts_J[begin]), start
@@ -306,22 +308,31 @@ class Trie:
                 cut = common
             for stop, leaf in ((cut, 0), (common if alone else cut, 1)):
                 if stop > start:
-                    facts = (int(firsts_J[here].min()), int(computed_J[here].max()))
-                    segments.append((parent, start, stop - start, int(hosts_J[begin]), leaf, *facts))
+                    first = int(firsts_J[here].min())
+                    segments.append((parent, start, stop - start, int(hosts_J[begin]), leaf, first))
+                    place = (*place, (-int(computed_J[here].max()), first, stop))
                     start, parent = stop, len(segments) - 1
             leaves_J[begin] = parent
-            if not alone:
+            if alone:
+                places.append((place, begin))
+            else:
                 parts = (np.flatnonzero(common_J[begin + 1 : end] == common) + begin + 1).tolist()
-                work += [(*pair, start, parent) for pair in itertools.pairwise([begin, *parts, end])]
-        parents_S, starts_S, lengths_S, rows_S, leaf_S, firsts_S, longest_S = np.array(segments, dtype=np.int64).T
+                work += [(*pair, start, parent, place) for pair in itertools.pairwise([begin, *parts, end])]
+        in_order, again_N, before = list[int](), lengths_N.copy(), Place()
+        for place, host in sorted(places):
+            in_order += sorted(order[begins_J[host] : ends_J[host] + 1].tolist(), key=lambda row: (-lengths[row], row))
+            both = [one for one, other in zip(before, place, strict=False) if one == other]
+            again_N[in_order[-int(sizes_J[host])]] = both[-1][2] if both else 0
+            before = place
+        parents_S, starts_S, lengths_S, rows_S, leaf_S, firsts_S = np.array(segments, dtype=np.int64).T
         # Similar lengths are next to each other, so that blocks have little padding.
         order_S = np.lexsort((firsts_S, -lengths_S, -_size(starts_S + lengths_S + leaf_S), leaf_S))
         place_S = np.append(np.argsort(order_S), -1)  # -1 stays -1
         hosts_N, leaves_N = np.empty((2, len(rows)), dtype=np.int64)
         hosts_N[order], leaves_N[order] = np.repeat(hosts_J, sizes_J), place_S[np.repeat(leaves_J, sizes_J)]
-        facts_S = (starts_S, lengths_S, rows_S, firsts_S, longest_S)
-        inner = len(leaf_S) - int(leaf_S.sum())
-        return cls(inner, hosts_N, leaves_N, place_S[parents_S[order_S]], *(array[order_S] for array in facts_S))
+        of_parents_S, inner, order_N = place_S[parents_S], len(leaf_S) - int(leaf_S.sum()), np.array(in_order)
+        facts = (of_parents_S[order_S], starts_S[order_S], lengths_S[order_S], rows_S[order_S])
+        return cls(inner, hosts_N, leaves_N, *facts, order_N, again_N[order_N])
 
     @cached_property
     def begins_S(self) -> NDArray[np.int64]:
@@ -342,13 +353,6 @@ class Trie:
         ends_S = self.starts_S + self.lengths_S
         parts = zip(self.rows_S.tolist(), self.starts_S.tolist(), ends_S.tolist(), strict=True)
         return np.concatenate([rows[row][start:end] for row, start, end in parts])
-
-    def chain(self, row: int) -> list[int]:
-        """The segments of a row, from the first."""
-        found = [int(self.leaves_N[row])]
-        while (parent := int(self.parents_S[found[-1]])) >= 0:
-            found.append(parent)
-        return found[::-1]
 
 
 def _common(one: Int32, other: Int32) -> int:
@@ -488,30 +492,16 @@ def row_batches(
     if not len(lengths_N):
         return []
     trie = Trie.of(sequences, prompt_lengths, prompts_alone=prompts_alone)
-    chains = [trie.chain(row) for row in range(len(sequences))]
-    if units_N is None:
-        units_N = trie.firsts_S[[chain[0] for chain in chains]]
-    branches_S = list(zip((-trie.longest_S).tolist(), trie.firsts_S.tolist(), strict=True))
-    units, first_rows, lengths = units_N.tolist(), trie.firsts_S.tolist(), lengths_N.tolist()
-    order = sorted(
-        range(len(sequences)),
-        key=lambda row: (
-            units[row],
-            first_rows[chains[row][0]],
-            [branches_S[segment] for segment in chains[row]],
-            -lengths[row],
-            row,
-        ),
-    )
-    # Tokens that a row has in common with the one before it; all, where it begins or equals that one.
-    again_N, ends_S = np.zeros(len(order), dtype=np.int64), trie.starts_S + trie.lengths_S
-    for place, (one, row) in enumerate(itertools.pairwise(order), 1):
-        if units[one] == units[row]:
-            both = [each for each, other in zip(chains[one], chains[row], strict=False) if each == other]
-            again_N[place] = lengths[row] if chains[one] == chains[row] else ends_S[both[-1]] if both else 0
-    order_N = np.array(order, dtype=np.int64)
+    if units_N is None:  # rows that have something in common
+        begins = np.flatnonzero(trie.again_N == 0)
+        firsts = np.minimum.reduceat(trie.order_N, begins)
+        units_N = np.repeat(firsts, np.diff(begins, append=len(sequences)))[np.argsort(trie.order_N)]
+    ranks = np.argsort(units_N[trie.order_N], kind="stable")
+    order_N = trie.order_N[ranks]
+    between = (trie.again_N[one + 1 : other + 1].min(initial=budget) for one, other in itertools.pairwise(ranks))
+    again_N = np.array([0, *between]) * (np.diff(units_N[order_N], prepend=-1) == 0)
     tokens_N = lengths_N[order_N] - again_N
-    bounds = np.append(np.flatnonzero(np.diff(units_N[order_N], prepend=-1)), len(order)).tolist()
+    bounds = np.append(np.flatnonzero(np.diff(units_N[order_N], prepend=-1)), len(order_N)).tolist()
     parts = [(int(tokens_N[first:end].sum()), first, end) for first, end in itertools.pairwise(bounds)]
     parts.sort(key=lambda part: -part[0])
     cut_N = np.where(tokens_N > 0, again_N, budget + 1)  # what it costs to begin another batch with a row

@@ -13,6 +13,7 @@ from pvg.bench.workloads.trainer import forward_flops
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.models import open_model
+from pvg.models.packing import Trie
 
 pytestmark = pytest.mark.slow
 
@@ -89,6 +90,24 @@ def test_the_measures_agree_with_each_other() -> None:
     # One rollout per micro-batch: nothing to pad.
     one_by_one = ["training.minibatches=2", "training.micro_batch_tokens=49", "training.kl.coefficient=0"]
     use("trainer", [*FEW, *one_by_one], look, samples=2)
+
+
+@pytest.mark.parametrize("shape", ["turns", "forks"])
+def test_episodes_have_the_same_lengths_where_they_have_less_in_common(shape: str) -> None:
+    def look(workload: Any, measured: list[dict[str, float]]) -> Any:
+        (metrics,) = metrics_of(workload)
+        assert metrics["grad_norm"] > 0.0
+        batch = workload._batch
+        return batch.lengths_N.tolist(), batch.prompt_lengths.tolist(), packed_tokens(batch)
+
+    def packed_tokens(batch: Any) -> int:
+        return int(Trie.of(batch.sequences, batch.prompt_lengths).lengths_S.sum())
+
+    alike, apart = (
+        use("trainer", [f"workload.shape={shape}", f"workload.alike={value}"], look) for value in ("true", "false")
+    )
+    assert alike[:2] == apart[:2]
+    assert alike[2] * 1.5 < apart[2]
 
 
 def test_more_minibatches_than_rollouts_are_refused_before_anything_opens() -> None:

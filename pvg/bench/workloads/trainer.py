@@ -2,11 +2,17 @@
 
     pvg bench --profile trainer                             # 256 rollouts, sampled once before the first sample
     pvg bench --profile trainer --sweep training.kl.coefficient=0,0.02
+    pvg bench --profile trainer --set workload.shape=turns --sweep workload.alike=false,true --interleave
 
 One sample trains once on the batch with the experiment's loss, precision and micro-batches, including AdamW's step. It
 also does the forward passes that the experiment requires: the KL's reference, and the recomputed log-probs of the
 sampler if `rollout.logprobs` asks for them. The learning rate is 0: AdamW does the same work at any rate, and the
 weights keep matching the batch, so every sample computes the same.
+
+With another `workload.shape`, the batch is a group of 16 episodes of 8 turns with one prompt, of drawn tokens: `turns`
+has a row for each turn, whose prompt is all that came before it; `forks` has a row for each episode, and the first four
+turns were played once for all. With `alike = false` the rows have the same lengths but only their equal prompts in
+common.
 
 MFU relates the required floating-point operations to this machine's measured matmul rate (`matmul_gflops`). Forward and
 backward require 6 N T + 6 H C + 12 l d S operations, and a reference's forward a third of that. N are the parameters of
@@ -39,6 +45,7 @@ from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
 from pvg.models.sources import open_learner
+from pvg.records import Int32
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
@@ -61,6 +68,8 @@ class TrainerWorkloadSettings(Section):
     """The `[workload]` table."""
 
     rollouts: Count = 256
+    shape: Literal["rollouts", "turns", "forks"] = "rollouts"
+    alike: bool = True
     seed: int = 0
 
 
@@ -113,7 +122,7 @@ class TrainerWorkload:
             self._players = Players(self._experiment, open_task(self._experiment.task), executor=self._executor)
             stack.push_async_callback(self._players.close)
             await self._players.ready()
-            self._batch = await self._sampled()
+            self._batch = await self._sampled() if self._workload.shape == "rollouts" else self._drawn()
             learner = open_learner(self._players, round_=0)
             stack.callback(learner.close)
             await self._open_trainer(learner)
@@ -136,6 +145,26 @@ class TrainerWorkload:
         )
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return policy_batch(rollouts, drawn_rewards(rollouts, workload.seed), self._experiment.training.loss.kind)
+
+    def _drawn(self) -> PolicyBatch:
+        """The batch of `workload.shape`. The sampler's log-probs are those of uniform draws."""
+        vocabulary = self._players.base.module.get_input_embeddings().weight.shape[0]
+        generator = np.random.default_rng(self._workload.seed)
+        turn = min(LONGEST_TURN, self._players.base.max_length // (TURNS + 1))
+        rows, starts = episode_rows(self._workload.shape, self._workload.alike, turn, vocabulary, generator)
+        masks = [np.arange(len(row) - start) % turn < turn - turn // 4 for row, start in zip(rows, starts, strict=True)]
+        none_N = np.zeros(len(rows), dtype=np.int32)
+        return PolicyBatch(
+            sequences=rows,
+            prompt_lengths=np.array(starts, dtype=np.int32),
+            sampled_logprobs=[np.full(mask.sum(), -np.log(vocabulary), dtype=np.float32) for mask in masks],
+            reference_logprobs=None,
+            advantages_N=generator.standard_normal(len(rows)).astype(np.float32),
+            role_ids_N=none_N.astype(np.int8),
+            group_ids_N=none_N,
+            versions_N=none_N,
+            sampled_masks=masks,
+        )
 
     async def _open_trainer(self, learner: LanguageModel) -> None:
         training, players = self._experiment.training, self._players
@@ -224,6 +253,31 @@ class TrainerWorkload:
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+
+EPISODES, TURNS, FORK = 16, 8, 4
+LONGEST_TURN = 64
+
+
+def episode_rows(
+    shape: str, alike: bool, turn: int, vocabulary: int, generator: np.random.Generator
+) -> tuple[list[Int32], list[int]]:
+    """Rows and prompt lengths of EPISODES episodes of one prompt (see the module). Prompt and turns have `turn` tokens,
+    of which the last quarter is observed, and missing in the last turn of a row."""
+    rows, starts, forks = list[Int32](), list[int](), shape == "forks"
+    prompt = generator.integers(0, vocabulary, turn)
+    played = generator.integers(0, vocabulary, (EPISODES, TURNS * turn))
+    if forks and alike:
+        played[:, : FORK * turn] = played[0, : FORK * turn]
+    for tokens in played:
+        for number in range(TURNS - 1 if forks else 0, TURNS):
+            before = np.append(prompt, tokens[: number * turn])
+            if number and not (alike or forks):
+                before = generator.integers(0, vocabulary, len(before))
+            own = tokens[number * turn : (number + 1) * turn - turn // 4]
+            rows.append(np.append(before, own).astype(np.int32))
+            starts.append(turn if forks else len(before))
+    return rows, starts
 
 
 def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.int64]], predicted: int) -> float:
