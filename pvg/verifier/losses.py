@@ -157,17 +157,13 @@ class PairObjective:
         return loss, metrics
 
     def _scores(self, module: nn.Module, batch: VerifierBatch, rows: list[int]) -> Tensor:
-        """The scores of these rows, [rows]; if they are packed, equal rows are computed once."""
+        """The scores of these rows, [rows]; if they are packed, what they have in common is computed once."""
         device, packed = next(module.parameters()).device, int(batch.lengths_N[rows].max()) <= self._longest_packed
-        firsts_U, number_of_R = np.arange(len(rows)), None
-        if packed:
-            firsts_U, number_of_R = distinct_rows([batch.sequences[row] for row in rows], batch.prompt_lengths_N[rows])
-        own_U = np.asarray(rows)[firsts_U]
-        ids_UL, lengths_U = pad_right([batch.sequences[row] for row in own_U], self._pad_id, device)
-        starts_U = torch.from_numpy(batch.prompt_lengths_N[own_U]).to(device, torch.int64)
-        references_U = None if batch.references_N is None else torch.from_numpy(batch.references_N[own_U]).to(device)
-        scores_U: Tensor = module(ids_UL, lengths_U, starts_U, references_U, packed=packed)
-        return scores_U if number_of_R is None else scores_U[torch.from_numpy(number_of_R).to(device)]
+        ids_RL, lengths_R = pad_right([batch.sequences[row] for row in rows], self._pad_id, device)
+        starts_R = torch.from_numpy(batch.prompt_lengths_N[rows]).to(device, torch.int64)
+        references_R = None if batch.references_N is None else torch.from_numpy(batch.references_N[rows]).to(device)
+        scores_R: Tensor = module(ids_RL, lengths_R, starts_R, references_R, packed=packed)
+        return scores_R
 
 
 def _keys(batch: VerifierBatch) -> list[tuple[int, bytes]]:
