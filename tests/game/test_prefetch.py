@@ -292,6 +292,10 @@ def test_ages_and_losses_of_three_batches_by_hand() -> None:
                     await asyncio.Event().wait()
                 return [made_group(order.problem.id, [[version]] * 2) for order in orders]
 
+    async def turns() -> None:
+        for _ in range(200):  # whatever can come has come
+            await asyncio.sleep(0)
+
     async def play() -> list[dict[str, float]]:
         ahead = SamplingAhead(kind="old", batches=1)
         how: dict[str, Any] = {"budget": 1, "concurrency": 99, "scored": "batch"}
@@ -299,10 +303,10 @@ def test_ages_and_losses_of_three_batches_by_hand() -> None:
         prefetcher.start(version=3, batch=1, batches=3)
         found = []
         for version in (4, 5, 6):
-            await asyncio.sleep(0.01)
+            await turns()
             for _ in range(2):  # the second time changes nothing
                 prefetcher.published(version)
-            await asyncio.sleep(0.01)
+            await turns()
             found.append((await asyncio.wait_for(prefetcher.batch(version), 60.0))[1])
         await prefetcher.close()
         assert len(asyncio.all_tasks()) == 1  # nothing is left running
