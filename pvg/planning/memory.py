@@ -27,6 +27,7 @@ import numpy as np
 import pvg
 from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
+from pvg.config.operation import ranks_of
 from pvg.config.rollout import TorchSampling
 from pvg.errors import MissingRequirementError
 from pvg.hub import Say, fetch_config
@@ -290,13 +291,23 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class ModelInTraining:
     """A model in training. `rank`: of its adapters; 0: all weights are trained. `dtype`: of the weights; `precision`:
-    of the passes."""
+    of the passes. `gpus`: those that divide its weights, gradients and moments (trainer ranks)."""
 
     shape: ModelShape
     rank: int
     dtype: str
     precision: str
     checkpointing: bool = False
+    gpus: int = 1
+
+    @property
+    def gathered(self) -> float:
+        """The most bytes of weights that one of several GPUs has gathered: two layers, and what is outside of them."""
+        ends = self.shape.vocabulary * self.shape.width
+        if self.shape.config is not None and not self.shape.config.tie_word_embeddings:
+            ends *= 2
+        layer = (self.shape.parameters - ends) / self.shape.layers
+        return (ends + 2 * layer) * BYTES[self.precision] if self.gpus > 1 else 0.0
 
     @property
     def trained(self) -> int:
@@ -319,19 +330,22 @@ def training_parts(
     found = activations_of(shape, forward)
     layer = found.layer * positions
     inputs = shape.width * BYTES[model.dtype] * positions
-    constant = found.copies * (1 if model.checkpointing else shape.layers)
+    constant = found.copies * (1 if model.checkpointing else shape.layers) if model.gpus == 1 else 0.0
     casts = model.precision != model.dtype
     everything = shape.layers * inputs + layer if model.checkpointing else shape.layers * layer
     everything += 0.0 if casts else constant
     after = found.outside * positions + FLOAT32 * LOGITS_COPIES * min(chunk, positions * shape.vocabulary)
-    head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width
-    gradients = FLOAT32 * model.trained
+    head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width / model.gpus
+    gradients = FLOAT32 * model.trained / model.gpus
+    frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
     start = everything + after + head_gradient
     end = layer + gradients
     return {
-        "trained weights": float(FLOAT32 * model.trained),
+        "trained weights": FLOAT32 * model.trained / model.gpus,
         GRADIENTS: gradients if end >= start else head_gradient,
-        "optimizer": 2.0 * FLOAT32 * model.trained,
+        "optimizer": 2.0 * FLOAT32 * model.trained / model.gpus,
+        **({"weights below adapters": frozen} if frozen else {}),
+        **({"gathered weights": model.gathered} if model.gathered else {}),
         CASTS: constant if casts else 0.0,
         ACTIVATIONS: layer if end >= start else everything + after,
     }
@@ -359,6 +373,8 @@ def memory_of(
     frozen = {"base prover": float(base), **copy, **context}
 
     policy, scoring = _policy(experiment, prover), _verifier(experiment, verifier)
+    if gpu_bytes is not None:  # the ranks of CPUs share a machine, whose memory they do not divide
+        policy = replace(policy, gpus=ranks_of(experiment.cluster) or 1)
     verifier_bytes = _scoring_bytes(experiment, scoring)
     numbers = experiment.arithmetic()
     batch = numbers.rollouts_per_optimizer_step * length

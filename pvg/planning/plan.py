@@ -300,8 +300,7 @@ def not_modelled(experiment: Experiment) -> list[str]:
     found = {
         f"workers of the cluster also train, and have copies of the models: {one}": experiment.server_cluster is None
         and has_workers(experiment.cluster),
-        f"cluster.trainer_ranks = {ranks} is not modelled: {one}. A rank keeps 1/{ranks} of the trained weights, "
-        "gradients and optimizer": ranks is not None,
+        f"cluster.trainer_ranks = {ranks} is not modelled in the times, nor in the memory of CPUs": ranks is not None,
         "rollout.deadline is not modelled: the plan waits for all rollouts of a batch": (
             experiment.rollout.deadline.kind != "none"
         ),

@@ -115,6 +115,25 @@ def test_full_training_of_8b_takes_four_numbers_per_weight(tmp_path: Path) -> No
     assert parts["trained weights"] + parts["gradients, at the peak"] + parts["optimizer"] == 16 * found.parameters
 
 
+def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Path) -> None:
+    found = shape(LLAMA_8B, tmp_path)
+    models = {"device": "cuda", "precision": "bfloat16"}
+    training = {"gradient_checkpointing": True, "micro_batch_tokens": 4096}
+    parts = []
+    for ranks in (1, 8):
+        cluster = {"kind": "local", "trainer_ranks": ranks} if ranks > 1 else {"kind": "none"}
+        experiment = build_experiment({"models": models, "training": training, "cluster": cluster})
+        plans = list(memory_of(experiment, found, found, prompt_tokens=256, slots=64, gpu_bytes=80e9))
+        parts.append(next(plan.parts for plan in plans if plan.stage == "train the prover"))
+    one, eight = parts
+    for name in ("trained weights", "optimizer"):
+        assert eight[name] == one[name] / 8
+    assert eight["base prover"] == one["base prover"]
+    ends = 2 * found.vocabulary * found.width
+    layer = (found.parameters - ends) / found.layers
+    assert eight["gathered weights"] == 2 * (ends + 2 * layer)  # bfloat16
+
+
 def test_stages_of_an_experiment() -> None:
     experiment = load_experiment(find_experiment("modchain"))
     prover = read_shape("embedded:modchain-prover", print)
