@@ -204,9 +204,9 @@ class TrainerWorkload:
             "rollouts": rollouts,
             "mean_prompt_tokens": round(prompts / rollouts, 1),
             "mean_completion_tokens": round((self._tokens - prompts) / rollouts, 1),
-            "prompts": digest_of(
-                ids[:length] for ids, length in zip(batch.sequences, batch.prompt_lengths, strict=True)
-            ),
+            "prompts": shape
+            if (shape := self._workload.shape) != "rollouts"  # drawn; with less in common they are others
+            else digest_of(ids[:length] for ids, length in zip(batch.sequences, batch.prompt_lengths, strict=True)),
             "seed": self._workload.seed,
         }
         if rank := self._experiment.training.adapters.rank:
