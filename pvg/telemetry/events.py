@@ -93,7 +93,7 @@ NOTICES = {
     "not added": "Worker {worker} could not be added: {why}",
     "server started": "A vLLM server on node {node} is ready.",
     "server lost": "vLLM on node {node}: {why}.",
-    **dict.fromkeys(("no room", "node shared", "node differs", "experimental", "servers", "server given up"), "{why}."),
+    **dict.fromkeys(("node shared", "node differs", "experimental", "servers", "server given up"), "{why}."),
     "waits": "pvg waits for {why}.",
 }
 QUIET_S = 5.0  # of a wait for another process, before a notice

@@ -29,14 +29,20 @@ def ray_node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def refuse_other_packages(name: str, found: Mapping[str, str]) -> None:
-    """Raises MissingRequirementError for a node whose results would differ. `found`: what its agent has reported."""
+def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
+    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
+    its `versions`."""
     for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
         if found[package] != own:
             raise MissingRequirementError(
                 f"Node {name} has {package} {found[package]}, and this process has {own}.",
                 "Install the same versions on all nodes",
             )
+    if found["auth"].lower() != "token":
+        raise MissingRequirementError(
+            f"Node {name} does not require a token, so anyone who reaches it can run code there.",
+            "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
+        )
 
 
 def note_other_processor(name: str, found: Mapping[str, str], events: Events) -> None:

@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from pvg.telemetry.waits import in_daemon, usable_cores
 
 LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
+ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
 CALL_S = 120.0  # for an answer of Ray, which gives up most of its own requests after 60 s
 LEAVE_S = 30.0  # Ray's own shutdown waits without a limit for a head that hangs
 MODE = "RAY_AUTH_MODE"
@@ -99,14 +100,15 @@ def _is_of_session(process: psutil.Process, command: list[str], folder: str) -> 
 
 class RayClient:
     """A connection that opens in the background. One thread makes all calls of Ray that block, and lives as long as
-    Ray's processes, which end with it. Takes the arguments of `open_cluster`. `end` it. `events` gets notices."""
+    Ray's processes, which end with it. Takes the arguments of `open_cluster`. `end` it. `events` gets notices, and what
+    Ray would print."""
 
-    def __init__(self, workers: int, address: str | None, log: Callable[[str], None]) -> None:
-        self.events: Events = SilentEvents()
+    def __init__(self, workers: int, address: str | None, events: Events | None = None) -> None:
+        self.events = events or SilentEvents()
         self._where = address or LOOPBACK[0]
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         in_daemon(self._make_calls, "pvg-ray")  # a call that hangs must not keep this process from ending
-        self._connected = self._submit(open_cluster, workers, address, log)
+        self._connected = self._submit(open_cluster, workers, address, self._log)
         self._ended = False
 
     async def connection(self) -> RayConnection:
@@ -122,6 +124,49 @@ class RayClient:
         except TimeoutError:  # also of Ray itself
             raise head_lost(self._where) from None
 
+    async def reserve(self, bundle: Mapping[str, float], count: int, what: str, remedy: str) -> Any:
+        """A placement group of `count` bundles, spread over the nodes. Raises MissingRequirementError, with `remedy`,
+        if the cluster has no room for `what` in ROOM_S."""
+        ray = (await self.connection()).ray
+        group = await self.call(lambda: ray.util.placement_group([dict(bundle)] * count, strategy="SPREAD"))
+        try:
+            async with patience(self.events, f"room for {what} on the Ray cluster", ROOM_S):
+                while not await self.call(group.wait, 1.0):
+                    pass
+        except BaseException as error:
+            self.later(ray.util.remove_placement_group, group)
+            if not isinstance(error, TimeoutError):
+                raise
+            free, all_ = await self.call(ray.available_resources), await self.call(ray.cluster_resources)
+            found = ", ".join(f"{free.get(kind, 0):g} of {all_.get(kind, 0):g} {kind}s are free" for kind in bundle)
+            what = f"The Ray cluster had no room for {what} in {ROOM_S:g} s ({found})."
+            raise MissingRequirementError(what, f"{remedy}, or add a node: ray start --address HOST:PORT") from None
+        return group
+
+    async def start_actor(self, kind: type, argument: object, group: Any, index: int, **options: float) -> Any:
+        """An actor `kind(argument)` in a bundle of a placement group, and Ray's stream of what its `serve` yields."""
+        ray = (await self.connection()).ray
+
+        def start() -> Any:
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            chosen = {**options, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": where}
+            actor = ray.remote(kind).options(**chosen).remote(argument)
+            return actor, actor.serve.options(num_returns="streaming").remote()
+
+        return await self.call(start)
+
+    async def watch(self) -> None:
+        """Raises WorkerLostError when the cluster's head has ended, because Ray would soon end this process without a
+        word. Counts probes, not seconds: this process may have been stopped too."""
+        ray, missed = (await self.connection()).ray, 0
+        head = str(await self.call(lambda: ray.get_runtime_context().gcs_address))
+        while missed < HEAD_MISSED:
+            await asyncio.sleep(PROBE_S)
+            missed = 0 if await answers(head) else missed + 1
+        raise head_lost(head)
+
     def own_gpu(self) -> int:
         """See `reserve_gpu`. Blocks."""
         return self._submit(lambda: reserve_gpu(self._connected.result().ray)).result()
@@ -136,8 +181,8 @@ class RayClient:
         self.later(lambda: self._connected.result().ray.kill(actor))
 
     def end(self) -> None:
-        """Leave the cluster; Ray ends this process's actors. Goes on without an answer
-        after LEAVE_S. A second call does nothing."""
+        """Leave the cluster; Ray ends this process's actors. Goes on without an answer after LEAVE_S. A second call
+        does nothing."""
         if self._ended:
             return
         self._ended = True
@@ -146,6 +191,10 @@ class RayClient:
         wait([left], LEAVE_S)
         if not left.done() and self._connected.done() and (session := self._connected.result().session):
             end_session(session)
+
+    def _log(self, line: str) -> None:
+        """Ray calls this from a thread."""
+        self.events.event("workers", event="ray", text=line)
 
     def _leave(self) -> None:
         if self._connected.exception() is None:

@@ -25,8 +25,8 @@ from pvg.servers.fleet import Server
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.ray_cluster import HEAD_MISSED, PROBE_S, RayClient, RayConnection, answers, head_lost
-from pvg.workers.ray_supply import QUIET_S, ROOM_S, refuse_other_versions
+from pvg.workers.nodes import refuse_other_versions
+from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, RayConnection
 from pvg.workers.server_agent import THREADS, ServerAgent, ServerEnd, ServerOrder, order_of
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
@@ -65,8 +65,7 @@ class RayServers:
         self._gpus = cluster.gpus_per_worker
         self._root = experiment.weights.root.absolute()
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
-        self.client = RayClient(self._count, cluster.address, self._log)
-        self.client.events = self._events
+        self.client = RayClient(self._count, cluster.address, self._events)
         self._places: set[_Place] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -80,12 +79,14 @@ class RayServers:
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._cluster: RayConnection = await self.client.connection()
         self._order = await asyncio.to_thread(self._prepare)
-        head = await self.client.call(lambda: str(self._cluster.ray.get_runtime_context().gcs_address))
-        self._group = await self.client.call(self._reserve)
-        await self._room()
+        bundle = {"CPU": 1.0, **({"GPU": float(self._gpus)} if self._gpus else {})}
+        gpus = f", each with {counted(self._gpus, 'GPU')}" if self._gpus else ""
+        room = counted(self._count, "vLLM server") + gpus
+        remedy = "Use fewer servers (-s cluster.workers=N)"
+        self._group = await self.client.reserve(bundle, self._count, room, remedy)
         what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
         self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
-        self._run(self._watch(head))
+        self._run(self.client.watch())
         self._keeping = {self._run(self._keep(number)) for number in range(self._count)}
         await self._first
 
@@ -124,41 +125,15 @@ class RayServers:
             threads=os.environ.get(THREADS),
         )
 
-    def _reserve(self) -> Any:
-        bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
-        return self._cluster.ray.util.placement_group([bundle] * self._count, strategy="SPREAD")
-
-    async def _room(self) -> None:
-        """Wait until the cluster has room for all servers."""
-        each = "a CPU" + (f" and {counted(self._gpus, 'GPU')}" if self._gpus else "")
-        lacks = f"no room for {counted(self._count, 'vLLM server')} with {each} each"
-        waited = 0.0
-        while not await self.client.call(self._group.wait, 1.0):
-            waited += 1.0
-            if waited == QUIET_S:
-                why = f"The Ray cluster has {lacks} yet; pvg waits for at most {ROOM_S:g} s"
-                self._events.event("workers", event="no room", why=why)
-            if waited >= ROOM_S:
-                raise MissingRequirementError(
-                    f"The Ray cluster had {lacks} in {ROOM_S:g} s.",
-                    "Use fewer servers (-s cluster.workers=N), or add a node: ray start --address HOST:PORT",
-                )
-
-    async def _watch(self, head: str) -> None:
-        """End the run if the cluster's head has ended, because Ray would soon end this process without a word."""
-        missed = 0
-        while missed < HEAD_MISSED:
-            await asyncio.sleep(PROBE_S)
-            missed = 0 if await answers(head) else missed + 1
-        self._fail(head_lost(head))
-
     # --- servers ------------------------------------------------------------------------------------------------------
 
     async def _keep(self, number: int) -> PvgError:
         """Keep one server running. Returns why that is impossible."""
         failed = 0
         while True:
-            place = await self._create(number)
+            options = {"num_cpus": 1, "num_gpus": self._gpus}
+            actor, news = await self.client.start_actor(ServerAgent, self._order, self._group, number, **options)
+            place = _Place(number, actor, news)
             self._places.add(place)
             end = await self._follow(place)
             self._places.discard(place)
@@ -173,19 +148,6 @@ class RayServers:
                 where = "the cluster" if place.node is None else f"node {place.node}"
                 return kind(f"No vLLM server runs on {where}: {end.why}.", end.remedy)
             await asyncio.sleep(PAUSE_S * failed)
-
-    async def _create(self, number: int) -> _Place:
-        """Start an actor where Ray has put the reservation, or will put it."""
-        return _Place(number, *await self.client.call(self._start_actor, number))
-
-    def _start_actor(self, number: int) -> tuple[Any, Any]:
-        ray = self._cluster.ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
-        options = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
-        actor = ray.remote(ServerAgent).options(**options, scheduling_strategy=where).remote()
-        return actor, actor.serve.options(num_returns="streaming").remote(self._order)
 
     async def _follow(self, place: _Place) -> ServerEnd:
         """Take the news of a server until it ends, or does not answer."""
@@ -285,10 +247,6 @@ class RayServers:
             self._served.fleet.fail(error)
         else:
             self._first.set_exception(error)
-
-    def _log(self, line: str) -> None:
-        """Log what Ray would print. Ray calls this from a thread."""
-        self._events.event("workers", event="ray", text=line)
 
 
 async def _next(news: Any) -> dict[str, Any]:

@@ -21,25 +21,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pvg.errors import MissingRequirementError, WorkerLostError
+from pvg.errors import MissingRequirementError, WorkerLostError, counted
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.local import cpu_s
-from pvg.workers.nodes import note_other_processor, refuse_other_packages
+from pvg.workers.nodes import note_other_processor, refuse_other_versions
 from pvg.workers.ray_actor import WorkerActor, seen
-from pvg.workers.ray_cluster import HEAD_MISSED, PROBE_S, RayClient, RayConnection, answers, head_lost
+from pvg.workers.ray_cluster import ROOM_S, RayClient, RayConnection
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.workers.pool import Member, SharedWeights
 
-ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
-QUIET_S = 5.0  # of it, before a notice
-ASK_S = 1.0  # between two questions whether there is room for one more worker
 GRACE_S = 30.0  # after a loss, before workers share a node
 START_S = 120.0  # for Ray to start a process, which imports pvg
-BUNDLE = {"CPU": 1.0}  # what Ray reserves for each worker
 
 
 class NotStartedError(ConnectionError):
@@ -127,7 +123,7 @@ class RaySupply:
         number of processes, for which a cluster on this machine has room."""
         self.events: Events = SilentEvents()
         self._workers = workers
-        self.client = RayClient(most or workers, address, self._log)
+        self.client = RayClient(most or workers, address)
         self._opening = asyncio.Lock()
         self._group: Any = None
         self._numbers = workers - 1  # of the newest bundle
@@ -136,14 +132,12 @@ class RaySupply:
         self._members: set[RayMember] = set()
         self._nodes: set[str] = set()  # those that a worker has run on, by Ray's id
         self._losses = 0
-        self._head_missed = 0  # probes that the cluster's head has not answered
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None] | None = None
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
     async def ready(self) -> None:
         """Connect to the cluster, and wait until it has reserved what the first workers need."""
-        self.client.events = self.events
         async with self._opening:
             if self._group is None:
                 await self._open()
@@ -187,7 +181,10 @@ class RaySupply:
     async def _worker_in(self, bundle: int, place: int, patience_s: float) -> RayMember:
         """A worker where Ray has put the bundle `place`, or will put it. Raises ConnectionError if another attempt may
         help."""
-        member = RayMember(self, *await self.client.call(self._create, place), bundle, place)
+        group, index = (self._single[place], 0) if place in self._single else (self._group, place)
+        # Without a CPU, because workers may share a bundle.
+        actor, frames = await self.client.start_actor(WorkerActor, os.getcwd(), group, index, num_cpus=0)
+        member = RayMember(self, actor, frames, bundle, place)
         try:
             async with patience(self.events, f"Ray to start worker {bundle}", patience_s):
                 hello = await member.receive()
@@ -209,16 +206,6 @@ class RaySupply:
             self.events.event("workers", event="node joined", node=member.node, processor=found["processor"])
         self._members.add(member)
         return member
-
-    def _create(self, place: int) -> tuple[Any, Any]:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        group, index = (self._single[place], 0) if place in self._single else (self._group, place)
-        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        # Without a CPU, because workers may share a bundle.
-        options = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        actor = self.ray.remote(WorkerActor).options(**options, scheduling_strategy=where).remote(os.getcwd())
-        return actor, actor.serve.options(num_returns="streaming").remote()
 
     def _failure(self, error: BaseException | None) -> Exception:
         """Why a worker ended before its first frame: ConnectionError if another attempt may help."""
@@ -255,8 +242,8 @@ class RaySupply:
 
     def check(self) -> None:
         """Raises WorkerLostError if the cluster's head has ended."""
-        if self._head_missed >= HEAD_MISSED:
-            raise head_lost(self._head)
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
 
     def weights(self) -> SharedWeights:
         return RayObjects(self)
@@ -265,9 +252,9 @@ class RaySupply:
 
     async def close(self) -> None:
         """End all workers, and leave the cluster. A second call does nothing."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         for member in self._members:
             member.close()
         await asyncio.get_running_loop().run_in_executor(None, self.end)
@@ -286,74 +273,20 @@ class RaySupply:
 
     async def _open(self) -> None:
         """Connect to the cluster, and reserve a CPU for each worker."""
+        self.client.events = self.events
         self._cluster: RayConnection = await self.client.connection()
-        self.ray, self.host = self._cluster.ray, self._cluster.host
-        self._head = await self.client.call(lambda: str(self.ray.get_runtime_context().gcs_address))
-        self._group = await self.client.call(self._reserve)
-        await self._room()
-        task = asyncio.create_task(self._probe())
-        self._tasks.add(task)
+        self.ray = self._cluster.ray
+        self._group = await self._room(self._workers)
+        self._watching = asyncio.create_task(self.client.watch())
 
-    def _reserve(self) -> Any:
-        return self.ray.util.placement_group([BUNDLE] * self._workers, strategy="SPREAD")
+    async def _room(self, workers: int) -> Any:
+        return await self.client.reserve(
+            {"CPU": 1.0}, workers, counted(workers, "worker"), "Use fewer workers (-s cluster.workers=N)"
+        )
 
     async def _one_more(self) -> int:
-        """A bundle for one more worker. Waits until the cluster has a CPU for it, for example on a node that joins."""
-        group = await self.client.call(lambda: self.ray.util.placement_group([BUNDLE]))
-        try:
-            waited = 0.0
-            while not await self.client.call(group.wait, 0.1):
-                await asyncio.sleep(ASK_S)
-                if waited < QUIET_S <= waited + ASK_S:
-                    found = await self.client.call(self._free_now)
-                    why = f"The Ray cluster has no free CPU for one more worker ({found}); it starts when there is one"
-                    self.events.event("workers", event="no room", why=why)
-                waited += ASK_S
-        except BaseException:
-            self.client.later(self.ray.util.remove_placement_group, group)
-            raise
+        """A bundle for one more worker, for example on a node that joins."""
+        group = await self._room(1)
         self._numbers += 1
         self._single[self._numbers] = group
         return self._numbers
-
-    async def _room(self) -> None:
-        """Wait until the cluster has a CPU for each worker."""
-        waited, quiet, lacks = 0.0, True, f"no {self._workers} free CPUs"
-        while not await self.client.call(self._group.wait, 1.0):
-            waited += 1.0
-            if waited >= QUIET_S and quiet:
-                quiet = False
-                why = f"The Ray cluster has {lacks} for workers yet ({await self.client.call(self._free_now)})"
-                self.events.event("workers", event="no room", why=f"{why}; pvg waits for at most {ROOM_S:g} s")
-            if waited >= ROOM_S:
-                found = await self.client.call(self._free_now)
-                raise MissingRequirementError(
-                    f"The Ray cluster had {lacks} for workers in {ROOM_S:g} s ({found}).",
-                    "Use fewer workers (-s cluster.workers=N), or add a node: ray start --address HOST:PORT",
-                )
-
-    def _free_now(self) -> str:
-        ray = self._cluster.ray
-        free, all_ = ray.available_resources().get("CPU", 0.0), ray.cluster_resources().get("CPU", 0.0)
-        return f"it has {all_:g}, of which {free:g} are free"
-
-    async def _probe(self) -> None:
-        """Counts probes, not seconds: this process may have been stopped too."""
-        while True:
-            await asyncio.sleep(PROBE_S)
-            self._head_missed = 0 if await answers(self._head) else self._head_missed + 1
-
-    def _log(self, line: str) -> None:
-        """Log what Ray would print. Ray calls this from a thread."""
-        self.events.event("workers", event="ray", text=line)
-
-
-def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
-    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
-    what its agent has reported."""
-    refuse_other_packages(name, found)
-    if found["auth"].lower() != "token":
-        raise MissingRequirementError(
-            f"Node {name} does not require a token, so anyone who reaches it can run code there.",
-            "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
-        )

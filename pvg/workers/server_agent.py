@@ -59,14 +59,15 @@ class ServerEnd:
 class ServerAgent:
     """Runs one server: `serve` ends with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, order: ServerOrder) -> None:
+        self._order = order
         self._news: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._serving: asyncio.Task[None] | None = None
 
-    async def serve(self, order: ServerOrder) -> AsyncIterator[dict[str, Any]]:
+    async def serve(self) -> AsyncIterator[dict[str, Any]]:
         """Run a server until it ends, or until `stop`. Meanwhile says what happens: {"news": "hello" | "ready" |
         "errors", ...}, at last {"news": "end", ...} with the fields of a ServerEnd."""
-        self._serving = asyncio.create_task(self._serve(order))
+        self._serving = asyncio.create_task(self._serve(self._order))
         self._serving.add_done_callback(lambda _: self._news.put_nowait({"news": "end"}))
         while (news := await self._news.get())["news"] != "end":
             yield news

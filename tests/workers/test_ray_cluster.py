@@ -19,8 +19,9 @@ from worker_stand_ins import RecordedEvents
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
 from pvg.workers import ray_cluster
+from pvg.workers.nodes import refuse_other_versions
 from pvg.workers.ray_cluster import RayClient, end_session, open_cluster
-from pvg.workers.ray_supply import RaySupply, refuse_other_versions
+from pvg.workers.ray_supply import RaySupply
 
 
 @pytest.fixture(autouse=True)
@@ -118,8 +119,7 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
     connection = SimpleNamespace(close=hanging.wait, session="session_1")
     monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
     monkeypatch.setattr(ray_cluster, "end_session", killed.append)
-    client = RayClient(2, "10.0.0.1:6379", print)
-    client.events = events = RecordedEvents()
+    client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
     with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
         asyncio.run(client.call(hanging.wait))
     assert ["10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True]
@@ -128,18 +128,22 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
 
 
 def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch):
-    """A second of this cluster takes no time."""
     ray = SimpleNamespace(
-        get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:1"),
-        util=SimpleNamespace(placement_group=lambda *_, **__: SimpleNamespace(wait=lambda limit_s: False)),
+        util=SimpleNamespace(
+            placement_group=lambda *_, **__: SimpleNamespace(wait=lambda limit_s: False),
+            remove_placement_group=lambda _: None,
+        ),
         available_resources=lambda: {"CPU": 1.0},
         cluster_resources=lambda: {"CPU": 4.0},
     )
-    connection = SimpleNamespace(ray=ray, host="127.0.0.1", session=None, close=lambda: None)
+    connection = SimpleNamespace(ray=ray, session=None, close=lambda: None)
     monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
+    monkeypatch.setattr(ray_cluster, "ROOM_S", 0.1)
+    monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
     events = RecordedEvents()
     with RaySupply(2) as supply:
         supply.events = events
-        with pytest.raises(MissingRequirementError, match=r"had no 2 free CPUs .* in 300 s \(it has 4, of which 1 are"):
+        says = r"had no room for 2 workers in 0\.1 s \(1 of 4 CPUs are free\)"
+        with pytest.raises(MissingRequirementError, match=says):
             asyncio.run(supply.ready())
-    assert ["at most 300 s" in event["why"] for event in events.of("no room")] == [True]
+    assert events.of("waits")[0]["why"] == "room for 2 workers on the Ray cluster, for at most 0.1 s"

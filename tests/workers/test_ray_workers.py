@@ -139,14 +139,14 @@ def test_sigterm_leaves_a_run_time_to_commit():
 
 async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: list[bytes]) -> None:
     monkeypatch.setattr(pool_module, "LOOK_S", 1000.0)  # this test alone decides
-    monkeypatch.setattr(ray_supply, "QUIET_S", 1.0)
+    monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 1.0)
     monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
     events = RecordedEvents()
     pool = WorkerPool(experiment(2), 2, RaySupply(1, nodes.address, 2), events, processes=(1, 2))
     await pool.start()
     try:
         coming = asyncio.create_task(pool.add("chance", {}))
-        while not events.of("no room"):
+        while not any("room for" in event["why"] for event in events.of("waits")):
             assert await sampled(pool, 0) == expected  # the run continues with its other workers
         second = nodes.add(1)
         await coming
@@ -163,7 +163,7 @@ async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: l
         await pool.remove(1, "chance")
         events.seen.clear()
         coming = asyncio.create_task(pool.add("chance", {}))
-        while not events.of("no room"):  # noqa: ASYNC110 - nothing tells it
+        while not any("room for" in event["why"] for event in events.of("waits")):  # noqa: ASYNC110 - nothing tells it
             await asyncio.sleep(0.1)
         coming.cancel()  # the run ends while a worker waits for room
         await asyncio.gather(coming, return_exceptions=True)
