@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.store.lease import this_boot, this_namespace
 from pvg.workers.frames import Frame, packed, unpacked
-from pvg.workers.nodes import ray_node, versions
+from pvg.workers.ray_cluster import ray_node, versions
 
 if TYPE_CHECKING:
     from pvg.workers.process import WorkerProcess

@@ -20,15 +20,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import psutil
 
+import pvg
 from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, one_line, shortened
 from pvg.inputs import has_place
 from pvg.installation import install_extra
+from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.telemetry.waits import in_daemon, usable_cores
 
@@ -417,3 +420,45 @@ def _import(log: Callable[[str], None]) -> Any:
 def forget_token() -> None:
     """Make Ray read the token again, because an earlier cluster of this process had another one."""
     importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()
+
+
+# --- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """What must agree on all nodes for the same bits, and Ray's authentication."""
+    return {
+        "pvg": pvg.__version__,
+        "torch": metadata.version("torch"),
+        "processor": processor(),
+        "auth": os.environ.get("RAY_AUTH_MODE", ""),
+    }
+
+
+def ray_node() -> str:
+    """Ray's id of this node."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
+    """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
+    its `versions`."""
+    for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
+        if found[package] != own:
+            raise MissingRequirementError(
+                f"Node {name} has {package} {found[package]}, and this process has {own}.",
+                "Install the same versions on all nodes",
+            )
+    if found["auth"].lower() != "token":
+        raise MissingRequirementError(
+            f"Node {name} does not require a token, so anyone who reaches it can run code there.",
+            "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
+        )
+
+
+def note_other_processor(name: str, found: Mapping[str, str], events: Events) -> None:
+    if found["processor"] != processor():
+        why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
+        events.event("workers", event="node differs", node=name, why=why)

@@ -25,8 +25,7 @@ from pvg.servers.fleet import Server
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.nodes import refuse_other_versions
-from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, RayConnection
+from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, RayConnection, refuse_other_versions
 from pvg.workers.server_agent import THREADS, ServerAgent, ServerEnd, ServerOrder, order_of
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner

@@ -25,9 +25,8 @@ from pvg.errors import MissingRequirementError, WorkerLostError, counted
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.local import cpu_s
-from pvg.workers.nodes import note_other_processor, refuse_other_versions
 from pvg.workers.ray_actor import WorkerActor, seen
-from pvg.workers.ray_cluster import ROOM_S, RayClient, RayConnection
+from pvg.workers.ray_cluster import ROOM_S, RayClient, RayConnection, note_other_processor, refuse_other_versions
 
 if TYPE_CHECKING:
     from torch import Tensor

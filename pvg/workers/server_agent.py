@@ -22,7 +22,7 @@ from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, sh
 from pvg.servers.command import LOOPBACK, Interpreter, find_interpreter, model_folder, server_spec
 from pvg.servers.control import KEY_VARIABLE
 from pvg.servers.process import LogTail, ServerFailedError, VllmServer, free_port
-from pvg.workers.nodes import ray_node, versions
+from pvg.workers.ray_cluster import ray_node, versions
 
 LOOK_S = 1.0  # between two looks into the server's log
 MOST_LINES = 20  # of the log, at a time

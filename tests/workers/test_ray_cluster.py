@@ -19,8 +19,7 @@ from worker_stand_ins import RecordedEvents
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
 from pvg.workers import ray_cluster
-from pvg.workers.nodes import refuse_other_versions
-from pvg.workers.ray_cluster import RayClient, end_session, open_cluster
+from pvg.workers.ray_cluster import RayClient, end_session, open_cluster, refuse_other_versions
 from pvg.workers.ray_supply import RaySupply
 
 
