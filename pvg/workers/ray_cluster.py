@@ -37,6 +37,7 @@ from pvg.telemetry.waits import in_daemon, usable_cores
 
 LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
+ASK_S = 0.5  # between two questions whether there is room
 ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
 CALL_S = 120.0  # for an answer of Ray, which gives up most of its own requests after 60 s
 LEAVE_S = 30.0  # Ray's own shutdown waits without a limit for a head that hangs
@@ -134,8 +135,10 @@ class RayClient:
         group = await self.call(lambda: ray.util.placement_group([dict(bundle)] * count, strategy="SPREAD"))
         try:
             async with patience(self.events, f"room for {what} on the Ray cluster", ROOM_S):
-                while not await self.call(group.wait, 1.0):
-                    pass
+                while True:
+                    if await self.call(group.wait, 0.1):  # other calls wait meanwhile
+                        return group
+                    await asyncio.sleep(ASK_S)
         except BaseException as error:
             self.later(ray.util.remove_placement_group, group)
             if not isinstance(error, TimeoutError):
@@ -144,7 +147,6 @@ class RayClient:
             found = ", ".join(f"{free.get(kind, 0):g} of {all_.get(kind, 0):g} {kind}s are free" for kind in bundle)
             what = f"The Ray cluster had no room for {what} in {ROOM_S:g} s ({found})."
             raise MissingRequirementError(what, f"{remedy}, or add a node: ray start --address HOST:PORT") from None
-        return group
 
     async def start_actor(self, kind: type, argument: object, group: Any, index: int, **options: float) -> Any:
         """An actor `kind(argument)` in a bundle of a placement group, and Ray's stream of what its `serve` yields."""
