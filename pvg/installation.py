@@ -28,13 +28,17 @@ def in_checkout() -> bool:
     return (_root() / "pyproject.toml").is_file()
 
 
-def has_usable_gpu(root: Path = Path("/")) -> bool:
-    """Whether torch will find an NVIDIA GPU here, without loading it: the driver shows one, no variable hides it, and
-    torch is not a build for CPUs. `root`: the root of the file system."""
-    driver = any((root / "dev").glob("nvidia[0-9]*")) or (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+def usable_gpus(root: Path = Path("/")) -> int:
+    """The number of NVIDIA GPUs that torch will find here, without loading it: those that the driver shows and no
+    variable hides; 0 if torch is a build for CPUs. `root`: the root of the file system."""
+    wsl = (root / "usr/lib/wsl/lib/libcuda.so.1").exists()  # shows no devices
+    found = len(list((root / "dev").glob("nvidia[0-9]*"))) or int(wsl)
+    if (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = [name.strip() for name in shown.split(",")]
+        ends = [place for place, name in enumerate(names) if name in ("", "-1")]  # torch ignores what follows
+        found = min(found, len(names), *ends)
     builds = {found.version for found in importlib.metadata.distributions(name="torch")}
-    return driver and not hidden and not any("+cpu" in build for build in builds)
+    return 0 if any("+cpu" in build for build in builds) else found
 
 
 def version_of(package: str) -> str | None:

@@ -215,7 +215,7 @@ def test_a_cpu_without_bfloat16_plays_the_file_in_float32(monkeypatch: pytest.Mo
     """The first notice of the observer says so. An `Experiment` and a given setting are kept, with a warning."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: False)
-    monkeypatch.setattr("pvg.telemetry.cpu.has_usable_gpu", lambda root: False)
+    monkeypatch.setattr("pvg.telemetry.cpu.usable_gpus", lambda root: 0)
     Path("half.toml").write_text('name = "half"\n[models]\nprecision = "bfloat16"\n')
     begun: list[Experiment] = []
 

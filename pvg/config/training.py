@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from pvg.config.base import ByKind, Count, Folder, Player, Positive, Section, Source, Weight, with_player
 from pvg.extensions import Reference
-from pvg.installation import has_usable_gpu
+from pvg.installation import usable_gpus
 
 # `[models]`: where the models come from, and where they compute. `[*.adapters]`: low-rank adapters.
 
@@ -74,7 +74,7 @@ class Models(Section):
     @property
     def on_gpu(self) -> bool:
         """Whether the models compute on an NVIDIA GPU here, as far as one can tell without torch."""
-        return self.device.startswith("cuda") or (self.device == "auto" and has_usable_gpu())
+        return self.device.startswith("cuda") or (self.device == "auto" and usable_gpus() > 0)
 
     @property
     def embedded(self) -> bool:

@@ -146,10 +146,10 @@ class Players:
             return None
         if self._experiment.server_cluster is not None:
             return None
-        if self.device.type != "cpu":
-            device = f"models.device = 'auto' is {self.device.type} here"
+        if self.device.type not in ("cpu", "cuda" if isinstance(cluster, LocalCluster) else "cpu"):
             raise ConfigurationError(
-                f"cluster = {cluster.kind!r} computes on the CPU, but {device}.",
+                f"Workers of cluster = {cluster.kind!r} cannot compute on {self.device.type}, which models.device = "
+                f"{self.models.device!r} is here.",
                 "Set models.device to cpu, or cluster to none.",
             )
         from pvg.workers.choice import open_supply
@@ -160,8 +160,12 @@ class Players:
         assert self._supply is not None
         shards = shards_of(cluster) or usable_cores()
         processes = processes_of(cluster, shards)
-        workers = WorkerPool(self._experiment, shards, self._supply, events, cluster.trainers, processes)
+        workers = WorkerPool(
+            self._experiment, shards, self._supply, events, cluster.trainers, processes, self.device.type
+        )
         self._slots = ScoringSlots(workers)
+        if self.device.type == "cuda" and events is not None:
+            events.event("workers", event="experimental", why="No run has used workers on GPUs yet")
         return workers
 
     def _engine_on_servers(self, events: Events, run: str) -> Engine:

@@ -15,7 +15,7 @@ from pathlib import Path
 from pvg.config.experiment import Experiment
 from pvg.config.load import changed
 from pvg.config.sections import value_of
-from pvg.installation import has_usable_gpu
+from pvg.installation import usable_gpus
 
 # Of the kernel's flags: x86 (matrix tiles, vectors), and Arm.
 NATIVE = frozenset({"amx_bf16", "avx512_bf16", "bf16"})
@@ -42,7 +42,7 @@ def slow_settings(experiment: Experiment, root: Path) -> list[str]:
     """The settings with the value "bfloat16" that make this machine slow, because its CPU computes them and has no
     instructions for that."""
     device = experiment.models.device
-    on_cpu = device == "cpu" or (device == "auto" and not has_usable_gpu(root))
+    on_cpu = device == "cpu" or (device == "auto" and not usable_gpus(root))
     return bfloat16_settings(experiment) if on_cpu and native_bfloat16(root) is False else []
 
 

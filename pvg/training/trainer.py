@@ -314,7 +314,7 @@ class Trainer(Generic[BatchT]):
             metrics.merge(part.metrics)
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         for parameter, gradient in zip(self._parameters.values(), torch.split(total, sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = gradient.view_as(parameter).to(parameter.device)
         return [loss for part in found for loss in part.losses], metrics
 
     def _accumulate(self, parts: list[list[BatchT]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from pvg.config.operation import (
     shards_of,
 )
 from pvg.errors import UsageError
+from pvg.installation import usable_gpus
 from pvg.telemetry.waits import usable_cores
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
             counts = {"workers": before.workers, "trainers": before.trainers}
         else:
             servers = experiment.server_cluster is not None
-            most = max(min(_cores(), MOST_WORKERS), cluster.min_workers or 1)
+            found = usable_gpus() if experiment.models.on_gpu else _cores()
+            most = max(min(found, MOST_WORKERS), cluster.min_workers or 1)
             counts = {"workers": 1 if servers else shards_of(cluster) or most}
         cluster = cluster.model_copy(update=counts)
     return experiment.model_copy(update={"cluster": cluster})

@@ -227,16 +227,18 @@ class WorkerPool:
         events: Events | None = None,
         trainers: int | None = None,
         processes: tuple[int, int] | None = None,
+        device: str = "cpu",
     ) -> None:
         """`trainers`: shards that only train while duties are `divided`; None: duties are never divided. `processes`:
-        the lowest and the highest number of processes, at most `count`; None: one for each shard."""
+        the lowest and the highest number of processes, at most `count`; None: one for each shard. `device`: "cpu", or
+        "cuda" for the GPUs of the machine, which the processes use in turn."""
         self.count = count
         self.training = self.sampling = range(count)
         self.trained_s: Callable[[], float] = float
         self.changed: Callable[[int, str], None] = lambda workers, why: None
         self._lowest, self._highest = processes or (count, count)
         self._trainers = trainers
-        self._start = Frame("start", {"experiment": experiment.plain()})
+        self._start = Frame("start", {"experiment": experiment.plain(), "device": device})
         self._supply = supply
         self._events = supply.events = events or SilentEvents()
         self._workers = [_Worker(number) for number in range(self._highest)]
@@ -411,7 +413,8 @@ class WorkerPool:
             shard.pending.pop(number, None)
         shard.member = member
         shard.changed.set()
-        known = [self._start, *shard.confirmed.values()]
+        start = Frame("start", {**self._start.fields, "number": shard.worker.number})
+        known = [start, *shard.confirmed.values()]
         shard.setup = set()
         for frame in known:
             numbered = self._numbered(shard, frame)

@@ -33,6 +33,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import PvgError
 from pvg.models import open_model
+from pvg.models.compute import allow_tf32
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import pad_batch
@@ -53,7 +54,6 @@ from pvg.workers.frames import Frame, receive, record_of, rows_of, send
 from pvg.workers.requests import completion_arrays, requests_of
 from pvg.workers.shared import MappedTensors
 
-DEVICE = torch.device("cpu")
 # A worker's engine queues a whole block; the driver bounds what it sends.
 UNBOUNDED = 10**9
 
@@ -145,7 +145,11 @@ class Worker:
 
     def _start(self, frame: Frame) -> Frame:
         self.experiment = _experiment(frame.fields["experiment"])
-        self.base = open_model(self.experiment.models.prover, DEVICE, self.experiment.models.dtype)
+        self._device = own_device(frame.fields["device"], frame.fields["number"])
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            allow_tf32(self._device, self.experiment.models.compute_dtype)
+        self.base = open_model(self.experiment.models.prover, self._device, self.experiment.models.dtype)
         rollout = self.experiment.rollout.model_copy(update={"concurrency": UNBOUNDED})
         self.seed, self.adapters = self.experiment.seed, self.experiment.training.adapters
         replayed = self.experiment.training.router_replay
@@ -171,7 +175,9 @@ class Worker:
                 self._models[slot] = self._open_policy(fields)
             case "pairs":
                 experiment = _experiment(fields["experiment"])
-                verifier = open_verifier(experiment.verifier, experiment.models, experiment.seed, DEVICE, self.base)
+                verifier = open_verifier(
+                    experiment.verifier, experiment.models, experiment.seed, self._device, self.base
+                )
                 longest = verifier.longest_packed if experiment.training.shared_prompts else 0
                 objective = PairObjective(experiment.verifier, verifier.tokenizer.pad_id, longest_packed=longest)
                 if experiment.training.gradient_checkpointing:
@@ -195,7 +201,7 @@ class Worker:
         for _ in range(fields["members"]):
             like = members[0] if members else None
             section, models = self.experiment.verifier, self.experiment.models
-            members.append(open_verifier(section, models, self.experiment.seed, DEVICE, self.base, like=like))
+            members.append(open_verifier(section, models, self.experiment.seed, self._device, self.base, like=like))
         if fields["aggregation"] is None:
             return members[0]
         return VerifierEnsemble(members, fields["aggregation"], ScoreScales.none(len(members)))
@@ -288,7 +294,7 @@ class Worker:
                     [sequences[row] for row in rows],
                     prompts_N[rows].tolist(),
                     model.tokenizer.pad_id,
-                    DEVICE,
+                    self._device,
                     token_budget=frame.fields["token_budget"],
                     max_length=model.max_length,
                 )
@@ -297,11 +303,12 @@ class Worker:
                     if known_N is not None and np.isfinite(known_N[rows]).all():
                         own = known_N[rows].tolist()
                         height = len(packed.lengths_B)
-                        reference_B = torch.tensor(own + own[:1] * (height - len(own)), dtype=torch.float32)
+                        filled = own + own[:1] * (height - len(own))
+                        reference_B = torch.tensor(filled, dtype=torch.float32, device=self._device)
                     else:
                         reference_B = model.reference(*packed)
-                    references_N[rows] = reference_B[: len(rows)].numpy()
-                scores_N[rows] = model(*packed, reference_B)[: len(rows)].numpy()
+                    references_N[rows] = reference_B[: len(rows)].cpu().numpy()
+                scores_N[rows] = model(*packed, reference_B)[: len(rows)].cpu().numpy()
         return Frame("done", {}, {"scores": scores_N, "references": references_N})
 
     def _logprobs(self, frame: Frame) -> Frame:
@@ -324,7 +331,7 @@ class Worker:
                 trained.module, trained.objective, _micro_batches(trained, frame), trained.precision
             )
             gradient = torch.cat(
-                [torch.zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in parameters.values()]
+                [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters.values()]
             )
         finally:
             trained.module.zero_grad(set_to_none=True)
@@ -333,7 +340,7 @@ class Worker:
             "done",
             {"names": names},
             {
-                "gradient": gradient.numpy(),
+                "gradient": gradient.cpu().numpy(),
                 "losses": np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64),
                 "metrics": values_M2,
             },
@@ -343,6 +350,11 @@ class Worker:
         model = self._models[frame.fields["slot"]]
         assert isinstance(model, TrainedModel)
         return model
+
+
+def own_device(kind: str, number: int) -> torch.device:
+    """Where worker `number` computes. `kind`: "cpu", or "cuda" for the GPUs of its machine in turn."""
+    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
 
 
 class WorkerProcess:

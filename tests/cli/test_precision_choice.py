@@ -40,7 +40,7 @@ def stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_cpu(monkeypatch: pytest.MonkeyPatch, *, bfloat16: bool) -> None:
     monkeypatch.setattr("pvg.telemetry.cpu.native_bfloat16", lambda root: bfloat16)
-    monkeypatch.setattr("pvg.telemetry.cpu.has_usable_gpu", lambda root: False)
+    monkeypatch.setattr("pvg.telemetry.cpu.usable_gpus", lambda root: 0)
 
 
 def precisions(run: str = "half") -> tuple[str, str]:

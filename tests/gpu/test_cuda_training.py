@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,6 +61,21 @@ def test_the_losses_are_those_of_a_cpu(shared_prompts: bool, device: torch.devic
     found, expected = (trained(place, shared_prompts=shared_prompts)[1] for place in (device, CPU))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one.metrics["grad_norm"], other.metrics["grad_norm"], rtol=2e-2)
+
+
+def test_workers_on_the_gpu_play_a_game(cuda: torch.device, tmp_path: Path) -> None:
+    """The policy's first gradient is that of a game in one process."""
+    norms = []
+    for cluster in ("none", "local"):
+        settings = {"models.device": str(cuda), "cluster": cluster, "game.rounds": 1, "training.steps": 2}
+        settings |= {"verifier.steps": 2, "store.root": tmp_path, "name": cluster}
+        words = [word for key, value in settings.items() for word in ("-s", f"{key}={value}")]
+        subprocess.run([sys.executable, "-P", "-m", "pvg", "train", *words], check=True)
+        records = map(json.loads, (tmp_path / cluster / "metrics.jsonl").read_text().splitlines())
+        norms.append(
+            [r["metrics"]["grad_norm"] for r in records if r["kind"] == "step" and r["phase"] == "train_prover"]
+        )
+    np.testing.assert_allclose(norms[1][0], norms[0][0], rtol=0.3)
 
 
 def test_reduced_precision_trains(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pvg.config.experiment import Experiment
+from pvg.installation import usable_gpus
 from pvg.servers.command import served_dtype
 from pvg.telemetry.cpu import native_bfloat16, precision_warnings, without_slow_bfloat16
 
@@ -41,6 +42,20 @@ def test_settings_that_this_cpu_computes_slowly_are_named_with_the_command(tmp_p
     (warning,) = precision_warnings(Experiment(**WHOLE), root)
     assert warning.startswith("models.dtype, models.precision = 'bfloat16'")
     assert warning.endswith("use -s models.dtype=float32 -s models.precision=float32")
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 3), ("0,2", 2), ("1,-1,2", 1), ("", 0), ("0,1,2,3,4", 3)])
+def test_gpus_are_counted_without_torch_as_torch_counts_them(
+    visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [SimpleNamespace(version="2.11.0")])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert usable_gpus(tmp_path) == count
 
 
 def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(

@@ -15,7 +15,7 @@ from pvg.workers.choice import cluster_settings, with_workers
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch):
     monkeypatch.setattr(choice, "usable_cores", lambda: 4)
-    monkeypatch.setattr("pvg.config.training.has_usable_gpu", lambda: False)
+    monkeypatch.setattr("pvg.config.training.usable_gpus", lambda: 0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -42,9 +42,11 @@ def test_others_get_none(settings):
 
 
 def test_a_machine_with_a_gpu_computes_there(monkeypatch):
-    monkeypatch.setattr("pvg.config.training.has_usable_gpu", lambda: True)
+    monkeypatch.setattr("pvg.config.training.usable_gpus", lambda: 1)
     assert with_workers(Experiment()).cluster == NoCluster()
     assert with_workers(build_experiment({"models": {"device": "cpu"}})).cluster == LocalCluster(workers=4)
+    monkeypatch.setattr(choice, "usable_gpus", lambda: 3)
+    assert with_workers(build_experiment({"cluster": "local"})).cluster == LocalCluster(workers=3)  # one for each GPU
 
 
 def test_a_resumed_run_keeps_its_workers():
