@@ -28,12 +28,11 @@ from types import FrameType
 
 from pvg.config.experiment import Experiment
 from pvg.config.operation import ranks_of
-from pvg.errors import UsageError, WorkerLostError
+from pvg.errors import StoppedAtStart, UsageError, WorkerLostError
 from pvg.telemetry.waits import usable_cores
 
 # The exit code of a process that has lost another rank: only then a launcher should start all again.
 EXIT_LOST = 75
-EXIT_STOPPED = 130
 MOST_LOSSES = 6  # without a commit between them
 POLL_S = 0.05
 GRACE_S = 10.0  # for the other ranks to notice that one has ended, and to end too
@@ -127,7 +126,8 @@ def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
 def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[str], None]) -> int:
     """Start `pvg` with `arguments` in `count` processes, and all again if a rank is lost. Returns the exit code of the
     driver, or of another rank that fails. `run`: the folder of the run. SIGINT and SIGTERM go to the driver. Raises
-    WorkerLostError if ranks are lost again and again without a commit. No process outlives the call."""
+    WorkerLostError if ranks are lost again and again without a commit, and StoppedAtStart if one is lost after a
+    signal. No process outlives the call."""
     attempts, losses, why, commit = 0, 0, "", _commit(run)
     with tempfile.TemporaryDirectory(prefix="pvg-ranks-") as folder, _forwarded() as forward:
         while True:
@@ -143,8 +143,7 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
             if code is not None:
                 return code
             if forward.stopping:
-                say(f"{why} after the run was asked to stop.")
-                return EXIT_STOPPED
+                raise StoppedAtStart(f"{why} after the run was asked to stop.")
             before, commit = commit, _commit(run)
             losses = losses + 1 if commit == before else 1
             if losses == MOST_LOSSES:
