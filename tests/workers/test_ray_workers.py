@@ -116,6 +116,16 @@ def weights(run: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.drill
+def test_a_game_on_a_cluster_that_pvg_starts_has_the_weights_of_local_workers(tmp_path):
+    settings = ["game.rounds=1", "training.steps=3", "verifier.steps=2", "game.mint_problems=16", "cluster.workers=2"]
+    given = [word for text in [*settings, f"store.root={tmp_path}"] for word in ("-s", text)]
+    for cluster in ("local", "ray"):
+        command = [sys.executable, "-m", "pvg", "train", "--name", cluster, "--cluster", cluster, *given]
+        subprocess.run(command, capture_output=True, check=True)
+    assert weights(tmp_path / "ray") == weights(tmp_path / "local") != {}
+
+
 SIGNALLED = """
 import asyncio, os, signal, time
 from pvg.workers.ray_cluster import RayClient
