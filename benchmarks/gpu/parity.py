@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.sizes import Sizes, random_model, random_rows
+from pvg.models.adapters import attach_adapters
 from pvg.models.compute import allow_tf32, autocast
 from pvg.models.language_model import LanguageModel
 from pvg.models.logprobs import (
@@ -29,6 +30,7 @@ from pvg.rollout.decoding import DecodedRow, DecodingJob
 from pvg.rollout.device_rows import DeviceRows
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.lean import LeanDecoder
+from pvg.training.losses import k3
 
 # In float32: means of log-probs in nats, and gradients relative to the expected norm.
 LOGPROB_LIMIT, GRADIENT_LIMIT = 1e-4, 1e-3
@@ -43,6 +45,7 @@ def measure(results: Results, sizes: Sizes, device: torch.device) -> None:
     check_training(results, sizes, device)
     check_attention(results, sizes, device)
     check_chunks(results, sizes, device)
+    measure_ratios(results, sizes, device)
 
 
 def requests_of(sizes: Sizes, vocabulary: int, rows: int | None = None) -> list[GenerationRequest]:
@@ -230,3 +233,34 @@ def check_chunks(results: Results, sizes: Sizes, device: torch.device) -> None:
                 float((one - other).norm() / other.norm()),
                 limit,
             )
+
+
+def measure_ratios(results: Results, sizes: Sizes, device: torch.device) -> None:
+    """How far the trainer's log-probs are from those of the sampler: the mean of k3, and the largest ratio."""
+    requests = requests_of(sizes, sizes.whole.vocabulary)
+
+    def compared(name: str, sampler: LanguageModel, module: Any, precision: str) -> None:
+        found = decoded(opened(LeanDecoder.over(sampler.module), len(requests)), requests)
+        rows = [np.concatenate([one.prompt_ids, row.token_ids]) for one, row in zip(requests, found, strict=True)]
+        starts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int32)
+        with torch.no_grad(), autocast(precision, device):
+            logprobs_BL = shared_prompt_outputs(module, rows, starts).logprobs_BL.cpu()
+        trained = torch.cat([logprobs_BL[n, start : len(rows[n])] for n, start in enumerate(starts.tolist())])
+        sampled = torch.from_numpy(_sampled(found))
+        results.figure(f"trainer and sampler, {name}: k3", float(k3(sampled, trained).mean()), "nats")
+        ratio = float((trained - sampled).abs().max().exp())
+        results.figure(f"trainer and sampler, {name}: largest ratio", ratio, "")
+
+    with random_model(sizes.whole, device, torch.float32) as exact, exact.copy(torch.bfloat16) as half:
+        compared("float32", exact, exact.module, "float32")
+        allow_tf32(device, "bfloat16")
+        compared("TF32", exact, exact.module, "float32")
+        compared("bfloat16", half, exact.module, "bfloat16")
+        with attach_adapters(half, 16, 16.0, seed=0) as learner:
+            torch.manual_seed(0)
+            for name, weight in learner.module.named_parameters():
+                if "lora_B" in name:
+                    torch.nn.init.normal_(weight, std=2e-4)  # as after ten steps at a learning rate of 2e-5
+            for dtype in (torch.bfloat16, torch.float32):
+                with learner.copy(dtype) as merged:
+                    compared(f"adapters merged in {str(dtype)[6:]}", merged, learner.module, "bfloat16")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pvg.reporting.table import markdown_lines
-from pvg.telemetry.device import processor
+from pvg.telemetry.device import peak_memory, processor
 from pvg.version import code_version
 
 SCHEMA_VERSION = 1
@@ -34,9 +34,21 @@ class Results:
         self.checks.append({"name": name, "value": value, "limit": limit, "passed": passed})
         print(f"{'ok  ' if passed else 'FAIL'} {name}: {value:.3g} (at most {limit:g})", flush=True)
 
-    def figure(self, name: str, value: float, unit: str) -> None:
-        self.figures.append({"name": name, "value": value, "unit": unit})
-        print(f"     {name}: {value:.4g} {unit}", flush=True)
+    def figure(self, name: str, value: float, unit: str, planned: float | None = None, goal: str = "") -> None:
+        """`planned`: what pvg predicts, in the same unit. A part does not fail if a `goal` is missed."""
+        foreseen = "" if planned is None else f"{planned:.4g}"
+        self.figures.append({"name": name, "value": value, "unit": unit, "planned": foreseen, "goal": goal})
+        beside = (f", planned {foreseen}" if foreseen else "") + (f", goal {goal}" if goal else "")
+        print(f"     {name}: {value:.4g} {unit}{beside}", flush=True)
+
+    def peak(
+        self, name: str, device: torch.device, planned: float | None = None, goal: str = "", less: int = 0
+    ) -> None:
+        """The most bytes of tensors on a GPU since `torch.cuda.reset_peak_memory_stats`, without `less`; on a CPU, the
+        peak of the whole process."""
+        cuda = device.type == "cuda"
+        found = torch.cuda.max_memory_allocated(device) - less if cuda else peak_memory()["rss_bytes"]
+        self.figure(f"{name}: peak memory", found / 1e9, "GB", planned, goal)
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -92,10 +104,13 @@ def _page_lines(documents: Sequence[dict[str, Any]], failures: Sequence[str]) ->
             (check["name"], f"{check['value']:.3g}", f"{check['limit']:g}", "ok" if check["passed"] else "**failed**")
             for check in document["checks"]
         ]
-        figures = [(figure["name"], f"{figure['value']:.4g}", figure["unit"]) for figure in document["figures"]]
+        figures = [
+            (found["name"], f"{found['value']:.4g}", found["unit"], found["planned"], found["goal"])
+            for found in document["figures"]
+        ]
         if checks:
             yield from (*markdown_lines(("check", "found", "at most", ""), "lrrl", checks), "")
         if figures:
-            yield from (*markdown_lines(("figure", "", ""), "lrl", figures), "")
+            yield from (*markdown_lines(("figure", "", "", "planned", "goal"), "lrlrl", figures), "")
         for note in document["notes"]:
             yield f"{note}\n"

@@ -24,13 +24,14 @@ class Shape:
     kv_heads: int
     inner: int
     vocabulary: int
-    context: int = 4096
+    context: int = 32_768
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """`whole` is for times, `shallow` for parity. A batch has `groups` prompts of `prompt` tokens, each with `members`
-    completions of up to `tokens` tokens."""
+    completions of up to `tokens` tokens. `lengths`: of solutions that a verifier trains on, in tokens. `ballast`: bytes
+    that something else takes of the GPU meanwhile. `wide`: a large vocabulary, for one row of `long` tokens."""
 
     whole: Shape
     shallow: Shape
@@ -40,19 +41,28 @@ class Sizes:
     tokens: int
     decoded_rows: tuple[int, ...]
     steps: int
+    lengths: tuple[int, ...]
+    ballast: int
+    wide: Shape
+    long: int
 
     @property
     def rows(self) -> int:
         return self.groups * self.members
 
 
-# Qwen2.5-1.5B, and four of its layers.
+# Qwen2.5-1.5B, and four of its layers; vLLM's share of an 80 GB GPU (serving.gpu_memory_utilization = 0.45); and the
+# sizes of gemma-3-1b, but with heads and layers of a Qwen2.
 LARGE = Sizes(
-    Shape(28, 1536, 12, 2, 8960, 151_936), Shape(4, 1536, 12, 2, 8960, 151_936), 8, 8, 256, 256, (32, 128, 256), 5
-)
+    Shape(28, 1536, 12, 2, 8960, 151_936), Shape(4, 1536, 12, 2, 8960, 151_936), 8, 8, 256, 256, (32, 128, 256), 5,
+    (2048, 8192, 16_384), 38_000_000_000, Shape(26, 1152, 9, 3, 6912, 262_144), 8192
+)  # fmt: skip
 # As many layers, but narrow: rounding adds up over them.
 DEEP = Shape(28, 128, 4, 2, 256, 2000)
-SMALL = Sizes(Shape(2, 64, 4, 2, 96, 640), Shape(2, 64, 4, 2, 96, 640), 3, 4, 40, 24, (4, 12), 2)
+SMALL = Sizes(
+    Shape(2, 64, 4, 2, 96, 640), Shape(2, 64, 4, 2, 96, 640), 3, 4, 40, 24, (4, 12), 2,
+    (96,), 1000, Shape(2, 64, 4, 2, 96, 1000), 96
+)  # fmt: skip
 
 
 def random_model(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> LanguageModel:

@@ -354,7 +354,7 @@ def _chunked_outputs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [N], and entropies [N] if requested."""
     head = cast(Any, module).get_output_embeddings()
-    tokens = chunk_tokens(head.weight.shape[0], _gpu_bytes(head.weight.device), logits_chunk)
+    tokens = chunk_tokens(head.weight.shape[0], device_bytes(head.weight.device), logits_chunk)
     finish = replace(_finish_of(module), temperature=temperature)
     return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens, entropies=entropies)
 
@@ -369,7 +369,8 @@ def chunk_tokens(vocabulary: int, gpu_bytes: int, logits_chunk: int | None = Non
     return max(1, (logits_chunk or DEFAULT_LOGITS_CHUNK) // vocabulary)
 
 
-def _gpu_bytes(device: torch.device) -> int:
+def device_bytes(device: torch.device) -> int:
+    """The memory of a GPU; 0 for a CPU."""
     return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 
 

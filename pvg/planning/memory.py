@@ -96,25 +96,29 @@ def shape_of(folder: Path, name: str, **how: str) -> ModelShape:
     """The shape that a configuration in `folder` describes. `how`: arguments of transformers."""
     from transformers import AutoConfig
 
-    from pvg.models.adapters import linear_layers
     from pvg.models.compute import explained
 
     remedy = "Correct its config.json, or name another model."
     with explained(f"transformers cannot read the configuration in {folder}", remedy):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **how)
-        module = _weightless(config)
-        text = config.get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        return ModelShape(
-            name,
-            text.num_hidden_layers,
-            text.hidden_size,
-            heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
-            text.vocab_size,
-            sum(parameter.numel() for parameter in module.parameters()),
-            sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
-            text,
-        )
+        return shape_from(config, name)
+
+
+def shape_from(config: PreTrainedConfig, name: str) -> ModelShape:
+    from pvg.models.adapters import linear_layers
+
+    module, text = _weightless(config), config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return ModelShape(
+        name,
+        text.num_hidden_layers,
+        text.hidden_size,
+        heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
+        text.vocab_size,
+        sum(parameter.numel() for parameter in module.parameters()),
+        sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
+        text,
+    )
 
 
 def _weightless(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedModel:

@@ -9,11 +9,13 @@ from bench_runs import load_profile, use
 from torch.utils.flop_counter import FlopCounterMode
 
 from pvg.bench.workloads import WORKLOADS
-from pvg.bench.workloads.trainer import forward_flops
+from pvg.bench.workloads.trainer import ModelSize, operations_of
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.models import open_model
 from pvg.models.packing import Trie
+from pvg.training.batch import PolicyBatch
+from pvg.training.forward import ForwardSettings
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +27,9 @@ def metrics_of(workload: Any) -> list[dict[str, float]]:
 
 
 def forward_passes(workload: Any, count: int) -> float:
-    batch = workload._batch
-    return count * forward_flops(workload._players.base, batch.lengths_N, int(batch.completion_lengths_N.sum()))
+    lengths_N = workload._batch.lengths_N.astype(float)
+    size, predicted = ModelSize.of(workload._players.base), float(workload._batch.completion_lengths_N.sum())
+    return count * size.forward(lengths_N.sum(), predicted, (lengths_N**2).sum())
 
 
 # --- the sampled batch -----------------------------------------------------------------------------------------------
@@ -83,6 +86,7 @@ def test_the_measures_agree_with_each_other() -> None:
         mean = derived["tokens"] / 24
         assert work["mean_prompt_tokens"] + work["mean_completion_tokens"] == pytest.approx(mean, abs=0.11)
         assert derived["mfu"] == pytest.approx(derived["gflops"] / derived["matmul_gflops"])
+        assert 0 < derived["hardware_mfu"] < derived["mfu"]  # a row's last token is not computed
         assert derived["padding"] == 0.0
         assert derived["tokens"] == workload._batch.lengths_N.sum()
         assert (work["kl"], derived["flops"]) == (0.0, forward_passes(workload, 3))
@@ -128,10 +132,41 @@ def test_flops_agree_with_torchs_counter() -> None:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model.module(input_ids=ids_BL, use_cache=False)
         # The tied embedding is a matrix product once, as the head; norms are parameters without one.
-        counted = forward_flops(model, np.full(rows, length), predicted=rows * length)
+        size, work = ModelSize.of(model), (rows * length, rows * length**2)
+        counted = size.forward(work[0], work[0], work[1])
         assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
         head = model.module.get_output_embeddings().weight.numel()
-        assert counted - forward_flops(model, np.full(rows, length), predicted=0) == 2.0 * head * rows * length
+        assert counted - size.forward(work[0], 0, work[1]) == 2.0 * head * rows * length
+
+
+def test_operations_are_counted_as_useful_and_as_computed() -> None:
+    # Two rows with a prompt of 40 tokens, and completions of 3 and 5 tokens that begin differently.
+    prompt, completions = np.arange(40), ([50, 51, 52], [60, 61, 62, 63, 64])
+    batch = PolicyBatch(
+        sequences=[np.append(prompt, ids).astype(np.int32) for ids in completions],
+        prompt_lengths=np.array([40, 40], dtype=np.int32),
+        sampled_logprobs=[np.zeros(len(ids), dtype=np.float32) for ids in completions],
+        reference_logprobs=None,
+        advantages_N=np.ones(2, dtype=np.float32),
+        role_ids_N=np.zeros(2, dtype=np.int8),
+        group_ids_N=np.zeros(2, dtype=np.int32),
+        versions_N=np.zeros(2, dtype=np.int32),
+    )
+    size, together = ModelSize(body=10, head=7, attention=2, chunk=100), ForwardSettings(1.0, 100, 0)
+    # By row: 88 tokens, 8 predictions, 43^2 + 45^2 pairs of tokens.
+    body, head, attention = 2 * 10 * 88, 2 * 7 * 8, 4 * 2 * (43**2 + 45**2)
+    assert operations_of(size, batch, together).useful == 3 * (body + head + attention)
+    assert operations_of(size, batch, together, frozen=True).useful == 2 * (body + head) + 3 * attention
+    # Computed: the prompt, and all completion tokens but the last ones, each of which attends to the prompt too.
+    once = 2 * 10 * (40 + 2 + 4), head, 4 * 2 * (40 * 40 + 2 * 42 + 4 * 44)
+    found = operations_of(size, batch, together, frozen=True, checkpointed=True, scored=True)
+    assert found.hardware == (2 + 1 + 1) * once[0] + (2 + 1) * once[1] + (3 + 1 + 1) * once[2]
+    # In two passes, each row computes the prompt, and padding computes it to the longest.
+    assert operations_of(size, batch, ForwardSettings(1.0, 45, 0)).hardware == 3 * (
+        2 * 10 * (42 + 44) + head + 4 * 2 * (40 * 40 + 2 * 42 + 40 * 40 + 4 * 44)
+    )
+    padded = ForwardSettings(1.0, 100, 0, shared_prompts=False)
+    assert operations_of(size, batch, padded).hardware == 3 * (2 * 10 * 90 + head + 4 * 2 * 2 * 45**2)
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ backward require 6 N T + 6 H C + 12 l d S operations, and a reference's forward 
 the layers, T the non-padding tokens, H the parameters of the head (only the C completion tokens need it), l the layers,
 d = heads x head size, and S the sum of the squared sequence lengths (PaLM, arXiv 2204.02311, appendix B, which counts
 the head for all tokens). Repeated computation (recomputed log-probs, gradient checkpointing) and padding count as time,
-not as work. To keep the work equal between variants, a prompt counts for each of its rollouts even if it is computed
-once (training.shared_prompts), and all weights count even if only adapters are trained (training.adapters).
+not as work. A prompt counts for each of its rollouts even if it is computed once (training.shared_prompts). Frozen
+weights need no gradient, so under adapters linear layers take two thirds. The hardware MFU relates what is computed
+instead (`operations_of`): how well the machine is used, for whatever it is used.
 
 A data sheet's peak rate instead of the measured one would also measure how optimistic the data sheet is.
 """
@@ -44,13 +45,16 @@ from pvg.config.base import Count, Section
 from pvg.errors import ConfigurationError
 from pvg.game.players import Players
 from pvg.game.roles import prompt_renderer
+from pvg.models.logprobs import chunk_tokens, device_bytes
+from pvg.models.packing import pack_rows
 from pvg.models.sources import open_learner
 from pvg.records import Int32
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
-from pvg.training.batch import MinibatchSource, PolicyBatch
+from pvg.training.batch import MinibatchSource, PolicyBatch, minibatches
+from pvg.training.forward import ForwardSettings, forward_batches
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import OptimizerSettings, StepReport, Trainer
 
@@ -233,23 +237,37 @@ class TrainerWorkload:
 
     def derived(self) -> dict[str, float]:
         """Of one sample: tokens, floating-point operations, and the padded share of the micro-batches' positions. Also
-        the operations per second at the median sample, the machine's matmul rate, and the MFU."""
-        flops = self._flops()
-        gflops = flops / statistics.median(self._seconds) / 1e9
+        the operations per second at the median sample, the machine's matmul rate, and both MFUs."""
+        counted, seconds = self._operations(), statistics.median(self._seconds)
+        gflops = counted.useful / seconds / 1e9
         padded = [report.metrics["padding"] for report in self._reports if "padding" in report.metrics]
         return {
             "tokens": float(self._tokens),
-            "flops": flops,
+            "flops": counted.useful,
             "padding": float(np.mean(padded)) if padded else 0.0,
             "gflops": gflops,
             "matmul_gflops": self._matmul_gflops,
             "mfu": gflops / self._matmul_gflops,
+            "hardware_mfu": counted.hardware / seconds / 1e9 / self._matmul_gflops,
         }
 
-    def _flops(self) -> float:
-        """Required floating-point operations of one sample (see the module)."""
-        forward = forward_flops(self._players.base, self._batch.lengths_N, int(self._batch.completion_lengths_N.sum()))
-        return forward * (3 + (self._kl > 0.0))
+    def _operations(self) -> Operations:
+        """Of one sample."""
+        training, rollout, base = self._experiment.training, self._experiment.rollout, self._players.base
+        settings = ForwardSettings.of(training, rollout.temperature, base.tokenizer.pad_id)
+        found = [
+            operations_of(
+                ModelSize.of(base),
+                part,
+                settings,
+                frozen=training.adapters.rank > 0,
+                checkpointed=training.gradient_checkpointing,
+                scored=self._kl > 0.0,
+                again=rollout.logprobs == "recomputed",
+            )
+            for part in minibatches(self._batch, training.minibatches)
+        ]
+        return Operations(sum(part.useful for part in found), sum(part.hardware for part in found))
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -280,26 +298,18 @@ def episode_rows(
     return rows, starts
 
 
-def forward_flops(model: LanguageModel, lengths_N: np.ndarray[Any, np.dtype[np.int64]], predicted: int) -> float:
-    """Floating-point operations of one forward pass over sequences of these lengths, with logits for `predicted`
-    tokens: 2 N T + 2 H `predicted` + 4 l d S (see the module).
-
-    This is the usual count, not the smallest possible: attention is not halved for being causal.
-    """
-    squares = float(np.square(lengths_N.astype(np.float64)).sum())
-    return ModelSize.of(model).forward(float(lengths_N.sum()), predicted, squares)
-
-
 # --- floating-point operations ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Counts of parameters: of the layers (`body`) and of the `head`. `attention`: layers x heads x head size."""
+    """Counts of parameters: of the layers (`body`) and of the `head`. `attention`: layers x heads x head size. `chunk`:
+    the most tokens whose logits exist at once."""
 
     body: int
     head: int
     attention: int
+    chunk: int
 
     @classmethod
     def of(cls, model: LanguageModel) -> ModelSize:
@@ -310,12 +320,57 @@ class ModelSize:
         width = int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
         # A lookup in the embedding table costs nothing. If head and table are tied, count the parameters once.
         body = model.num_parameters - head.numel() - (0 if table is head else table.numel())
-        return cls(body, head.numel(), int(config.num_hidden_layers) * width)
+        chunk = chunk_tokens(len(head), device_bytes(model.device))
+        return cls(body, head.numel(), int(config.num_hidden_layers) * width, chunk)
 
     def forward(self, tokens: float, predicted: float, attended: float) -> float:
         """Operations of one forward pass, 2 N T + 2 H C + 4 l d S: `tokens` T without padding, `predicted` C of them
         with logits, `attended` S pairs of a token and a token that it attends to. A backward pass takes twice that."""
         return 2.0 * self.body * tokens + 2.0 * self.head * predicted + 4.0 * self.attention * attended
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Floating-point operations of an optimizer step. `useful`: each row forward and backward by itself, with its
+    prompt. `hardware`: what is computed."""
+
+    useful: float
+    hardware: float
+
+
+def operations_of(
+    size: ModelSize,
+    batch: PolicyBatch,
+    settings: ForwardSettings,
+    *,
+    frozen: bool = False,
+    checkpointed: bool = False,
+    scored: bool = False,
+    again: bool = False,
+) -> Operations:
+    """The operations of a step on the whole batch. `frozen`: linear layers have no gradient of their own, so they take
+    two passes, not three; adapters themselves are not counted. `scored`: a reference's pass. `again`: the same for
+    log-probs of the sampler, which is not useful.
+
+    Computed is what rows of a micro-batch have in common once; padding; all layers again if `checkpointed`; and the
+    head again where there are several chunks of logits. A token attends to all of its row, also to later tokens.
+    """
+    passes, lengths_N = 2.0 if frozen else 3.0, batch.lengths_N.astype(np.float64)
+    linear = size.forward(lengths_N.sum(), float(batch.completion_lengths_N.sum()), 0.0)
+    attention = size.forward(0.0, 0.0, np.square(lengths_N).sum())
+    useful, hardware, forwards = (passes + scored) * linear + (3.0 + scored) * attention, 0.0, scored + again
+    for rows in forward_batches(batch, np.arange(len(batch)), settings):
+        part = batch.select(rows)
+        longest, predicted = float(part.lengths_N.max()), float(part.completion_lengths_N.sum())
+        tokens, attended = len(rows) * longest, len(rows) * longest**2
+        if settings.shared_prompts:
+            packed = pack_rows(part.sequences, part.prompt_lengths, "cpu", prompts_alone=settings.router_replay)
+            trie, predicted = packed.trie, float(len(packed.targets_M))
+            tokens, attended = float(trie.lengths_S.sum()), float(trie.lengths_S @ (trie.starts_S + trie.lengths_S))
+        hardware += (passes + forwards + checkpointed) * size.forward(tokens, 0.0, 0.0)
+        hardware += (passes + forwards + (predicted > size.chunk)) * size.forward(0.0, predicted, 0.0)
+        hardware += (3.0 + forwards + checkpointed) * size.forward(0.0, 0.0, attended)
+    return Operations(float(useful), hardware)
 
 
 Dtype = Literal["float32", "bfloat16"]
