@@ -431,9 +431,9 @@ def _workers(experiment: AllSections) -> Iterator[str]:
         if ranks_of(cluster) is None:
             yield f"cluster.workers = 0 leaves nothing to cluster = {cluster.kind!r}; set cluster to 'none'"
         return
-    device = experiment.models.device
-    if device not in ("auto", "cpu"):
-        yield f"cluster = {cluster.kind!r} computes on the CPU, but models.device = {device!r}; set cluster to 'none'"
+    device, known = experiment.models.device, ["auto", "cpu", *["cuda"] * isinstance(cluster, LocalCluster)]
+    if device not in known:
+        yield f"workers of cluster = {cluster.kind!r} cannot use models.device = {device!r}; set it to {known[-1]!r}"
     for key, engine in (
         ("rollout.engine", experiment.rollout.engine.kind),
         ("verifier.engine", experiment.verifier.engine),

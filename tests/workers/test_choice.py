@@ -29,6 +29,14 @@ def test_the_embedded_game_gets_a_worker_per_core(monkeypatch):
     assert with_workers(Experiment()).cluster == NoCluster()
 
 
+def test_local_workers_compute_on_any_gpu_and_those_of_ray_on_none():
+    local, ray = ({"cluster": {"kind": kind, "workers": 2}} for kind in ("local", "ray"))
+    assert build_experiment({"models": {"device": "cuda"}, **local}).models.device == "cuda"
+    for device, cluster in (("cuda:1", local), ("cuda", ray)):
+        with pytest.raises(ConfigurationError, match=r"cannot use models\.device"):
+            build_experiment({"models": {"device": device}, **cluster})
+
+
 @pytest.mark.parametrize(
     "settings",
     [
