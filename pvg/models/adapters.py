@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import orjson
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
@@ -254,3 +255,89 @@ def _plain_config(config: Any) -> dict[str, object]:
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     plain: dict[str, object] = orjson.loads(orjson.dumps({**fields, "inference_mode": True}))
     return plain
+
+
+# Products of adapted layers, in pvg's own layers (pvg.models.shared_prompts): peft casts, scales and adds per layer.
+
+
+class Adapted(NamedTuple):
+    """Linear layers with one input and their adapters, in the dtype of products. `stacked_RI`: the A of all, one below
+    the other; `sides`: B [O, rank] of each."""
+
+    layers: Sequence[Any]
+    stacked_RI: Tensor
+    sides: Sequence[Tensor]
+
+    def __call__(self, x_TI: Tensor, up_TI: Tensor | None = None) -> tuple[Tensor, ...]:
+        """x W^T + b + scaling (x A^T) B^T of each layer, [T, O]. With `up_TI`, the input is silu(x) up instead, which
+        is not kept for the backward pass."""
+        bases = [(layer.base_layer.weight, layer.base_layer.bias) for layer in self.layers]
+        fixed = (bases, self.layers[0].scaling[KEY])
+        found = _Products.apply(fixed, x_TI, up_TI, self.stacked_RI, *self.sides)  # type: ignore[no-untyped-call]
+        return cast("tuple[Tensor, ...]", found)
+
+
+def adapted(groups: Sequence[Sequence[nn.Module]], dtype: torch.dtype) -> list[Adapted] | None:
+    """`groups` of layers with one input each, their adapters cast together; None if a layer has none."""
+    if not all(hasattr(layer, "lora_A") for group in groups for layer in group):
+        return None
+    matrices, shapes = list[Tensor](), list[Sequence[int]]()
+    for group in cast(Any, groups):
+        sides_A, sides_B = ([getattr(layer, side)[KEY].weight for layer in group] for side in ("lora_A", "lora_B"))
+        matrices += [*sides_A, *sides_B]
+        shapes += [(sum(map(len, sides_A)), sides_A[0].shape[1]), *(side.shape for side in sides_B)]
+    flat = torch.cat([matrix.flatten() for matrix in matrices]).to(dtype)
+    parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
+    views = (part.view(*shape) for part, shape in zip(parts, shapes, strict=True))
+    return [Adapted(group, next(views), [next(views) for _ in group]) for group in groups]
+
+
+def silu_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor, active_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of gate and up, from that of silu(gate) up. `active_TI`: silu(gate)."""
+    return torch.ops.aten.silu_backward(grad_TI * up_TI, gate_TI), grad_TI * active_TI
+
+
+class _Products(torch.autograd.Function):
+    """See Adapted. With h = x A^T, y = x W^T + s h B^T: dB = s dy^T h, dh = s dy B, dA = dh^T x, dx = dy W + dh A. W
+    and b are frozen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, fixed: Any, x_TI: Tensor, up_TI: Tensor | None, stacked_RI: Tensor, *sides: Tensor
+    ) -> tuple[Tensor, ...]:
+        (bases, scaling), dtype = fixed, stacked_RI.dtype
+        ctx.fixed, ctx.dtype = fixed, x_TI.dtype
+        x_TI = x_TI.to(dtype)
+        input_TI = x_TI if up_TI is None else silu(x_TI) * up_TI
+        h_TR = input_TI @ stacked_RI.t()
+        ctx.save_for_backward(x_TI, up_TI, h_TR, stacked_RI, *sides)
+        found, parts = [], h_TR.split_with_sizes([B_OR.shape[1] for B_OR in sides], 1)
+        for (weight, bias), B_OR, part in zip(bases, sides, parts, strict=True):
+            weight_IO = weight.to(dtype).t()
+            y_TO = input_TI @ weight_IO if bias is None else torch.addmm(bias.to(dtype), input_TI, weight_IO)
+            found.append(y_TO.addmm_(part, B_OR.t(), alpha=scaling))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, up_TI, h_TR, stacked_RI, *sides = ctx.saved_tensors
+        bases, scaling = ctx.fixed
+        parts = h_TR.split_with_sizes([B.shape[1] for B in sides], 1)
+        grads_B = [  # with beta = 0, only the shape of the first argument counts
+            torch.addmm(B, grad.t(), h, beta=0, alpha=scaling) for B, grad, h in zip(sides, grads, parts, strict=True)
+        ]
+        of_h = [grad @ B for B, grad in zip(sides, grads, strict=True)]
+        grad_h = of_h[0] if len(of_h) == 1 else torch.cat(of_h, 1)
+        active_TI = None if up_TI is None else silu(x_TI)
+        input_TI = x_TI if active_TI is None else active_TI * up_TI
+        grad_A = torch.addmm(stacked_RI, grad_h.t(), input_TI, beta=0, alpha=scaling)
+        grad_x, grad_up = None, None
+        if ctx.needs_input_grad[1]:
+            weights = [weight.to(stacked_RI.dtype) for weight, _ in bases]
+            grad_x = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+            grad_x.addmm_(grad_h, stacked_RI, alpha=scaling)
+        if grad_x is not None and active_TI is not None:
+            grad_x, grad_up = silu_gradients(grad_x, x_TI, up_TI, active_TI)
+        return None, None if grad_x is None else grad_x.to(ctx.dtype), grad_up, grad_A, *grads_B

@@ -18,18 +18,21 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
+from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 from pvg.errors import ConfigurationError
+from pvg.models.adapters import adapted, silu_gradients
 from pvg.models.compute import explained, product_tolerance
-from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right
+from pvg.models.packing import PackedRows, pack_rows, packed_attention, pad_right, product_dtype
 from pvg.records import Int32
 
-# The layers of Llama-like decoders on packed rows, with norms and rotary embedding in few passes.
+# The layers of Llama-like decoders on packed rows: norms, rotary embedding, gates and adapters in few operators.
 
 
 # Exactly these types: a subclass may compute something else.
@@ -66,18 +69,48 @@ def _layer(
 ) -> Tensor:
     """One layer: [T, D] -> [T, D]. `attend` maps queries, keys and values [T, E], the number of heads and the scaling
     to [T, E]. With `wanted_E`, only these tokens are computed: [E, D]. `attend` then returns [E, E]."""
-    attention = layer.self_attn
-    normal_TD = _norm(layer.input_layernorm, hidden_TD)
-    query_TE, key_TE = (
-        cast(Tensor, _Rotate.apply(projection(normal_TD), cos_TE, sin_TE))  # type: ignore[no-untyped-call]
-        for projection in (attention.q_proj, attention.k_proj)
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = (
+        (attention.q_proj, attention.k_proj, attention.v_proj),
+        (attention.o_proj,),
+        (mlp.gate_proj, mlp.up_proj),
+        (mlp.down_proj,),
     )
-    heads = query_TE.shape[1] // attention.head_dim
-    mixed_TE = attend(query_TE, key_TE, attention.v_proj(normal_TD), heads, attention.scaling)
+    plain: list[Callable[..., tuple[Tensor, ...]]] = [partial(_plain, group) for group in groups]
+    project, project_back, widen, narrow = adapted(groups, product_dtype(hidden_TD)) or plain
+    query_TE, key_TE, value_TE = project(_norm(layer.input_layernorm, hidden_TD))
+    query_TE, key_TE = (
+        cast(Tensor, _Rotate.apply(each_TE, cos_TE, sin_TE))  # type: ignore[no-untyped-call]
+        for each_TE in (query_TE, key_TE)
+    )
+    mixed_TE = attend(query_TE, key_TE, value_TE, query_TE.shape[1] // attention.head_dim, attention.scaling)
     if wanted_E is not None:
         hidden_TD = hidden_TD.index_select(0, wanted_E)
-    hidden_TD = hidden_TD + attention.o_proj(mixed_TE)
-    return cast(Tensor, hidden_TD + layer.mlp(_norm(layer.post_attention_layernorm, hidden_TD)))
+    hidden_TD = hidden_TD + project_back(mixed_TE)[0]
+    gate_TI, up_TI = widen(_norm(layer.post_attention_layernorm, hidden_TD))
+    is_silu = isinstance(mlp.act_fn, SiLUActivation | nn.SiLU)
+    return hidden_TD + (narrow(gate_TI, up_TI) if is_silu else narrow(mlp.act_fn(gate_TI) * up_TI))[0]
+
+
+def _plain(layers: Sequence[nn.Module], x_TI: Tensor, up_TI: Tensor | None = None) -> tuple[Tensor, ...]:
+    """As pvg.models.adapters.Adapted, for layers without adapters."""
+    if up_TI is not None:
+        x_TI = cast(Tensor, _SwiGlu.apply(x_TI, up_TI))  # type: ignore[no-untyped-call]
+    return tuple(layer(x_TI) for layer in layers)
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) up, with nothing saved but the two."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_TI: Tensor, up_TI: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_TI, up_TI)
+        return silu(gate_TI) * up_TI
+
+    @staticmethod
+    def backward(ctx: Any, grad_TI: Tensor) -> tuple[Tensor, Tensor]:
+        gate_TI, up_TI = ctx.saved_tensors
+        return silu_gradients(grad_TI, gate_TI, up_TI, silu(gate_TI))
 
 
 def _norm(norm: Any, hidden_TD: Tensor) -> Tensor:
@@ -90,10 +123,10 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-        wide_TD = x_TD.float()
-        length_T1 = torch.linalg.vector_norm(wide_TD, dim=1, keepdim=True)
+        wide = x_TD.dtype if x_TD.dtype.itemsize > 2 else torch.float32
+        length_T1 = torch.linalg.vector_norm(x_TD, dim=1, keepdim=True, dtype=wide)
         rate_T1 = length_T1.square_().div_(x_TD.shape[1]).add_(epsilon).rsqrt_()
-        normal_TD = (wide_TD * rate_T1).to(x_TD.dtype)
+        normal_TD = (x_TD * rate_T1).to(x_TD.dtype)
         ctx.save_for_backward(normal_TD, rate_T1, weight_D)
         return torch.mul(normal_TD, weight_D)
 
