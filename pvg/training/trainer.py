@@ -443,7 +443,7 @@ def checkpoint_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigurationError(
-            f"{type(module).__name__} has no layers that support gradient checkpointing.",
+            f"{type(getattr(module, 'backbone', module)).__name__} has no layers that support gradient checkpointing.",
             "Set training.gradient_checkpointing = false.",
         )
     for layer in layers:
