@@ -222,17 +222,24 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         per_s = gpus * machine.bytes_per_s * DECODING_SHARE
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
-        operations = 6.0 + 2.0 * training.gradient_checkpointing + 2.0 * (training.kl.coefficient > 0)
+        trainers, referees = dividing_gpus(experiment)
+        operations = (6.0 + 2.0 * training.gradient_checkpointing) / trainers
+        operations += 2.0 * (training.kl.coefficient > 0) / referees
         flops = machine.flops * TRAINING_SHARE
         tokens = 1 + prompt / mean / (rollout.group_size if training.shared_prompts else 1)
         rollouts = training.groups * rollout.group_size
         scores = 0.0
         if experiment.verifier.engine == "torch":
-            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops
+            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / referees
         lora = experiment.weights.transport.kind == "lora"
-        sent = (prover.adapter_parameters(training.adapters.rank) * 4 if lora else prover.parameters * number) * 2
-        update = 0.5 + sent / UPDATE_BYTES_PER_S if served else 0.0
+        whole = prover.parameters * number
+        trained = prover.adapter_parameters(training.adapters.rank) * 4 if training.adapters.rank else whole
+        sent = 2 * (trained if lora else whole)
+        if referees > 1:  # workers get the weights that sample and those in training, and send their gradients
+            sent = whole + trained * (1 + trainers)
+        update = 0.5 + sent / UPDATE_BYTES_PER_S if served or referees > 1 else 0.0
         place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
+        divided = place if trainers == 1 else f"{place}, {trainers} GPUs without their exchange"
         on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
         found = {
             "mean_tokens": (mean, "assumed: half of rollout.max_tokens"),
@@ -241,11 +248,22 @@ class Inputs:
             "token_s": (prover.parameters * number / per_s, on_worker),
             "row_s": (prover.kv_bytes(number) * (prompt + mean / 2) / per_s, on_worker),
             "request_s": (2.0 * prover.parameters * prompt / (gpus * flops), on_worker),
-            "train_token_s": (operations * prover.parameters * tokens / flops, place),
+            "train_token_s": (operations * prover.parameters * tokens / flops, divided),
             "other_s": (scores, f"estimate: {compact(verifier.parameters)} parameters, {machine.source}"),
             "update_s": (update, "estimate: 1 GB/s"),
         }
         return cls({name: PlanInput(value, source) for name, (value, source) in found.items()})
+
+
+def dividing_gpus(experiment: Experiment) -> tuple[int, int]:
+    """How many GPUs divide the gradients of a step, and how many its reference log-probs and scores."""
+    cluster = experiment.cluster
+    if not experiment.models.on_gpu:  # the cores of a machine are divided already
+        return 1, 1
+    if isinstance(cluster, LocalCluster) and has_workers(cluster):
+        workers = processes_of(cluster, shards_of(cluster) or 1)[1]
+        return cluster.trainers or workers, workers
+    return ranks_of(cluster) or 1, 1
 
 
 def workers_of(experiment: Experiment) -> tuple[int, int]:
@@ -296,11 +314,12 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
 def not_modelled(experiment: Experiment) -> list[str]:
     """Settings that change a step's time or its memory and are not part of the model: one sentence each."""
     ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
-    one = "the memory, and an estimated train_token_s, are those of one process"
+    on_gpu, workers = experiment.models.on_gpu, experiment.server_cluster is None and has_workers(experiment.cluster)
     found = {
-        f"workers of the cluster also train, and have copies of the models: {one}": experiment.server_cluster is None
-        and has_workers(experiment.cluster),
-        f"cluster.trainer_ranks = {ranks} is not modelled in the times, nor in the memory of CPUs": ranks is not None,
+        "workers have copies of the models: the memory is that of one process": workers,
+        "workers divide the cores: an estimated train_token_s is that of one process": workers and not on_gpu,
+        f"the exchange of cluster.trainer_ranks = {ranks} is not modelled": ranks is not None and on_gpu,
+        f"cluster.trainer_ranks = {ranks} is not modelled on CPUs": ranks is not None and not on_gpu,
         "rollout.deadline is not modelled: the plan waits for all rollouts of a batch": (
             experiment.rollout.deadline.kind != "none"
         ),
