@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -204,6 +204,9 @@ def _mean(a: Sequence[Float32], b: Sequence[Float32]) -> float:
     return float(np.concatenate([np.abs(x - y) for x, y in zip(a, b, strict=True)]).mean())
 
 
+LONG_REPLY = 1 << 18  # bytes of routed experts that take some milliseconds to parse
+
+
 def open_vllm_engine(
     experiment: Experiment,
     base: LanguageModel,
@@ -298,6 +301,7 @@ class VllmEngine(Engine):
         self._in_flight = InFlightRequests()
         self._counter = RequestCounter(self._pool.connections)
         self._closed = False
+        self._reading = ThreadPoolExecutor(1, "pvg-read")  # its thread starts at the first long reply
 
     @property
     def version(self) -> int:
@@ -327,6 +331,7 @@ class VllmEngine(Engine):
             return
         self._closed = True
         async with AsyncExitStack() as rest:  # runs every step even if one fails
+            rest.callback(self._reading.shutdown, wait=False)
             rest.push_async_callback(self.served.connections.close)
             rest.push_async_callback(self._in_flight.close)
             rest.push_async_callback(self.served.close)
@@ -481,15 +486,21 @@ class VllmEngine(Engine):
         body = generation(request, salt=salt(own), model=model, stream=streamed)
         if request.on_tokens is None:
             reply = await self._pool.request("POST", url, body, timeout_s=None)  # the deadline covers all attempts
-            return read_generated(reply.json(), url, cut=tracked.cut)
+            cut = tracked.cut
+            return await self._read(len(reply.body), lambda: read_generated(reply.json(), url, cut=cut))
         event: Any = None
         async with self._pool.events(url, body, timeout_s=None) as events:
             async for event in events:  # the number of tokens so far; at the end the reply
                 if isinstance(event, int):
                     request.on_tokens(event)
-        found = read_generated(event, url, cut=tracked.cut)
+        size = LONG_REPLY if self._routed_experts else 0
+        found = await self._read(size, partial(read_generated, event, url, cut=tracked.cut))
         request.on_tokens(len(found.token_ids))
         return found
+
+    async def _read(self, size: int, read: Callable[[], ServedCompletion]) -> ServedCompletion:
+        """Parse short replies directly and long ones in a thread, because they would block the event loop."""
+        return read() if size < LONG_REPLY else await run_in(self._reading, read)
 
     def _spans(self, server: Server, generated: ServedCompletion, label: str, version: int) -> tuple[VersionSpan, ...]:
         """The version of each token. Raises StaleWeights if a token's weights are not the ones the server should

@@ -4,6 +4,7 @@ are known, or reported as failed. Real sockets, real processes; the servers are 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from vllm_drills import Drill, Fault, engine_over, fingerprint, request, run, un
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.records import VersionSpan
+from pvg.rollout import vllm_engine
 from pvg.servers import fleet
 
 pytestmark = pytest.mark.slow
@@ -63,6 +65,30 @@ def test_a_request_that_servers_refuse_is_not_asked_again(tmp_path: Path) -> Non
         await d.ask(request(2))
 
     run(use, tmp_path, max_model_len=50, longest=20)
+
+
+@pytest.mark.parametrize(("least", "thread"), [(0, "pvg-read"), (1 << 30, "MainThread")])
+def test_long_replies_are_read_beside_the_event_loop(
+    least: int, thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[str] = []
+    read = vllm_engine.read_generated
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        readers.append(threading.current_thread().name)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(vllm_engine, "LONG_REPLY", least)
+    monkeypatch.setattr(vllm_engine, "read_generated", noted)
+
+    async def use(d: Drill) -> None:
+        await d.publish(0)
+        await d.ask(request(1))
+        await d.ask(request(2, on_tokens=lambda _: None))
+
+    run(use, tmp_path)
+    assert readers
+    assert {name.split("_")[0] for name in readers} == {thread}
 
 
 # --- servers that hang, die and come back ----------------------------------------------------------------------------
