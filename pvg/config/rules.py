@@ -419,6 +419,8 @@ def _workers(experiment: AllSections) -> Iterator[str]:
         return
     yield from _trainer_ranks(experiment)
     if experiment.server_cluster is not None:
+        if (device := experiment.models.device).startswith("cuda:"):
+            yield f"Ray reserves the trainer's GPU, so models.device cannot be {device!r}; set it to 'cuda'"
         return
     if isinstance(cluster, RayCluster) and cluster.gpus_per_worker:
         yield (

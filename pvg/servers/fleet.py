@@ -365,7 +365,7 @@ class Fleet:
                 self._set(server, "stale")
             if self.resting or server.leaving or (server.state == "up" and not restarted):
                 return  # its tokens show whether its label is right; `info` may be older than the last update
-            task = asyncio.ensure_future(self._catch_up(server))
+            task = asyncio.ensure_future(self._return(server))
             self._catching_up = server, task
             try:
                 await asyncio.wait([task])
@@ -374,6 +374,13 @@ class Fleet:
                 task.cancel()
             if not task.cancelled():
                 task.result()
+
+    async def _return(self, server: Server) -> None:
+        """Wake the server if it sleeps, because not every transport does, and bring it the newest weights."""
+        if server.asleep:
+            await server.control.wake()
+            server.asleep = False
+        await self._catch_up(server)
 
     def _tell_silence(self, server: Server) -> None:
         """Report once that a server that answers probes has not answered its requests for SILENCE_S. They have no

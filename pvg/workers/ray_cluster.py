@@ -33,7 +33,7 @@ from pvg.inputs import has_place
 from pvg.installation import install_extra
 from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
-from pvg.telemetry.waits import in_daemon, usable_cores
+from pvg.telemetry.waits import finished, in_daemon, usable_cores
 
 LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
@@ -173,8 +173,9 @@ class RayClient:
         raise head_lost(head)
 
     def own_gpu(self) -> int:
-        """See `reserve_gpu`. Blocks."""
-        return self._submit(lambda: reserve_gpu(self._connected.result().ray)).result()
+        """See `reserve_gpu`. Blocks no longer than `call`, and raises its error too."""
+        reserved = self.call(lambda: reserve_gpu(self._connected.result().ray))
+        return finished(in_daemon(lambda: asyncio.run(reserved), "pvg-gpu"))
 
     def later(self, work: Callable[..., object], *arguments: object) -> None:
         """As `call`, without waiting."""
@@ -234,7 +235,7 @@ def reserve_gpu(ray: Any) -> int:
             "Let Ray count this machine's GPUs (ray start --num-gpus=N) and leave one, or set models.device to cpu",
         )
     options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
-    (reserved,) = ray.get(ray.remote(_gpus).options(**options).remote())
+    (reserved,) = ray.get(ray.remote(_gpus).options(**options).remote(), timeout=CALL_S)
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return int(reserved)

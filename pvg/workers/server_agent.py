@@ -71,6 +71,8 @@ class ServerAgent:
         self._serving.add_done_callback(lambda _: self._news.put_nowait({"news": "end"}))
         while (news := await self._news.get())["news"] != "end":
             yield news
+        if self._serving.cancelled():
+            return
         error = self._serving.exception()
         if isinstance(error, ServerFailedError):
             lines = tuple(shortened(line, LONGEST_LINE) for line in error.lines[-MOST_LINES:])

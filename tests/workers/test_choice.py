@@ -35,6 +35,9 @@ def test_local_workers_compute_on_any_gpu_and_those_of_ray_on_none():
     for device, cluster in (("cuda:1", local), ("cuda", ray)):
         with pytest.raises(ConfigurationError, match=r"cannot use models\.device"):
             build_experiment({"models": {"device": device}, **cluster})
+    servers = {"cluster": {"kind": "ray", "gpus_per_worker": 1}, "rollout": {"engine": "vllm"}}
+    with pytest.raises(ConfigurationError, match="Ray reserves the trainer's GPU"):
+        build_experiment({"models": {"device": "cuda:1"}, **servers})
 
 
 @pytest.mark.parametrize(

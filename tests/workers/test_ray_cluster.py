@@ -18,9 +18,10 @@ from worker_stand_ins import RecordedEvents
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
-from pvg.workers import ray_cluster
+from pvg.workers import ray_cluster, server_agent
 from pvg.workers.ray_cluster import RayClient, end_session, open_cluster, refuse_other_versions
 from pvg.workers.ray_supply import RaySupply
+from pvg.workers.server_agent import ServerAgent, ServerOrder
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,30 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
     assert ["10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True]
     client.end()
     assert killed == ["session_1"]
+
+
+def test_the_trainer_does_not_wait_for_a_gpu_without_end(monkeypatch, hanging):
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: hanging.wait())
+    client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
+    with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
+        client.own_gpu()
+    assert len(events.of("waits")) == 1
+    client.end()
+
+
+def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_path, hanging):
+    monkeypatch.setenv(server_agent.KEY_VARIABLE, "")
+    monkeypatch.setattr(server_agent, "ray_node", lambda: "node")
+    monkeypatch.setattr(server_agent, "find_interpreter", lambda: hanging.wait(0.05))
+
+    async def stopped() -> list[str]:
+        agent, seen = ServerAgent(ServerOrder({}, str(Path.cwd()), "", "key", str(tmp_path), 0, None)), []
+        async for news in agent.serve():
+            seen.append(news["news"])
+            await agent.stop()
+        return seen
+
+    assert asyncio.run(stopped()) == ["hello"]
 
 
 def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch):
