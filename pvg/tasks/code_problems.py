@@ -343,11 +343,11 @@ def _is_stub(block: str, name: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes such as "\\d"
             tree = ast.parse(block)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        bodies = [node.body for node in functions if re.fullmatch(name, node.name)]
+        return bool(bodies) and all(EMPTY.fullmatch(ast.unparse(line)) for body in bodies for line in body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # RecursionError: also of `unparse`, for a long sum
         return False
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    bodies = [node.body for node in functions if re.fullmatch(name, node.name)]
-    return bool(bodies) and all(EMPTY.fullmatch(ast.unparse(line)) for body in bodies for line in body)
 
 
 def _blocks(text: str, marks: Sequence[re.Match[str]]) -> Iterator[str]:

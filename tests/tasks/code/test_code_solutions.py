@@ -11,6 +11,9 @@ from pvg.tasks.code_problems import Certificate, extract_code, read_certificate,
 pytestmark = pytest.mark.slow
 
 
+LONG_SUM = "def f(x):\n    return x" + " + 1" * 2000  # deeper than Python may call
+
+
 @pytest.mark.parametrize(
     ("completion", "code"),
     [
@@ -45,6 +48,7 @@ pytestmark = pytest.mark.slow
             'def f():\n    """So:\n    ```\n    f()\n    ```\n    """\n    return 1',
         ),
         ('```\nx = """\n```\nWords.\n```\ny = 2\n```', "y = 2"),
+        (f"```\n{LONG_SUM}\n```\n```\n{LONG_SUM}\n```", LONG_SUM),
     ],
 )
 def test_code(completion: str, code: str) -> None:
