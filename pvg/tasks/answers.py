@@ -14,7 +14,8 @@ Three markers announce an answer: `####`, `\\boxed{...}`, and "answer is", "answ
    several candidates, denies a number, or asks for one earns nothing.
 3. LaTeX that is more than a number, such as `\\sqrt{25}` or `10^6`, counts with its value if this is rational. A sum or
    a product is no answer: a solution must write its result.
-4. If a text has no marker, its last number is the answer.
+4. If a text has no marker, its last number is the answer. If it has notes alone, this is the last one before the first
+   note, or else the last one outside of them.
 
 A percent sign is a unit: `50%` is 50. `5k` and `5 thousand` are 5000. Of all words, only "minus" and "negative" change
 the sign: "a loss of 18" is 18, because the question may ask for the loss.
@@ -66,13 +67,21 @@ def extract(text: str) -> FinalAnswer | None:
 def read(text: str) -> FinalAnswer | str:
     """The final answer of `text`, or the reason why there is none: NO_ANSWER or UNCLEAR."""
     text = _plain(text)
-    for mark in reversed(_marks(text)):
+    marks = _marks(text)
+    for mark in reversed(marks):
         if mark.marker == "boxed" or not _announces_nothing(text, mark):
             end = mark.end if mark.marker == "boxed" else _answer_end(text, mark, len(text))
             denied = mark.marker == "boxed" and NO_BOX.search(text, max(0, mark.start - 40), mark.start)
             found = None if denied or RETRACTED.match(text, end) else _number_in(text[mark.start : end])
             return FinalAnswer(*found, mark.marker) if found else UNCLEAR
-    return _last_number(text)
+    kept, end = [], 0  # what is not in a note
+    for mark in marks:
+        if mark.start >= end and NOTE.match(text, mark.start, mark.end):
+            kept.append(text[end : mark.start])
+            end = _answer_end(text, mark, len(text))
+    kept.append(text[end:])
+    before = _last_number(kept[0])
+    return _last_number("".join(kept)) if before == NO_ANSWER else before
 
 
 def by_fallback(note: str) -> bool:
