@@ -17,6 +17,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from io import BufferedReader
@@ -89,11 +90,15 @@ def json_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def repeated_key(line: bytes, row: object) -> str:
-    """A key that the JSON object `row` has twice in its line, of which parsers drop one; "" if there is none."""
-    if not isinstance(row, dict) or all(line.count(orjson.dumps(key)) == 1 for key in row):
+    """A key that an object in the line has twice, of which parsers drop one; "" if there is none. `row`: the line's
+    data. A key may have other spellings, with \\u or \\/. Raises RecursionError for deep nesting."""
+    plain = rb"\u" not in line and rb"\/" not in line
+    flat = isinstance(row, dict) and not any(isinstance(value, dict | list) for value in row.values())
+    if plain and isinstance(row, dict) and flat and all(line.count(orjson.dumps(key)) == 1 for key in row):
         return ""
-    keys = [key for key, _ in json.loads(line, object_pairs_hook=list)]
-    return next((key for key in keys if keys.count(key) > 1), "")
+    counts: list[Counter[str]] = []  # of each object
+    json.loads(line, object_pairs_hook=lambda pairs: counts.append(Counter(key for key, _ in pairs)))
+    return next((key for count in counts for key in count if count[key] > 1), "")
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -114,6 +114,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, object]]:
             problem, remedy = not_json(line, error)
             correct = "Correct the line; each line is one JSON object. If you downloaded the file, download it again."
             raise ConfigurationError(f"{file}, line {number}: {problem}.", remedy or correct) from None
+        except RecursionError:
+            raise ConfigurationError(f"{file}, line {number}: it is nested too deeply.", "Correct the line.") from None
 
 
 def csv_rows(file: Path, wanted: Collection[str]) -> Iterator[tuple[str, object]]:
