@@ -98,13 +98,13 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[obj
 def explained(what: str, remedy: str) -> Iterator[None]:
     """Turns errors of transformers and of the libraries below it, which are of many types, into a ConfigurationError
     that begins with `what`. Errors that pvg's own code raises pass, unless they come from the attributes or the shapes
-    of a model."""
+    of a model (SHAPES)."""
     try:
         yield
     except (PvgError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if raised_by_pvg(error) and not isinstance(error, AttributeError | RuntimeError):  # that of torch has no frame
+        if raised_by_pvg(error) and not isinstance(error, SHAPES):
             raise
         said = shortened(one_line(str(error)), LONGEST_QUOTE) or type(error).__name__
         if isinstance(error, KeyError):  # whose text is the key alone
@@ -112,6 +112,7 @@ def explained(what: str, remedy: str) -> Iterator[None]:
         raise ConfigurationError(f"{what}: {said.removesuffix('.')}.", remedy) from error
 
 
+SHAPES = (AttributeError, RuntimeError, IndexError, TypeError, ValueError)  # torch's have no frame of their own
 LONGEST_QUOTE = 400  # characters
 
 

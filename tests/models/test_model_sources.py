@@ -128,8 +128,14 @@ def test_pick_device():
 
 @pytest.mark.parametrize(
     ("module", "code", "kind"),
-    [("pvg.models", "{}['rows']", KeyError), ("some_model", "{}['rows']", ConfigurationError)],
+    [
+        ("pvg.models", "{}['rows']", KeyError),
+        ("some_model", "{}['rows']", ConfigurationError),
+        ("pvg.models", "torch.zeros(3)[0, 0]", ConfigurationError),
+        ("pvg.models", "Ellipsis[0]", ConfigurationError),
+        ("pvg.models", "rows, length = torch.zeros(3).shape", ConfigurationError),
+    ],
 )
 def test_a_defect_of_pvg_is_not_called_the_models(module: str, code: str, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="rows"), explained("It gives no logits", "Choose another model."):
-        exec(compile(code, "code", "exec"), {"__name__": module})
+    with pytest.raises(kind, match=r"rows|It gives no logits"), explained("It gives no logits", "Choose another."):
+        exec(compile(code, "code", "exec"), {"__name__": module, "torch": torch})
