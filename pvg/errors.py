@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from traceback import walk_tb
 from types import ModuleType
 from typing import Self
+from weakref import WeakKeyDictionary
 
 EXIT_CHECK_FAILED = 1
 EXIT_USAGE = 2
@@ -112,16 +113,19 @@ def first_line(error: BaseException) -> str:
 
 def variables_quoted(error: BaseException) -> list[str]:
     """The environment variables whose values an exception or one of its causes quotes, such as 'abc', or that a line
-    of a library uses which it passed through."""
-    words, used = "", set[str]()
+    of a library uses which it passed through, if its message or that library's file has their names."""
+    words, used, files = "", set[str](), set[str]()
     for cause in causes(error):
         words += f" {said(cause)}"
         for frame, number in walk_tb(cause.__traceback__):
             if frame.f_globals.get("__name__", "").partition(".")[0] not in ("pvg", "pvg_cli"):
+                files.add(frame.f_code.co_filename)
                 line = linecache.getline(frame.f_code.co_filename, number)
                 values = [frame.f_locals.get(name) for name in re.findall(r"\w+", line)]
                 used |= {value for value in values if isinstance(value, str)}
-    return sorted(name for name, value in os.environ.items() if value and (repr(value) in words or value in used))
+    found = [name for name, value in os.environ.items() if value and (repr(value) in words or value in used)]
+    names = set(re.findall(r"\w+", words + "".join(line for file in files for line in linecache.getlines(file))))
+    return sorted(names.intersection(found))
 
 
 class Closing(ABC):
@@ -183,20 +187,20 @@ def system_module(name: str) -> ModuleType:
 
 
 OTHER_FILES = 256  # what a process has open besides its connections
-_allowed: dict[tuple[str, str], int] = {}  # connections of this process, by what needs them; newer ones replace older
+open_files: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # connections of this process, by who has them
 
 
-def allow_open_files(connections: int, what: str, setting: str = "") -> None:
-    """Raise this process's limit of open files to what `connections` need, one for each `what`, whose number is a
-    setting. Other ones of this process add up. Raises MissingRequirementError if the system does not allow that."""
+def allow_open_files(owner: object, connections: int, what: str, setting: str = "") -> None:
+    """Raise this process's limit of open files to what the `connections` of `owner` need, one for each `what`, whose
+    number is a setting, until it leaves `open_files`. Raises MissingRequirementError if the system allows fewer."""
     resource = system_module("resource")
-    others = {user: number for user, number in _allowed.items() if user != (what, setting)}
-    needed = connections + sum(others.values()) + OTHER_FILES
+    open_files.pop(owner, None)
+    needed = connections + sum(open_files.values()) + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         if soft != resource.RLIM_INFINITY and soft < needed:
             resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        _allowed[what, setting] = connections
+        open_files[owner] = connections
     except (OSError, ValueError):
         raise MissingRequirementError(
             f"{counted(connections, what)} need {needed:,} open files, but this process may open only {hard:,}.",

@@ -54,7 +54,7 @@ from pvg.rollout.vllm_requests import (
 )
 from pvg.servers.control import Connections
 from pvg.servers.fleet import Server, StaleWeights
-from pvg.servers.pool import connections_for, together
+from pvg.servers.pool import together
 from pvg.servers.publishing import PublishingSession, SyncTiming, WeightLabel, WeightUpdate, salt
 from pvg.servers.served_model import UNPUBLISHED, Prove, RequestFailed, ServedModel, ServerRequirements, was_sent
 from pvg.servers.transports.opening import open_transport
@@ -219,7 +219,10 @@ def open_vllm_engine(
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     assert isinstance(rollout.engine, ServerSampling)
     dtype = experiment.sampling_dtype
-    connections, session = Connections.open(serving, weights, _connections(experiment)), PublishingSession.begin()
+    hosts = len(serving.servers) if (cluster := experiment.server_cluster) is None else cluster.workers or 1
+    requests = rollout.concurrency + hosts * weights.canary_prompts  # of rollouts, and of each server's canary
+    connections = Connections.open(serving, weights, requests, "rollout.concurrency")
+    session = PublishingSession.begin()
     canary = None
     if weights.canary_prompts:
         canary = Canary(
@@ -256,14 +259,6 @@ def open_vllm_engine(
         deadline_s=rollout.engine.timeout_s,
         shared=shared,
     )
-
-
-def _connections(experiment: Experiment) -> int:
-    """Connections of the generation pool: for all requests, and for each server's canary."""
-    serving, cluster = experiment.serving, experiment.server_cluster
-    hosts = len(serving.servers) if cluster is None else cluster.workers or 1
-    needed = experiment.rollout.concurrency + hosts * experiment.weights.canary_prompts
-    return connections_for(needed, "rollout.concurrency")
 
 
 @dataclass(frozen=True, slots=True)

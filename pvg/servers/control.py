@@ -216,10 +216,13 @@ class Connections:
     weights: Weights
 
     @classmethod
-    def open(cls, serving: Serving, weights: Weights, connections: int, key: str | None = None) -> Connections:
-        """`connections`: of each pool. `key`: None reads the key of the control routes. Sends nothing yet."""
+    def open(
+        cls, serving: Serving, weights: Weights, concurrency: int, setting: str = "", key: str | None = None
+    ) -> Connections:
+        """`concurrency`, `setting`: see HttpPool.of. `key`: None reads the control routes' key. Sends nothing yet."""
         key = control_key(weights.root) if key is None else key
-        return cls(HttpPool(connections, key=key), HttpPool(connections, key=key, fresh=True), serving, weights)
+        requests = HttpPool.of(concurrency, setting, key=key)
+        return cls(requests, HttpPool(requests.connections, key=key, fresh=True), serving, weights)
 
     def client(self, url: str) -> ControlClient:
         """A client of the control routes of the server at `url`."""

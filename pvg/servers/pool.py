@@ -1,6 +1,6 @@
 """`HttpPool`: HTTP connections to servers, as many as the concurrency needs, and an exception class for each fault.
 
-    pool = HttpPool(connections_for(1024), key=key)
+    pool = HttpPool.of(1024, "rollout.concurrency", key=key)
     reply = await pool.request("POST", f"{server}/inference/v1/generate", body, timeout_s=60.0)
 
 Invariant 7: a request waits for the server, never for a connection. A pool that is too small does not fail: requests
@@ -19,19 +19,12 @@ import aiohttp
 import orjson
 from aiohttp.http import HttpProcessingError
 
-from pvg.errors import allow_open_files
+from pvg.errors import allow_open_files, open_files
 
 T = TypeVar("T")
 
 # Weight updates and health checks of small runs share this client, which must never be the bottleneck.
 LEAST_CONNECTIONS = 500
-
-
-def connections_for(concurrency: int, setting: str = "") -> int:
-    """The number of connections with which `concurrency` requests never wait for one. `setting`: the one that bounds
-    them. Raises MissingRequirementError if this process may not open as many files."""
-    allow_open_files(concurrency, "request", setting)
-    return max(LEAST_CONNECTIONS, concurrency)
 
 
 # --- the pool --------------------------------------------------------------------------------------------------------
@@ -125,6 +118,14 @@ class HttpPool:
         self._closed = False
         self._open: set[aiohttp.ClientResponse] = set()
 
+    @classmethod
+    def of(cls, concurrency: int, setting: str = "", *, key: str = "") -> HttpPool:
+        """A pool in which `concurrency` requests never wait for a connection. `setting`: the one that bounds them.
+        Raises MissingRequirementError if this process may not open as many files."""
+        pool = cls(max(LEAST_CONNECTIONS, concurrency), key=key)
+        allow_open_files(pool, concurrency, "request", setting)
+        return pool
+
     async def request(
         self,
         method: str,
@@ -150,6 +151,7 @@ class HttpPool:
     async def close(self) -> None:
         """Close all connections. Requests in flight raise ConnectionBroken. A second call does nothing."""
         self._closed = True
+        open_files.pop(self, None)
         for response in self._open:  # otherwise aiohttp lets readers of a body wait forever
             response.content.set_exception(aiohttp.ClientConnectionError("the pool was closed"))
         if self._session is not None:

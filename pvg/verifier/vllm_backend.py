@@ -31,7 +31,7 @@ from pvg.rollout.vllm_requests import GENERATE, UNSAMPLABLE, prompt_scoring, rea
 from pvg.servers.command import Purpose
 from pvg.servers.control import Connections, ServerInfo
 from pvg.servers.fleet import Server, StaleWeights
-from pvg.servers.pool import MalformedReply, ServerFault, connections_for, pause_before_retry, together
+from pvg.servers.pool import MalformedReply, ServerFault, pause_before_retry, together
 from pvg.servers.publishing import Publisher, PublishingSession, SyncTiming, WeightLabel, WeightUpdate, salt
 from pvg.servers.served_model import Prove, RequestFailed, ServedModel, ServerRequirements
 from pvg.servers.transports.files import FilesystemTransport, VersionFolders
@@ -401,8 +401,8 @@ class VerifierServing:
         self._holder: Claim | None = None
         urls = experiment.serving.verifier_servers
         references = experiment.serving.reference_servers if isinstance(self.head, ServedImplicit) else ()
-        connections = connections_for(CONCURRENCY * (2 if references else 1))
-        self.connections = Connections.open(experiment.serving, experiment.weights, connections)
+        concurrency = CONCURRENCY * (2 if references else 1)
+        self.connections = Connections.open(experiment.serving, experiment.weights, concurrency)
         self.verifiers = self._servers("verifier", urls)
         self.references = self._servers("reference", references) if references else None
 

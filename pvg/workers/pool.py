@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pvg.errors
 from pvg.config.experiment import Experiment
-from pvg.errors import PvgError, WorkerLostError, allow_open_files
+from pvg.errors import PvgError, WorkerLostError, allow_open_files, open_files
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame
 from pvg.workers.load import LoadMeter
@@ -270,7 +270,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start the lowest number of processes. Raises MissingRequirementError if none can be started, and what opening
         the models raises in a process."""
-        allow_open_files(self._highest, "worker", "cluster.workers")
+        allow_open_files(self, self._highest, "worker", "cluster.workers")
         started = time.perf_counter()
         for shard in self._shards:
             shard.ready = _future()
@@ -293,6 +293,7 @@ class WorkerPool:
             if worker.member is not None:
                 worker.member.close()
         await self._supply.close()
+        open_files.pop(self, None)
         for memory in [*(slot.memory for slot in self._slots.values()), self._policy]:
             memory.close()
 

@@ -195,7 +195,8 @@ FULL_IN_RUST = "def save():\n    raise RuntimeError('I/O error: No space left on
         (ran_in("torch", "raise OSError('libcudart.so.12: cannot open shared object file')"), 3, "torch cannot be"),
         (ran_in("scipy.linalg", "raise ValueError('numpy.dtype size changed')"), 3, "scipy cannot be imported"),
         (ran_in("pvg.models", "import no_such_package.inside"), 3, "no_such_package cannot be imported"),
-        (ran_in("huggingface_hub", "int('abc')"), 3, "HF_ANY_TIMEOUT"),
+        (ran_in("huggingface_hub", "{}['0']"), 3, "Check the installation"),
+        (ran_in("huggingface_hub", "raise ValueError('HF_ANY_TIMEOUT', 'abc')"), 3, "the variable HF_ANY_TIMEOUT."),
         (lambda: runpy.run_path("library.py", None, "some_library"), 3, "Correct the variable ANY_PLACE."),
         (ran_in("pvg.models", "from pvg import no_such_name"), 70, "no_such_name"),
         (ran_in("pvg.models", "int('abc')"), 70, "abc"),
@@ -213,10 +214,10 @@ def test_the_code_that_raised_an_error_decides_whose_it_is(
     monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], code: int, named: str
 ) -> None:
     Path("own.py").write_text("import sys\ndef wrong():\n    return 1 + ''\ndef ends():\n    sys.exit(4)\n")
-    Path("library.py").write_text("import os\nplace, other = os.environ['ANY_PLACE'], '0'\nint(place[1:])\n")
+    Path("library.py").write_text("import os\nplace, other = os.environ['ANY_PLACE'], '0'\nint(place[1:] + other)\n")
     monkeypatch.setenv("HF_ANY_TIMEOUT", "abc")
     monkeypatch.setenv("ANY_PLACE", "1x")
-    monkeypatch.setenv("ANY_NUMBER", "0")
+    monkeypatch.setenv("_".join(["ANY", "NUMBER"]), "0")  # no file has its name
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     monkeypatch.setattr("pvg_cli.runs.resolve", lambda *_: act())

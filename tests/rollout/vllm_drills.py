@@ -204,7 +204,7 @@ def engine_over(
             lora_rank=8 * (transport == "lora"),
         ),
         urls,
-        Connections.open(section, weights, concurrency, key),
+        Connections.open(section, weights, concurrency, key=key),
         events,
         session=session,
         transport=open_transport(weights, "drill", None, "float32", session),

@@ -24,7 +24,7 @@ from worker_stand_ins import DyingSupply, RecordedEvents
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.errors import ConfigurationError, MissingRequirementError, WorkerLostError, allow_open_files
+from pvg.errors import ConfigurationError, MissingRequirementError, WorkerLostError, open_files
 from pvg.game.players import Players
 from pvg.game.roles import prompt_builder
 from pvg.models import open_model
@@ -32,7 +32,7 @@ from pvg.records import Role
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
-from pvg.servers.pool import connections_for
+from pvg.servers.pool import HttpPool
 from pvg.tasks import open_task
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -456,23 +456,27 @@ def test_the_end_of_a_supply_without_workers_does_not_wait_for_its_imports(monke
 def test_the_limit_of_open_files_is_raised_for_connections_or_refuses_them(monkeypatch):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
-    monkeypatch.setattr("pvg.errors._allowed", {})
+    open_files.clear()
     try:
-        allow_open_files(200, "request")
+        first = HttpPool.of(200)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (456, before[1])
-        for connections in (90, 100):  # of another client of the same process
-            connections_for(connections, "rollout.concurrency")
+        second = HttpPool.of(100, "rollout.concurrency")  # another client of the same process
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (556, before[1])
+        asyncio.run(first.close())
+        third = HttpPool.of(200)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (556, before[1])
+        for pool in (second, third):
+            asyncio.run(pool.close())
+        assert not open_files
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    monkeypatch.setattr("pvg.errors._allowed", {})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
     supply = DyingSupply("")
     with pytest.raises(MissingRequirementError, match="200 workers need 456 open files") as raised:
         asyncio.run(WorkerPool(experiment(1), 200, supply).start())
     assert "ulimit -n 456" in raised.value.remedy
     with pytest.raises(MissingRequirementError, match="100 requests need 356 open files") as raised:
-        connections_for(100, "rollout.concurrency")
+        HttpPool.of(100, "rollout.concurrency")
     assert "-s rollout.concurrency=N" in raised.value.remedy
     assert supply.started == 0
 
