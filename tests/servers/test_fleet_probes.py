@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -118,37 +117,3 @@ def test_a_server_is_blamed_but_not_for_stalls_of_our_own_event_loop(
     silent: Callable[[Clock], Awaitable[None]], fault: Fault, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert state_after(3, silent, fault, monkeypatch) == state
-
-
-def test_a_server_that_comes_back_asleep_is_woken_before_it_gets_weights() -> None:
-    """`nccl` writes into the engine's memory, and does not wake the server itself."""
-    done: list[str] = []
-
-    class Sleeper(Control):
-        async def info(self) -> ServerInfo:
-            self.probes += 1
-            return replace(INFO, boot=str(self.probes), asleep=self.probes > 1)  # it starts again before each probe
-
-        async def wake(self) -> None:
-            done.append("woken")
-
-    async def work() -> None:
-        back_twice = asyncio.Event()
-
-        async def caught_up(server: Any) -> None:
-            done.append("weights")
-            fleet.arrived(server, "label")
-            if done.count("weights") == 2:
-                back_twice.set()
-
-        control: Any = Sleeper(at_once, ServerUnreachable)
-        fleet = Fleet(
-            [control], Serving(), SilentEvents(), check=lambda info: None, catch_up=caught_up, remedy="Start one."
-        )
-        await fleet.open()
-        await back_twice.wait()
-        await fleet.close()
-        assert done[:4] == ["woken", "weights"] * 2
-
-    with asyncio.Runner(loop_factory=lambda: ClockedLoop(Clock())) as runner:
-        runner.run(work())

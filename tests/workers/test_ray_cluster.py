@@ -122,18 +122,11 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
     client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
     with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
         asyncio.run(client.call(hanging.wait))
-    assert ["10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True]
-    client.end()
-    assert killed == ["session_1"]
-
-
-def test_the_trainer_does_not_wait_for_a_gpu_without_end(monkeypatch, hanging):
-    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: hanging.wait())
-    client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
     with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
         client.own_gpu()
-    assert len(events.of("waits")) == 1
+    assert ["10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True, True]
     client.end()
+    assert killed == ["session_1"]
 
 
 def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_path, hanging):
