@@ -35,7 +35,7 @@ def _unhandled(kind: type[BaseException], error: BaseException, trace: Traceback
 
 def follows() -> bool:
     """Whether this process takes part in the `pvg train` of another process of torchrun, which prints the one JSON
-    document. Raises nothing: `launched` (pvg.workers.torchrun) reports wrong variables. It is here because it may be
+    document. Raises nothing: `launched` (pvg.workers.launch) reports wrong variables. It is here because it may be
     needed before any other module is loaded."""
     rank = os.environ.get("RANK", "")
     several = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE") != "1"

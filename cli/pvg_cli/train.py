@@ -85,10 +85,10 @@ def train(
         if launch is not None and ranks is not None:
             from pvg.workers.ranks import noted_run
 
-            if Path(noted := noted_run(launch)).is_dir() and noted:
+            if (noted := noted_run(launch)) and Path(noted).is_dir():
                 resume, run_name = noted, None
-            elif noted:
-                run_name = Path(noted).name
+            elif launch.run:  # the run that pvg's launcher has chosen
+                resume, run_name = (launch.run, None) if resume is not None else (None, Path(launch.run).name)
         chosen = chosen_keys(settings)
         again = launch is not None and bool(launch.store)
         with redirect_stderr(io.StringIO()) if again else nullcontext():  # the launcher has said all of it
@@ -114,7 +114,7 @@ def train(
 def _joined(stack: ExitStack, dry_run: bool) -> tuple[Launch | None, RankGroup | None]:
     """A launcher has started several processes. The first of them drives the others: it gets their group, but not for a
     dry run. Any other process works for the first one, and ends here."""
-    from pvg.workers.launch import ALONE, launched
+    from pvg.workers.launch import ALONE, end_with_launcher, launched
 
     launch = launched(os.environ)
     if launch is None:
@@ -124,6 +124,7 @@ def _joined(stack: ExitStack, dry_run: bool) -> tuple[Launch | None, RankGroup |
             return launch, None
         say(f"Process {launch.number} of torchrun prints no plan, because process 0 does. To see it here, {ALONE}")
         raise typer.Exit
+    end_with_launcher(launch)
     if not launch.number:
         announce_loading()
     from pvg.workers.ranks import joined
@@ -138,8 +139,10 @@ def _start_ranks(count: int, plan: RunPlan) -> NoReturn:
     """Let pvg's own launcher start all ranks of the run, and end with the driver's exit code."""
     from pvg.workers.launch import start_ranks
 
-    if plan.notice and not plan.resume:  # the driver tells of a run that it resumes
-        say(plan.notice)
+    if not plan.resume:
+        plan.run.refuse_existing()
+        if plan.notice:  # the driver tells of a run that it resumes
+            say(plan.notice)
     raise typer.Exit(start_ranks(count, arguments(), plan.run.path, say))
 
 

@@ -195,12 +195,12 @@ class RunDirectory:
         refuse_name(name)
         refuse_no_folder(root, "--set store.root=FOLDER")
         run = cls(root / name)
-        run._refuse_existing()
+        run.refuse_existing()
         made = not run.path.exists()
         make_directory(run.path)
         try:
             with run.lock(discard=lambda: made and not run.experiment_file.exists()):
-                run._refuse_existing()  # another process may have created it in the meantime
+                run.refuse_existing()  # another process may have created it in the meantime
                 for folder in (run.manifest, run.rollouts, run.checkpoints, run.weights):
                     make_directory(folder)
                 run._write_experiment(experiment)
@@ -372,7 +372,8 @@ class RunDirectory:
             removed += remove_temporaries(folder)
         return removed
 
-    def _refuse_existing(self) -> None:
+    def refuse_existing(self) -> None:
+        """Raises UsageError if a new run cannot have this folder."""
         if self.experiment_file.exists() and not self.is_run:
             raise UsageError(f"{self.path} has files, but is not a run.", "Give the run another name.")
         if self.experiment_file.exists():

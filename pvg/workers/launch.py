@@ -15,10 +15,12 @@ in a private file: the store of torchrun asks for no password.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +37,9 @@ from pvg.telemetry.waits import usable_cores
 EXIT_LOST = 75
 MOST_LOSSES = 6  # without a commit between them
 POLL_S = 0.05
+WATCH_S = 1.0
 GRACE_S = 10.0  # for the other ranks to notice that one has ended, and to end too
-STORE, RUN, WHY = "PVG_RANKS_STORE", "PVG_RANKS_RUN", "PVG_RANKS_LOST"
+STORE, RUN, WHY, PARENT = "PVG_RANKS_STORE", "PVG_RANKS_RUN", "PVG_RANKS_LOST", "PVG_RANKS_LAUNCHER"
 # The way out for a program that has inherited the variables of torchrun, such as one that a notebook starts.
 ALONE = "start pvg without torchrun's variables: env -u TORCHELASTIC_RUN_ID pvg train ..."
 
@@ -51,7 +54,8 @@ class RankLostError(WorkerLostError):
 class Launch:
     """What the launcher says of this process. `number`: its rank among all `processes`; `local`: among the `here` ones
     on its machine. `host`, `port`: torchrun's store. `store`: the file in which the ranks of pvg's own launcher meet;
-    empty under torchrun. `run`: the folder of the run that this launcher plays. `lost`: why the last attempt ended."""
+    empty under torchrun. `run`: the folder of the run that this launcher plays. `lost`: why the last attempt ended;
+    empty in the first one. `launcher`: the process id of pvg's own launcher."""
 
     number: int
     processes: int
@@ -63,6 +67,7 @@ class Launch:
     store: str = ""
     run: str = ""
     lost: str = ""
+    launcher: int = 0
 
 
 def launched(environment: Mapping[str, str]) -> Launch | None:
@@ -84,6 +89,7 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
             store=environment.get(STORE, ""),
             run=environment.get(RUN, ""),
             lost=environment.get(WHY, ""),
+            launcher=int(environment[PARENT]) if own else 0,
         )
     except KeyError as error:
         raise UsageError(
@@ -103,6 +109,21 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
             f"Use --rdzv-backend c10d or static and leave out TORCH_DISABLE_SHARE_RDZV_TCP_STORE, or {ALONE}",
         )
     return launch
+
+
+def end_with_launcher(launch: Launch) -> None:
+    """Let this process end when its launcher has ended, however that ended, and when it has ended already. Call it
+    early: to import torch takes seconds. A killed launcher leaves its folder to its processes."""
+    launcher = launch.launcher or os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCH_S)
+        if launch.store:
+            shutil.rmtree(Path(launch.store).parent, ignore_errors=True)
+        os._exit(EXIT_LOST)
+
+    threading.Thread(target=watch, name="pvg-launcher", daemon=True).start()
 
 
 def refuse_other_counts(experiment: Experiment, launch: Launch) -> None:
@@ -132,9 +153,14 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
     with tempfile.TemporaryDirectory(prefix="pvg-ranks-") as folder, _forwarded() as forward:
         while True:
             attempts += 1
-            processes = _started(count, arguments, run, Path(folder) / f"store-{attempts}", why)
+            processes: list[subprocess.Popen[bytes]] = []
             try:
-                forward.driver = processes[0]
+                for process in _started(count, arguments, run, Path(folder) / f"store-{attempts}", why):
+                    processes.append(process)
+                    forward.driver = processes[0]
+                    if forward.stopping:  # perhaps before there was a driver to send it to
+                        again = f"To resume it, use: pvg train --resume {run}" if commit else ""
+                        raise StoppedAtStart(f"Stopped while the ranks of {run.name!r} started.", again)
                 code, why = _watched(processes)
             finally:
                 for process in processes:
@@ -154,24 +180,25 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
             say(f"{why}. All {count} ranks start again from the last commit.")
 
 
-def _started(count: int, arguments: Sequence[str], run: Path, store: Path, why: str) -> list[subprocess.Popen[bytes]]:
+def _started(
+    count: int, arguments: Sequence[str], run: Path, store: Path, why: str
+) -> Iterator[subprocess.Popen[bytes]]:
     shared = {
         "TORCHELASTIC_RUN_ID": "pvg",
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         STORE: str(store),
         RUN: str(run.absolute()),
+        WHY: why,
+        PARENT: str(os.getpid()),
     }
-    shared |= {WHY: why} if why else {}
     threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))}
-    return [
-        subprocess.Popen(
+    for number in range(count):
+        yield subprocess.Popen(
             [sys.executable, "-P", "-m", "pvg", *arguments],
             env={**threads, **os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
             start_new_session=True,  # Ctrl-C reaches only the launcher, which forwards it to the driver
         )
-        for number in range(count)
-    ]
 
 
 class _Forward:
@@ -199,12 +226,15 @@ def _forwarded() -> Iterator[_Forward]:
 
 
 def _watched(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, str]:
-    """Wait for the first process that ends. Returns the exit code of all; None if a rank was lost, with the reason in
-    words."""
+    """Wait for the first process that ends, and then for the others: no longer than GRACE_S, but for a driver that has
+    sent the others away (they end with 0) as long as it takes. Returns the exit code of all; None if a rank was lost,
+    with the reason in words."""
     while not any(process.poll() is not None for process in processes):
         time.sleep(POLL_S)
     deadline = time.monotonic() + GRACE_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+    while any(process.poll() is None for process in processes) and (
+        time.monotonic() < deadline or any(process.poll() == 0 for process in processes[1:])
+    ):
         if (code := processes[0].poll()) is not None and code >= 0 and code != EXIT_LOST:
             return code, ""  # the driver has ended by itself
         time.sleep(POLL_S)

@@ -24,7 +24,6 @@ import math
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -78,7 +77,7 @@ JOIN_S = 120.0  # for all processes to import torch and to find each other
 COLLECTIVE_S = 600.0
 COMMAND_S = 3.0e7
 FIRST_S = 3.0  # for the driver to end before this process, so that torchrun reports the driver's error
-WATCH_S = 1.0
+RETRY_S = 1.0
 # glibc keeps freed blocks of up to 32 MB for later ones. FSDP2 gathers and frees whole layers, so a rank would keep
 # more memory for them than for its part of the model. Larger blocks than this go back to the system at once.
 M_MMAP_THRESHOLD, KEPT_BYTES = -3, 1 << 20
@@ -216,8 +215,7 @@ class RankGroup:
 @contextmanager
 def joined(launch: Launch) -> Iterator[RankGroup]:
     """Wait until all processes of the launch have joined. At the end the others get this one's exit code, if it is
-    rank 0. Every process ends with its launcher."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), name="pvg-launcher", daemon=True).start()
+    rank 0."""
     group, code = RankGroup(launch), 1
     if not launch.number:
         del os.environ["TORCHELASTIC_RUN_ID"]  # its children are no ranks
@@ -234,12 +232,6 @@ def joined(launch: Launch) -> Iterator[RankGroup]:
     finally:
         if not launch.number:
             group.end(code)
-
-
-def _end_with(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(WATCH_S)
-    os._exit(EXIT_LOST)
 
 
 # --- one rank's part --------------------------------------------------------------------------------------------------
@@ -540,13 +532,15 @@ def _store(launch: Launch) -> Any:
         except distributed.DistError:  # that of an earlier driver
             if time.monotonic() > deadline:
                 raise
-            time.sleep(WATCH_S)
+            time.sleep(RETRY_S)
 
 
 def noted_run(launch: Launch) -> str:
-    """The folder of the run that an earlier driver of this launch began; empty if there is none."""
-    if launch.store or not (agent := _agent(launch)).check(["pvg/run"]):
-        return launch.run
+    """The folder of the run that an earlier driver of this launch may have begun; empty in the first attempt."""
+    if launch.store:
+        return launch.run if launch.lost else ""
+    if not (agent := _agent(launch)).check(["pvg/run"]):
+        return ""
     return str(agent.get("pvg/run").decode())
 
 

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from rank_runs import PVG, played, running, train, trains, weights
+from rank_runs import PVG, played, running, train, trains, wait_until, weights
 from ranked_trainings import SETTINGS, Job, trained
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.operation import LocalCluster, NoCluster
-from pvg.errors import ConfigurationError
+from pvg.errors import ConfigurationError, StoppedAtStart
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
+from pvg.store.run_directory import RunDirectory
+from pvg.workers import launch
 from pvg.workers.choice import cluster_settings, with_workers
+from pvg.workers.launch import Launch, start_ranks
+from pvg.workers.ranks import noted_run
+from pvg_cli.main import app
 
 
 def saved_model(folder: Path, tied: bool) -> str:
@@ -215,6 +225,50 @@ def test_bfloat16_passes_keep_no_gathered_weights_until_the_backward_pass() -> N
 
 
 # --- ranks that end ---------------------------------------------------------------------------------------------------
+
+
+def ranks_run(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    """Let launchers start this shell script in place of pvg."""
+    script = folder / "rank"
+    script.write_text("\n".join(["#!/bin/sh", *lines]))
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_a_driver_may_take_its_time_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", 0.05)
+    ranks_run(tmp_path, monkeypatch, "[ $RANK = 1 ] || sleep 0.5")
+    assert start_ranks(2, [], tmp_path / "run", pytest.fail) == 0
+
+
+def test_a_signal_between_two_attempts_ends_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_run(tmp_path, monkeypatch, '[ -n "$PVG_RANKS_LOST" ] || kill -9 $$')
+    with pytest.raises(StoppedAtStart):
+        start_ranks(2, [], tmp_path / "run", lambda text: os.kill(os.getpid(), signal.SIGINT))
+
+
+def test_a_new_run_never_continues_one_with_its_name(tmp_path: Path) -> None:
+    first = Launch(0, 2, 0, 2, store="store", run="run")
+    assert (noted_run(first), noted_run(replace(first, lost="Rank 1 was killed"))) == ("", "run")
+    RunDirectory.create(tmp_path, "run", Experiment())
+    called = CliRunner().invoke(app, train(tmp_path, "--name", "run"))
+    assert called.exit_code == 2
+    assert "The run 'run' already exists" in called.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 1.0])
+def test_ranks_end_with_a_launcher_that_is_killed_while_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running([*PVG, *train(tmp_path / "runs")]) as started:
+        launcher = psutil.Process(started.launchers[0].pid)
+        wait_until(lambda: len(launcher.children()) == 2, "both ranks have started")
+        time.sleep(delay_s)
+        launcher.kill()
+        assert started.ended()[0] == [-signal.SIGKILL]
+    assert not list(tmp_path.glob("pvg-ranks-*"))
 
 
 @pytest.fixture(scope="module")
