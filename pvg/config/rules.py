@@ -590,4 +590,13 @@ def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
         )
 
 
-ODD = (prompt_warnings, _switch_warnings, _staleness_warnings, _protocol_warnings)
+def _rank_warnings(experiment: AllSections) -> Iterator[str]:
+    whole = ranks_of(experiment.cluster) is not None and not experiment.training.adapters.rank
+    if whole and experiment.models.device != "cpu" and experiment.rollout.logprobs == "recomputed":
+        yield (
+            "rollout.logprobs = 'recomputed' computes on the CPU with cluster.trainer_ranks and all weights, even "
+            "if the ranks train on GPUs; set it to 'sampled', or training.adapters.rank above 0"
+        )
+
+
+ODD = (prompt_warnings, _switch_warnings, _staleness_warnings, _protocol_warnings, _rank_warnings)

@@ -58,6 +58,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def refuse_without_ranks(experiment: Experiment, ranks: RankGroup | None) -> None:
+    """Raises ConfigurationError if the experiment has trainer ranks, and this process has none to train with."""
+    if ranks is None and (count := ranks_of(experiment.cluster)) is not None:
+        raise ConfigurationError(
+            f"cluster.trainer_ranks = {count} needs {count} processes, which only pvg train and torchrun start.",
+            "Leave out cluster.trainer_ranks.",
+        )
+
+
 class Players:
     """Opens the base prover and its engine; `close` frees both. `executor`: stays the caller's if given. `supply`
     starts the workers; None: they start only now. `ranks`: the processes that train the prover with this one."""
@@ -308,14 +317,9 @@ class Players:
     ) -> ModelInRanks | None:
         """Trains `learner` in the ranks; None without ranks. The weights that they train move to the CPU, unless they
         are adapters. The caller closes it."""
-        count = ranks_of(self._experiment.cluster)
-        if count is None:
+        refuse_without_ranks(self._experiment, self._ranks)
+        if ranks_of(self._experiment.cluster) is None or self._ranks is None:
             return None
-        if self._ranks is None:
-            raise ConfigurationError(
-                f"cluster.trainer_ranks = {count} needs {count} processes, which only pvg train and torchrun start.",
-                "Leave out cluster.trainer_ranks.",
-            )
         from pvg.workers.ranks import ModelInRanks, rank_fields
 
         fields = rank_fields(training, rollout, self.models, optimizer, self.device)

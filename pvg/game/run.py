@@ -27,7 +27,7 @@ from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
 from pvg.game.orders import environment_of
-from pvg.game.players import Players, template_of
+from pvg.game.players import Players, refuse_without_ranks, template_of
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
@@ -101,9 +101,11 @@ async def play(
     """Play `experiment` in `run` (locked by the caller) to its end, or until `stop` is set and the next commit is done.
     `supply`: starts the workers, if the experiment has any. `ranks`: the processes that train the prover with this one.
 
-    Raises StateError if the run has begun and `resume` is False, or if it began with another configuration. Passes on
-    what a phase raises; all commits stay intact.
+    Raises StateError if the run has begun and `resume` is False, or if it began with another configuration, and
+    ConfigurationError if the ranks of the experiment are missing. Passes on what a phase raises; all commits stay
+    intact.
     """
+    refuse_without_ranks(experiment, ranks)
     started = time.perf_counter()
     cold = experiment.warmup.path is not None and _is_cold(run)
     if cold:

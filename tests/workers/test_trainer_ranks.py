@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+import pvg
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.operation import LocalCluster, NoCluster
@@ -323,13 +324,15 @@ def test_ctrl_c_stops_after_a_commit_and_other_numbers_of_ranks_continue_the_run
         codes, documents, told = started.ended()
     assert codes == [130], told
     assert json.loads(documents[0])["status"] == "interrupted"
-    for number, cluster in enumerate(("cluster.trainer_ranks=3", "cluster=none")):
+    for number, cluster in enumerate(("cluster.trainer_ranks=2", "cluster.trainer_ranks=3", "cluster=none")):
         again = shutil.copytree(run, tmp_path / f"again-{number}")
         with running([*PVG, "train", "--resume", str(again), "-s", cluster, "--json"]) as started:
             codes, documents, told = started.ended()
         assert codes == [0], told
         assert json.loads(documents[0])["status"] == "complete"
         assert weights(again).keys() == undisturbed.keys()
+        if not number:  # as many ranks give the same bits
+            assert weights(again) == undisturbed
 
 
 @pytest.mark.drill
@@ -396,6 +399,23 @@ def test_what_ranks_cannot_do_is_refused_in_one_line(sections: dict[str, Any], m
     with pytest.raises(ConfigurationError, match=message) as raised:
         build_experiment({"cluster": RANKS, **sections})
     assert "\n" not in raised.value.message
+
+
+def test_what_computes_on_the_cpu_beside_ranks_on_gpus_is_told() -> None:
+    def told(**adapters: int) -> bool:
+        chosen = {"cluster": RANKS, "rollout": {"logprobs": "recomputed"}, "models": {"device": "cuda"}}
+        found = build_experiment({**chosen, "training": {"adapters": adapters}}).warnings()
+        return any("rollout.logprobs = 'recomputed' computes on the CPU" in warning for warning in found)
+
+    assert (told(), told(rank=4)) == (True, False)
+
+
+def test_a_program_cannot_start_ranks_and_learns_it_before_the_game(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="which only pvg train and torchrun start"):
+        pvg.play(
+            "modchain", settings={"cluster.kind": "local", "cluster.trainer_ranks": 2, "store.root": str(tmp_path)}
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_need_no_workers_and_may_have_some() -> None:
