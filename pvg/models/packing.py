@@ -248,8 +248,7 @@ def pad_batch(
 
 # --- what rows have in common ----------------------------------------------------------------------------------------
 
-# Fewer tokens in common are computed for each row, because a segment costs something too. In GRPO steps of the embedded
-# prover 8 was the fastest of 2 to 32, on a CPU.
+# Fewer tokens in common are computed for each row, because a segment costs something too.
 LEAST_SHARED = 8
 Place = tuple[tuple[int, int, int], ...]
 
@@ -471,6 +470,12 @@ def distinct_rows(
 # To fill batches, what rows have in common is computed in two of them only if it takes at most this part of one.
 REPEATED = 16
 
+# Autograd keeps the keys and values that a row gathers from before its own tokens, and those of a segment that it
+# splits. So a row counts as more than its own tokens if it gathers more than FREE_KEYS for each: KEYS_PER_TOKEN of the
+# others as one. In a small model with as many heads of keys as of queries, a batch of one dialogue whose rows part at
+# many places then takes at most 1.5 times the memory of one group; larger models and grouped queries keep less.
+FREE_KEYS, KEYS_PER_TOKEN = 2, 8
+
 
 def row_batches(
     sequences: Sequence[Int32],
@@ -482,15 +487,16 @@ def row_batches(
 ) -> list[NDArray[np.int64]]:
     """Row numbers in as few batches as possible, one forward pass of packed rows each, with similar numbers of tokens
     of at most `budget`; what rows of a batch have in common counts once. The batch with the longest row comes first.
+    Many gathered keys count as tokens too (KEYS_PER_TOKEN), but not where a row follows one with the same prompt.
 
     Rows that have something in common stay together if this costs no batch. Rows of a unit (`units_N`, numbers) always
     do if the unit is within the budget. Units count what they have in common with others again.
 
     Raises ConfigurationError if a single row is over the budget.
     """
-    lengths_N, whole = lengths_of(sequences), units_N is not None
-    check_budget(lengths_N, budget)
-    if not len(lengths_N):
+    whole = units_N is not None
+    check_budget(lengths_of(sequences), budget)
+    if not sequences:
         return []
     trie = Trie.of(sequences, prompt_lengths, prompts_alone=prompts_alone)
     if units_N is None:  # rows that have something in common
@@ -501,21 +507,30 @@ def row_batches(
     order_N = trie.order_N[ranks]
     between = (trie.again_N[one + 1 : other + 1].min(initial=budget) for one, other in itertools.pairwise(ranks))
     again_N = np.array([0, *between]) * (np.diff(units_N[order_N], prepend=-1) == 0)
-    tokens_N = lengths_N[order_N] - again_N
+    lengths_N, prompts_N = lengths_of(sequences)[order_N], np.asarray(prompt_lengths, dtype=np.int64)[order_N]
+    begun = 0  # the length of the last row that no row before it in its unit contains
+    for place, length in enumerate(lengths_N.tolist()):
+        again_N[place] = min(again_N[place], begun)  # the row with more in common may be in another unit
+        begun = length if length > again_N[place] else begun
+    tokens_N = lengths_N - again_N
+    of_group_N = (again_N >= prompts_N) & (np.diff(prompts_N, prepend=-1) == 0)
+    beyond_N = np.maximum(np.where(of_group_N | (tokens_N == 0), 0, again_N) - FREE_KEYS * tokens_N, 0)
+    loads_N = tokens_N + beyond_N // KEYS_PER_TOKEN
     bounds = np.append(np.flatnonzero(np.diff(units_N[order_N], prepend=-1)), len(order_N)).tolist()
-    parts = [(int(tokens_N[first:end].sum()), first, end) for first, end in itertools.pairwise(bounds)]
+    parts = [(int(loads_N[first:end].sum()), first, end) for first, end in itertools.pairwise(bounds)]
     parts.sort(key=lambda part: -part[0])
-    cut_N = np.where(tokens_N > 0, again_N, budget + 1)  # what it costs to begin another batch with a row
+    # What it costs to begin another batch with a row. Rows that begin a row before them stay in its batch.
+    cut_N = np.where(tokens_N > 0, again_N, budget + 1)
 
     def filled(count: int) -> list[list[int]] | None:
-        """Each unit in the batch with the fewest tokens so far; None if they do not fit into so many batches."""
+        """Each unit in the batch with the lowest load so far; None if they do not fit into so many batches."""
         batches: list[list[int]] = [[] for _ in range(count)]
         loads = [(0, batch) for batch in range(count)]
         for size, start, end in parts:
             first = start
             while first < end:
                 load, batch = loads[0]
-                ends_R = int(again_N[first]) * (first > start) + np.cumsum(tokens_N[first:end])
+                ends_R = int(lengths_N[first] - loads_N[first]) + np.cumsum(loads_N[first:end])
                 rows = int(np.searchsorted(ends_R, budget - load, side="right"))
                 if not rows:
                     return None
@@ -526,6 +541,7 @@ def row_batches(
                     least = min(most, int(np.searchsorted(ends_R, goal - goal / REPEATED)) + 1)
                     costs = cut_N[first + least : first + most + 1]
                     rows = most - int(costs[::-1].argmin())
+                    rows = int(np.searchsorted(ends_R, ends_R[rows - 1], side="right"))
                     if size <= budget and (whole or REPEATED * int(cut_N[first + rows]) > budget):
                         return None
                 batches[batch].extend(range(first, first + rows))
@@ -533,10 +549,11 @@ def row_batches(
                 first += rows
         return batches
 
-    count = -(-int(tokens_N.sum()) // budget)
+    count = -(-int(loads_N.sum()) // budget)
     while (found := filled(count)) is None:
         count += 1 + count // 32
-    return sorted((order_N[rows] for rows in found if rows), key=lambda rows: -int(lengths_N[rows].max()))
+    found.sort(key=lambda rows: -int(lengths_N[rows].max(initial=0)))
+    return [order_N[rows] for rows in found if rows]
 
 
 # --- attention of packed rows: of each segment over its path ----------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pvg.errors import ConfigurationError
@@ -288,9 +288,21 @@ def drawn_rows(drawn):
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=40), st.integers(71, 300), st.booleans())
-def test_batches_keep_their_limits(drawn, budget, in_units):
+@example([], [(0, 12, 0)] + [(0, 60, 10)] * 8, 80, False)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=40),
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from([12, 40, 60]), st.sampled_from([0, 4, 10])), max_size=20),
+    st.one_of(st.integers(71, 90), st.integers(71, 300)),
+    st.booleans(),
+)
+def test_batches_keep_their_limits(drawn, parts, budget, in_units):
+    drawn = [(0, 20), *drawn] if parts else drawn
     rows, starts = drawn_rows(drawn)
+    for other, kept, own in parts:  # begins as another row, which contains it if it has no own tokens
+        tokens = [*rows[other % len(rows)][:kept], *[1000 + len(rows)] * own][:70]
+        rows.append(np.array(tokens, dtype=np.int32))
+        starts = np.append(starts, min(10, len(tokens)))
+        drawn = [*drawn, (own % 7, own)]
     units_N = np.array([prompt // 2 for prompt, _ in drawn], dtype=np.int64) if in_units else None
     batches = row_batches(rows, starts, budget, units_N=units_N)
     flat = np.concatenate(batches).tolist() if batches else []
@@ -303,6 +315,39 @@ def test_batches_keep_their_limits(drawn, budget, in_units):
         assert all(
             len([1 for unit, _ in owners if unit == u]) <= 1 for u, total in enumerate(totals) if total <= budget
         )
+
+
+def test_a_dialogue_with_many_forks_takes_no_more_memory_than_a_group():
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_key_value_heads": 4}
+    model, generator = build(**sizes, max_position_embeddings=1024), np.random.default_rng(0)
+    weights, budget = {weight.data_ptr() for weight in model.parameters()}, 1024
+
+    def draw(count):
+        return generator.integers(1, VOCABULARY, count).astype(np.int32)
+
+    def saved(rows, starts):
+        """The most bytes that autograd keeps for a batch."""
+        sizes = []
+        for batch in row_batches(rows, starts, budget):
+            kept = {}
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor, kept=kept: kept.setdefault(tensor.data_ptr(), tensor), lambda tensor: tensor
+            ):
+                shared_prompt_logprobs(model, [rows[row] for row in batch], starts[batch])
+            sizes.append(sum(tensor.untyped_storage().nbytes() for at, tensor in kept.items() if at not in weights))
+        return max(sizes)
+
+    prompt, history = draw(48), draw(32)
+    group = [np.append(prompt, draw(60)) for _ in range(16)]
+    dialogue, starts = [], []
+    for _ in range(32):  # later turns do not see what a turn thought
+        starts.append(len(history))
+        answer = draw(16)
+        dialogue.append(np.concatenate([history, draw(16), answer]))
+        history = np.append(history, answer)
+    assert saved(dialogue, np.array(starts)) <= 1.5 * saved(group, np.full(16, 48))
+    short = [np.append(history, draw(4)) for _ in range(64)]  # only a prompt in common: as many as the tokens allow
+    assert len(row_batches(short, np.full(64, len(history)), budget)) == 1
 
 
 def filling(groups, count, shape, generator):
