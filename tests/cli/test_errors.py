@@ -233,7 +233,7 @@ def test_a_document_is_all_that_stdout_has_whatever_a_users_file_prints() -> Non
     Path("own.py").write_text("print('loaded')\ndef own(outcomes, game):\n    return outcomes.scores_N\n")
     Path("prompt.txt").write_text("H – é {question}", encoding="utf-8")
     given = ("-s", "prompts.helpful.file=prompt.txt", "-s", "prompts=text")
-    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C.UTF-8"}  # of the words
     shown = subprocess.run(
         [*ENTRY, "config", "show", "modchain", *given], env=ascii_only, capture_output=True, check=True
     )
