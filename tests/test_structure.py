@@ -48,8 +48,8 @@ LAYERS = (
 # These run in other processes, where pvg cannot be imported.
 SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"
 MOST_LINES = 700
-# All modules of pvg, the command line and benchmarks, but not of pvg.workers; and the modules of pvg.
-MOST_LINES_OF_ALL, MOST_MODULES = 66_300, 229
+# All modules of pvg, the command line and benchmarks; and the modules of pvg.
+MOST_LINES_OF_ALL, MOST_MODULES = 72_510, 223
 
 
 @cache
@@ -164,7 +164,6 @@ def test_contributing_maps_the_parts_in_this_order() -> None:
 def test_a_new_feature_pays_with_an_old_one() -> None:
     """The house is as large as it is now. Lower a limit when something goes. Raise one only with a reason here."""
     counted = modules() | modules_of("benchmarks", ROOT)
-    counted = {module: path for module, path in counted.items() if not module.startswith("pvg.workers")}
     assert sum(len(path.read_bytes().splitlines()) for path in counted.values()) <= MOST_LINES_OF_ALL
     assert sum(module.startswith("pvg") and not module.startswith("pvg_cli") for module in modules()) <= MOST_MODULES
 
