@@ -553,7 +553,32 @@ def row_batches(
     while (found := filled(count)) is None:
         count += 1 + count // 32
     found.sort(key=lambda rows: -int(lengths_N[rows].max(initial=0)))
-    return [order_N[rows] for rows in found if rows]
+    most_N = tokens_N + (LEAST_SHARED - 1) * (again_N > 0)
+
+    def over(rows: NDArray[np.int64]) -> bool:
+        """Whether a batch computes too much: without the other rows, segments may end a few tokens earlier."""
+        begun_N = np.where(np.diff(rows, prepend=-2) == 1, 0, again_N[rows])  # not after the row before it
+        own, starts = order_N[rows], np.asarray(prompt_lengths)
+        return int((most_N[rows] + begun_N).sum()) > budget and budget < int(
+            Trie.of([sequences[row] for row in own], starts[own], prompts_alone=prompts_alone).lengths_S.sum()
+        )
+
+    return [order_N[rows] for rows in _halved([np.array(rows) for rows in found if rows], units_N[order_N], over)]
+
+
+def _halved(
+    batches: list[NDArray[np.int64]], units_P: NDArray[np.int64], over: Callable[[NDArray[np.int64]], bool]
+) -> Iterator[NDArray[np.int64]]:
+    """Batches of places, those that are `over` cut into two, between two units where there are some."""
+    work = batches[::-1]
+    while work:
+        rows = work.pop()
+        if not over(rows):
+            yield rows
+            continue
+        ends = np.flatnonzero(np.diff(units_P[rows])) + 1
+        middle = int(ends[np.abs(2 * ends - len(rows)).argmin()]) if len(ends) else len(rows) // 2
+        work += [rows[middle:], rows[:middle]]
 
 
 # --- attention of packed rows: of each segment over its path ----------------------------------------------------------

@@ -289,6 +289,7 @@ def drawn_rows(drawn):
 
 @settings(deadline=None)
 @example([], [(0, 12, 0)] + [(0, 60, 10)] * 8, 80, False)
+@example([], [(0, 12, 4), (0, 12, 4), (0, 60, 4)], 72, False)  # alone, they part at the ends of their prompts
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), max_size=40),
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([12, 40, 60]), st.sampled_from([0, 4, 10])), max_size=20),

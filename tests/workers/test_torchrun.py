@@ -77,7 +77,7 @@ def test_ctrl_c_stops_the_run_at_its_next_commit(tmp_path: Path) -> None:
     assert json.loads("".join(documents))["status"] == "interrupted", told
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_wrong_number_of_processes_ends_all_of_them_with_one_error(tmp_path: Path) -> None:
     with running(*agents(1, train(tmp_path, settings=("cluster=none",)))) as started:
         codes, _, told = started.ended()

@@ -98,8 +98,8 @@ sys.addaudithook(seen)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_train_as_one_process_does_each_keeps_its_part_and_nothing_is_unpickled(
     tied: str, untied: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_ranks_train_as_one_process_does_each_keeps_its_part_and_nothing_is_unpi
         assert max(found["held"]) < 1.3 * whole / ranks
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_bfloat16_and_a_gradient_that_is_not_finite_as_in_one_process(tied: str, tmp_path: Path) -> None:
     def jobs() -> list[Job]:
         without = {"kl": {"coefficient": 0.0}}
@@ -211,7 +211,7 @@ loss.backward()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_bfloat16_passes_keep_no_gathered_weights_until_the_backward_pass() -> None:
     """Autocast alone keeps its bfloat16 copies of the weights of all layers."""
 
