@@ -112,7 +112,7 @@ def explained(what: str, remedy: str) -> Iterator[None]:
         raise ConfigurationError(f"{what}: {said.removesuffix('.')}.", remedy) from error
 
 
-SHAPES = (AttributeError, RuntimeError, IndexError, TypeError, ValueError)  # torch's have no frame of their own
+SHAPES = (AttributeError, RuntimeError, IndexError, TypeError, ValueError)  # torch raises them in C++, without a frame
 LONGEST_QUOTE = 400  # characters
 
 

@@ -608,7 +608,8 @@ class Block:
         last: bool,
     ) -> Block:
         """The block of B segments. `paths`: the tokens that each sees, of which its own are the last. `before_B` and
-        `own_B`: the numbers of the others and of its own. `last`: only the result of each segment's last token counts.
+        `own_B`: how many are before its own, and how many its own are. `last`: only the result of each segment's last
+        token counts.
 
         Where the own tokens are more, those before them are queries too, whose results are thrown away: causal
         attention then needs no mask, whose size would be the square of the length.

@@ -118,7 +118,7 @@ def test_a_prompt_is_the_same_where_its_tokens_are_whatever_the_group():
 
 
 def alone(model, rows, prompt_lengths):
-    """The log-probs of each row in a forward pass of its own."""
+    """The log-probs of each row, each in a separate forward pass."""
     longest = max(map(len, rows))
     found = [
         completion_logprobs(model, torch.from_numpy(row).long()[None], torch.tensor([len(row)]), torch.tensor([start]))

@@ -132,7 +132,7 @@ def test_the_next_run_wakes_what_a_killed_one_left_asleep(tmp_path: Path) -> Non
     async def use(d: Drill, _: list[str]) -> None:
         await d.publish(0)
         await d.engine.rest(replaced=True)
-        await d.engine.close()  # as the end of its process: nobody wakes the servers
+        await d.engine.close()  # as when its process ends: the servers stay asleep
         assert asleep(d) == [True, True]
         again = engine_over([proxy.url for proxy in d.proxies], tmp_path, Heard())
         try:

@@ -1,4 +1,4 @@
-"""Trainings of a small model in processes of their own: `python ranked_trainings.py JOBS`, started once per rank.
+"""Trainings of a small model in separate processes: `python ranked_trainings.py JOBS`, started once per rank.
 
 JOBS is a JSON file with a list of jobs, which are trained one after the other. Each writes a file of `torch.save`:
 metrics, state, bytes that each rank holds, addresses, and the error if there was one.

@@ -348,8 +348,8 @@ def operations_of(
     scored: bool = False,
     again: bool = False,
 ) -> Operations:
-    """The operations of a step on the whole batch. `frozen`: linear layers have no gradient of their own, so they take
-    two passes, not three; adapters themselves are not counted. `scored`: a reference's pass. `again`: the same for
+    """The operations of a step on the whole batch. `frozen`: linear layers need no gradient of their weights, so they
+    take two passes, not three; adapters themselves are not counted. `scored`: a reference's pass. `again`: the same for
     log-probs of the sampler, which is not useful.
 
     Computed is what rows of a micro-batch have in common once; padding; all layers again if `checkpointed`; and the
