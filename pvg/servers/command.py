@@ -261,12 +261,17 @@ def _named(named: str) -> Interpreter:
 
 
 def ask(python: Path, origin: str) -> Interpreter | None:
-    """The vLLM of `python`; None if it has none or cannot run."""
+    """The vLLM of `python`; None if it has none or cannot run. Raises MissingRequirementError if it does not answer."""
     try:
         done = subprocess.run(
             [str(python), "-c", QUESTION], capture_output=True, check=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL
         )
         found = orjson.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        raise MissingRequirementError(
+            f"{python} ({origin}) did not say in {ANSWER_S:g} s whether it has vLLM.",
+            f"Start it by hand to see why, or name another Python in {VARIABLE}",
+        ) from None
     except (subprocess.SubprocessError, OSError, orjson.JSONDecodeError):
         return None
     if not found:

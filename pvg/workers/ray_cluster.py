@@ -116,8 +116,12 @@ class RayClient:
         self._ended = False
 
     async def connection(self) -> RayConnection:
-        """Raises the errors of `open_cluster`."""
-        return await asyncio.wrap_future(self._connected)
+        """Raises the errors of `open_cluster`, and WorkerLostError if the cluster is not open in ROOM_S."""
+        try:
+            async with patience(self.events, f"the Ray cluster at {self._where} to start", ROOM_S):
+                return await asyncio.shield(asyncio.wrap_future(self._connected))
+        except TimeoutError:
+            raise head_lost(self._where) from None
 
     async def call(self, work: Callable[..., T], *arguments: object) -> T:
         """A call of Ray that blocks. Raises WorkerLostError if it has no answer in CALL_S, or Ray gives up earlier."""

@@ -23,6 +23,17 @@ def test_without_vllm_both_remedies_are_told(monkeypatch: pytest.MonkeyPatch, tm
     assert install_extra("vllm") in called.document["error"]["remedy"]
 
 
+def test_a_python_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("PVG_VLLM_PYTHON", str(python))
+    monkeypatch.setattr("pvg.servers.command.ANSWER_S", 0.2)
+    called = pvg("serve", _experiment(tmp_path), "--port", str(_free_port()))
+    assert called.code == 3
+    assert f"{python} (PVG_VLLM_PYTHON) did not say" in called.err
+
+
 def test_a_port_in_use_a_wrong_host_and_a_head_that_is_not_served_are_errors(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -129,6 +129,16 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
     assert killed == ["session_1"]
 
 
+def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(monkeypatch, hanging):
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: hanging.wait())
+    monkeypatch.setattr(ray_cluster, "ROOM_S", 0.1)
+    client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
+    with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
+        asyncio.run(client.connection())
+    assert ["10.0.0.1:6379 to start" in event["why"] for event in events.of("waits")] == [True]
+    client.end()
+
+
 def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_path, hanging):
     monkeypatch.setenv(server_agent.KEY_VARIABLE, "")
     monkeypatch.setattr(server_agent, "ray_node", lambda: "node")
