@@ -8,7 +8,8 @@ Three markers announce an answer: `####`, `\\boxed{...}`, and "answer is", "answ
 
 1. The last marked answer counts, whatever its marker. So a later answer replaces an earlier one, also if it cannot be
    read. Headings (`#### Step 2`), notes (`#### Note: 3 steps`) and prose without a number ("the answer is correct")
-   announce nothing.
+   announce nothing; but other words at the end of a text ("the answer is red") are an answer that cannot be read,
+   unless a marker before them has a number.
 2. The answer must be the only number of its line (`####`), its box, or its sentence ("answer is"). Units, currency
    signs, markup and plain words may surround it, and a calculation with `=` may lead to it. So a solution that names
    several candidates, denies a number, or asks for one earns nothing.
@@ -74,6 +75,8 @@ def read(text: str) -> FinalAnswer | str:
             denied = mark.marker == "boxed" and NO_BOX.search(text, max(0, mark.start - 40), mark.start)
             found = None if denied or RETRACTED.match(text, end) else _number_in(text[mark.start : end])
             return FinalAnswer(*found, mark.marker) if found else UNCLEAR
+    if marks and _ends_text(text, marks[-1]):
+        return UNCLEAR
     kept, end = [], 0  # what is not in a note
     for mark in marks:
         if mark.start >= end and NOTE.match(text, mark.start, mark.end):
@@ -154,7 +157,13 @@ NOTE = re.compile(
     r"verification|confidence|difficulty|sources?)\b[^\n:]{0,30}:",
     re.IGNORECASE,
 )
+COMMENT = re.compile(
+    r"\W*(?:\w+ ){0,2}(?:correct|right|verified|checked|found|given|shown|above|below|here|clear|obvious|easy|"
+    r"reasonable|consistent)\b",
+    re.IGNORECASE,
+)
 MORE = re.compile(r"\s*\S")
+LETTER = re.compile(r"\w")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?boxed ?\{?\s*$", re.IGNORECASE)
 RETRACTED = re.compile(
@@ -229,6 +238,15 @@ def _announces_nothing(text: str, mark: _Mark) -> bool:
     if NOTE.match(content) or not DIGIT.search(content):
         return True
     return mark.marker == "####" and not ANSWER.match(_tidy(content)) and MORE.match(text, end) is not None
+
+
+def _ends_text(text: str, mark: _Mark) -> bool:
+    """Whether words that nothing follows are an answer that cannot be read: no note, no comment on the answer, and no
+    heading, which has text below it."""
+    end = _answer_end(text, mark, mark.end)
+    return not LETTER.search(text, end) and not (
+        NOTE.match(text, mark.start, end) or COMMENT.match(text, mark.start, end)
+    )
 
 
 # --- numbers -----------------------------------------------------------------------------------------------------
