@@ -128,13 +128,15 @@ BARE_BOX = re.compile(r"\\f?boxed(?! ?\{)([^$\n]{0,60})")
 PHRASE = re.compile(
     r"\banswers?[*_`]{0,3}(?: (?:to|of|for)\b[^.\n:=]{0,60}?)?[ \t]{0,3}"
     r"(?:\b(?:is|are|was|equals|(?:should|must|would|will) be)(?:\b ?:?|(?=n't))|"
-    r"\b(?=[a-z]{2,6}n't\b|cannot\b|[a-z]{2,6} (?:not|never)\b)|[:=])[*_`]{0,3}",
+    r"\b(?=[a-z]{2,6}n't\b|cannot\b|[a-z]{2,6} (?:not|never)\b)|[:=]>?)[*_`]{0,3}",
     re.IGNORECASE,
 )
 BULLET = re.compile(r"\s*\n\s*[-*•] ")
 # Also a line that opens a formula or a block.
 BLANK = re.compile(r"(?>\s*+(?:\\\[|\$\$|```)[ \t]*+(?=\n))?\s*+")
-SENTENCE_END = re.compile(r"(?<!\b[RDM][sr])(?<!\bMrs)(?<!\bapprox)(?:[.!](?=[\s*_`$)]|$)|(?<=\?)(?=[\s*_`$)]|$)|\n)")
+SENTENCE_END = re.compile(
+    r"(?<!\b[RDM][sr])(?<!\bMrs)(?<!\bapprox)(?:(?:!{2,}|[.!])(?=[\s*_`$)]|$)|(?<=\?)(?=[\s*_`$)]|$)|\n)"
+)
 # Numbers in words, without "one": "5 for each one" has no second number.
 WORDS = (
     "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -167,7 +169,8 @@ LETTER = re.compile(r"\w")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?boxed ?\{?\s*$", re.IGNORECASE)
 RETRACTED = re.compile(
-    r"\W{0,20}(?:hm+\W+|actually\W+)?(?:no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
+    r"\W{0,20}(?:(?:but|oh|hm+|actually)\W+){0,2}(?:actually\W+(?:\w+ ){0,3}[-$]?\d|no\b *(?:[,.:!;-]|wait\b)|"
+    r"wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
     r"I (?:made|was|am)\b.{0,12} (?:mistaken?|error|wrong)\b|(?:(?:that|this|it|which) ?)?"
     r"(?:is|was|'s) (?:wrong|incorrect|not the answer)|(?:\w+ ){0,2}(?:not|\w+n't) (?:right|correct|the answer)\b)",
     re.IGNORECASE,
