@@ -14,11 +14,6 @@ GAMES = {"negotiation": "pvg.games.negotiation:Negotiation", "diplomacy": "pvg.g
 OTHER_PROJECTS = {"textarena:": "pvg.games.textarena:open_textarena", "openenv:": "pvg.games.openenv:open_openenv"}
 
 
-def is_game(name: str) -> bool:
-    """Whether `open_game` reads `name` as a game. The game may still be missing or unusable."""
-    return name in GAMES or is_reference(name) or name.startswith(tuple(OTHER_PROJECTS))
-
-
 def open_game(name: str, key: str = "task.game") -> GameRules[Any]:
     """The game that `name` means for the setting `key`: one of GAMES, a class in a user's file (`FILE.py:NAME`), or a
     game of another project: `textarena:NAME`, `openenv:URL`.

@@ -153,12 +153,6 @@ def span(name: str, *, device: bool = False) -> AbstractContextManager[None]:
     return _Open(tracer, name, parent, [] if device and tracer._device_clock is not None else None)
 
 
-def tracer_here() -> Tracer | None:
-    """The tracer that receives the caller's spans, or None."""
-    parent = _CURRENT.get()
-    return None if parent is None else parent.tracer
-
-
 async def run_in(executor: Executor | None, work: Callable[..., T], *arguments: Any) -> T:
     """Run `work(*arguments)` in the executor, with the caller's spans as its parents, and wait for it."""
     return await submit_in(executor, work, *arguments)
