@@ -153,7 +153,7 @@ class WorkerEngine(Engine):
                 f"The workers have version {self._version} of the weights and were sent version {update.version}.",
                 "Versions only go up.",
             )
-        answers = await self._pool.load_policy(update.tensors, update.version, update.trace_id)
+        answers = await self._pool.load_policy(update)
         self._version = update.version
         rpc_ms = max(answer.fields["rpc_ms"] for answer in answers)
         return SyncTiming(update.version, wall_ms=(time.perf_counter() - called) * 1e3, rpc_ms=rpc_ms)

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from pvg.servers.publishing import WeightUpdate
+
 PROBE_S = 2.0
 PROBES_MISSED = 3
 PROBES_UNSEEN = 8  # of a process whose processor time this machine cannot tell, before it hangs
@@ -245,7 +247,7 @@ class WorkerPool:
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
         self._asked: dict[int, _Shard] = {}  # by the number of a request without an answer
         self._slots: dict[int, _Slot] = {}
-        self._policy = supply.weights()
+        self._policy, self._adapter = supply.weights(), supply.weights()
         # A policy waits for the rows that run, and the other models must not wait for it.
         self._changing = asyncio.Lock()
         self._changing_policy = asyncio.Lock()
@@ -294,7 +296,7 @@ class WorkerPool:
                 worker.member.close()
         await self._supply.close()
         open_files.pop(self, None)
-        for memory in [*(slot.memory for slot in self._slots.values()), self._policy]:
+        for memory in [*(slot.memory for slot in self._slots.values()), self._policy, self._adapter]:
             memory.close()
 
     @contextmanager
@@ -377,16 +379,20 @@ class WorkerPool:
             await self.ask(self._slots[slot].shards, Frame("close", {"slot": slot}))
         self._slots.pop(slot).memory.close()
 
-    async def load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
-        """Load a new version of the sampled policy in every worker, each between two of its batches. Goes on if the
-        caller is cancelled."""
-        return await asyncio.shield(asyncio.create_task(self._load_policy(tensors, version, trace)))
+    async def load_policy(self, update: WeightUpdate) -> list[Frame]:
+        """Load a new version of the sampled policy in every worker, each between two of its batches. Of a policy with
+        adapters only these travel: the workers have the base. Goes on if the caller is cancelled."""
+        return await asyncio.shield(asyncio.create_task(self._load_policy(update)))
 
-    async def _load_policy(self, tensors: Mapping[str, Tensor], version: int, trace: str) -> list[Frame]:
+    async def _load_policy(self, update: WeightUpdate) -> list[Frame]:
+        adapter = update.adapter
         async with self._changing_policy:
-            place = await self._policy.write(tensors)
-            frame = Frame("policy", {"version": version, "trace": trace, "place": place})
-            return await self.ask(range(self.count), frame)
+            if adapter is None:
+                place = await self._policy.write(update.tensors)
+            else:
+                place = await self._adapter.write(adapter.tensors)
+            fields = {"version": update.version, "trace": update.trace_id, "adapted": adapter is not None}
+            return await self.ask(range(self.count), Frame("policy", {**fields, "place": place}))
 
     # --- processes ----------------------------------------------------------------------------------------------------
 

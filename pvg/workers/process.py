@@ -35,7 +35,7 @@ from pvg.errors import PvgError
 from pvg.models import open_model
 from pvg.models.compute import allow_tf32
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
-from pvg.models.language_model import LanguageModel
+from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.packing import pad_batch
 from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
@@ -82,6 +82,7 @@ class Worker:
         self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[int, TrainedModel | ScoringModel] = {}
+        self._adapted: LanguageModel | None = None  # the sampled policy, if it has adapters
         self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
         self.base: LanguageModel
@@ -123,6 +124,8 @@ class Worker:
         for model in self._models.values():
             model.close()
         self._models.clear()
+        if self._adapted is not None:
+            self._adapted.close()
         self.base.close()
 
     async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
@@ -230,10 +233,22 @@ class Worker:
     # --- sampling -----------------------------------------------------------------------------------------------------
 
     async def _load_policy(self, frame: Frame) -> Frame:
-        tensors = MappedTensors(frame.fields["place"]).tensors
-        engine = await self._opened_engine()
-        timing = await engine.load_weights(WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"]))
+        # One trip to the thread, as `_generate` makes: so requests that come later are sampled with these weights.
+        tensors = await run_in(self._executor, self._policy_of, frame)
+        timing = await self._engine.load_weights(WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"]))
         return Frame("done", {"rpc_ms": timing.rpc_ms})
+
+    def _policy_of(self, frame: Frame) -> dict[str, torch.Tensor]:
+        """The whole policy's weights. Its adapters alone are merged into the base that this worker has."""
+        tensors = MappedTensors(frame.fields["place"]).tensors
+        if not frame.fields["adapted"]:
+            return tensors
+        from pvg.models.adapters import AdaptedModel
+
+        self._adapted = self._adapted or open_learner(self, 0)
+        assert isinstance(self._adapted, AdaptedModel)
+        self._adapted.load_adapter(LowRankAdapter(tensors, {}))
+        return self._adapted.weights()
 
     async def _generate(self, frame: Frame) -> Frame:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""

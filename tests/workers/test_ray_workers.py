@@ -20,6 +20,7 @@ from worker_stand_ins import RecordedEvents
 
 from pvg.errors import MissingRequirementError
 from pvg.models import open_model
+from pvg.servers.publishing import WeightUpdate
 from pvg.workers import pool as pool_module
 from pvg.workers import ray_supply
 from pvg.workers.local import LocalSupply
@@ -41,7 +42,7 @@ async def results(supply: Supply) -> list[list[bytes]]:
     await pool.start()
     try:
         first = await sampled(pool, 0)
-        await pool.load_policy(other_weights(), 7, "trace")
+        await pool.load_policy(WeightUpdate(7, other_weights()))
         return [first, await sampled(pool, 1)]
     finally:
         await pool.close()
@@ -59,7 +60,7 @@ async def on_the_cluster(monkeypatch, nodes: SimulatedNodes, expected: list[list
     try:
         assert nodes_of(pool) == ["first", "second"]
         assert await sampled(pool, 0) == expected[0]
-        await pool.load_policy(other_weights(), 7, "trace")
+        await pool.load_policy(WeightUpdate(7, other_weights()))
         assert await sampled(pool, 1) == expected[1]
         for number, how in enumerate([signal.SIGKILL, signal.SIGSTOP], start=2):
             asked = asyncio.create_task(sampled(pool, number))

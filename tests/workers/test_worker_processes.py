@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from pvg.errors import ConfigurationError, MissingRequirementError, WorkerLostEr
 from pvg.game.players import Players
 from pvg.game.roles import prompt_builder
 from pvg.models import open_model
+from pvg.models.adapters import attach_adapters
 from pvg.records import Role
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.servers.pool import HttpPool
+from pvg.servers.publishing import WeightUpdate
 from pvg.tasks import open_task
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
@@ -43,12 +45,13 @@ from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalMember, LocalSupply
 from pvg.workers.pool import WorkerPool
 from pvg.workers.requests import block_of
+from pvg.workers.shared import SharedBuffers
 from pvg.workers.training import ModelInWorkers, policy_shards
 
 pytestmark = pytest.mark.slow
 
 
-def experiment(workers: int, trainers: int = 0) -> Experiment:
+def experiment(workers: int, trainers: int = 0, rank: int = 0) -> Experiment:
     cluster: dict = {"kind": "local", "workers": workers} if workers else {"kind": "none"}
     if trainers:
         cluster["trainers"] = trainers
@@ -63,6 +66,7 @@ def experiment(workers: int, trainers: int = 0) -> Experiment:
                 "prefetch": "fresh" if trainers else "none",
             },
             "cluster": cluster,
+            "training": {"adapters": {"rank": rank}},
         }
     )
 
@@ -226,7 +230,7 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
     """The replacement dies too, before it has opened its models. The next one must have the newest policy."""
     with open_model(experiment(2).models.prover, torch.device("cpu")) as model:
         weights = {name: weight + 0.01 for name, weight in model.weights().items()}
-    await pool.load_policy(weights, 7, "trace")
+    await pool.load_policy(WeightUpdate(7, weights))
     newer = await sampled(pool, 20)
     assert newer != expected
     restarts = pool.restarts
@@ -241,6 +245,53 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
     assert await sampled(pool, 22) == newer
     assert pool.restarts == restarts + 2
     expected[:] = newer
+
+
+class WeighedSupply(LocalSupply):
+    """Counts the bytes of the weights that it hands over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def weights(self) -> SharedBuffers:
+        buffers = super().weights()
+        write = buffers.write
+
+        async def weighed(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+            self.bytes.append(sum(tensor.nbytes for tensor in tensors.values()))
+            return await write(tensors)
+
+        buffers.write = weighed  # type: ignore[method-assign]
+        return buffers
+
+
+def test_of_a_policy_with_adapters_only_these_travel():
+    supply, chosen = WeighedSupply(), experiment(2, rank=4)
+    alpha = chosen.training.adapters.alpha
+    with open_model(chosen.models.prover, torch.device("cpu")) as base, attach_adapters(base, 4, alpha, 1) as policy:
+        for name, parameter in policy.module.named_parameters():
+            if "lora_B" in name:
+                parameter.data += 0.1 * torch.sin(torch.arange(parameter.numel()).reshape(parameter.shape))
+        tensors, adapter = policy.policy()
+
+    async def play() -> None:
+        pool = WorkerPool(chosen, 2, supply)
+        await pool.start()
+        try:
+            first = await sampled(pool, 0)
+            await pool.load_policy(WeightUpdate(1, tensors, adapter=adapter))
+            adapted = await sampled(pool, 1)
+            os.kill(workers_of(pool)[0], signal.SIGKILL)
+            assert await sampled(pool, 2) == adapted != first
+            await pool.load_policy(WeightUpdate(2, tensors))
+            assert await sampled(pool, 3) == adapted
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(play(), 120))
+    small, whole = supply.bytes
+    assert small == sum(tensor.nbytes for tensor in adapter.tensors.values()) < whole / 5
 
 
 async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEvents, expected: list[bytes]) -> None:
