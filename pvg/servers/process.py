@@ -126,9 +126,9 @@ OnProgress = Callable[[str], None]  # gets what the server does
 class ServerFailedError(ServerUnavailableError):
     """A server started by pvg that did not start, or ended by itself. `lines`: the last lines of its log."""
 
-    def __init__(self, message: str, remedy: str, lines: list[str]) -> None:
+    def __init__(self, message: str, remedy: str = "", lines: Sequence[str] = ()) -> None:
         super().__init__(message, remedy)
-        self.lines = lines
+        self.lines = list(lines)
 
 
 class VllmServer:

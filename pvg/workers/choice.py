@@ -90,8 +90,7 @@ def open_supply(experiment: Experiment) -> Supply | None:
     if isinstance(cluster, RayCluster) and has_workers(cluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply
 
-        lowest, highest = processes_of(cluster, shards_of(cluster) or _cores())
-        return RaySupply(lowest, cluster.address, highest)
+        return RaySupply(processes_of(cluster, shards_of(cluster) or _cores())[1], cluster.address)
     return None
 
 

@@ -124,9 +124,6 @@ class LocalSupply:
         self._patience_s = START_S
         self._broken = False
 
-    async def ready(self) -> None:
-        """Does nothing: this machine has room."""
-
     async def start(self) -> LocalMember:
         """As `fork`, with a connection to this process."""
         ours, theirs = socket.socketpair()

@@ -109,10 +109,6 @@ class Supply(Protocol):
 
     events: Events
 
-    async def ready(self) -> None:
-        """Wait until this supply has room for the processes. Raises MissingRequirementError if it cannot start them."""
-        ...
-
     async def start(self) -> Member: ...
 
     async def reason(self, member: Member) -> str: ...

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.store.lease import this_boot, this_namespace
 from pvg.workers.frames import Frame, packed, unpacked
-from pvg.workers.ray_cluster import ray_node, versions
+from pvg.workers.ray_cluster import hello
 
 if TYPE_CHECKING:
     from pvg.workers.process import WorkerProcess
@@ -35,7 +35,7 @@ class WorkerActor:
 
     async def serve(self) -> AsyncIterator[bytes]:
         """The frames of the worker, without end; first "hello", which says where it runs. Raises what `take` raises."""
-        yield _bytes(Frame("hello", {**versions(), "node": ray_node(), "pid": os.getpid(), "seen": seen()}))
+        yield _bytes(Frame("hello", {**hello(), "seen": seen()}))
         opening = asyncio.create_task(self._open())
         while True:
             frame = await self._frames.get()

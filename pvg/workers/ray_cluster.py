@@ -9,7 +9,6 @@ Only the modules ray_* and the agents on the nodes import Ray, and only when the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import logging
 import os
@@ -18,17 +17,12 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
-import psutil
-
 import pvg
-from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, one_line, shortened
+from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, counted, one_line, shortened
 from pvg.inputs import has_place
 from pvg.installation import install_extra
 from pvg.telemetry.device import processor
@@ -37,7 +31,6 @@ from pvg.telemetry.waits import finished, in_daemon, usable_cores
 
 LONGEST_LINE = 300
 REACH_S = 10.0  # to connect to the head's port
-ASK_S = 0.5  # between two questions whether there is room
 ROOM_S = 300.0  # how long a run waits for a cluster with room, at its start and after a loss
 CALL_S = 120.0  # for an answer of Ray; most requests between its processes end after 60 s
 LEAVE_S = 30.0  # Ray's own shutdown waits without a limit for a head that hangs
@@ -48,58 +41,12 @@ LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 LOOPBACK = ("127.0.0.1", "localhost")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPU_S = 10.0  # for Ray to reserve a GPU on this machine
-PROBE_S = 2.0  # between two probes of the head, and for its answer
-HEAD_MISSED = 7  # at most 28 s; 60 s after the head has ended, Ray ends this process with exit code 1
+PROBE_S = 2.0  # between two probes of the head, and a part of the wait for its answer
+HEAD_MISSED = 14  # such waits
+INSTALL = "Install pvg on all nodes, with the same version and the extra cluster"
+RESOURCES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class RayConnection:
-    """This process as part of a cluster. `host`: the address of this machine in it. `session`: Ray's folder of a
-    cluster that pvg has started."""
-
-    ray: Any
-    host: str
-    session: str | None = None
-
-    def node_name(self, id_: str) -> str:
-        """A node's name; with a part of its id if others have the same name."""
-        names = {node["NodeID"]: node["NodeName"] for node in self.ray.nodes()}
-        own = names.get(id_, id_)
-        return f"{own}/{id_[:6]}" if list(names.values()).count(own) > 1 else str(own)
-
-    def cause(self, error: BaseException | None) -> str:
-        """Why an actor has ended, from the error of its call."""
-        if isinstance(error, self.ray.exceptions.ActorUnavailableError):
-            return "Ray cannot reach it"
-        found = _cause(error).strip() if error is not None and str(error).strip() else "it has ended"
-        found = found.partition(". Some common causes include")[0]  # a list of guesses follows
-        _, died, detail = found.partition("Worker exit detail: ")
-        return f"its process has died ({detail})" if died else found
-
-    def close(self) -> None:
-        """Leave the cluster; one that pvg has started ends."""
-        self.ray.shutdown()
-        if self.session is not None:
-            end_session(self.session)
-
-
-def end_session(folder: str) -> None:
-    """Kill the processes of a Ray session that are left. If a head is killed, an agent tries to reach it for another
-    minute."""
-    for process in psutil.process_iter(["cmdline"]):
-        with contextlib.suppress(psutil.Error):
-            if _is_of_session(process, process.info["cmdline"] or [""], folder):
-                process.kill()
-
-
-def _is_of_session(process: psutil.Process, command: list[str], folder: str) -> bool:
-    """Agents replace their command line by a name, but their output goes to files of the session."""
-    if {f"--session-dir={folder}", f"--session_dir={folder}"} & set(command):
-        return True
-    named = command[0].startswith("ray::")
-    return named and any(file.path.startswith(f"{folder}/") for file in process.open_files())
 
 
 class RayClient:
@@ -110,13 +57,14 @@ class RayClient:
     def __init__(self, workers: int, address: str | None, events: Events | None = None) -> None:
         self.events = events or SilentEvents()
         self._where = address or LOOPBACK[0]
-        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        in_daemon(self._make_calls, "pvg-ray")  # a call that hangs must not keep this process from ending
+        self._calls = asyncio.new_event_loop()
+        in_daemon(self._calls.run_forever, "pvg-ray")  # a call that hangs must not keep this process from ending
         self._connected = self._submit(open_cluster, workers, address, self._log)
         self._ended = False
 
-    async def connection(self) -> RayConnection:
-        """Raises the errors of `open_cluster`, and WorkerLostError if the cluster is not open in ROOM_S."""
+    async def connection(self) -> Any:
+        """The module ray. Raises the errors of `open_cluster`, and WorkerLostError if the cluster is not open in
+        ROOM_S."""
         try:
             async with patience(self.events, f"the Ray cluster at {self._where} to start", ROOM_S):
                 return await asyncio.shield(asyncio.wrap_future(self._connected))
@@ -132,75 +80,75 @@ class RayClient:
         except TimeoutError:  # also of Ray itself
             raise head_lost(self._where) from None
 
-    async def reserve(self, bundle: Mapping[str, float], count: int, what: str, remedy: str) -> Any:
-        """A placement group of `count` bundles, spread over the nodes. Raises MissingRequirementError, with `remedy`,
-        if the cluster has no room for `what` in ROOM_S."""
-        ray = (await self.connection()).ray
-        group = await self.call(lambda: ray.util.placement_group([dict(bundle)] * count, strategy="SPREAD"))
-        try:
-            async with patience(self.events, f"room for {what} on the Ray cluster", ROOM_S):
-                while True:
-                    if await self.call(group.wait, 0.1):  # other calls wait meanwhile
-                        return group
-                    await asyncio.sleep(ASK_S)
-        except BaseException as error:
-            self.later(ray.util.remove_placement_group, group)
-            if not isinstance(error, TimeoutError):
-                raise
-            free, all_ = await self.call(ray.available_resources), await self.call(ray.cluster_resources)
-            found = ", ".join(f"{free.get(kind, 0):g} of {all_.get(kind, 0):g} {kind}s are free" for kind in bundle)
-            what = f"The Ray cluster had no room for {what} in {ROOM_S:g} s ({found})."
-            raise MissingRequirementError(what, f"{remedy}, or add a node: ray start --address HOST:PORT") from None
+    async def start_actor(self, kind: type, argument: object, **needs: int) -> tuple[Any, Any]:
+        """An actor `kind(argument)`, which starts when a node has what it `needs` (num_cpus, num_gpus), and Ray's
+        stream of what its `serve` yields. Actors spread over the nodes."""
+        ray = await self.connection()
 
-    async def start_actor(self, kind: type, argument: object, group: Any, index: int, **options: float) -> Any:
-        """An actor `kind(argument)` in a bundle of a placement group, and Ray's stream of what its `serve` yields."""
-        ray = (await self.connection()).ray
-
-        def start() -> Any:
-            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            chosen = {**options, "max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": where}
-            actor = ray.remote(kind).options(**chosen).remote(argument)
+        def start() -> tuple[Any, Any]:
+            actor = ray.remote(kind).options(scheduling_strategy="SPREAD", **needs).remote(argument)
             return actor, actor.serve.options(num_returns="streaming").remote()
 
         return await self.call(start)
 
+    async def no_room(self, what: str, needs: Mapping[str, int], remedy: str) -> MissingRequirementError:
+        """That no node had room for `what` in ROOM_S, with what is free."""
+        ray = await self.connection()
+        free, all_ = await self.call(ray.available_resources), await self.call(ray.cluster_resources)
+        kinds = {RESOURCES[name]: number for name, number in needs.items() if number}
+        found = ", ".join(f"{free.get(kind, 0):g} of {all_.get(kind, 0):g} {kind}s are free" for kind in kinds)
+        parts = " and ".join(counted(number, kind) for kind, number in kinds.items())
+        return MissingRequirementError(
+            f"The Ray cluster had no node for {what} with {parts} in {ROOM_S:g} s ({found}).",
+            f"{remedy}, or add a node: ray start --address HOST:PORT",
+        )
+
     async def watch(self) -> None:
-        """Raises WorkerLostError when the cluster's head has ended, because Ray would soon end this process without a
-        word. Counts probes, not seconds: this process may have been stopped too."""
-        ray, missed = (await self.connection()).ray, 0
-        head = str(await self.call(lambda: ray.get_runtime_context().gcs_address))
-        while missed < HEAD_MISSED:
+        """Raises WorkerLostError when the cluster's head has ended or hangs: 60 s after its end, Ray would end this
+        process without a word. Counts waits, not seconds: this process may have been stopped too."""
+        ray = await self.connection()
+        while True:
             await asyncio.sleep(PROBE_S)
-            missed = 0 if await answers(head) else missed + 1
-        raise head_lost(head)
+            answer, missed = asyncio.wrap_future(in_daemon(ray.nodes, "pvg-ray-probe")), 0
+            while not (await asyncio.wait([answer], timeout=PROBE_S))[0]:
+                missed += 1
+                if missed == HEAD_MISSED:
+                    raise head_lost(self._where)
+            if answer.exception() is not None:
+                raise head_lost(self._where)
 
     def own_gpu(self) -> int:
-        """See `reserve_gpu`. Blocks no longer than `call`, and raises its error too."""
-        reserved = self.call(lambda: reserve_gpu(self._connected.result().ray))
-        return finished(in_daemon(lambda: asyncio.run(reserved), "pvg-gpu"))
-
-    def later(self, work: Callable[..., object], *arguments: object) -> None:
-        """As `call`, without waiting."""
-        if not self._ended:
-            self._submit(work, *arguments)
+        """Reserve a GPU of this machine for this process, until it leaves the cluster. Returns its number among the
+        GPUs that this process sees. Blocks no longer than `call`. Raises its error, and MissingRequirementError if
+        Ray has no GPU."""
+        call = self.call(lambda: _reserved_gpu(self._connected.result()))
+        reserved = finished(in_daemon(lambda: asyncio.run(call), "pvg-gpu"))
+        visible = os.environ.get(VISIBLE)
+        if visible is None:
+            return int(reserved)
+        if reserved not in visible.split(","):
+            raise MissingRequirementError(
+                f"Ray has reserved GPU {reserved} for this process, which {VISIBLE} = {visible!r} hides.",
+                f"Set {VISIBLE} as it was when Ray was started on this machine",
+            )
+        return visible.split(",").index(reserved)
 
     def dismiss(self, actor: Any) -> None:
-        """Kill an actor."""
-        self.later(lambda: self._connected.result().ray.kill(actor))
+        """Kill an actor, without waiting for it."""
+        if not self._ended:
+            self._submit(lambda: self._connected.result().kill(actor))
 
     def end(self) -> None:
-        """Leave the cluster; Ray ends this process's actors. Goes on without an answer after LEAVE_S. A second call
-        does nothing."""
+        """Leave the cluster; Ray ends this process's actors, and the cluster if pvg has started it. Goes on without an
+        answer after LEAVE_S. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
         left = self._submit(self._leave)
-        self._calls.put(None)
+        self._calls.call_soon_threadsafe(self._calls.stop)
         wait([left], LEAVE_S)
-        if not left.done() and self._connected.done() and (session := self._connected.result().session):
-            end_session(session)
+        if not left.done() and self._connected.done():  # Ray would wait again at the end of this process
+            kill_own_head()
 
     def _log(self, line: str) -> None:
         """Ray calls this from a thread."""
@@ -208,27 +156,31 @@ class RayClient:
 
     def _leave(self) -> None:
         if self._connected.exception() is None:
-            self._connected.result().close()
+            self._connected.result().shutdown()
 
     def _submit(self, work: Callable[..., T], *arguments: object) -> Future[T]:
         future: Future[T] = Future()
-        self._calls.put((future, partial(work, *arguments)))
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(*arguments))
+                except BaseException as error:  # noqa: BLE001 - the caller gets it
+                    future.set_exception(error)
+
+        self._calls.call_soon_threadsafe(call)
         return future
 
-    def _make_calls(self) -> None:
-        while (call := self._calls.get()) is not None:
-            future, work = call
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the caller gets it
-                future.set_exception(error)
+
+def kill_own_head() -> None:
+    """Kill the processes of a cluster that this process has started."""
+    node = importlib.import_module("ray._private.worker")._global_node
+    if node is not None:
+        node.kill_all_processes(check_alive=False)
 
 
-def reserve_gpu(ray: Any) -> int:
-    """Reserve a GPU of this machine for this process, until it leaves the cluster. Returns its number among the GPUs
-    that this process sees. Blocks. Raises MissingRequirementError if Ray has none."""
+def _reserved_gpu(ray: Any) -> str:
+    """Ray's name of a GPU of this machine that it keeps for this process."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -239,35 +191,15 @@ def reserve_gpu(ray: Any) -> int:
             "Let Ray count this machine's GPUs (ray start --num-gpus=N) and leave one, or set models.device to cpu",
         )
     options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
-    (reserved,) = ray.get(ray.remote(_gpus).options(**options).remote(), timeout=CALL_S)
-    visible = os.environ.get(VISIBLE)
-    if visible is None:
-        return int(reserved)
-    if reserved not in visible.split(","):
-        raise MissingRequirementError(
-            f"Ray has reserved GPU {reserved} for this process, which {VISIBLE} = {visible!r} hides.",
-            f"Set {VISIBLE} as it was when Ray was started on this machine",
-        )
-    return visible.split(",").index(reserved)
+    (reserved,) = ray.get(ray.remote(gpus_here).options(**options).remote(), timeout=CALL_S)
+    return str(reserved)
 
 
-def _gpus() -> list[str]:
-    """Ray's names of the GPUs of the task that calls this."""
+def gpus_here() -> list[str]:
+    """Ray's names of the GPUs of the task or actor that calls this."""
     import ray
 
     return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
-
-
-async def answers(address: str) -> bool:
-    """Whether a program listens at HOST:PORT."""
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(PROBE_S):
-            _, writer = await asyncio.open_connection(host, int(port))
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return True
 
 
 def head_lost(address: str) -> WorkerLostError:
@@ -277,17 +209,17 @@ def head_lost(address: str) -> WorkerLostError:
     )
 
 
-def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) -> RayConnection:
+def open_cluster(workers: int, address: str | None, log: Callable[[str], None]) -> Any:
     """Connect to the cluster at `address` (HOST:PORT), or start one on this machine with room for `workers`. Takes
     seconds. The calling thread must live as long as the cluster: Ray's processes end with it. `log` gets the lines
-    that Ray would print to stdout, in any thread.
+    that Ray would print to stdout, in any thread. Returns the module ray.
 
     Raises MissingRequirementError if that fails, and UsageError for what is not an address.
     """
     return _start(workers, log) if address is None else _join(address, log)
 
 
-def _start(workers: int, log: Callable[[str], None]) -> RayConnection:
+def _start(workers: int, log: Callable[[str], None]) -> Any:
     before = os.environ.get(TOKEN)
     # The token exists only in the environment of Ray's processes, so it is gone when they have ended.
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
@@ -298,15 +230,13 @@ def _start(workers: int, log: Callable[[str], None]) -> RayConnection:
         os.environ.pop(TOKEN)
         if before is not None:
             os.environ[TOKEN] = before
-    session = importlib.import_module("ray._private.worker")._global_node.get_session_dir_path()
-    connection = RayConnection(ray, ray.util.get_node_ip_address(), session)
-    if connection.host not in LOOPBACK:
-        connection.close()
+    if (host := ray.util.get_node_ip_address()) not in LOOPBACK:
+        ray.shutdown()
         raise MissingRequirementError(
-            f"Ray listens at {connection.host}, because this process imported it before pvg could configure it.",
+            f"Ray listens at {host}, because this process imported it before pvg could configure it.",
             "Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or join a cluster that you start",
         )
-    return connection
+    return ray
 
 
 def _options(ray: Any) -> dict[str, Any]:
@@ -333,7 +263,7 @@ def _init(ray: Any, workers: int) -> None:
         ) from error
 
 
-def _join(address: str, log: Callable[[str], None]) -> RayConnection:
+def _join(address: str, log: Callable[[str], None]) -> Any:
     host, port = _host_and_port(address)
     _require_token(address)
     try:
@@ -350,7 +280,7 @@ def _join(address: str, log: Callable[[str], None]) -> RayConnection:
         ray.init(address, **_options(ray))
     except Exception as error:
         raise _refusal(ray, address, error) from error
-    return RayConnection(ray, ray.util.get_node_ip_address())
+    return ray
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
@@ -432,40 +362,57 @@ def forget_token() -> None:
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """What must agree on all nodes for the same bits, and Ray's authentication."""
+def hello() -> dict[str, Any]:
+    """What an actor says first: where it runs, what must agree on all nodes for the same bits, Ray's authentication,
+    and the GPUs that Ray has reserved for it."""
+    import ray
+
+    own = ray.get_runtime_context().get_node_id()
     return {
+        "node": next((str(node["NodeName"]) for node in ray.nodes() if node["NodeID"] == own), str(own)),
+        "pid": os.getpid(),
         "pvg": pvg.__version__,
         "torch": metadata.version("torch"),
         "processor": processor(),
-        "auth": os.environ.get("RAY_AUTH_MODE", ""),
+        "auth": os.environ.get(MODE, ""),
+        "gpus": gpus_here(),
     }
 
 
-def ray_node() -> str:
-    """Ray's id of this node."""
-    import ray
+def cause_of(error: BaseException | None) -> str:
+    """Why an actor has ended, from Ray's error of its call."""
+    if error is None:
+        return "it has ended"
+    if type(error).__name__ == "ActorUnavailableError":
+        return "Ray cannot reach it"
+    found = _cause(error).partition(". Some common causes include")[0]  # a list of guesses follows
+    _, died, detail = found.partition("Worker exit detail: ")
+    return f"its process has died ({detail})" if died else found
 
-    return str(ray.get_runtime_context().get_node_id())
+
+def unfit_node(error: BaseException | None) -> MissingRequirementError | None:
+    """The error for a node on which pvg cannot work, from Ray's error of an actor's call; None for an actor that has
+    died, which another one may replace."""
+    text = str(error)
+    if "ModuleNotFoundError" in text or "ImportError" in text:
+        what = f"A node of the Ray cluster cannot import pvg: {cause_of(error)}."
+        return MissingRequirementError(what, INSTALL)
+    if hasattr(error, "as_instanceof_cause"):  # RayTaskError: the actor raised it
+        return MissingRequirementError(f"A node of the Ray cluster cannot work: {cause_of(error)}.", INSTALL)
+    return None
 
 
-def refuse_other_versions(name: str, found: Mapping[str, str]) -> None:
+def refuse_other_versions(found: Mapping[str, Any]) -> None:
     """Raises MissingRequirementError for a node whose results would differ, or on which anyone can run code. `found`:
-    its `versions`."""
+    the `hello` of its actor."""
     for package, own in (("pvg", pvg.__version__), ("torch", metadata.version("torch"))):
         if found[package] != own:
             raise MissingRequirementError(
-                f"Node {name} has {package} {found[package]}, and this process has {own}.",
+                f"Node {found['node']} has {package} {found[package]}, and this process has {own}.",
                 "Install the same versions on all nodes",
             )
     if found["auth"].lower() != "token":
         raise MissingRequirementError(
-            f"Node {name} does not require a token, so anyone who reaches it can run code there.",
+            f"Node {found['node']} does not require a token, so anyone who reaches it can run code there.",
             "Start all nodes with token authentication: RAY_AUTH_MODE=token ray start ...",
         )
-
-
-def note_other_processor(name: str, found: Mapping[str, str], events: Events) -> None:
-    if found["processor"] != processor():
-        why = f"Node {name} has another processor than this machine, so the last bits of results may differ"
-        events.event("workers", event="node differs", node=name, why=why)

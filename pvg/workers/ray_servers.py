@@ -3,12 +3,11 @@
     servers = RayServers(experiment, events)    # connects to the cluster, and returns at once
     await servers.start(engine.served)          # the first server is ready; each joins the fleet when it is
 
-Ray reserves `cluster.gpus_per_worker` GPUs for each server in a placement group, and starts one actor for it
-(`ServerAgent`), whose child is the server. Rollouts and weights go between the driver and the servers over HTTP, as to
-servers that you start. The fleet retries requests, and brings a new server to the newest weights before its first
-request.
+For each server, Ray starts an actor (`ServerAgent`) on a node with `cluster.gpus_per_worker` free GPUs. The server is
+its child. Rollouts and weights go between the driver and the servers over HTTP, as to servers that you start. The fleet
+retries requests, and brings a new server to the newest weights before its first request.
 
-A server that ends is replaced, and so are its actor and its node: Ray moves a lost reservation to a node with room.
+A server that ends is replaced, and so are its actor and its node.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ import secrets
 from typing import Any
 
 from pvg.config.experiment import Experiment
-from pvg.errors import MissingRequirementError, PvgError, ServerUnavailableError, counted
+from pvg.errors import MissingRequirementError, PvgError, ServerUnavailableError, counted, shortened
 from pvg.servers.control import control_key
 from pvg.servers.fleet import Server
+from pvg.servers.process import ServerFailedError
 from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
 from pvg.telemetry.events import Events, SilentEvents
-from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, RayConnection, refuse_other_versions
-from pvg.workers.server_agent import THREADS, ServerAgent, ServerEnd, ServerOrder, order_of
+from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, cause_of, refuse_other_versions, unfit_node
+from pvg.workers.server_agent import LONGEST_LINE, MOST_LINES, THREADS, ServerAgent, ServerOrder, order_of
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
 MOST_FAILURES = 3  # starts in a row that fail
@@ -61,7 +61,7 @@ class RayServers:
         self._experiment = experiment
         self._events = events or SilentEvents()
         self._count = cluster.workers or 1
-        self._gpus = cluster.gpus_per_worker
+        self._needs = {"num_cpus": 1, "num_gpus": cluster.gpus_per_worker}
         self._root = experiment.weights.root.absolute()
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
         self.client = RayClient(self._count, cluster.address, self._events)
@@ -76,13 +76,8 @@ class RayServers:
         """
         self._served = served
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._cluster: RayConnection = await self.client.connection()
+        self._ray = await self.client.connection()
         self._order = await asyncio.to_thread(self._prepare)
-        bundle = {"CPU": 1.0, **({"GPU": float(self._gpus)} if self._gpus else {})}
-        gpus = f", each with {counted(self._gpus, 'GPU')}" if self._gpus else ""
-        room = counted(self._count, "vLLM server") + gpus
-        remedy = "Use fewer servers (-s cluster.workers=N)"
-        self._group = await self.client.reserve(bundle, self._count, room, remedy)
         what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
         self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
         self._run(self.client.watch())
@@ -117,10 +112,10 @@ class RayServers:
         return ServerOrder(
             experiment=order_of(self._experiment.plain(), self._root),
             folder=os.getcwd(),
-            driver=self._cluster.host,
+            driver=str(self._ray.util.get_node_ip_address()),
             key=control_key(self._root),
             mark=self._mark,
-            gpus=self._gpus,
+            gpus=self._needs["num_gpus"],
             threads=os.environ.get(THREADS),
         )
 
@@ -130,55 +125,58 @@ class RayServers:
         """Keep one server running. Returns why that is impossible."""
         failed = 0
         while True:
-            options = {"num_cpus": 1, "num_gpus": self._gpus}
-            actor, news = await self.client.start_actor(ServerAgent, self._order, self._group, number, **options)
-            place = _Place(number, actor, news)
+            place = _Place(number, *await self.client.start_actor(ServerAgent, self._order, **self._needs))
             self._places.add(place)
-            end = await self._follow(place)
+            error = await self._follow(place)
             self._places.discard(place)
             failed = failed + 1 if place.server is None else 0
-            for line in end.lines:
-                self._events.event("workers", event="server printed", **place.names, text=line)
-            self._events.event("workers", event="server lost", **place.names, why=end.why)
+            lines = error.lines[-MOST_LINES:] if isinstance(error, ServerFailedError) else []
+            why = error.message.rstrip(".")
+            for line in lines:
+                self._events.event("workers", event="server printed", **place.names, text=shortened(line, LONGEST_LINE))
+            self._events.event("workers", event="server lost", **place.names, why=why)
             await self._drop(place)
-            hopeless = bool(failed and end.lines) and not self._first.done()  # the others would fail as well
-            if not end.again or hopeless or failed == MOST_FAILURES:
-                kind = ServerUnavailableError if end.again else MissingRequirementError
+            again = isinstance(error, ServerUnavailableError)
+            hopeless = bool(failed and lines) and not self._first.done()  # the others would fail as well
+            if not again or hopeless or failed == MOST_FAILURES:
+                kind = ServerUnavailableError if again else MissingRequirementError
                 where = "the cluster" if place.node is None else f"node {place.node}"
-                return kind(f"No vLLM server runs on {where}: {end.why}.", end.remedy)
+                return kind(f"No vLLM server runs on {where}: {why}.", error.remedy)
             await asyncio.sleep(PAUSE_S * failed)
 
-    async def _follow(self, place: _Place) -> ServerEnd:
-        """Take the news of a server until it ends, or does not answer."""
+    async def _follow(self, place: _Place) -> PvgError:
+        """Take the news of a server until it ends, or does not answer. Returns why: a ServerUnavailableError if another
+        attempt may help."""
         coming = asyncio.create_task(_next(place.news))
         until = asyncio.get_running_loop().time() + ROOM_S
         try:
             while True:
                 await asyncio.wait([coming], timeout=PROBE_S)
                 if coming.done():
-                    news = coming.result()
-                    if news["news"] == "end":
-                        return ServerEnd(**{name: value for name, value in news.items() if name != "news"})
-                    await self._take(place, news)
+                    await self._take(place, coming.result())
                     coming = asyncio.create_task(_next(place.news))
                 if place.server is not None and place.server.state == "up":
                     self._set_starting(place, False)
                 if place.node is None and asyncio.get_running_loop().time() > until:
-                    return ServerEnd(f"Ray has not started its actor in {ROOM_S:g} s, or the actor hangs")
+                    remedy = "Use fewer servers (-s cluster.workers=N)"
+                    error = await self.client.no_room("a vLLM server", self._needs, remedy)
+                    return ServerUnavailableError(error.message, error.remedy) if self._first.done() else error
                 if self._is_lost(place):
-                    return ServerEnd(f"The server has not answered for {AWAY_S:g} s")
+                    return ServerUnavailableError(f"The server has not answered for {AWAY_S:g} s")
         except PvgError as error:
-            return ServerEnd(error.message.rstrip("."), error.remedy, again=False)
-        except self._cluster.ray.exceptions.RayError as error:
-            return self._end_of(error)
+            return error
+        except self._ray.exceptions.RayError as error:
+            if isinstance(cause := getattr(error, "cause", None), PvgError):  # the actor raised it
+                return cause
+            return unfit_node(error) or ServerUnavailableError(cause_of(error))
         finally:
             coming.cancel()
 
     async def _take(self, place: _Place, news: dict[str, Any]) -> None:
         match news.pop("news"):
             case "hello":
-                place.node = await self.client.call(self._cluster.node_name, news["node"])
-                refuse_other_versions(place.node, news["versions"])
+                place.node = str(news["node"])
+                refuse_other_versions(news)
                 self._set_starting(place, True)
                 self._events.event("workers", event="server starting", **place.names, agent=news["pid"])
             case "ready":
@@ -203,13 +201,6 @@ class RayServers:
         now = asyncio.get_running_loop().time()
         place.away_since = now if place.away_since is None else place.away_since
         return now - place.away_since > AWAY_S
-
-    def _end_of(self, error: Exception) -> ServerEnd:
-        why, text = self._cluster.cause(error), str(error)
-        if "ModuleNotFoundError" in text or "ImportError" in text:
-            remedy = "Install pvg on all nodes, with the same version"
-            return ServerEnd(f"The actor cannot import pvg: {why}", remedy, again=False)
-        return ServerEnd(why, again=not isinstance(error, self._cluster.ray.exceptions.RayTaskError))
 
     async def _drop(self, place: _Place) -> None:
         self._set_starting(place, False)

@@ -4,29 +4,30 @@
     supply = RaySupply(8, "10.0.0.1:6379")      # joins one
     member = await supply.start()               # a worker on one of the nodes
 
-Ray reserves one CPU per worker in a placement group, whose bundles spread over the nodes. A worker that is added later
-has its own placement group, which ends with it. Each worker is an actor (`WorkerActor`): requests are calls of it,
-answers come back from a call that does not end, and weights are objects of Ray's store. Ray says when and why an actor
-has ended; pvg notices one that hangs, starts another one, and repeats the requests that have no answer.
+Each worker is an actor (`WorkerActor`), for which Ray reserves one CPU, and one GPU if workers compute on GPUs: it sees
+no other one. Requests are calls of it, answers come back from a call that does not end, and weights are objects of
+Ray's store. Ray says when and why an actor has ended; pvg notices one that hangs, starts another one, and repeats the
+requests that have no answer.
 
-A worker whose node has ended starts again where Ray moves its bundle. If Ray finds no room for GRACE_S seconds, it
-shares the bundle of another worker: slower, but with the same results.
+If no node has a free CPU for the successor of a worker for GRACE_S seconds, it shares a node without one: slower, but
+with the same results. A GPU is never shared.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pvg.errors import MissingRequirementError, WorkerLostError, counted
+from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.local import cpu_s
 from pvg.workers.ray_actor import WorkerActor, seen
-from pvg.workers.ray_cluster import ROOM_S, RayClient, RayConnection, note_other_processor, refuse_other_versions
+from pvg.workers.ray_cluster import ROOM_S, RayClient, cause_of, refuse_other_versions, unfit_node
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,23 +35,17 @@ if TYPE_CHECKING:
     from pvg.workers.pool import Member, SharedWeights
 
 GRACE_S = 30.0  # after a loss, before workers share a node
-START_S = 120.0  # for Ray to start a process, which imports pvg
-
-
-class NotStartedError(ConnectionError):
-    """Ray has not started a worker in time."""
+AGAIN_S = 1.0  # after a worker has ended before its first frame
 
 
 @dataclass(eq=False)
 class RayMember:
-    """A worker on a node: a `Member` (pvg.workers.pool). `frames`: Ray's, of `WorkerActor.serve`. `bundle`: the number
-    of its reservation; `place`: that of the one where it runs. `seen`: this process can see it."""
+    """A worker on a node: a `Member` (pvg.workers.pool). `frames`: Ray's, of `WorkerActor.serve`. `seen`: this process
+    can see it."""
 
     supply: RaySupply
     actor: Any
     frames: Any
-    bundle: int
-    place: int
     pid: int = 0
     node: str = "?"
     seen: bool = False
@@ -117,127 +112,76 @@ class RayObjects:
 class RaySupply:
     """A user of the cluster, through `client`. Leave it as a context manager, or `close` it."""
 
-    def __init__(self, workers: int, address: str | None = None, most: int | None = None) -> None:
-        """Reserves CPUs for `workers`. Each further worker reserves one more CPU when it starts. `most`: the highest
-        number of processes, for which a cluster on this machine has room."""
+    def __init__(self, most: int, address: str | None = None, gpus: int = 0) -> None:
+        """`most`: the highest number of processes, for which a cluster on this machine has room. `gpus`: that each
+        of them needs."""
         self.events: Events = SilentEvents()
-        self._workers = workers
-        self.client = RayClient(most or workers, address)
-        self._opening = asyncio.Lock()
-        self._group: Any = None
-        self._numbers = workers - 1  # of the newest bundle
-        self._free = list(range(workers))  # bundles without a worker
-        self._single: dict[int, Any] = {}  # the placement groups of further bundles
-        self._members: set[RayMember] = set()
-        self._nodes: set[str] = set()  # those that a worker has run on, by Ray's id
-        self._losses = 0
+        self.client = RayClient(most, address)
+        self._needs = {"num_cpus": 1, "num_gpus": gpus}
+        self._nodes: set[str] = set()  # those that a worker has run on
+        self._vacant = 0  # workers that have ended, and have no successor yet
         self._watching: asyncio.Task[None] | None = None
-
-    # --- workers ------------------------------------------------------------------------------------------------------
-
-    async def ready(self) -> None:
-        """Connect to the cluster, and wait until it has reserved what the first workers need."""
-        async with self._opening:
-            if self._group is None:
-                await self._open()
 
     async def start(self) -> Member:
         """Start a worker. Raises MissingRequirementError if the cluster has no room or cannot run pvg."""
-        await self.ready()
-        bundle = self._free.pop(0) if self._free else await self._one_more()
-        why = "it has not answered"
+        if self._watching is None:
+            self.client.events = self.events
+            self._watching = asyncio.create_task(self.client.watch())
+        self.ray = await self.client.connection()
+        may_share = self._vacant > 0 and not self._needs["num_gpus"]
+        self._vacant -= self._vacant > 0
         try:
-            async with asyncio.timeout(ROOM_S):
-                while True:
-                    try:
-                        return await self._started(bundle)
-                    except ConnectionError as error:  # it ended meanwhile, or its node
-                        why = str(error)
-                        await asyncio.sleep(1.0)
+            async with patience(self.events, "room for a worker on the Ray cluster", ROOM_S):
+                if may_share:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(GRACE_S):
+                            return await self._started(self._needs)
+                    member = await self._started({"num_cpus": 0})
+                    why = f"Ray has no room for a worker, so it shares node {member.node}"
+                    self.events.event("workers", event="node shared", node=member.node, why=why)
+                    return member
+                return await self._started(self._needs)
         except TimeoutError:
-            self._free.append(bundle)
-            raise WorkerLostError(
-                f"The Ray cluster had no node for worker {bundle} in {ROOM_S:g} s: {why}.",
-                "Add a node to the cluster, and resume the run",
-            ) from None
-        except BaseException:
-            self._free.append(bundle)
-            raise
+            remedy = "Use fewer workers (-s cluster.workers=N; in a resumed run, cluster.max_workers)"
+            raise await self.client.no_room("a worker", self._needs, remedy) from None
 
-    async def _started(self, bundle: int) -> RayMember:
-        """A worker in its bundle. After a loss, if Ray finds no room for that, in another one's."""
-        others = [member.place for member in self._members]
+    async def _started(self, needs: Mapping[str, int]) -> RayMember:
+        """A worker, once a node has what it needs. It may have ended meanwhile, which the pool notices."""
+        member = RayMember(self, *await self.client.start_actor(WorkerActor, os.getcwd(), **needs))
         try:
-            return await self._worker_in(bundle, bundle, GRACE_S if self._losses and others else START_S)
-        except NotStartedError:
-            if not (self._losses and others):
-                raise
-        member = await self._worker_in(bundle, min(others, key=others.count), START_S)
-        why = f"Ray has no room for worker {bundle}, so it shares node {member.node}"
-        self.events.event("workers", event="node shared", node=member.node, why=why)
-        return member
-
-    async def _worker_in(self, bundle: int, place: int, patience_s: float) -> RayMember:
-        """A worker where Ray has put the bundle `place`, or will put it. Raises ConnectionError if another attempt may
-        help."""
-        group, index = (self._single[place], 0) if place in self._single else (self._group, place)
-        # Without a CPU, because workers may share a bundle.
-        actor, frames = await self.client.start_actor(WorkerActor, os.getcwd(), group, index, num_cpus=0)
-        member = RayMember(self, actor, frames, bundle, place)
-        try:
-            async with patience(self.events, f"Ray to start worker {bundle}", patience_s):
-                hello = await member.receive()
-            if hello is None:
-                raise self._failure(member.error)
-            found = hello.fields
-            member.node = await self.client.call(self._cluster.node_name, found["node"])
-            member.pid, member.seen = found["pid"], found["seen"] == seen()
-            refuse_other_versions(member.node, found)
-        except TimeoutError:
-            member.close()
-            raise NotStartedError(f"Ray has not started it in {patience_s:g} s") from None
+            first = await member.receive()
+            if first is None:
+                if (error := unfit_node(member.error)) is not None:
+                    raise error
+                await asyncio.sleep(AGAIN_S)
+                return member
+            found = first.fields
+            refuse_other_versions(found)
         except BaseException:
             member.close()
             raise
-        if found["node"] not in self._nodes:
-            self._nodes.add(found["node"])
-            note_other_processor(member.node, found, self.events)
-            self.events.event("workers", event="node joined", node=member.node, processor=found["processor"])
-        self._members.add(member)
-        return member
-
-    def _failure(self, error: BaseException | None) -> Exception:
-        """Why a worker ended before its first frame: ConnectionError if another attempt may help."""
-        text = self._cluster.cause(error)
-        if "ModuleNotFoundError" in str(error) or "ImportError" in str(error):
-            return MissingRequirementError(
-                f"A node of the Ray cluster cannot import pvg: {text}.",
-                "Install pvg on all nodes, with the same version",
+        member.node, member.pid, member.seen = found["node"], found["pid"], found["seen"] == seen()
+        if member.node not in self._nodes:
+            self._nodes.add(member.node)
+            if found["processor"] != processor():
+                why = f"Node {member.node} has another processor than this machine, so last bits of results may differ"
+                self.events.event("workers", event="node differs", node=member.node, why=why)
+            device = "GPUs" if found["gpus"] else "CPUs"
+            self.events.event(
+                "workers", event="node joined", node=member.node, processor=found["processor"], device=device
             )
-        if isinstance(error, self.ray.exceptions.RayTaskError):
-            remedy = "Every node must have pvg with the extra cluster"
-            return MissingRequirementError(f"A node of the Ray cluster cannot work: {text}.", remedy)
-        return ConnectionError(text)
+        return member
 
     async def reason(self, member: Member) -> str:
         """Why a worker ended, in words. Kills it if Ray only cannot reach it."""
         assert isinstance(member, RayMember)
         member.close()
-        self._losses += 1
-        self._members.discard(member)
-        self._free.append(member.bundle)
-        return self._cluster.cause(member.error)
+        self._vacant += 1
+        return cause_of(member.error)
 
     async def retire(self, member: Member) -> None:
-        """End a worker that serves nothing any more. Gives the CPU back, unless it is one of the first, or another
-        worker runs in the same place: Ray ends all actors of a placement group."""
-        assert isinstance(member, RayMember)
+        """End a worker that serves nothing any more."""
         member.close()
-        self._members.discard(member)
-        if member.bundle in self._single and all(other.place != member.bundle for other in self._members):
-            await self.client.call(self.ray.util.remove_placement_group, self._single.pop(member.bundle))
-        else:
-            self._free.append(member.bundle)
 
     def check(self) -> None:
         """Raises WorkerLostError if the cluster's head has ended."""
@@ -247,19 +191,15 @@ class RaySupply:
     def weights(self) -> SharedWeights:
         return RayObjects(self)
 
-    # --- the end ------------------------------------------------------------------------------------------------------
-
     async def close(self) -> None:
-        """End all workers, and leave the cluster. A second call does nothing."""
+        """Leave the cluster, which ends all workers. A second call does nothing."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        for member in self._members:
-            member.close()
         await asyncio.get_running_loop().run_in_executor(None, self.end)
 
     def end(self) -> None:
-        """Leave the cluster: Ray ends the workers."""
+        """As `close`, without an event loop."""
         self.client.end()
 
     def __enter__(self) -> RaySupply:
@@ -267,25 +207,3 @@ class RaySupply:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-
-    # --- the cluster --------------------------------------------------------------------------------------------------
-
-    async def _open(self) -> None:
-        """Connect to the cluster, and reserve a CPU for each worker."""
-        self.client.events = self.events
-        self._cluster: RayConnection = await self.client.connection()
-        self.ray = self._cluster.ray
-        self._group = await self._room(self._workers)
-        self._watching = asyncio.create_task(self.client.watch())
-
-    async def _room(self, workers: int) -> Any:
-        return await self.client.reserve(
-            {"CPU": 1.0}, workers, counted(workers, "worker"), "Use fewer workers (-s cluster.workers=N)"
-        )
-
-    async def _one_more(self) -> int:
-        """A bundle for one more worker, for example on a node that joins."""
-        group = await self._room(1)
-        self._numbers += 1
-        self._single[self._numbers] = group
-        return self._numbers

@@ -12,17 +12,17 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pvg.config.load import build_experiment
 from pvg.config.operation import Weights
-from pvg.errors import ConfigurationError, MissingRequirementError, PvgError, shortened
+from pvg.errors import ConfigurationError, MissingRequirementError, shortened
 from pvg.servers.command import LOOPBACK, Interpreter, find_interpreter, model_folder, server_spec
 from pvg.servers.control import KEY_VARIABLE
-from pvg.servers.process import LogTail, ServerFailedError, VllmServer, free_port
-from pvg.workers.ray_cluster import ray_node, versions
+from pvg.servers.process import LogTail, VllmServer, free_port
+from pvg.workers.ray_cluster import hello
 
 LOOK_S = 1.0  # between two looks into the server's log
 MOST_LINES = 20  # of the log, at a time
@@ -46,16 +46,6 @@ class ServerOrder:
     threads: str | None
 
 
-@dataclass(frozen=True)
-class ServerEnd:
-    """Why a server has ended. `lines`: the last ones of its log. `again`: whether another attempt may help."""
-
-    why: str
-    remedy: str = ""
-    lines: tuple[str, ...] = ()
-    again: bool = True
-
-
 class ServerAgent:
     """Runs one server: `serve` ends with it."""
 
@@ -65,23 +55,14 @@ class ServerAgent:
         self._serving: asyncio.Task[None] | None = None
 
     async def serve(self) -> AsyncIterator[dict[str, Any]]:
-        """Run a server until it ends, or until `stop`. Meanwhile says what happens: {"news": "hello" | "ready" |
-        "errors", ...}, at last {"news": "end", ...} with the fields of a ServerEnd."""
+        """Run a server until it ends, which raises why, or until `stop`. Meanwhile says what happens: {"news": "hello"
+        | "ready" | "errors", ...}."""
         self._serving = asyncio.create_task(self._serve(self._order))
-        self._serving.add_done_callback(lambda _: self._news.put_nowait({"news": "end"}))
-        while (news := await self._news.get())["news"] != "end":
+        self._serving.add_done_callback(lambda _: self._news.put_nowait({}))
+        while news := await self._news.get():
             yield news
-        if self._serving.cancelled():
-            return
-        error = self._serving.exception()
-        if isinstance(error, ServerFailedError):
-            lines = tuple(shortened(line, LONGEST_LINE) for line in error.lines[-MOST_LINES:])
-            yield news | asdict(ServerEnd(error.message.rstrip("."), error.remedy, lines))
-        elif isinstance(error, PvgError):
-            yield news | asdict(ServerEnd(error.message.rstrip("."), error.remedy, again=False))
-        else:
-            assert error is not None, "a server does not end without an error"
-            raise error
+        if not self._serving.cancelled():
+            self._serving.result()
 
     async def stop(self) -> None:
         """End the server and all of its processes."""
@@ -92,7 +73,7 @@ class ServerAgent:
     async def _serve(self, order: ServerOrder) -> None:
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
-        self._tell("hello", versions=versions(), node=ray_node(), pid=os.getpid())
+        self._tell("hello", **hello())
         experiment = build_experiment(dict(order.experiment))
         check_folder(experiment.weights, order.mark)
         os.environ[KEY_VARIABLE] = order.key
@@ -101,7 +82,7 @@ class ServerAgent:
         folder = await asyncio.to_thread(model_folder, experiment, "prover")
         host = address_for(_own_address(), order.driver)
         port = free_port(host)
-        log = experiment.weights.root / "logs" / f"prover-{ray_node()[:6]}-{port}.log"
+        log = experiment.weights.root / "logs" / f"prover-{host}-{port}.log"
         spec = server_spec(experiment, "prover", interpreter, folder, log=log, port=port, host=host)
         errors = LogTail(spec.log)
         # Ray has set the number of threads. And vLLM needs no part of this process's membership in the cluster.

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +16,8 @@ from worker_stand_ins import RecordedEvents
 
 import pvg
 from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError
-from pvg.workers import ray_cluster, server_agent
-from pvg.workers.ray_cluster import RayClient, end_session, open_cluster, refuse_other_versions
+from pvg.workers import ray_cluster, ray_supply, server_agent
+from pvg.workers.ray_cluster import RayClient, open_cluster, refuse_other_versions
 from pvg.workers.ray_supply import RaySupply
 from pvg.workers.server_agent import ServerAgent, ServerOrder
 
@@ -72,34 +70,12 @@ def test_an_address_where_no_cluster_answers_is_refused(monkeypatch, tmp_path):
     assert "ray start --head" in error.remedy
 
 
-def test_what_is_left_of_a_session_is_killed_and_nothing_else(tmp_path):
-    """An agent of Ray stays for a minute after its head was killed. Its command line is only a name."""
-    session, other = tmp_path / "session_1", tmp_path / "session_12"
-
-    def process(name: str, output: Path) -> subprocess.Popen[bytes]:
-        output.parent.mkdir(exist_ok=True)
-        with output.open("wb") as file:
-            return subprocess.Popen([name, "600"], executable="/bin/sleep", stdout=file)
-
-    left = [process("ray::DashboardAgent", session / "agent.out")]
-    kept = [process("ray::DashboardAgent", other / "agent.out"), process("tail", session / "copy")]
-    left.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", f"--session-dir={session}"]))
-    try:
-        end_session(str(session))
-        assert [one.wait(timeout=20) for one in left] == [-signal.SIGKILL] * 2
-        assert [one.poll() for one in kept] == [None, None]
-    finally:
-        for one in [*left, *kept]:
-            one.kill()
-            one.wait()
-
-
 def test_a_node_with_other_versions_or_without_a_token_is_refused():
-    fit = {"pvg": pvg.__version__, "torch": metadata.version("torch"), "auth": "token"}
-    refuse_other_versions("n1", fit)
+    fit = {"node": "n1", "pvg": pvg.__version__, "torch": metadata.version("torch"), "auth": "token"}
+    refuse_other_versions(fit)
     for wrong, says in (({"torch": "1.0"}, "has torch 1.0"), ({"pvg": "0"}, "has pvg 0"), ({"auth": ""}, "a token")):
         with pytest.raises(MissingRequirementError, match=says):
-            refuse_other_versions("n1", {**fit, **wrong})
+            refuse_other_versions({**fit, **wrong})
 
 
 @pytest.fixture
@@ -116,9 +92,8 @@ def hanging(monkeypatch) -> Iterator[threading.Event]:
 def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_for(monkeypatch, hanging):
     """As with a head of the cluster that was stopped (SIGSTOP). The processes of an own cluster are killed."""
     killed: list[str] = []
-    connection = SimpleNamespace(close=hanging.wait, session="session_1")
-    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
-    monkeypatch.setattr(ray_cluster, "end_session", killed.append)
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: SimpleNamespace(shutdown=hanging.wait))
+    monkeypatch.setattr(ray_cluster, "kill_own_head", lambda: killed.append("head"))
     client = RayClient(2, "10.0.0.1:6379", events := RecordedEvents())
     with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
         asyncio.run(client.call(hanging.wait))
@@ -126,7 +101,7 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
         client.own_gpu()
     assert ["10.0.0.1:6379" in event["why"] for event in events.of("waits")] == [True, True]
     client.end()
-    assert killed == ["session_1"]
+    assert killed == ["head"]
 
 
 def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(monkeypatch, hanging):
@@ -141,7 +116,7 @@ def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(mon
 
 def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_path, hanging):
     monkeypatch.setenv(server_agent.KEY_VARIABLE, "")
-    monkeypatch.setattr(server_agent, "ray_node", lambda: "node")
+    monkeypatch.setattr(server_agent, "hello", dict)
     monkeypatch.setattr(server_agent, "find_interpreter", lambda: hanging.wait(0.05))
 
     async def stopped() -> list[str]:
@@ -154,23 +129,39 @@ def test_the_agent_of_a_server_ends_quietly_when_it_is_stopped(monkeypatch, tmp_
     assert asyncio.run(stopped()) == ["hello"]
 
 
+async def no_frames() -> AsyncIterator[None]:
+    """An actor that Ray does not start."""
+    await asyncio.Event().wait()
+    yield
+
+
 def test_a_cluster_without_room_is_named_and_not_waited_for_without_end(monkeypatch):
+    waiting = SimpleNamespace(serve=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=no_frames)))
+    kind = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda _: waiting))
+    killed: list[object] = []
     ray = SimpleNamespace(
-        util=SimpleNamespace(
-            placement_group=lambda *_, **__: SimpleNamespace(wait=lambda limit_s: False),
-            remove_placement_group=lambda _: None,
-        ),
+        remote=lambda _: kind,
+        kill=killed.append,
+        nodes=list,
+        exceptions=SimpleNamespace(RayError=OSError),
         available_resources=lambda: {"CPU": 1.0},
-        cluster_resources=lambda: {"CPU": 4.0},
+        cluster_resources=lambda: {"CPU": 4.0, "GPU": 2.0},
+        shutdown=lambda: None,
     )
-    connection = SimpleNamespace(ray=ray, session=None, close=lambda: None)
-    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: connection)
-    monkeypatch.setattr(ray_cluster, "ROOM_S", 0.1)
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: ray)
+    monkeypatch.setattr(ray_supply, "ROOM_S", 0.1)
     monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 0.01)
     events = RecordedEvents()
-    with RaySupply(2) as supply:
+
+    async def refused() -> None:
+        supply = RaySupply(2)
         supply.events = events
-        says = r"had no room for 2 workers in 0\.1 s \(1 of 4 CPUs are free\)"
-        with pytest.raises(MissingRequirementError, match=says):
-            asyncio.run(supply.ready())
-    assert events.of("waits")[0]["why"] == "room for 2 workers on the Ray cluster, for at most 0.1 s"
+        with pytest.raises(
+            MissingRequirementError, match=r"no node for a worker with 1 CPU in .* \(1 of 4 CPUs are free\)"
+        ):
+            await supply.start()
+        await supply.close()
+
+    asyncio.run(refused())
+    assert events.of("waits")[0]["why"] == "room for a worker on the Ray cluster, for at most 0.1 s"
+    assert killed == [waiting]

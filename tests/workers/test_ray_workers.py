@@ -153,7 +153,7 @@ async def with_a_node_that_joins(monkeypatch, nodes: SimulatedNodes, expected: l
     monkeypatch.setattr("pvg.telemetry.events.QUIET_S", 1.0)
     monkeypatch.setattr(ray_supply, "GRACE_S", 1.0)
     events = RecordedEvents()
-    pool = WorkerPool(experiment(2), 2, RaySupply(1, nodes.address, 2), events, processes=(1, 2))
+    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address), events, processes=(1, 2))
     await pool.start()
     try:
         coming = asyncio.create_task(pool.add("chance", {}))
