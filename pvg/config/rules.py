@@ -424,8 +424,8 @@ def _workers(experiment: AllSections) -> Iterator[str]:
         return
     if isinstance(cluster, RayCluster) and cluster.gpus_per_worker:
         yield (
-            f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but rollout.engine = 'torch' "
-            "computes on CPUs; set it to 0, or rollout.engine to 'vllm'"
+            f"cluster.gpus_per_worker = {cluster.gpus_per_worker} is for vLLM servers, but with rollout.engine = "
+            "'torch' each worker has one GPU if the trainer has one; set it to 0, or rollout.engine to 'vllm'"
         )
     if isinstance(cluster, RayCluster) and cluster.address is not None and shards_of(cluster) is None:
         yield "cluster.address needs cluster.workers, because results depend on their number; set it"
@@ -433,9 +433,8 @@ def _workers(experiment: AllSections) -> Iterator[str]:
         if ranks_of(cluster) is None:
             yield f"cluster.workers = 0 leaves nothing to cluster = {cluster.kind!r}; set cluster to 'none'"
         return
-    device, known = experiment.models.device, ["auto", "cpu", *["cuda"] * isinstance(cluster, LocalCluster)]
-    if device not in known:
-        yield f"workers of cluster = {cluster.kind!r} cannot use models.device = {device!r}; set it to {known[-1]!r}"
+    if (device := experiment.models.device) not in ("auto", "cpu", "cuda"):
+        yield f"workers of cluster = {cluster.kind!r} cannot use models.device = {device!r}; set it to 'cuda'"
     for key, engine in (
         ("rollout.engine", experiment.rollout.engine.kind),
         ("verifier.engine", experiment.verifier.engine),

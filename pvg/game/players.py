@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from pvg.workers.pool import Supply, WorkerPool
     from pvg.workers.ranks import ModelInRanks, RankGroup
     from pvg.workers.ray_servers import RayServers
+    from pvg.workers.ray_supply import RaySupply
     from pvg.workers.scoring import ScoringCopies
     from pvg.workers.training import ModelInWorkers
 
@@ -97,8 +98,8 @@ class Players:
         self._owns_executor = executor is None
         self.executor: Executor = compute_executor(experiment.models.threads) if executor is None else executor
         try:
-            if self.servers is not None and self.device.type == "cuda":  # otherwise a server may get the same GPU
-                self.device = torch.device("cuda", self.servers.client.own_gpu())
+            if self.device.type == "cuda" and (reserving := self.servers or self._ray_supply()) is not None:
+                self.device = torch.device("cuda", reserving.client.own_gpu())
             self._check_ranks()
             self.base: LanguageModel = finished(
                 self.executor.submit(open_model, self.models.prover, self.device, self.models.dtype)
@@ -155,7 +156,7 @@ class Players:
             return None
         if self._experiment.server_cluster is not None:
             return None
-        if self.device.type not in ("cpu", "cuda" if isinstance(cluster, LocalCluster) else "cpu"):
+        if self.device.type not in ("cpu", "cuda"):
             raise ConfigurationError(
                 f"Workers of cluster = {cluster.kind!r} cannot compute on {self.device.type}, which models.device = "
                 f"{self.models.device!r} is here.",
@@ -176,6 +177,14 @@ class Players:
         if self.device.type == "cuda" and events is not None:
             events.event("workers", event="experimental", why="No run has used workers on GPUs yet")
         return workers
+
+    def _ray_supply(self) -> RaySupply | None:
+        """What starts workers on a Ray cluster, and must not give them the GPU of this process."""
+        if self.workers is None or not isinstance(self._experiment.cluster, RayCluster):
+            return None
+        from pvg.workers.ray_supply import RaySupply
+
+        return self._supply if isinstance(self._supply, RaySupply) else None
 
     def _engine_on_servers(self, events: Events, run: str) -> Engine:
         from pvg.rollout.vllm_engine import open_vllm_engine

@@ -260,7 +260,7 @@ def dividing_gpus(experiment: Experiment) -> tuple[int, int]:
     cluster = experiment.cluster
     if not experiment.models.on_gpu:  # the cores of a machine are divided already
         return 1, 1
-    if isinstance(cluster, LocalCluster) and has_workers(cluster):
+    if experiment.server_cluster is None and isinstance(cluster, LocalCluster | RayCluster) and has_workers(cluster):
         workers = processes_of(cluster, shards_of(cluster) or 1)[1]
         return cluster.trainers or workers, workers
     return ranks_of(cluster) or 1, 1

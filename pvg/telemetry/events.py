@@ -90,6 +90,7 @@ NOTICES = {
     "lost": "Worker {worker}{where} has ended ({why}); another one takes its place.",
     "added": "Added worker {worker}: {why}. Now {now}.",
     "removed": "Removed worker {worker}: {why}. Now {now}.",
+    "node joined": "Workers on node {node} compute on {device}.",
     "not added": "Worker {worker} could not be added: {why}",
     "server started": "A vLLM server on node {node} is ready.",
     "server lost": "vLLM on node {node}: {why}.",

@@ -19,7 +19,7 @@ from pvg.config.operation import (
     ranks_of,
     shards_of,
 )
-from pvg.errors import UsageError
+from pvg.errors import MissingRequirementError, UsageError, counted
 from pvg.installation import usable_gpus
 from pvg.telemetry.waits import usable_cores
 
@@ -52,7 +52,8 @@ def with_workers(experiment: Experiment, resumed: Experiment | None = None) -> E
             counts = {"workers": before.workers, "trainers": before.trainers}
         else:
             servers = experiment.server_cluster is not None
-            found = usable_gpus() if experiment.models.on_gpu else _cores()
+            own = isinstance(cluster, RayCluster)  # Ray reserves the trainer's GPU, which local workers share
+            found = max(1, usable_gpus() - own) if experiment.models.on_gpu else _cores()
             most = max(min(found, MOST_WORKERS), cluster.min_workers or 1)
             counts = {"workers": 1 if servers else shards_of(cluster) or most}
         cluster = cluster.model_copy(update=counts)
@@ -81,7 +82,8 @@ def cluster_settings(chosen: str | None, before: Cluster) -> list[str]:
 
 def open_supply(experiment: Experiment) -> Supply | None:
     """What starts the workers of an experiment that `with_workers` has returned. It begins at once, in the background;
-    the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers."""
+    the caller closes it. None without workers: vLLM servers on a cluster are those of pvg.workers.ray_servers. Raises
+    MissingRequirementError if this machine has too few GPUs for a Ray cluster of its own."""
     cluster = experiment.cluster
     if isinstance(cluster, LocalCluster) and has_workers(cluster):
         from pvg.workers.local import LocalSupply
@@ -90,7 +92,15 @@ def open_supply(experiment: Experiment) -> Supply | None:
     if isinstance(cluster, RayCluster) and has_workers(cluster) and experiment.server_cluster is None:
         from pvg.workers.ray_supply import RaySupply
 
-        return RaySupply(processes_of(cluster, shards_of(cluster) or _cores())[1], cluster.address)
+        processes = processes_of(cluster, shards_of(cluster) or _cores())[1]
+        if experiment.models.on_gpu and cluster.address is None and (found := usable_gpus()) <= processes:
+            raise MissingRequirementError(
+                f"cluster = 'ray' needs a GPU for each of {counted(processes, 'worker')} and one for the trainer, but "
+                f"this machine has {found}.",
+                "Use --cluster local, whose workers share GPUs, fewer workers (-s cluster.workers=N), or "
+                "-s models.device=cpu",
+            )
+        return RaySupply(processes, cluster.address, gpus=int(experiment.models.on_gpu))
     return None
 
 

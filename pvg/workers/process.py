@@ -31,7 +31,7 @@ from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
-from pvg.errors import PvgError
+from pvg.errors import MissingRequirementError, PvgError
 from pvg.models import open_model
 from pvg.models.compute import allow_tf32
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
@@ -368,8 +368,14 @@ class Worker:
 
 
 def own_device(kind: str, number: int) -> torch.device:
-    """Where worker `number` computes. `kind`: "cpu", or "cuda" for the GPUs of its machine in turn."""
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", number % torch.cuda.device_count())
+    """Where worker `number` computes. `kind`: "cpu", or "cuda" for the GPUs that it sees in turn: those of its machine,
+    or the one that Ray has reserved for it. Raises MissingRequirementError if torch finds none."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not (found := torch.cuda.device_count()):
+        what = f"torch {torch.__version__} finds no GPU for a worker, and workers compute where the trainer does."
+        raise MissingRequirementError(what, "Correct the driver or torch there, or set models.device to cpu")
+    return torch.device("cuda", number % found)
 
 
 class WorkerProcess:

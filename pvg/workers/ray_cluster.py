@@ -191,11 +191,11 @@ def _reserved_gpu(ray: Any) -> str:
             "Let Ray count this machine's GPUs (ray start --num-gpus=N) and leave one, or set models.device to cpu",
         )
     options = {"num_cpus": 0, "num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group)}
-    (reserved,) = ray.get(ray.remote(gpus_here).options(**options).remote(), timeout=CALL_S)
+    (reserved,) = ray.get(ray.remote(_gpus).options(**options).remote(), timeout=CALL_S)
     return str(reserved)
 
 
-def gpus_here() -> list[str]:
+def _gpus() -> list[str]:
     """Ray's names of the GPUs of the task or actor that calls this."""
     import ray
 
@@ -364,7 +364,7 @@ def forget_token() -> None:
 
 def hello() -> dict[str, Any]:
     """What an actor says first: where it runs, what must agree on all nodes for the same bits, Ray's authentication,
-    and the GPUs that Ray has reserved for it."""
+    and the GPUs that CUDA finds: those that Ray has reserved for it."""
     import ray
 
     own = ray.get_runtime_context().get_node_id()
@@ -375,7 +375,7 @@ def hello() -> dict[str, Any]:
         "torch": metadata.version("torch"),
         "processor": processor(),
         "auth": os.environ.get(MODE, ""),
-        "gpus": gpus_here(),
+        "gpus": os.environ.get(VISIBLE, ""),
     }
 
 

@@ -40,14 +40,15 @@ AGAIN_S = 1.0  # after a worker has ended before its first frame
 
 @dataclass(eq=False)
 class RayMember:
-    """A worker on a node: a `Member` (pvg.workers.pool). `frames`: Ray's, of `WorkerActor.serve`. `seen`: this process
-    can see it."""
+    """A worker on a node: a `Member` (pvg.workers.pool). `frames`: Ray's, of `WorkerActor.serve`. `gpus`: the
+    names of those that it uses. `seen`: this process can see it."""
 
     supply: RaySupply
     actor: Any
     frames: Any
     pid: int = 0
     node: str = "?"
+    gpus: str = ""
     seen: bool = False
     closed: bool = False
     error: BaseException | None = None  # why it has ended
@@ -55,7 +56,7 @@ class RayMember:
 
     @property
     def names(self) -> dict[str, Any]:
-        return {"node": self.node, "pid": self.pid}
+        return {"node": self.node, "pid": self.pid, **({"gpus": self.gpus} if self.gpus else {})}
 
     def send(self, frame: Frame) -> None:
         """Weights go as an object of Ray's store, of which Ray brings one copy to each node."""
@@ -161,12 +162,13 @@ class RaySupply:
             member.close()
             raise
         member.node, member.pid, member.seen = found["node"], found["pid"], found["seen"] == seen()
+        member.gpus = found["gpus"] if self._needs["num_gpus"] else ""
         if member.node not in self._nodes:
             self._nodes.add(member.node)
             if found["processor"] != processor():
                 why = f"Node {member.node} has another processor than this machine, so last bits of results may differ"
                 self.events.event("workers", event="node differs", node=member.node, why=why)
-            device = "GPUs" if found["gpus"] else "CPUs"
+            device = "GPUs" if self._needs["num_gpus"] else "CPUs"
             self.events.event(
                 "workers", event="node joined", node=member.node, processor=found["processor"], device=device
             )

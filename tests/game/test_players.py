@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,29 +87,29 @@ def test_the_compute_thread_alone_has_a_pool() -> None:
     assert second == 0
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout": {"engine": "vllm"}, "cluster": {"kind": "ray", "gpus_per_worker": 1}},
+        {"cluster": {"kind": "ray", "workers": 2}},
+    ],
+)
 def test_the_trainer_on_a_ray_cluster_uses_the_gpu_that_ray_has_reserved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """Otherwise Ray would give it to a server too."""
+    """Otherwise Ray would give it to a server or a worker too."""
     opened: list[torch.device] = []
 
     def open_model(_source: object, device: torch.device, _dtype: str) -> None:
         opened.append(device)
         raise MissingRequirementError("this test has no GPU")
 
-    client = SimpleNamespace(own_gpu=lambda: 3)
-    monkeypatch.setattr(
-        "pvg.workers.ray_servers.RayServers", lambda *_: SimpleNamespace(client=client, end=lambda: None)
-    )
+    client = SimpleNamespace(own_gpu=lambda: 3, end=lambda: None)
+    monkeypatch.setattr("pvg.workers.ray_servers.RayClient", lambda *_: client)
+    monkeypatch.setattr("pvg.workers.ray_supply.RayClient", lambda *_: client)
     monkeypatch.setattr(players, "pick_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(players, "open_model", open_model)
-    experiment = build_experiment(
-        {
-            "rollout": {"engine": "vllm"},
-            "cluster": {"kind": "ray", "gpus_per_worker": 1},
-            "weights": {"root": str(tmp_path)},
-        }
-    )
+    experiment = build_experiment({**settings, "weights": {"root": str(tmp_path)}})
     with pytest.raises(MissingRequirementError, match="no GPU"):
         players.Players(experiment, open_task(experiment.task))
     assert opened == [torch.device("cuda", 3)]

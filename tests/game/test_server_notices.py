@@ -55,7 +55,7 @@ def test_what_happens_to_workers_and_nodes_is_told_with_its_reason() -> None:
     events = ServerNotices(Kept(), told.append, [["http://a"]])
     events.event("gen", event="server.silent", server="http://a", requests=3, silent_s=300.0)
     events.event("workers", event="waits", why="room for 3 workers on the Ray cluster")
-    events.event("workers", event="node joined", node="n1")
+    events.event("workers", event="node joined", node="n1", device="GPUs")
     events.event("workers", event="node shared", node="n1", why="Ray has no room for worker 2")
     events.event("workers", event="added", worker=3, workers=4, why="12 groups waited for 4.2 of 5 s")
     events.event("workers", event="removed", worker=0, workers=1, why="it had work for 2% of the last 30 s")
@@ -63,6 +63,7 @@ def test_what_happens_to_workers_and_nodes_is_told_with_its_reason() -> None:
     assert told == [
         "http://a has answered no request for 300 s; 3 are in flight. If they hang, restart it: pvg repeats them.",
         "pvg waits for room for 3 workers on the Ray cluster.",
+        "Workers on node n1 compute on GPUs.",
         "Ray has no room for worker 2.",
         "Added worker 3: 12 groups waited for 4.2 of 5 s. Now 4 workers.",
         "Removed worker 0: it had work for 2% of the last 30 s. Now 1 worker.",

@@ -77,6 +77,7 @@ def test_the_gpus_of_a_server_divide_its_work() -> None:
         ("cpu", {"kind": "local", "workers": 4}, ["workers have copies", "workers divide the cores"]),
         ("cpu", {"kind": "local", "trainer_ranks": 8}, ["cluster.trainer_ranks = 8 is not modelled on CPUs"]),
         ("cuda", {"kind": "local", "workers": 4}, ["workers have copies"]),
+        ("cuda", {"kind": "ray", "workers": 4}, ["workers have copies"]),
         ("cuda", {"kind": "local", "trainer_ranks": 8}, ["the exchange of cluster.trainer_ranks = 8"]),
     ],
 )
@@ -91,17 +92,23 @@ def test_notes_say_what_several_processes_are_planned_without(
 def test_gpus_divide_the_gradients_and_workers_also_references_and_scores() -> None:
     """A step's operations: 6 of the gradient, 2 of recomputed layers, 2 of the reference."""
     times = {}
-    for name, cluster in (("one", {}), ("workers", {"workers": 4}), ("ranks", {"trainer_ranks": 4})):
+    for name, kind, cluster in (
+        ("one", "none", {}),
+        ("workers", "local", {"workers": 4}),
+        ("workers of Ray", "ray", {"workers": 4}),
+        ("ranks", "local", {"trainer_ranks": 4}),
+    ):
         experiment = build_experiment(
             {
                 "models": {"device": "cuda"},
                 "training": {"kl": {"coefficient": 0.1}, "gradient_checkpointing": True},
-                "cluster": {"kind": "local", **cluster} if cluster else "none",
+                "cluster": {"kind": kind, **cluster},
             }
         )
         times[name] = Inputs.assumed(experiment, BILLION, BILLION, MACHINES["h100"])
     one = times["one"]
     assert times["workers"]["train_token_s"] == pytest.approx(one["train_token_s"] / 4)
     assert times["workers"]["other_s"] == pytest.approx(one["other_s"] / 4)
+    assert times["workers of Ray"].values == times["workers"].values
     assert times["ranks"]["train_token_s"] == pytest.approx(one["train_token_s"] * (8 / 4 + 2) / 10)
     assert times["ranks"]["other_s"] == one["other_s"]

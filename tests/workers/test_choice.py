@@ -7,9 +7,9 @@ import pytest
 from pvg.config.experiment import Experiment
 from pvg.config.load import assign, build_experiment, read_override
 from pvg.config.operation import AutoCluster, LocalCluster, NoCluster, RayCluster
-from pvg.errors import ConfigurationError, UsageError
+from pvg.errors import ConfigurationError, MissingRequirementError, UsageError
 from pvg.workers import choice
-from pvg.workers.choice import cluster_settings, with_workers
+from pvg.workers.choice import cluster_settings, open_supply, with_workers
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +29,12 @@ def test_the_embedded_game_gets_a_worker_per_core(monkeypatch):
     assert with_workers(Experiment()).cluster == NoCluster()
 
 
-def test_local_workers_compute_on_any_gpu_and_those_of_ray_on_none():
-    local, ray = ({"cluster": {"kind": kind, "workers": 2}} for kind in ("local", "ray"))
-    assert build_experiment({"models": {"device": "cuda"}, **local}).models.device == "cuda"
-    for device, cluster in (("cuda:1", local), ("cuda", ray)):
-        with pytest.raises(ConfigurationError, match=r"cannot use models\.device"):
-            build_experiment({"models": {"device": device}, **cluster})
+def test_workers_compute_on_any_gpu():
+    for kind in ("local", "ray"):
+        cluster = {"cluster": {"kind": kind, "workers": 2}}
+        assert build_experiment({"models": {"device": "cuda"}, **cluster}).models.device == "cuda"
+        with pytest.raises(ConfigurationError, match=r"cannot use models\.device = 'cuda:1'; set it to 'cuda'"):
+            build_experiment({"models": {"device": "cuda:1"}, **cluster})
     servers = {"cluster": {"kind": "ray", "gpus_per_worker": 1}, "rollout": {"engine": "vllm"}}
     with pytest.raises(ConfigurationError, match="Ray reserves the trainer's GPU"):
         build_experiment({"models": {"device": "cuda:1"}, **servers})
@@ -58,6 +58,9 @@ def test_a_machine_with_a_gpu_computes_there(monkeypatch):
     assert with_workers(build_experiment({"models": {"device": "cpu"}})).cluster == LocalCluster(workers=4)
     monkeypatch.setattr(choice, "usable_gpus", lambda: 3)
     assert with_workers(build_experiment({"cluster": "local"})).cluster == LocalCluster(workers=3)  # one for each GPU
+    assert with_workers(build_experiment({"cluster": "ray"})).cluster == RayCluster(workers=2)  # and one the trainer's
+    with pytest.raises(MissingRequirementError, match="one for the trainer, but this machine has 3"):
+        open_supply(build_experiment({"cluster": {"kind": "ray", "workers": 3}}))
 
 
 def test_a_resumed_run_keeps_its_workers():

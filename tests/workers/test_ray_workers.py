@@ -26,7 +26,7 @@ from pvg.workers import ray_supply
 from pvg.workers.local import LocalSupply
 from pvg.workers.pool import Supply, WorkerPool
 from pvg.workers.ray_cluster import open_cluster
-from pvg.workers.ray_supply import RaySupply
+from pvg.workers.ray_supply import RayMember, RaySupply
 
 # A dead node is noticed after three seconds, not fifteen.
 QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
@@ -109,6 +109,40 @@ def test_a_cluster_of_two_nodes_computes_the_same_bits(monkeypatch):
         monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
         with pytest.raises(MissingRequirementError, match="does not accept the token"):
             open_cluster(2, nodes.address, print)
+
+
+async def on_gpus(monkeypatch, nodes: SimulatedNodes) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1,0")
+    supply = RaySupply(2, nodes.address, gpus=1)
+    supply.events = events = RecordedEvents()
+    try:
+        own = ["2", "1", "0"][await asyncio.to_thread(supply.client.own_gpu)]
+        members = [await supply.start() for _ in range(2)]
+        assert sorted([own, *(member.names["gpus"] for member in members)]) == ["0", "1", "2"]
+        assert [event["device"] for event in events.of("node joined")] == ["GPUs"]
+        # The GPUs are used up. Also after a loss, a worker waits for one, and does not compute on a CPU.
+        monkeypatch.setattr(ray_supply, "ROOM_S", 2.0)
+        monkeypatch.setattr(ray_supply, "GRACE_S", 0.1)
+        await supply.reason(RayMember(supply, actor=None, frames=None, closed=True))
+        says = r"no node for a worker with 1 CPU and 1 GPU in .* 0 of 3 GPUs are free"
+        with pytest.raises(MissingRequirementError, match=says):
+            await supply.start()
+    finally:
+        await supply.close()
+    # Ray has counted GPUs that torch does not find.
+    monkeypatch.setattr(ray_supply, "ROOM_S", 300.0)
+    pool = WorkerPool(experiment(2), 2, RaySupply(2, nodes.address, gpus=1), device="cuda")
+    with pytest.raises(MissingRequirementError, match="finds no GPU for a worker"):
+        await pool.start()
+    await pool.close()
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPUs of this test are only numbers; it needs none")
+@in_new_process
+def test_each_worker_gets_a_gpu_that_neither_the_trainer_nor_another_one_has(monkeypatch):
+    with simulated_nodes([4], QUICK, gpus=3) as nodes:
+        asyncio.run(asyncio.wait_for(on_gpus(monkeypatch, nodes), 600))
 
 
 def weights(run: Path) -> dict[str, str]:
