@@ -48,9 +48,9 @@ class WorkerActor:
         """Import torch, which takes seconds, and begin to work."""
         gc.disable()  # otherwise it scans the objects of torch again and again while they are made
         try:
-            process = await asyncio.to_thread(importlib.import_module, "pvg.workers.process")
-            self._process = process.WorkerProcess(self._frames.put_nowait)
-            self._take()
+            module = await asyncio.to_thread(importlib.import_module, "pvg.workers.process")
+            self._process = module.WorkerProcess(self._frames.put_nowait)
+            self._take(self._process)
         except Exception as error:  # noqa: BLE001 - `serve` raises it
             self._frames.put_nowait(error)
         gc.enable()
@@ -63,17 +63,16 @@ class WorkerActor:
         self._waiting[number] = frame
         if self._process is None:
             self._frames.put_nowait(Frame("pong"))
-            return
+        else:
+            self._take(self._process)
+
+    def _take(self, process: WorkerProcess) -> None:
         try:
-            self._take()
+            while (ready := self._waiting.pop(self._next, None)) is not None:
+                self._next += 1
+                process.take(ready)
         except Exception as error:  # noqa: BLE001 - `serve` raises it
             self._frames.put_nowait(error)
-
-    def _take(self) -> None:
-        while (ready := self._waiting.pop(self._next, None)) is not None:
-            self._next += 1
-            assert self._process is not None
-            self._process.take(ready)
 
 
 def _bytes(frame: Frame) -> bytes:

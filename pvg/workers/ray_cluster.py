@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pvg
-from pvg.errors import MissingRequirementError, UsageError, WorkerLostError, counted, one_line, shortened
+from pvg.errors import MissingRequirementError, PvgError, UsageError, WorkerLostError, counted, one_line, shortened
 from pvg.inputs import has_place
 from pvg.installation import install_extra
 from pvg.telemetry.device import processor
@@ -59,7 +59,9 @@ class RayClient:
         self._where = address or LOOPBACK[0]
         self._calls = asyncio.new_event_loop()
         in_daemon(self._calls.run_forever, "pvg-ray")  # a call that hangs must not keep this process from ending
-        self._connected = self._submit(open_cluster, workers, address, self._log)
+        self._connected = self._submit(
+            open_cluster, workers, address, lambda line: self.events.event("workers", event="ray", text=line)
+        )
         self._ended = False
 
     async def connection(self) -> Any:
@@ -144,19 +146,11 @@ class RayClient:
         if self._ended:
             return
         self._ended = True
-        left = self._submit(self._leave)
+        left = self._submit(lambda: self._connected.result().shutdown())
         self._calls.call_soon_threadsafe(self._calls.stop)
         wait([left], LEAVE_S)
         if not left.done() and self._connected.done():  # Ray would wait again at the end of this process
             kill_own_head()
-
-    def _log(self, line: str) -> None:
-        """Ray calls this from a thread."""
-        self.events.event("workers", event="ray", text=line)
-
-    def _leave(self) -> None:
-        if self._connected.exception() is None:
-            self._connected.result().shutdown()
 
     def _submit(self, work: Callable[..., T], *arguments: object) -> Future[T]:
         future: Future[T] = Future()
@@ -225,7 +219,21 @@ def _start(workers: int, log: Callable[[str], None]) -> Any:
     os.environ.update({**LOOPBACK_ONLY, MODE: "token", TOKEN: secrets.token_hex(32)})
     try:
         ray = _import(log)
-        _init(ray, workers)
+        ray.init(
+            "local",
+            num_cpus=max(usable_cores(), workers),
+            include_dashboard=False,
+            **_options(ray),
+            _node_name=socket.gethostname(),
+            # Ray's workers have a lower priority than other programs by default.
+            _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
+        )
+    except PvgError:
+        raise
+    except Exception as error:
+        raise MissingRequirementError(
+            f"Ray could not start a cluster on this machine: {_cause(error)}.", "Use local workers: --cluster local"
+        ) from error
     finally:
         os.environ.pop(TOKEN)
         if before is not None:
@@ -244,23 +252,6 @@ def _options(ray: Any) -> dict[str, Any]:
     current folder of this process, where a file of the user may have the name of a module."""
     job = ray.job_config.JobConfig(_client_job=True)
     return {"log_to_driver": False, "configure_logging": False, "job_config": job}
-
-
-def _init(ray: Any, workers: int) -> None:
-    try:
-        ray.init(
-            "local",
-            num_cpus=max(usable_cores(), workers),
-            include_dashboard=False,
-            **_options(ray),
-            _node_name=socket.gethostname(),
-            # Ray's workers have a lower priority than other programs by default.
-            _system_config={"worker_niceness": 0, "prestart_worker_first_driver": False},
-        )
-    except Exception as error:
-        raise MissingRequirementError(
-            f"Ray could not start a cluster on this machine: {_cause(error)}.", "Use local workers: --cluster local"
-        ) from error
 
 
 def _join(address: str, log: Callable[[str], None]) -> Any:
@@ -368,8 +359,10 @@ def hello() -> dict[str, Any]:
     import ray
 
     own = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == own)
     return {
-        "node": next((str(node["NodeName"]) for node in ray.nodes() if node["NodeID"] == own), str(own)),
+        "node": node["NodeName"],
+        "address": node["NodeManagerAddress"],
         "pid": os.getpid(),
         "pvg": pvg.__version__,
         "torch": metadata.version("torch"),

@@ -26,7 +26,7 @@ from pvg.servers.served_model import ServedModel
 from pvg.store.atomic import make_directory
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.ray_cluster import PROBE_S, ROOM_S, RayClient, cause_of, refuse_other_versions, unfit_node
-from pvg.workers.server_agent import LONGEST_LINE, MOST_LINES, THREADS, ServerAgent, ServerOrder, order_of
+from pvg.workers.server_agent import LONGEST_LINE, MOST_LINES, THREADS, ServerAgent, ServerOrder
 
 AWAY_S = 60.0  # after which a server that does not answer is replaced; a short break of the network ends sooner
 MOST_FAILURES = 3  # starts in a row that fail
@@ -66,7 +66,7 @@ class RayServers:
         self._mark = f"cluster-{secrets.token_hex(8)}.mark"
         self.client = RayClient(self._count, cluster.address, self._events)
         self._places: set[_Place] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._supervising: asyncio.Task[None] | None = None
 
     async def start(self, served: ServedModel) -> None:
         """Start the servers, and wait until one of them is ready. The others join `served` later.
@@ -80,15 +80,14 @@ class RayServers:
         self._order = await asyncio.to_thread(self._prepare)
         what = "starts a vLLM server" if self._count == 1 else f"starts {self._count} vLLM servers"
         self._events.event("workers", event="servers", why=f"pvg {what} on the Ray cluster, which may take minutes")
-        self._run(self.client.watch())
-        self._keeping = {self._run(self._keep(number)) for number in range(self._count)}
+        self._supervising = asyncio.create_task(self._supervise())
         await self._first
 
     async def close(self) -> None:
         """End all servers, and leave the cluster. A second call does nothing."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._supervising is not None:
+            self._supervising.cancel()
+            await asyncio.gather(self._supervising, return_exceptions=True)
         if places := [place for place in self._places if place.starting or place.server is not None]:
             stopping = [asyncio.ensure_future(place.actor.stop.remote()) for place in places]
             _, late = await asyncio.wait(stopping, timeout=STOP_S)
@@ -109,8 +108,9 @@ class RayServers:
         """What all servers are started with. The mark shows the nodes whether they have the same folder."""
         make_directory(self._root)
         (self._root / self._mark).touch()
+        plain = self._experiment.plain()
         return ServerOrder(
-            experiment=order_of(self._experiment.plain(), self._root),
+            experiment={**plain, "weights": {**plain["weights"], "root": str(self._root)}},
             folder=os.getcwd(),
             driver=str(self._ray.util.get_node_ip_address()),
             key=control_key(self._root),
@@ -121,8 +121,33 @@ class RayServers:
 
     # --- servers ------------------------------------------------------------------------------------------------------
 
-    async def _keep(self, number: int) -> PvgError:
-        """Keep one server running. Returns why that is impossible."""
+    async def _supervise(self) -> None:
+        """Keep all servers running. End the run after a defect, if the cluster's head is lost, or when pvg keeps no
+        server running any more."""
+        keeping = {asyncio.create_task(self._keep(number)) for number in range(self._count)}
+        watching = asyncio.create_task(self.client.watch())
+        try:
+            while True:
+                ended, _ = await asyncio.wait({watching, *keeping}, return_when=asyncio.FIRST_COMPLETED)
+                keeping -= ended
+                for task in ended:
+                    error = task.exception()
+                    assert error is not None, "it goes on until it raises"
+                    if task is watching or not isinstance(error, PvgError) or not keeping or not self._first.done():
+                        if self._first.done():
+                            self._served.fleet.fail(error)
+                        else:
+                            self._first.set_exception(error)
+                        return
+                    why = f"{error.message} pvg continues with {counted(len(keeping), 'server')}"
+                    self._events.event("workers", event="server given up", why=why)
+        finally:
+            for task in (watching, *keeping):
+                task.cancel()
+            await asyncio.gather(watching, *keeping, return_exceptions=True)
+
+    async def _keep(self, number: int) -> None:
+        """Keep one server running. Raises why that is impossible."""
         failed = 0
         while True:
             place = _Place(number, *await self.client.start_actor(ServerAgent, self._order, **self._needs))
@@ -141,7 +166,7 @@ class RayServers:
             if not again or hopeless or failed == MOST_FAILURES:
                 kind = ServerUnavailableError if again else MissingRequirementError
                 where = "the cluster" if place.node is None else f"node {place.node}"
-                return kind(f"No vLLM server runs on {where}: {why}.", error.remedy)
+                raise kind(f"No vLLM server runs on {where}: {why}.", error.remedy)
             await asyncio.sleep(PAUSE_S * failed)
 
     async def _follow(self, place: _Place) -> PvgError:
@@ -207,36 +232,6 @@ class RayServers:
         if place.server is not None:
             await self._served.remove(place.server.url, drain_s=0.0)
         self.client.dismiss(place.actor)
-
-    # --- tasks --------------------------------------------------------------------------------------------------------
-
-    def _run(self, work: Any) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        """End the run after a defect, or when no server is left that pvg keeps running."""
-        self._tasks.discard(task)
-        if task.cancelled():
-            return
-        if (defect := task.exception()) is not None:
-            self._fail(defect)
-        elif task in self._keeping:
-            self._keeping.discard(task)
-            error: PvgError = task.result()
-            if not self._keeping or not self._first.done():
-                self._fail(error)
-            else:
-                why = f"{error.message} pvg continues with {counted(len(self._keeping), 'server')}"
-                self._events.event("workers", event="server given up", why=why)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._first.done():
-            self._served.fleet.fail(error)
-        else:
-            self._first.set_exception(error)
 
 
 async def _next(news: Any) -> dict[str, Any]:

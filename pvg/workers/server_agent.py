@@ -13,7 +13,6 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pvg.config.load import build_experiment
@@ -73,14 +72,15 @@ class ServerAgent:
     async def _serve(self, order: ServerOrder) -> None:
         with contextlib.suppress(OSError):
             os.chdir(order.folder)
-        self._tell("hello", **hello())
+        found = hello()
+        self._tell("hello", **found)
         experiment = build_experiment(dict(order.experiment))
         check_folder(experiment.weights, order.mark)
         os.environ[KEY_VARIABLE] = order.key
         interpreter = await asyncio.to_thread(find_interpreter)
         check_device(interpreter, order.gpus)
         folder = await asyncio.to_thread(model_folder, experiment, "prover")
-        host = address_for(_own_address(), order.driver)
+        host = address_for(found["address"], order.driver)
         port = free_port(host)
         log = experiment.weights.root / "logs" / f"prover-{host}-{port}.log"
         spec = server_spec(experiment, "prover", interpreter, folder, log=log, port=port, host=host)
@@ -129,15 +129,3 @@ def check_device(interpreter: Interpreter, gpus: int) -> None:
 def address_for(node: str, driver: str) -> str:
     """Where a server on `node` listens: no other machine reaches it if it runs on the driver's."""
     return LOOPBACK if node == driver else node
-
-
-def _own_address() -> str:
-    """This node's address in the cluster."""
-    import ray.util
-
-    return str(ray.util.get_node_ip_address())
-
-
-def order_of(experiment: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """The experiment for another machine."""
-    return {**experiment, "weights": {**experiment["weights"], "root": str(root)}}
