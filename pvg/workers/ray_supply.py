@@ -17,22 +17,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pvg.store.lease import this_boot, this_namespace
 from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.local import cpu_s
-from pvg.workers.ray_actor import WorkerActor, seen
-from pvg.workers.ray_cluster import ROOM_S, RayClient, cause_of, refuse_other_versions, unfit_node
+from pvg.workers.ray_cluster import ROOM_S, RayClient, cause_of, hello, refuse_other_versions, unfit_node
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pvg.workers.pool import Member, SharedWeights
+    from pvg.workers.process import WorkerProcess
 
 GRACE_S = 30.0  # after a loss, before workers share a node
 AGAIN_S = 1.0  # after a worker has ended before its first frame
@@ -67,7 +70,7 @@ class RayMember:
             place = dict(frame.fields["place"])
             memory = [place.pop("object")]
             frame = Frame(frame.kind, {**frame.fields, "place": place}, frame.arrays)
-        self.actor.take.remote(self._sent, b"".join(packed(frame)), *memory)
+        self.actor.take.remote(self._sent, _bytes(frame), *memory)
         self._sent += 1
 
     async def receive(self) -> Frame | None:
@@ -111,7 +114,7 @@ class RayObjects:
 
 
 class RaySupply:
-    """A user of the cluster, through `client`. Leave it as a context manager, or `close` it."""
+    """A user of the cluster, through `client`. `close` it, or `end` it without an event loop."""
 
     def __init__(self, most: int, address: str | None = None, gpus: int = 0) -> None:
         """`most`: the highest number of processes, for which a cluster on this machine has room. `gpus`: that each
@@ -204,8 +207,69 @@ class RaySupply:
         """As `close`, without an event loop."""
         self.client.end()
 
-    def __enter__(self) -> RaySupply:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.end()
+# --- on a node --------------------------------------------------------------------------------------------------------
+
+
+class WorkerActor:
+    """A worker process, which serves one driver and ends with it. The driver calls `take` for each frame that it sends,
+    and reads the frames of the worker from one call of `serve`. Both are bytes, so neither side unpickles what the
+    other one has computed. `folder`: the driver's working folder, which the node may have too."""
+
+    def __init__(self, folder: str) -> None:
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        self._frames: asyncio.Queue[Frame | Exception] = asyncio.Queue()
+        self._waiting: dict[int, Frame] = {}  # frames that have come before an earlier one
+        self._next = 0
+        self._process: WorkerProcess | None = None
+
+    async def serve(self) -> AsyncIterator[bytes]:
+        """The frames of the worker, without end; first "hello", which says where it runs. Raises what `take` raises."""
+        yield _bytes(Frame("hello", {**hello(), "seen": seen()}))
+        opening = asyncio.create_task(self._open())
+        while True:
+            frame = await self._frames.get()
+            if isinstance(frame, Exception):
+                opening.cancel()
+                raise frame
+            yield _bytes(frame)
+
+    async def _open(self) -> None:
+        """Import torch, which takes seconds, and begin to work."""
+        gc.disable()  # otherwise it scans the objects of torch again and again while they are made
+        try:
+            module = await asyncio.to_thread(importlib.import_module, "pvg.workers.process")
+            self._process = module.WorkerProcess(self._frames.put_nowait)
+            self._take(self._process)
+        except Exception as error:  # noqa: BLE001 - `serve` raises it
+            self._frames.put_nowait(error)
+        gc.enable()
+
+    async def take(self, number: int, data: bytes, memory: Any = None) -> None:
+        """Frame `number` of the driver. Ray starts calls in any order. `memory`: Ray's, where the frame's place is."""
+        frame = unpacked(data)
+        if memory is not None:
+            frame = Frame(frame.kind, {**frame.fields, "place": {**frame.fields["place"], "memory": memory}})
+        self._waiting[number] = frame
+        if self._process is None:
+            self._frames.put_nowait(Frame("pong"))
+        else:
+            self._take(self._process)
+
+    def _take(self, process: WorkerProcess) -> None:
+        try:
+            while (ready := self._waiting.pop(self._next, None)) is not None:
+                self._next += 1
+                process.take(ready)
+        except Exception as error:  # noqa: BLE001 - `serve` raises it
+            self._frames.put_nowait(error)
+
+
+def _bytes(frame: Frame) -> bytes:
+    return b"".join(packed(frame))
+
+
+def seen() -> list[str]:
+    """Equal for two processes that can see each other."""
+    return [this_boot(), this_namespace()]
