@@ -293,8 +293,9 @@ def adapted(groups: Sequence[Sequence[nn.Module]], dtype: torch.dtype) -> list[A
 
 
 def silu_gradients(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor, active_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of gate and up, from that of silu(gate) up. `active_TI`: silu(gate)."""
-    return torch.ops.aten.silu_backward(grad_TI * up_TI, gate_TI), grad_TI * active_TI
+    """Those of gate and up, from that of silu(gate) up. `active_TI`: silu(gate), which is overwritten."""
+    grad_up = active_TI.mul_(grad_TI)
+    return torch.ops.aten.silu_backward(grad_TI * up_TI, gate_TI), grad_up
 
 
 class _Products(torch.autograd.Function):
@@ -331,6 +332,7 @@ class _Products(torch.autograd.Function):
         active_TI = None if up_TI is None else silu(x_TI)
         input_TI = x_TI if active_TI is None else active_TI * up_TI
         grad_A = torch.addmm(stacked_RI, grad_h.t(), input_TI, beta=0, alpha=scaling)
+        del input_TI  # as wide as the layer: at the peak of memory each of them counts
         grad_x, grad_up = None, None
         if ctx.needs_input_grad[1]:
             weights = [weight.to(stacked_RI.dtype) for weight, _ in bases]

@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from pvg.errors import ConfigurationError
 from pvg.models.compute import explained, product_tolerance
-from pvg.models.packing import pack_rows
+from pvg.models.packing import PackedRows, pack_rows
 from pvg.models.shared_prompts import packed_hidden, trust_packing
 from pvg.records import Int32
 
@@ -262,12 +262,17 @@ def shared_prompt_outputs(
     check_logits(module)
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device, prompts_alone=prompts_alone)
-    hidden_TD = packed_hidden(module, packed, fused_layers)
-    after_TD = hidden_TD[len(hidden_TD) - packed.tail :]
-    hidden_MD = torch.cat([hidden_TD.index_select(0, packed.sources_A), after_TD])
+    hidden_MD = predicting(module, packed, fused_layers)
     found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, entropies)
     places = (packed.rows_W, packed.columns_W)
     return _laid_out(*found, *places, (len(sequences), packed.longest), packed.picks_W)
+
+
+def predicting(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
+    """The hidden states [M, D] of the predictions of packed rows."""
+    hidden_TD = packed_hidden(module, packed, fused_layers)
+    after_TD = hidden_TD[len(hidden_TD) - packed.tail :]
+    return torch.cat([hidden_TD.index_select(0, packed.sources_A), after_TD])
 
 
 def _laid_out(

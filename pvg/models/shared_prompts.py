@@ -322,6 +322,16 @@ def longest_packed(module: nn.Module) -> int:
         check_packing(module)
     except ConfigurationError:
         return 0
+    return longest_by_structure(module)
+
+
+def longest_by_structure(module: nn.Module) -> int:
+    """As `longest_packed`, but without a look at numbers: for models without weights too."""
+    model = cast(Any, module)
+    config = model.config.get_text_config()
+    mixes = "linear_attention" in (getattr(config, "layer_types", None) or ())
+    if mixes or config._attn_implementation != "sdpa" or any(isinstance(part, nn.Conv1d) for part in module.modules()):
+        return 0
     return min((window for _, window in _numbers(module, WINDOW)), default=sys.maxsize)
 
 

@@ -7,16 +7,18 @@ The peak of a training step is the larger of two moments: the start of the backw
 but the head's) and its end (all gradients, one layer's activations). AdamW keeps two float32 moments per trained
 parameter.
 
-Activations are counted, not estimated: pvg's own forward pass runs on models of the same configuration with one and
-with two layers, whose tensors have a size and no memory (torch's fake tensors), and hooks add up what autograd saves.
-So the counts hold for every architecture, with and without adapters, in both precisions.
+Activations are counted, not estimated: pvg's own passes run on models of the same configuration with one and with two
+layers, whose tensors have a size and no memory (torch's fake tensors), and their live bytes are added up. So the counts
+hold for every architecture, with and without adapters, in both precisions.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
+import weakref
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,12 +31,13 @@ from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
 from pvg.config.operation import ranks_of
 from pvg.config.rollout import TorchSampling
-from pvg.errors import MissingRequirementError
+from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
 from pvg.inputs import expanded
 from pvg.store.run_players import find_player
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
@@ -44,7 +47,7 @@ EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 class ModelShape:
     """The sizes of a model, without its weights. `width`: of the hidden states. `keys`: columns of the projection of
     keys, or of values. `sides`: the sum of both sides of all linear layers but the head. `config`: of its text model;
-    None: activations are not counted."""
+    None: activations are not counted. `packed`: the most tokens of rows that can share prompts; 0: none can."""
 
     name: str
     layers: int
@@ -54,6 +57,7 @@ class ModelShape:
     parameters: int
     sides: int
     config: PreTrainedConfig | None = field(default=None, compare=False, repr=False)
+    packed: int = sys.maxsize
 
     def kv_bytes(self, number_bytes: int) -> int:
         """Bytes of the KV cache per token."""
@@ -106,6 +110,7 @@ def shape_of(folder: Path, name: str, **how: str) -> ModelShape:
 
 def shape_from(config: PreTrainedConfig, name: str) -> ModelShape:
     from pvg.models.adapters import linear_layers
+    from pvg.models.shared_prompts import longest_by_structure
 
     module, text = _weightless(config), config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -118,6 +123,7 @@ def shape_from(config: PreTrainedConfig, name: str) -> ModelShape:
         sum(parameter.numel() for parameter in module.parameters()),
         sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
         text,
+        longest_by_structure(module),
     )
 
 
@@ -132,12 +138,15 @@ def _weightless(config: PreTrainedConfig, dtype: str = "float32") -> PreTrainedM
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """What autograd saves, in bytes. `layer`: per position of a layer; `outside`: per position, outside of the layers;
-    `copies`: per layer, whatever the number of positions: weights that were cast to the precision of the pass."""
+    """What a step holds besides weights, in bytes. After the forward pass, for the backward pass: `layer`, per position
+    of a layer; `outside`, per position, outside of the layers; `copies`, per layer, whatever the number of positions:
+    weights that were cast to the precision of the pass. `passing`: what the backward pass of a layer holds besides, per
+    position."""
 
     layer: float
     outside: float
     copies: float
+    passing: float
 
 
 # Rows of equal length with one prompt: as many as a group usually has.
@@ -147,7 +156,8 @@ GROUP = 8
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A forward pass of groups of GROUP rows with one prompt. `rank`: of adapters, 0 without. `fused`: pvg's own code
-    of a layer. `on_gpu`: with the attention that a GPU has in 16 bits. Lengths in tokens."""
+    of a layer. `on_gpu`: with the attention that a GPU has in 16 bits. Lengths in tokens. `shared`: the prompt is
+    computed once; otherwise each row is computed whole, by the model's own code."""
 
     dtype: str
     precision: str
@@ -156,11 +166,13 @@ class Pass:
     on_gpu: bool = False
     prompt: int = 64
     completion: int = 192
+    shared: bool = True
 
     @property
     def positions(self) -> int:
-        """Positions of a group: a row's last token predicts nothing."""
-        return self.prompt + GROUP * (self.completion - 1)
+        """Positions of a group: with a shared prompt, without the rows' last tokens, which predict nothing."""
+        whole = GROUP * (self.prompt + self.completion)
+        return self.prompt + GROUP * (self.completion - 1) if self.shared else whole
 
 
 @lru_cache(maxsize=256)
@@ -170,33 +182,28 @@ def activations_of(shape: ModelShape, forward: Pass) -> Activations:
         # torch knows the sizes of products of experts only for weights in bfloat16.
         halves = activations_of(shape, replace(forward, dtype="bfloat16", precision="bfloat16"))
         factor = 2 if forward.precision == "float32" else 1
-        return Activations(factor * halves.layer, factor * halves.outside, factor * halves.copies)
-    one, two, one_twice, two_twice = (
-        _saved_bytes(shape, layers, groups, forward) for groups in (1, 2) for layers in (1, 2)
+        sizes = (halves.layer, halves.outside, halves.copies, halves.passing)
+        return Activations(*(factor * size for size in sizes))
+    (one, least), (two, _), (one_twice, most), (two_twice, _) = (
+        _live_bytes(shape, layers, groups, forward) for groups in (1, 2) for layers in (1, 2)
     )
     of_layer = (two_twice - one_twice) - (two - one)
     outside = (one_twice - one) - of_layer
-    return Activations(of_layer / forward.positions, outside / forward.positions, (two - one) - of_layer)
+    passing = (most - least) / forward.positions
+    return Activations(of_layer / forward.positions, outside / forward.positions, (two - one) - of_layer, passing)
 
 
-def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> int:
-    """Bytes of the storages that the log-probs of `groups` groups save for the backward pass, without the weights."""
+def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> tuple[int, int]:
+    """Bytes that the log-probs of `groups` groups keep for the backward pass, without the weights; and the most that
+    the backward pass of the layers needs besides."""
     import torch
     from torch._subclasses import FakeTensorMode
-    from torch.autograd.graph import saved_tensors_hooks
 
     from pvg.models.adapters import attach_adapters
     from pvg.models.compute import autocast, explained
     from pvg.models.language_model import LanguageModel
-    from pvg.models.logprobs import shared_prompt_outputs, trust
-    from pvg.models.packing import attention_as_on_a_gpu
-
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in held:
-            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
+    from pvg.models.logprobs import LogitTransform, chunk_tokens, predicting, token_logprobs, trust
+    from pvg.models.packing import attention_as_on_a_gpu, pack_rows, pad_right
 
     # Prompts and completions begin differently, so that rows of a group have only their prompt in common.
     prompts = [np.arange(forward.prompt, dtype=np.int32) + group for group in range(groups)]
@@ -212,23 +219,91 @@ def _saved_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> 
         with FakeTensorMode(allow_non_fake_inputs=True):
             _make_fake(module)
             trust(module)
-            held = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+            for weight in filter(lambda weight: weight.requires_grad, module.parameters()):  # counted elsewhere
+                weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
             attention = attention_as_on_a_gpu() if forward.on_gpu else nullcontext()
-            precision = autocast(forward.precision, torch.device("cpu"))
-            with saved_tensors_hooks(save, lambda tensor: tensor), precision, attention:
-                starts = np.full(len(rows), forward.prompt, dtype=np.int32)
-                kept = shared_prompt_outputs(module, rows, starts, fused_layers=forward.fused)
-            del kept  # until here, because a storage's address could be used again
-    return sum(storage.nbytes() for storage in storages.values())
+            head, chunk = module.get_output_embeddings(), chunk_tokens(shape.vocabulary, 0)
+            starts = np.full(len(rows), forward.prompt, dtype=np.int32)
+            with attention, live_bytes(module) as live:
+                with autocast(forward.precision, torch.device("cpu")):
+                    if forward.shared:
+                        packed = pack_rows(rows, starts, "cpu")
+                        hidden_ND, targets_N = predicting(module, packed, forward.fused), packed.targets_M
+                    else:  # as completion_outputs, whose number of tokens depends on numbers
+                        ids_BL, _ = pad_right(rows, 0)
+                        with _one_sequence_per_row():
+                            hidden_ND = module.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state
+                        hidden_ND = hidden_ND[:, forward.prompt - 1 : -1].flatten(0, 1)
+                        targets_N = ids_BL[:, forward.prompt :].flatten()
+                    kept = token_logprobs(hidden_ND, head.weight, head.bias, targets_N, LogitTransform(), chunk)
+                saved = live.now
+                del kept
+                live.peak = before = live.now
+                hidden_ND.sum().backward()  # type: ignore[no-untyped-call]
+    return saved, live.peak - before
+
+
+@dataclass
+class LiveBytes:
+    """Bytes of the tensors that are alive, and the most since `peak` was set."""
+
+    now: int = 0
+    peak: int = 0
+
+
+@contextmanager
+def live_bytes(module: torch.nn.Module) -> Iterator[LiveBytes]:
+    """Counts the tensors that are made meanwhile, without the weights and buffers of `module`."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    live = LiveBytes()
+    known = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+
+    def gone(key: int, size: int) -> None:
+        known.discard(key)
+        live.now -= size
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+            made = operator(*arguments, **(named or {}))
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in known:
+                    storage = tensor.untyped_storage()
+                    known.add(key)
+                    live.now += storage.nbytes()
+                    live.peak = max(live.peak, live.now)
+                    weakref.finalize(storage, gone, key, storage.nbytes())
+            return made
+
+    with Counting():  # type: ignore[no-untyped-call]
+        yield live
+
+
+@contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """transformers does not ask position numbers, which tensors without memory do not have, whether a row holds several
+    sequences. It would make a mask for them."""
+    from transformers import masking_utils
+
+    asks, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda _: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = asks
 
 
 def _with_layers(config: Any, layers: int) -> PreTrainedConfig:
-    """The configuration with fewer layers. Lists with an entry per layer are cut."""
+    """The configuration with fewer layers. Lists with an entry per layer are cut. A rotary embedding whose angles
+    depend on the longest row becomes one of the same size that needs no numbers."""
     shallow = copy.deepcopy(config)
     for name, value in vars(shallow).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:
             setattr(shallow, name, value[:layers])
     shallow.num_hidden_layers = layers
+    if (getattr(shallow, "rope_parameters", None) or {}).get("rope_type") in ("dynamic", "longrope"):
+        shallow.rope_parameters = {**shallow.rope_parameters, "rope_type": "default"}
     if _has_experts(config):  # of the ways to compute them, the one whose sizes do not depend on numbers
         shallow._experts_implementation = "grouped_mm"
     return cast("PreTrainedConfig", shallow)
@@ -295,7 +370,8 @@ class MemoryPlan:
 @dataclass(frozen=True, slots=True)
 class ModelInTraining:
     """A model in training. `rank`: of its adapters; 0: all weights are trained. `dtype`: of the weights; `precision`:
-    of the passes. `gpus`: those that divide its weights, gradients and moments (trainer ranks)."""
+    of the passes. `gpus`: those that divide its weights, gradients and moments (trainer ranks). `fused` and `shared`:
+    as in Pass."""
 
     shape: ModelShape
     rank: int
@@ -303,6 +379,8 @@ class ModelInTraining:
     precision: str
     checkpointing: bool = False
     gpus: int = 1
+    fused: bool = True
+    shared: bool = True
 
     @property
     def gathered(self) -> float:
@@ -329,10 +407,11 @@ def training_parts(
 
     shape = model.shape
     chunk = shape.vocabulary * chunk_tokens(shape.vocabulary, int(gpu_bytes or 0))
-    fused, on_gpu = not model.checkpointing, gpu_bytes is not None and "bfloat16" in (model.dtype, model.precision)
-    forward = Pass(model.dtype, model.precision, model.rank, fused, on_gpu, max(1, prompt), max(2, completion))
+    on_gpu = gpu_bytes is not None and "bfloat16" in (model.dtype, model.precision)
+    lengths = max(1, prompt), max(2, completion)
+    forward = Pass(model.dtype, model.precision, model.rank, model.fused, on_gpu, *lengths, model.shared)
     found = activations_of(shape, forward)
-    layer = found.layer * positions
+    layer, passing = found.layer * positions, found.passing * positions
     inputs = shape.width * BYTES[model.dtype] * positions
     constant = found.copies * (1 if model.checkpointing else shape.layers) if model.gpus == 1 else 0.0
     casts = model.precision != model.dtype
@@ -342,8 +421,8 @@ def training_parts(
     head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width / model.gpus
     gradients = FLOAT32 * model.trained / model.gpus
     frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
-    start = everything + after + head_gradient
-    end = layer + gradients
+    start = everything + max(after, passing) + head_gradient
+    end = layer + passing + gradients
     return {
         "trained weights": FLOAT32 * model.trained / model.gpus,
         GRADIENTS: gradients if end >= start else head_gradient,
@@ -351,7 +430,7 @@ def training_parts(
         **({"weights below adapters": frozen} if frozen else {}),
         **({"gathered weights": model.gathered} if model.gathered else {}),
         CASTS: constant if casts else 0.0,
-        ACTIVATIONS: layer if end >= start else everything + after,
+        ACTIVATIONS: layer + passing if end >= start else everything + max(after, passing),
     }
 
 
@@ -376,7 +455,7 @@ def memory_of(
     context = {"GPU context (assumed)": float(CONTEXT_BYTES)} if gpu_bytes is not None else {}
     frozen = {"base prover": float(base), **copy, **context}
 
-    policy, scoring = _policy(experiment, prover), _verifier(experiment, verifier)
+    policy, scoring = _policy(experiment, prover, length), _verifier(experiment, verifier, length)
     if gpu_bytes is not None:  # the ranks of CPUs share a machine, whose memory they do not divide
         policy = replace(policy, gpus=ranks_of(experiment.cluster) or 1)
     verifier_bytes = _scoring_bytes(experiment, scoring)
@@ -406,16 +485,36 @@ def memory_of(
         yield MemoryPlan("sample", "server", parts, 0, slots, kv_row / share)
 
 
-def _policy(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
+def _policy(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:
     training, models = experiment.training, experiment.models
-    checkpointing = training.gradient_checkpointing
-    return ModelInTraining(shape, training.adapters.rank, models.dtype, models.compute_dtype, checkpointing)
+    return ModelInTraining(
+        shape,
+        training.adapters.rank,
+        models.dtype,
+        models.compute_dtype,
+        training.gradient_checkpointing,
+        fused=ranks_of(experiment.cluster) is None,
+        shared=shares_prompts(experiment, shape, length),
+    )
 
 
-def _verifier(experiment: Experiment, shape: ModelShape) -> ModelInTraining:
-    models, rank = experiment.models, experiment.verifier.adapters.rank
-    checkpointing = experiment.training.gradient_checkpointing
-    return ModelInTraining(shape, rank, models.dtype, models.compute_dtype, checkpointing)
+def _verifier(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:
+    return replace(_policy(experiment, shape, length), rank=experiment.verifier.adapters.rank, fused=True)
+
+
+def shares_prompts(experiment: Experiment, shape: ModelShape, length: int) -> bool:
+    """Whether training computes the prompt of rows of `length` tokens once. The start of a game checks it by numbers
+    (pvg.training.forward.fitted)."""
+    return experiment.training.shared_prompts and length <= shape.packed and _packs(shape)
+
+
+@lru_cache(maxsize=256)
+def _packs(shape: ModelShape) -> bool:
+    """Whether the model's code computes packed rows without an error."""
+    try:
+        return shape.config is None or bool(_live_bytes(shape, 1, 1, Pass("bfloat16", "bfloat16", fused=False)))
+    except ConfigurationError:
+        return False
 
 
 def _on_base(experiment: Experiment) -> bool:

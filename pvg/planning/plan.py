@@ -19,7 +19,17 @@ from pvg.config.rollout import SamplingAhead, TorchSampling
 from pvg.config.sections import value_of
 from pvg.errors import ConfigurationError, UsageError, counted
 from pvg.hub import Say
-from pvg.planning.memory import ACTIVATIONS, ASLEEP_BYTES, BYTES, STAGES, MemoryPlan, ModelShape, memory_of, read_shape
+from pvg.planning.memory import (
+    ACTIVATIONS,
+    ASLEEP_BYTES,
+    BYTES,
+    STAGES,
+    MemoryPlan,
+    ModelShape,
+    memory_of,
+    read_shape,
+    shares_prompts,
+)
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
 from pvg.store.run_players import base_source
 
@@ -226,7 +236,8 @@ class Inputs:
         operations = (6.0 + 2.0 * training.gradient_checkpointing) / trainers
         operations += 2.0 * (training.kl.coefficient > 0) / referees
         flops = machine.flops * TRAINING_SHARE
-        tokens = 1 + prompt / mean / (rollout.group_size if training.shared_prompts else 1)
+        shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
+        tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
         rollouts = training.groups * rollout.group_size
         scores = 0.0
         if experiment.verifier.engine == "torch":

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,17 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+)
 
 from pvg.config.experiment import FITTED
 from pvg.config.load import build_experiment, find_experiment, fitted_as, load_experiment
@@ -25,18 +36,26 @@ from pvg.models.adapters import attach_adapters
 from pvg.models.compute import autocast
 from pvg.models.language_model import LanguageModel
 from pvg.planning.memory import (
+    ACTIVATIONS,
+    CASTS,
+    GRADIENTS,
     ModelInTraining,
     ModelShape,
     Pass,
     activations_of,
+    live_bytes,
     memory_of,
     read_shape,
+    shape_from,
     shape_of,
+    shares_prompts,
     training_parts,
 )
 from pvg.planning.plan import MACHINES, Inputs, fitted_here, plan_here, plan_of
 from pvg.training.batch import PolicyBatch
+from pvg.training.forward import fitted
 from pvg.training.losses import PolicyObjective
+from pvg.training.trainer import checkpoint_layers
 
 ROOT = Path(__file__).parent.parent.parent
 QWEN_7B = {
@@ -200,7 +219,19 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (partial(MistralConfig, sliding_window=32), MistralForCausalLM),  # rows are longer: no shared prompts
 }
+
+
+def open_tiny(family: str, layers: int, rank: int) -> tuple[Any, Any]:
+    """A configuration, and its model with random weights or adapters to train."""
+    made, opened = FAMILIES[family]
+    config = made(**SIZES, head_dim=16, num_hidden_layers=layers, vocab_size=50, eos_token_id=1, pad_token_id=0)
+    module = opened(config).requires_grad_(True)
+    if rank:
+        pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
+        module = attach_adapters(LanguageModel(module, cast(Any, None), "tiny"), rank, 1.0, 0).module
+    return config, module
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -208,29 +239,57 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_autograd_saves_is_what_the_plan_counts(family: str, rank: int, precision: str, tmp_path: Path) -> None:
     """Real tensors against those without memory, for the layers and for the rest. Groups of 8 rows share a prompt."""
-    if rank:
-        pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
     prompt, completion = 16, 48
     saved = {}
     for layers in (1, 3):
-        made, opened = FAMILIES[family]
-        config = made(**SIZES, head_dim=16, num_hidden_layers=layers, vocab_size=50, eos_token_id=1, pad_token_id=0)
-        module = opened(config).requires_grad_(True)
-        if rank:
-            module = attach_adapters(LanguageModel(module, cast(Any, None), "tiny"), rank, 1.0, 0).module
-        objective = PolicyObjective(Training(), Rollouts(max_tokens=completion), 0, precision)
+        config, module = open_tiny(family, layers, rank)
+        section, _ = fitted(Training(), module, prompt + completion)
+        objective = PolicyObjective(section, Rollouts(max_tokens=completion), 0, precision)
         (part,) = objective.split(objective.prepare(_batch(8, prompt + completion, 50, prompt)))
         meter = SavedTensors(module)
         with autocast(precision, torch.device("cpu")), meter.forward():
             objective(module, part)
         saved[layers] = meter.bytes_taken
     config.save_pretrained(tmp_path)
-    forward = Pass("float32", precision, rank, prompt=prompt, completion=completion)
-    found, positions = activations_of(shape_of(tmp_path, family), forward), forward.positions
+    shape = shape_of(tmp_path, family)
+    shared = shares_prompts(build_experiment({}), shape, prompt + completion)
+    assert shared == section.shared_prompts == (family != "mistral")
+    forward = Pass("float32", precision, rank, prompt=prompt, completion=completion, shared=shared)
+    found, positions = activations_of(shape, forward), forward.positions
     of_layer = (saved[3] - saved[1]) / 2
     assert found.layer * positions + found.copies == pytest.approx(of_layer, rel=0.1)
     # The objective keeps more than log-probs: a few numbers per completion token.
     assert found.outside * positions == pytest.approx(saved[1] - of_layer, rel=0.3)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_peak_of_a_step_is_what_the_plan_counts(
+    checkpointing: bool, rank: int, precision: str, tmp_path: Path
+) -> None:
+    """Of the live bytes of real tensors, with what the backward pass of a layer needs besides what was saved."""
+    prompt, completion = 16, 48
+    config, module = open_tiny("llama", 12, rank)
+    if checkpointing:
+        checkpoint_layers(module.eval())
+    objective = PolicyObjective(Training(), Rollouts(max_tokens=completion), 0, precision)
+    (part,) = objective.split(objective.prepare(_batch(8, prompt + completion, 50, prompt)))
+    objective(module, part)  # checks, once
+    with live_bytes(module) as live:
+        with autocast(precision, torch.device("cpu")):
+            loss, _ = objective(module, part)
+        loss.backward()  # type: ignore[no-untyped-call]
+    config.save_pretrained(tmp_path)
+    model = ModelInTraining(shape_of(tmp_path, "llama"), rank, "float32", precision, checkpointing)
+    parts = training_parts(model, Pass("", "", prompt=prompt, completion=completion).positions, prompt, completion)
+    counted = sum(parts[name] for name in (ACTIVATIONS, GRADIENTS, CASTS))
+    assert counted == pytest.approx(live.peak, rel=0.1)
+
+
+def test_layers_that_mix_tokens_outside_of_attention_share_no_prompts() -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    assert shape_from(Qwen3NextConfig(**SIZES, num_hidden_layers=4, vocab_size=50, **experts), "hybrid").packed == 0
 
 
 @pytest.mark.slow
