@@ -378,6 +378,7 @@ AS_INTENDED = [
     ["training.kl.target=0.05", "training.entropy_bonus=0.5"],
     ["training.loss=rae", "rollout.group_size=1", "rollout.prefetch=fresh", "rollout.engine=vllm"],
     ["training.loss=rae", "rollout.group_size=1", "rollout.deadline=continue"],
+    ["rollout.prefetch=fresh", "cluster.kind=local", "cluster.workers=2", "cluster.trainers=1"],
 ]
 
 

@@ -547,7 +547,8 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
     if deadline.kind != "none" and rollouts_of_deadline(experiment) <= deadline.min_rollouts:
         yield f"rollout.deadline has no effect: it keeps {deadline.min_rollouts} rollouts, and there are no more"
     training, rollout, prefetch = experiment.training, experiment.rollout, experiment.rollout.prefetch
-    if prefetch.kind != "none" and rollout.engine.kind == "torch":
+    separate = getattr(experiment.cluster, "trainers", None) is not None
+    if prefetch.kind != "none" and rollout.engine.kind == "torch" and not separate:
         yield (
             "rollout.prefetch gains nothing with rollout.engine = 'torch', which samples in the thread that "
             "trains; set rollout.engine to 'vllm', or rollout.prefetch to 'none'"

@@ -43,6 +43,8 @@ class BatchWork:
     `longest`: the expected length of the longest of the `rollouts`. `workers` processes or servers decode at most
     `slots` rollouts each, and `concurrency` requests are in flight at most. A decoding step takes `token_s` + `row_s` x
     rows. `request_s`: of a request besides its tokens. `ahead`: batches that sampling may be ahead; 0: in turns.
+    `one_gpu`: trainer and server share it, so neither is faster beside the other. `samplers_score`: those that sample
+    do the other work, in `other_s`.
     """
 
     rollouts: int
@@ -58,6 +60,8 @@ class BatchWork:
     other_s: float
     update_s: float
     ahead: int = 0
+    one_gpu: bool = False
+    samplers_score: bool = False
 
     @property
     def rows(self) -> int:
@@ -91,16 +95,19 @@ class StepBounds:
 
 
 def bounds_of(work: BatchWork) -> StepBounds:
-    trainer_s = work.train_token_s * work.mean_length * work.rollouts + work.other_s + work.update_s
+    other_s = work.other_s if work.samplers_score else 0.0
+    trainer_s = work.train_token_s * work.mean_length * work.rollouts + work.other_s - other_s + work.update_s
     steps = work.rollouts * (work.mean_length + work.request_s / work.decoding_s(1))
-    sampling_s = steps / work.rows * work.decoding_s(max(1.0, work.rows / work.workers))
-    longest_s = work.longest * work.decoding_s(1) + work.request_s
+    sampling_s = steps / work.rows * work.decoding_s(max(1.0, work.rows / work.workers)) + other_s
+    # Its worker decodes its share of the other rollouts meanwhile.
+    of_a_worker = max(1.0, work.rollouts * work.mean_length / work.workers)
+    longest_s = work.longest * work.token_s + max(work.longest, of_a_worker) * work.row_s + work.request_s
     of_one_worker_s = steps * work.decoding_s(work.slots) / work.slots
     return StepBounds(
         trainer_s,
         sampling_s,
         longest_s,
-        max(trainer_s, sampling_s),
+        trainer_s + sampling_s if work.one_gpu else max(trainer_s, sampling_s),
         trainer_s + max(sampling_s, longest_s),
         of_one_worker_s / trainer_s if trainer_s else math.inf,
     )
@@ -232,7 +239,7 @@ class Inputs:
         gpus = experiment.serving.tensor_parallel if served else 1  # each has a part of the weights and of the keys
         per_s = gpus * machine.bytes_per_s * DECODING_SHARE
         # A multiply and an add per weight: forward 2, backward 4, recomputed activations 2, the reference 2.
-        trainers, referees = dividing_gpus(experiment)
+        trainers, referees, scorers = dividing_gpus(experiment)
         operations = (6.0 + 2.0 * training.gradient_checkpointing) / trainers
         operations += 2.0 * (training.kl.coefficient > 0) / referees
         flops = machine.flops * TRAINING_SHARE
@@ -241,14 +248,14 @@ class Inputs:
         rollouts = training.groups * rollout.group_size
         scores = 0.0
         if experiment.verifier.engine == "torch":
-            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / referees
+            scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / scorers
         lora = experiment.weights.transport.kind == "lora"
-        whole = prover.parameters * number
-        trained = prover.adapter_parameters(training.adapters.rank) * 4 if training.adapters.rank else whole
-        sent = 2 * (trained if lora else whole)
-        if referees > 1:  # workers get the weights that sample and those in training, and send their gradients
-            sent = whole + trained * (1 + trainers)
-        update = 0.5 + sent / UPDATE_BYTES_PER_S if served or referees > 1 else 0.0
+        rank, divided_work = training.adapters.rank, scorers > 1
+        trained = 4 * (prover.adapter_parameters(rank) if rank else prover.parameters)
+        sampled = trained if rank and (lora or divided_work) else prover.parameters * number
+        # Written and read once. Workers get what samples and what is in training, and send their gradients.
+        sent = sampled + trained * (1 + trainers) if divided_work else 2 * sampled
+        update = 0.5 + sent / UPDATE_BYTES_PER_S if served or divided_work else 0.0
         place = f"estimate: {compact(prover.parameters)} parameters, {machine.source}"
         divided = place if trainers == 1 else f"{place}, {trainers} GPUs without their exchange"
         on_worker = place if gpus == 1 else f"{place}, {gpus} GPUs without their exchange"
@@ -266,15 +273,16 @@ class Inputs:
         return cls({name: PlanInput(value, source) for name, (value, source) in found.items()})
 
 
-def dividing_gpus(experiment: Experiment) -> tuple[int, int]:
-    """How many GPUs divide the gradients of a step, and how many its reference log-probs and scores."""
+def dividing_gpus(experiment: Experiment) -> tuple[int, int, int]:
+    """How many GPUs divide the gradients of a step, its reference log-probs, and its scores."""
     cluster = experiment.cluster
     if not experiment.models.on_gpu:  # the cores of a machine are divided already
-        return 1, 1
+        return 1, 1, 1
     if experiment.server_cluster is None and isinstance(cluster, LocalCluster | RayCluster) and has_workers(cluster):
         workers = processes_of(cluster, shards_of(cluster) or 1)[1]
-        return cluster.trainers or workers, workers
-    return ranks_of(cluster) or 1, 1
+        trainers = cluster.trainers or workers
+        return trainers, trainers, workers - (cluster.trainers or 0)
+    return ranks_of(cluster) or 1, 1, 1
 
 
 def workers_of(experiment: Experiment) -> tuple[int, int]:
@@ -319,6 +327,7 @@ def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = Non
         other_s=inputs["other_s"],
         update_s=inputs["update_s"],
         ahead=rollout.prefetch.batches if ahead else 0,
+        samplers_score=ahead and isinstance(rollout.engine, TorchSampling),
     )
 
 
@@ -447,7 +456,9 @@ def plan_of(
     gpus: int = 1,
 ) -> ExperimentPlan:
     """`workers`: instead of the experiment's own. `memory_gb` and `gpus`: see ExperimentPlan."""
+    in_process = isinstance(experiment.rollout.engine, TorchSampling)
     work = work_of(experiment, inputs, workers=workers)
+    work = replace(work, one_gpu=gpus == work.workers == 1 and not in_process)
     memory = memory_of(
         experiment,
         prover,
@@ -456,7 +467,6 @@ def plan_of(
         slots=work.slots,
         gpu_bytes=memory_gb * GB if memory_gb and gpus else None,
     )
-    in_process = isinstance(experiment.rollout.engine, TorchSampling)
     bounds = bounds_of(work)
     found = ExperimentPlan(
         experiment,
@@ -583,7 +593,7 @@ def _advice(experiment: Experiment, work: BatchWork) -> Iterator[str]:
                 f"takes at least {sample_seconds(found_s)} instead of {sample_seconds(least_s)}."
             )
     waiting = 1 - bounds.trainer_s / least_s
-    if waiting <= WAITS:
+    if waiting <= WAITS or (work.one_gpu and bounds.overlap_s > (1 - WORTH) * least_s):
         return
     enough = math.ceil(work.rollouts * (1 + work.ahead) / work.slots)  # every rollout in flight has a row
     if work.ahead and work.workers < enough:

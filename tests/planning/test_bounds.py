@@ -30,11 +30,24 @@ def test_the_bounds_by_hand() -> None:
     found = bounds_of(WORK)
     assert found.trainer_s == 8 * 10 * 0.5 + 5
     assert found.sampling_s == 8 * (10 + 2) / 4 * 2  # a request is 2 steps of 1.25 s; 4 rows make a step 2 s long
-    assert found.longest_s == 20 * 1.25 + 2.5
+    assert found.longest_s == 20 * 1.0 + 80 * 0.25 + 2.5  # its worker decodes all 80 tokens
     assert (found.overlap_s, found.turns_s) == (48.0, 45.0 + 48.0)
     assert found.limit == "sampling"
     assert found.balance == pytest.approx(48 / 45)
     assert bounds_of(replace(WORK, longest=100.0)).turns_s == 45 + 127.5  # in turns it waits for the longest rollout
+
+
+def test_a_batch_whose_rows_all_have_a_place_takes_as_long_as_its_steps_one_by_one() -> None:
+    lengths = np.array([3, 5, 8, 20])
+    by_steps = sum(1.0 + 0.25 * (lengths > step).sum() for step in range(20))
+    found = bounds_of(replace(WORK, rollouts=4, mean_length=lengths.mean(), request_s=0.0))
+    assert found.longest_s == by_steps >= found.sampling_s
+
+
+def test_a_single_gpu_gains_only_stragglers_and_samplers_that_score_relieve_the_trainer() -> None:
+    assert bounds_of(replace(WORK, one_gpu=True)).overlap_s == 45 + 48
+    found = bounds_of(replace(WORK, samplers_score=True))
+    assert (found.trainer_s, found.sampling_s) == (45 - 3, 48 + 3)
 
 
 @pytest.mark.parametrize(

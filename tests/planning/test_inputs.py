@@ -96,6 +96,7 @@ def test_gpus_divide_the_gradients_and_workers_also_references_and_scores() -> N
         ("one", "none", {}),
         ("workers", "local", {"workers": 4}),
         ("workers of Ray", "ray", {"workers": 4}),
+        ("ahead", "local", {"workers": 4, "trainers": 1}),
         ("ranks", "local", {"trainer_ranks": 4}),
     ):
         experiment = build_experiment(
@@ -103,6 +104,7 @@ def test_gpus_divide_the_gradients_and_workers_also_references_and_scores() -> N
                 "models": {"device": "cuda"},
                 "training": {"kl": {"coefficient": 0.1}, "gradient_checkpointing": True},
                 "cluster": {"kind": kind, **cluster},
+                "rollout": {"prefetch": "fresh" if "trainers" in cluster else "none"},
             }
         )
         times[name] = Inputs.assumed(experiment, BILLION, BILLION, MACHINES["h100"])
@@ -110,5 +112,21 @@ def test_gpus_divide_the_gradients_and_workers_also_references_and_scores() -> N
     assert times["workers"]["train_token_s"] == pytest.approx(one["train_token_s"] / 4)
     assert times["workers"]["other_s"] == pytest.approx(one["other_s"] / 4)
     assert times["workers of Ray"].values == times["workers"].values
+    assert times["ahead"]["train_token_s"] == pytest.approx(one["train_token_s"])
+    assert times["ahead"]["other_s"] == pytest.approx(one["other_s"] / 3)
     assert times["ranks"]["train_token_s"] == pytest.approx(one["train_token_s"] * (8 / 4 + 2) / 10)
     assert times["ranks"]["other_s"] == one["other_s"]
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_workers_get_the_adapters_or_the_whole_weights_and_send_their_gradients(rank: int) -> None:
+    experiment = build_experiment(
+        {
+            "models": {"device": "cuda"},
+            "training": {"adapters": {"rank": rank}},
+            "cluster": {"kind": "local", "workers": 4},
+        }
+    )
+    trained = 4 * (BILLION.adapter_parameters(rank) if rank else BILLION.parameters)
+    found = Inputs.assumed(experiment, BILLION, BILLION, MACHINES["h100"])
+    assert found["update_s"] == pytest.approx(0.5 + (trained + trained * (1 + 4)) / 1e9)
