@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import (
     LlamaConfig,
@@ -32,9 +33,11 @@ from pvg.config.experiment import FITTED
 from pvg.config.load import build_experiment, find_experiment, fitted_as, load_experiment
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
+from pvg.models import logprobs
 from pvg.models.adapters import attach_adapters
 from pvg.models.compute import autocast
 from pvg.models.language_model import LanguageModel
+from pvg.models.packing import attention_as_on_a_gpu
 from pvg.planning.memory import (
     ACTIVATIONS,
     CASTS,
@@ -42,6 +45,8 @@ from pvg.planning.memory import (
     ModelInTraining,
     ModelShape,
     Pass,
+    _make_fake,
+    _weightless,
     activations_of,
     live_bytes,
     memory_of,
@@ -337,3 +342,32 @@ def test_the_shipped_experiment_for_a_gpu_fits_it_by_the_plan(memory_gb: int, tm
     # What the trainer keeps while the server samples is not the server's.
     assert replace(larger_share, memory_gb=13).fits(made.memory[2]) is False
     assert replace(ahead, memory_gb=13).fits(made.memory[2]) is True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "rank", "most"), [("bfloat16", 16, 4.0), ("float32", 0, 9.9)])
+def test_a_long_row_with_a_large_vocabulary_takes_less_than_trl(
+    dtype: str, rank: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights and the peak of scoring and training one row of 8,192 tokens, in the sizes of gemma-3-1b (`peer` in
+    benchmarks/gpu), with the chunks of a GPU with 80 GB. TRL 1.15 publishes 10.3 GiB."""
+    pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
+    monkeypatch.setattr(logprobs, "device_bytes", lambda device: 80_000_000_000)
+    sizes = {"hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26, "vocab_size": 262_144}
+    config = Qwen2Config(**sizes, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+    module = _weightless(config, dtype)
+    if rank:
+        module = attach_adapters(LanguageModel(module, cast(Any, None), "wide"), rank, 1.0, 0).module
+    row, start, cpu = [(np.arange(8192) % 1000).astype(np.int32)], np.array([2]), torch.device("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _make_fake(module)
+        logprobs.trust(module)
+        checkpoint_layers(module.eval())
+        with attention_as_on_a_gpu(), live_bytes(module) as live:
+            with torch.no_grad(), autocast("bfloat16", cpu):
+                logprobs.shared_prompt_outputs(module, row, start)
+            with autocast("bfloat16", cpu):
+                found_BL = logprobs.shared_prompt_outputs(module, row, start).logprobs_BL
+            found_BL.sum().backward()  # type: ignore[no-untyped-call]
+        weights = sum(weight.nbytes for weight in module.parameters())
+    assert weights + live.peak < most * 2**30
