@@ -104,6 +104,26 @@ def test_a_call_of_ray_that_hangs_is_named_and_neither_it_nor_the_end_is_waited_
     assert killed == ["head"]
 
 
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_head_that_hangs_or_refuses_is_noticed(monkeypatch, hanging, hangs):
+    """A stopped head still accepts connections, so the question must be one that it answers."""
+    answers = iter(["up", "up"])
+
+    def nodes() -> str:
+        if (found := next(answers, None)) is None:
+            assert hangs, "the head has ended"
+            hanging.wait()
+        return str(found)
+
+    monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: SimpleNamespace(nodes=nodes, shutdown=lambda: None))
+    monkeypatch.setattr(ray_cluster, "PROBE_S", 0.01)
+    client = RayClient(2, "10.0.0.1:6379")
+    with pytest.raises(WorkerLostError, match=r"10\.0\.0\.1:6379 does not answer"):
+        asyncio.run(client.watch())
+    assert next(answers, None) is None
+    client.end()
+
+
 def test_a_cluster_whose_start_hangs_is_named_and_not_waited_for_without_end(monkeypatch, hanging):
     monkeypatch.setattr(ray_cluster, "open_cluster", lambda *_: hanging.wait())
     monkeypatch.setattr(ray_cluster, "ROOM_S", 0.1)
