@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pvg.errors import ConfigurationError, PvgError, one_line, raised_by_pvg, shortened
 from pvg.telemetry.waits import usable_cores
@@ -154,3 +157,27 @@ def allow_tf32(device: torch.device, precision: str) -> bool:
         # to tell the older settings, which other libraries read.
         torch.set_float32_matmul_precision("high" if allowed else "highest")
     return allowed
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, counts the bytes of living tensors that were made meanwhile: `now`, and the most since
+    `peak` was set. The weights and buffers of `module` do not count."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        made = operator(*arguments, **(named or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._known:
+                self._known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+        return made
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

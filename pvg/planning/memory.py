@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -37,7 +36,6 @@ from pvg.inputs import expanded
 from pvg.store.run_players import find_player
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
@@ -200,7 +198,7 @@ def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> t
     from torch._subclasses import FakeTensorMode
 
     from pvg.models.adapters import attach_adapters
-    from pvg.models.compute import autocast, explained
+    from pvg.models.compute import LiveBytes, autocast, explained
     from pvg.models.language_model import LanguageModel
     from pvg.models.logprobs import LogitTransform, chunk_tokens, predicting, token_logprobs, trust
     from pvg.models.packing import attention_as_on_a_gpu, pack_rows, pad_right
@@ -217,14 +215,14 @@ def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> t
         if forward.rank:
             module = attach_adapters(LanguageModel(module, cast(Any, None), shape.name), forward.rank, 1.0, 0).module
         with FakeTensorMode(allow_non_fake_inputs=True):
-            _make_fake(module)
+            module.to_empty(device="cpu").tie_weights()
             trust(module)
             for weight in filter(lambda weight: weight.requires_grad, module.parameters()):  # counted elsewhere
                 weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
             attention = attention_as_on_a_gpu() if forward.on_gpu else nullcontext()
             head, chunk = module.get_output_embeddings(), chunk_tokens(shape.vocabulary, 0)
             starts = np.full(len(rows), forward.prompt, dtype=np.int32)
-            with attention, live_bytes(module) as live:
+            with attention, LiveBytes(module) as live:
                 with autocast(forward.precision, torch.device("cpu")):
                     if forward.shared:
                         packed = pack_rows(rows, starts, "cpu")
@@ -241,44 +239,6 @@ def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> t
                 live.peak = before = live.now
                 hidden_ND.sum().backward()  # type: ignore[no-untyped-call]
     return saved, live.peak - before
-
-
-@dataclass
-class LiveBytes:
-    """Bytes of the tensors that are alive, and the most since `peak` was set."""
-
-    now: int = 0
-    peak: int = 0
-
-
-@contextmanager
-def live_bytes(module: torch.nn.Module) -> Iterator[LiveBytes]:
-    """Counts the tensors that are made meanwhile, without the weights and buffers of `module`."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    live = LiveBytes()
-    known = {tensor.untyped_storage()._cdata for tensor in (*module.parameters(), *module.buffers())}
-
-    def gone(key: int, size: int) -> None:
-        known.discard(key)
-        live.now -= size
-
-    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-            made = operator(*arguments, **(named or {}))
-            for tensor in tree_leaves(made):
-                if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in known:
-                    storage = tensor.untyped_storage()
-                    known.add(key)
-                    live.now += storage.nbytes()
-                    live.peak = max(live.peak, live.now)
-                    weakref.finalize(storage, gone, key, storage.nbytes())
-            return made
-
-    with Counting():  # type: ignore[no-untyped-call]
-        yield live
 
 
 @contextmanager
@@ -311,23 +271,6 @@ def _with_layers(config: Any, layers: int) -> PreTrainedConfig:
 
 def _has_experts(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def _make_fake(module: PreTrainedModel) -> None:
-    """Put the weights of a model without memory on a CPU that has none either."""
-    import torch
-
-    made: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        for table in (part._parameters, part._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_weight = isinstance(tensor, torch.nn.Parameter)
-                    made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-                table[name] = made[id(tensor)]
 
 
 FLOAT32 = 4

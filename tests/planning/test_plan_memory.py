@@ -35,7 +35,7 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.models import logprobs
 from pvg.models.adapters import attach_adapters
-from pvg.models.compute import autocast
+from pvg.models.compute import LiveBytes, autocast
 from pvg.models.language_model import LanguageModel
 from pvg.models.packing import attention_as_on_a_gpu
 from pvg.planning.memory import (
@@ -45,10 +45,8 @@ from pvg.planning.memory import (
     ModelInTraining,
     ModelShape,
     Pass,
-    _make_fake,
     _weightless,
     activations_of,
-    live_bytes,
     memory_of,
     read_shape,
     shape_from,
@@ -281,7 +279,7 @@ def test_the_peak_of_a_step_is_what_the_plan_counts(
     objective = PolicyObjective(Training(), Rollouts(max_tokens=completion), 0, precision)
     (part,) = objective.split(objective.prepare(_batch(8, prompt + completion, 50, prompt)))
     objective(module, part)  # checks, once
-    with live_bytes(module) as live:
+    with LiveBytes(module) as live:
         with autocast(precision, torch.device("cpu")):
             loss, _ = objective(module, part)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -360,10 +358,10 @@ def test_a_long_row_with_a_large_vocabulary_takes_less_than_trl(
         module = attach_adapters(LanguageModel(module, cast(Any, None), "wide"), rank, 1.0, 0).module
     row, start, cpu = [(np.arange(8192) % 1000).astype(np.int32)], np.array([2]), torch.device("cpu")
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _make_fake(module)
+        module.to_empty(device="cpu").tie_weights()
         logprobs.trust(module)
         checkpoint_layers(module.eval())
-        with attention_as_on_a_gpu(), live_bytes(module) as live:
+        with attention_as_on_a_gpu(), LiveBytes(module) as live:
             with torch.no_grad(), autocast("bfloat16", cpu):
                 logprobs.shared_prompt_outputs(module, row, start)
             with autocast("bfloat16", cpu):
