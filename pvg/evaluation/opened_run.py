@@ -23,7 +23,7 @@ from pvg.config.game import ChallengeProtocol, Game
 from pvg.errors import StateError
 from pvg.evaluation.intervals import Ints
 from pvg.game.ledger import shards_of
-from pvg.game.orders import environment_of
+from pvg.game.orders import interaction_of
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.roles import PromptBuilder
@@ -32,7 +32,6 @@ from pvg.game.states import GameState
 from pvg.game.statistics import RolloutColumns, sample_metrics
 from pvg.records import Float32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
-from pvg.rollout.episodes import Environment
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.atomic import (
     DamagedFileError,
@@ -341,12 +340,6 @@ def verifier_asks(experiment: Experiment) -> bool:
     return isinstance(protocol, ChallengeProtocol) and protocol.step == "weakest"
 
 
-async def questions(context: EvaluationContext, asking: FrozenVerifier) -> Environment | None:
-    """The environment that asks about steps of the next samples; None outside challenge games."""
-    scorer = await asking.scorer() if verifier_asks(context.experiment) else None
-    return environment_of(context, scorer)
-
-
 # --- fresh samples ----------------------------------------------------------------------------------------------------
 
 
@@ -395,7 +388,8 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
         context.observer.phase_started(info)
         await wanted.load()
         with open_frozen_verifier(context, wanted.asking) as asking:
-            environment = await questions(context, asking)
+            scorer = await asking.scorer() if verifier_asks(context.experiment) else None
+            interaction = interaction_of(context, scorer)
             for number, first in chunks[len(shards) :]:
                 chosen = enumerate(places[first : first + step], start=first)
                 groups = await context.players.dispatcher.sample(
@@ -406,7 +400,7 @@ async def sampled(context: EvaluationContext, wanted: SampleSet) -> list[Rollout
                         step=number,
                         seed=seed_for(context.seed, "evaluate", wanted.name, number),
                         prefix=f"evaluate/{wanted.name}/{number:05d}",
-                        environment=environment,
+                        interaction=interaction,
                     ),
                 )
                 rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pvg.game.orders import RunWithPlayers, apportion, environment_of, mint_orders, source_weights, sources_for_round
+from pvg.game.orders import RunWithPlayers, apportion, interaction_of, mint_orders, source_weights, sources_for_round
 from pvg.game.prover_phase import read_prover
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.records import BASE_SOURCE, Problem
-from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.episodes import SampleCall
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.telemetry.spans import span
 
@@ -72,7 +71,7 @@ async def mint(session: Session) -> None:
             step=number,
             seed=seed_for(session.seed, round_, "mint", number),
             prefix=f"{round_:03d}/mint/{number:05d}",
-            environment=environment_of(session, None),
+            interaction=interaction_of(session, None),
         )
         return mint_orders(session, chunks[number].problems, rng), call
 

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pvg.config.game import ChallengeProtocol, Game
+from pvg.config.game import Game
 from pvg.game.players import Players
+from pvg.game.protocols import PROTOCOLS, ProtocolParts
 from pvg.game.roles import PromptBuilder, assign_roles
 from pvg.game.session import Session
 from pvg.game.states import GameState
 from pvg.records import BASE_SOURCE, Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
-from pvg.rollout.episodes import Deadline, Environment, training_deadline
+from pvg.rollout.episodes import Deadline, training_deadline
+from pvg.rollout.interaction import DIRECT, Interaction
 from pvg.seeds import draw_weighted, generator_for, seed_for
 from pvg.tasks.task import Task
 from pvg.training.credit import ValueTracker
@@ -194,8 +196,8 @@ class Curriculum(ShuffledProblems):
 
 @dataclass
 class ProverOrders:
-    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `environment`: see
-    `Dispatcher.sample`."""
+    """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `interaction`: see
+    `SampleCall`."""
 
     session: Session
     groups: int
@@ -203,7 +205,7 @@ class ProverOrders:
     sneaky_share: float
     problems: ShuffledProblems = field(default_factory=ShuffledProblems)
     deadline: Deadline | None = None
-    environment: Environment | None = None
+    interaction: Interaction[Any] = DIRECT
 
     def roles(self, number: int) -> list[Role]:
         """The role of each group of batch `number`: the configured shares in random order."""
@@ -253,11 +255,11 @@ class ProverOrders:
         self, orders: Sequence[GroupOrder], number: int, gate: AbstractAsyncContextManager[None] | None = None
     ) -> list[Group]:
         """Sample and grade groups of batch `number`. `gate`: see `SampleCall`."""
-        call = replace(self.call(number), deadline=self.deadline, gate=gate, environment=self.environment)
+        call = replace(self.call(number), deadline=self.deadline, gate=gate, interaction=self.interaction)
         return await self.session.players.dispatcher.sample(orders, call)
 
 
-def prover_orders(session: Session, environment: Environment | None = None) -> ProverOrders:
+def prover_orders(session: Session, interaction: Interaction[Any] = DIRECT) -> ProverOrders:
     """The orders of prover training in the session's game."""
     training = session.training
     return ProverOrders(
@@ -267,7 +269,7 @@ def prover_orders(session: Session, environment: Environment | None = None) -> P
         session.game.sneaky_share,
         ShuffledProblems() if training.curriculum == "none" else Curriculum(),
         training_deadline(session.rollout.deadline, training),
-        environment,
+        interaction,
     )
 
 
@@ -314,14 +316,7 @@ class RunWithPlayers(Protocol):
     def seed(self) -> int: ...
 
 
-def environment_of(session: RunWithPlayers, scorer: Scorer | None) -> Environment | None:
-    """What answers the prover in a challenge game; None if the protocol has one turn. `scorer`: of the round's
-    verifier; None if there is none yet."""
-    protocol = session.game.protocol
-    if not isinstance(protocol, ChallengeProtocol):
-        return None
-    from pvg.game.protocols import ChallengeEnvironment
-
-    asked = scorer if protocol.step == "weakest" else None
-    tokenizer, style = session.players.base.tokenizer, session.prompts.style
-    return ChallengeEnvironment(session.task, tokenizer, style, asked, session.seed, protocol.tokens)
+def interaction_of(session: RunWithPlayers, scorer: Scorer | None) -> Interaction[Any]:
+    """What makes a rollout of the game. `scorer`: of the round's verifier; None if there is none yet."""
+    parts = ProtocolParts(session.task, session.players.base.tokenizer, session.prompts.style, scorer, session.seed)
+    return PROTOCOLS[session.game.protocol.kind](session.game.protocol, parts)

@@ -30,8 +30,16 @@ from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules, GameRules
 from pvg.records import BASE_SOURCE, Int32, Problem, Role, Rollout, source_of_round
-from pvg.rollout.episodes import SampleCall
-from pvg.rollout.games import Fork, Opponent, PlayedGame, SeatDecision, game_record, game_start, play_games
+from pvg.rollout.interaction import (
+    Decider,
+    Fork,
+    PlayedGame,
+    SampleCall,
+    SeatDecision,
+    game_record,
+    game_start,
+    play_games,
+)
 from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.spans import span
@@ -64,7 +72,7 @@ async def rate(session: Session) -> None:
                     await load_source(session, source, version)
                 prefix = "base_" if source == BASE_SOURCE else ""
                 for reference in _references(session, source):
-                    opponent: Opponent = reference if reference != "base" else base  # type: ignore[assignment]
+                    opponent: Decider = reference if reference != "base" else base  # type: ignore[assignment]
                     with span("rollout"):
                         found = await _matches(session, source, reference, opponent)
                     metrics |= {f"{prefix}{name}_{reference}": value for name, value in found.items()}
@@ -81,7 +89,7 @@ def _references(session: Session, source: str) -> list[PlayReference]:
     return [name for name in play_task(session).section.references if (name, source) != ("base", BASE_SOURCE)]
 
 
-async def _matches(session: Session, source: str, reference: str, opponent: Opponent) -> dict[str, float]:
+async def _matches(session: Session, source: str, reference: str, opponent: Decider) -> dict[str, float]:
     """The results against one reference. Every source, round and reference gets the same starts."""
     test, game = session.game.test, play_task(session).game
     pool = session.test_problems()
@@ -275,7 +283,7 @@ async def train_player(session: Session) -> None:
         learner = await session.players.compute(lambda: open_round_learner(session, from_previous=True))
     try:
         async with AsyncExitStack() as stack:
-            opponent: Opponent | None = None
+            opponent: Decider | None = None
             with span("open_models"):
                 named = play_task(session).section.opponent
                 if named == "base":
@@ -302,7 +310,7 @@ class PlayBatches(Batches):
     """
 
     session: Session
-    opponent: Opponent | None
+    opponent: Decider | None
     objective: PolicyObjective
     logprobs: BatchLogprobs
     done: int = 0
@@ -366,7 +374,7 @@ class PlayBatches(Batches):
         warmups = generator.integers(section.warmup + 1, size=training.groups).tolist()
         starts = [game_start(self.game, problem) for problem in problems]
         seats: list[str | None] = [None] * len(starts)
-        against: list[dict[str, Opponent]] = [{} for _ in starts]
+        against: list[dict[str, Decider]] = [{} for _ in starts]
         if self.opponent is not None:
             for n, start in enumerate(starts):
                 names = list(self.game.values(start.state))

@@ -1,4 +1,5 @@
-"""The two protocols other than the direct one: the decoupled game, and the challenge (docs/protocols.md).
+"""Protocols: the rules by which a rollout is made (`PROTOCOLS`), and what the decoupled game and the challenge add
+(docs/protocols.md).
 
 In the decoupled game (Kim and Lee, arXiv 2602.23248) a fixed solver solves every problem of the task once, before the
 first round (SOLVE). The prover translates its solutions, and every translation stores the solution that it translates.
@@ -21,25 +22,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pvg.config.base import RunId
-from pvg.config.game import DecoupledProtocol
+from pvg.config.game import ChallengeProtocol, DecoupledProtocol
 from pvg.errors import ConfigurationError
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
+from pvg.games.game import PlaysByScript, Script
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution, VersionSpan
+from pvg.records import BASE_SOURCE, Float32, Int32, Problem, Role, Rollout, SolverSolution
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.episodes import Environment, Observation, SampleCall, Transcript
+from pvg.rollout.interaction import DIRECT, Ask, Direct, Interaction, SampleCall, Talk
 from pvg.seeds import generator_for, seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
 from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
 from pvg.telemetry.spans import span
-from pvg.verifier.scorer import Scorer
+from pvg.verifier.scorer import Scorer, TextSolution
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,131 +124,125 @@ def steps_of(task: Task, text: str) -> list[Place]:
     return [match.span() for match in found if match.group().strip(" \t;")]
 
 
-class ChallengeEnvironment(Environment):
-    """Asks one question per episode and allows an answer of at most `max_tokens` tokens. `scorer` finds the weakest
-    step; None: `seed` and the episode's id draw a step. A task that is `AnswersQuestions` answers itself."""
+class ProtocolParts(NamedTuple):
+    """What protocols are made of. `style`: prompts.kind. `scorer`: of the round's verifier; None: there is none yet."""
 
-    graded_turn = 0
+    task: Task
+    tokenizer: Tokenizer
+    style: str
+    scorer: Scorer | None
+    seed: int
 
-    def __init__(
-        self, task: Task, tokenizer: Tokenizer, style: str, scorer: Scorer | None, seed: int, max_tokens: int
-    ) -> None:
+
+class ChallengeRules(Direct):
+    """A solution, a question about it, and an answer of at most `max_tokens` tokens. A task that is `AnswersQuestions`
+    answers at once."""
+
+    def __init__(self, task: Task, style: str, max_tokens: int) -> None:
         self._task = task
-        self._tokenizer = tokenizer
         self._style = style
-        self._scorer = scorer
-        self._seed = seed
         self._max_tokens = max_tokens
-        if style == "chat" and not isinstance(task, AnswersQuestions):
-            tokenizer.next_turn("?")  # raises before anything is sampled
 
-    async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
-        texts = [self._solution(transcript) for transcript in transcripts]
+    def seats(self, state: Talk) -> Sequence[str]:
+        if not state.said:
+            return self.voices
+        _, last = state.said[-1]
+        if len(state.said) == 1:
+            return () if last.cut else ("verifier",)
+        asks = len(state.said) == 2 and last.text and not isinstance(self._task, AnswersQuestions)
+        return self.voices if asks else ()
+
+    def prompt(self, state: Talk, seat: str, role: Role) -> str:
+        if len(state.said) != 2:
+            return ""
+        (_, solution), (_, question) = state.said
+        if not question.text or not isinstance(self._task, AnswersQuestions):
+            return question.text
+        return question.text + self._task.answer(state.problem, solution.text, question.text)
+
+    def limit(self, state: Talk, seat: str) -> int | None:
+        return self._max_tokens if state.said else None
+
+    def scripted(self, script: Script, state: Talk, seat: str, seed: int) -> str:
+        """The first question; the answer repeats the first step."""
+        solution = state.said[0][1].text
+        if seat == "verifier":
+            return next(iter(self.questions(state.problem, solution)), "")
+        return solution[slice(*steps_of(self._task, solution)[0])]
+
+    def questions(self, problem: Problem, solution: str) -> list[str]:
+        """All questions about a solution."""
         if isinstance(self._task, AnswersQuestions):
-            return await self._answered(self._task, transcripts, texts)
-        steps = [[] if text is None else steps_of(self._task, text) for text in texts]
-        numbers = await self._chosen(transcripts, steps)
-        return [
-            None if text is None or number is None else self._question(number, text[slice(*places[number])])
-            for text, places, number in zip(texts, steps, numbers, strict=True)
-        ]
-
-    def example(self, problem: Problem, solution: str) -> tuple[Observation, str] | None:
-        """A question about `solution` and an answer, for previews: without a model. A task's answer is also in the
-        observation. A prover's answer repeats the first step as written. None: the solution gets no question."""
-        if isinstance(self._task, AnswersQuestions):
-            questions = self._task.questions(problem, solution)
-            if not questions:
-                return None
-            told = self._told(self._task, problem, solution, questions[0])
-            return told, told.text.removeprefix(questions[0])
-        places = steps_of(self._task, solution)
-        if not places:
-            return None
-        step = solution[slice(*places[0])]
-        return self._question(0, step), step
-
-    def _solution(self, transcript: Transcript) -> str | None:
-        """The solution's text; None if the transcript gets no (further) question."""
-        if transcript.turn or not transcript.stopped:
-            return None
-        return self._tokenizer.decode(transcript.completion_ids[:-1])
-
-    async def _answered(
-        self, task: AnswersQuestions, transcripts: Sequence[Transcript], texts: Sequence[str | None]
-    ) -> list[Observation | None]:
-        """A question and the task's answer for each transcript."""
-        problems = [transcript.problem for transcript in transcripts]
-        asked = [
-            [] if text is None else task.questions(problem, text) for problem, text in zip(problems, texts, strict=True)
-        ]
-        most = 1 if self._scorer is None else MOST_CONSIDERED
-        asked = [self._some(transcript, found, most) for transcript, found in zip(transcripts, asked, strict=True)]
-        if self._scorer is None:
-            chosen = [0 if found else None for found in asked]
-        else:
-            encode = self._tokenizer.encode
-            candidates = [
-                [
-                    _prefix(t, np.concatenate([t.completion_ids[:-1], encode(question)]), self._tokenizer)
-                    for question in found
-                ]
-                for t, found in zip(transcripts, asked, strict=True)
-            ]
-            chosen = await _best(self._scorer, candidates, lambda scores_K: int(scores_K.argmin()))
-        return [
-            None if text is None or number is None else self._told(task, problem, text, found[number])
-            for problem, text, found, number in zip(problems, texts, asked, chosen, strict=True)
-        ]
-
-    def _told(self, task: AnswersQuestions, problem: Problem, solution: str, question: str) -> Observation:
-        """The question with the task's answer. It ends the episode."""
-        told = question + task.answer(problem, solution, question)
-        return Observation(self._tokenizer.plain(told), told, 0)
-
-    def _some(self, transcript: Transcript, questions: list[str], most: int) -> list[str]:
-        """At most `most` of the questions, drawn by the seed and the episode's id."""
-        if len(questions) <= most:
-            return questions
-        drawn = generator_for(self._seed, "challenge", transcript.id).choice(len(questions), most, replace=False)
-        return [questions[number] for number in sorted(drawn.tolist())]
-
-    async def _chosen(self, transcripts: Sequence[Transcript], steps: Sequence[Sequence[Place]]) -> list[int | None]:
-        """The step to ask about for each transcript, counted from 0; None if it has no steps."""
-        if self._scorer is None:
-            return [
-                int(generator_for(self._seed, "challenge", transcript.id).integers(len(places))) if places else None
-                for transcript, places in zip(transcripts, steps, strict=True)
-            ]
-        prefixes = [self._prefixes(t, places) if places else [] for t, places in zip(transcripts, steps, strict=True)]
-        return await _best(self._scorer, prefixes, weakest)
-
-    def _prefixes(self, transcript: Transcript, places: Sequence[Place]) -> list[Rollout]:
-        """The solution before its first step and after each step, as rollouts for the scorer."""
-        ids = transcript.completion_ids[:-1]
-        ends = [places[0][0], *(end for _, end in places)]
-        return [_prefix(transcript, ids[: tokens_of(self._tokenizer, ids, end)], self._tokenizer) for end in ends]
-
-    def _question(self, number: int, step: str) -> Observation:
+            return self._task.questions(problem, solution)
+        steps = [solution[slice(*place)].strip()[:MOST_QUOTED] for place in steps_of(self._task, solution)]
         if self._style == "tag":
-            text = f"{number + 1}?"
-            ids = self._tokenizer.encode(text)
-            return Observation(ids, text, self._max_tokens)
-        quoted = step.strip()[:MOST_QUOTED]
-        asked = f"Check step {number + 1}: {quoted}\nWrite this step again, with its calculation. Is it right?"
-        ids = self._tokenizer.plain(f"\n{asked}\n") if self._style != "chat" else self._tokenizer.next_turn(asked)
-        return Observation(ids, f"\n{asked}\n", self._max_tokens)
+            return [f"{number}?" for number, _ in enumerate(steps, 1)]
+        return [
+            f"Check step {number}: {step}\nWrite this step again, with its calculation. Is it right?"
+            for number, step in enumerate(steps, 1)
+        ]
 
 
-async def _best(
-    scorer: Scorer, candidates: Sequence[Sequence[Rollout]], choose: Callable[[Float32], int]
-) -> list[int | None]:
-    """What `choose` takes by the scores of each transcript's candidates; None for one without candidates."""
-    scores_N = await scorer.score([each for part in candidates for each in part])
-    ends = np.cumsum([len(part) for part in candidates]).tolist()
-    return [
-        choose(scores_N[end - len(part) : end]) if part else None for part, end in zip(candidates, ends, strict=True)
-    ]
+class Questions:
+    """Decides for the verifier in a challenge. `scorer` finds the weakest step; None: `seed` and the id draw a step."""
+
+    def __init__(self, rules: ChallengeRules, parts: ProtocolParts, scorer: Scorer | None) -> None:
+        self._rules = rules
+        self._task = parts.task
+        self._tokenizer = parts.tokenizer
+        self._scorer = scorer
+        self._seed = parts.seed
+
+    async def __call__(self, asks: Sequence[Ask[Talk]]) -> list[str]:
+        options, chosen = [self._options(ask) for ask in asks], [0] * len(asks)
+        if self._scorer is not None:
+            candidates = [self._candidates(ask, questions) for ask, questions in zip(asks, options, strict=True)]
+            scores_N = await self._scorer.score([each for part in candidates for each in part])
+            choose = np.argmin if isinstance(self._task, AnswersQuestions) else weakest
+            for number, end in enumerate(np.cumsum([len(part) for part in candidates]).tolist()):
+                if part := candidates[number]:
+                    chosen[number] = int(choose(scores_N[end - len(part) : end]))
+        return [questions[number] if questions else "" for questions, number in zip(options, chosen, strict=True)]
+
+    def _options(self, ask: Ask[Talk]) -> list[str]:
+        """The questions from which the verifier chooses; without a verifier at most one. The seed and the id draw."""
+        questions = self._rules.questions(ask.problem, ask.state.said[0][1].text)
+        count, drawn = len(questions), partial(generator_for, self._seed, "challenge", ask.id)
+        if isinstance(self._task, AnswersQuestions):
+            most = 1 if self._scorer is None else MOST_CONSIDERED
+            numbers = range(count) if count <= most else sorted(drawn().choice(count, most, replace=False).tolist())
+            return [questions[number] for number in numbers]
+        return questions if self._scorer is not None or not count else [questions[int(drawn().integers(count))]]
+
+    def _candidates(self, ask: Ask[Talk], questions: Sequence[str]) -> list[TextSolution]:
+        """What the verifier scores: the solution with each question that the task would answer, or the solution before
+        its first step and after each step; nothing without questions."""
+        ids, encode = ask.said[:-1], self._tokenizer.encode
+        if isinstance(self._task, AnswersQuestions):
+            parts = [np.concatenate([ids, encode(question)]) for question in questions]
+        else:
+            places = steps_of(self._task, ask.state.said[0][1].text)
+            ends = [*(start for start, _ in places[:1]), *(end for _, end in places)]
+            parts = [ids[: tokens_of(self._tokenizer, ids, end)] for end in ends]
+        texts = [self._tokenizer.decode(part) for part in parts]
+        return [
+            TextSolution(f"{ask.id}/prefix-{len(part)}", ask.problem.question, text, part)
+            for part, text in zip(parts, texts, strict=True)
+        ]
+
+
+def turn_renderer(style: str, tokenizer: Tokenizer) -> Callable[[str, bool], tuple[Int32, str]]:
+    """`Interaction.turn` for this prompt style. What is heard last gets no answer, so it is no message of a chat."""
+
+    def turn(text: str, last: bool) -> tuple[Int32, str]:
+        if last:
+            return tokenizer.plain(text), text
+        if style == "tag":
+            return tokenizer.encode(text), text
+        shown = f"\n{text}\n"
+        return tokenizer.next_turn(text) if style == "chat" else tokenizer.plain(shown), shown
+
+    return turn
 
 
 def weakest(scores_K: Float32) -> int:
@@ -266,24 +263,48 @@ def tokens_of(tokenizer: Tokenizer, ids: Int32, characters: int) -> int:
     return low
 
 
-def _prefix(transcript: Transcript, ids: Int32, tokenizer: Tokenizer) -> Rollout:
-    """A rollout with the fields that a scorer reads: question and solution."""
-    problem: Problem = transcript.problem
-    return Rollout(
-        id=f"{transcript.id}/prefix-{len(ids)}",
-        problem_id=problem.id,
-        question=problem.question,
-        reference=problem.answer,
-        role=Role.HELPFUL,  # scorers ignore it
-        round=0,
-        source="",
-        step=0,
-        group=0,
-        prompt_ids=transcript.prompt_ids,
-        completion_ids=ids,
-        logprobs=np.zeros(len(ids), dtype=np.float32),
-        spans=(VersionSpan(0, 0),),
-        finish_reason="length",
-        text=tokenizer.decode(ids),
-        grade=Grade(correct=False, well_formed=False),
-    )
+def challenge(section: ChallengeProtocol, parts: ProtocolParts) -> Interaction[Talk]:
+    if parts.style == "chat" and not isinstance(parts.task, AnswersQuestions):
+        parts.tokenizer.next_turn("?")  # raises before anything is sampled
+    rules = ChallengeRules(parts.task, parts.style, section.tokens)
+    asked = parts.scorer if section.step == "weakest" else None
+    questions = Questions(rules, parts, asked)
+    return Interaction(rules, turn=turn_renderer(parts.style, parts.tokenizer), deciders={"verifier": questions})
+
+
+# `game.protocol` -> the interaction that makes a rollout. In the decoupled game the solver has spoken before the first
+# round, so the translator's first prompt has its solution.
+PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
+    "direct": lambda section, parts: DIRECT,
+    "decoupled": lambda section, parts: DIRECT,
+    "challenge": challenge,
+}
+
+
+def example_episode(
+    interaction: Interaction[Talk], tokenizer: Tokenizer, problem: Problem, solution: str
+) -> tuple[Talk, list[tuple[str, Int32, bool]]]:
+    """An interaction without models, for previews: its last state, and for each turn of the rollout its text, its token
+    ids int32 [T] and whether the prover writes it. It writes `solution`; scripts write everything else."""
+    rules, turns = interaction.rules, list[tuple[str, Int32, bool]]()
+
+    def hear(last: bool) -> None:
+        if turns and (text := rules.prompt(state, "prover", Role.HELPFUL)):
+            ids, shown = interaction.turn(text, last)
+            turns.append((shown, ids, False))
+
+    state = rules.start(problem)
+    while seats := rules.seats(state):
+        said = {}
+        for seat in seats:
+            text = solution
+            if turns:
+                assert isinstance(rules, PlaysByScript)
+                text = rules.scripted("greedy", state, seat, 0)
+            if seat == "prover":
+                hear(last=False)
+                turns.append((text, np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id)), True))
+            said[seat] = rules.parse(state, seat, text)
+        state = rules.step(state, said, 0)
+    hear(last=True)
+    return state, turns

@@ -16,7 +16,7 @@ from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
 from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
-from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, environment_of, prover_orders
+from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, interaction_of, prover_orders
 from pvg.game.parts import Batches, Helper, TrainingStop
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
@@ -177,7 +177,7 @@ def open_batches(
 ) -> GameBatches:
     """The batches of the session's game."""
     players, training = session.players, session.training
-    orders = prover_orders(session, environment_of(session, scorer))
+    orders = prover_orders(session, interaction_of(session, scorer))
     return GameBatches(
         session,
         -(-training.steps // training.minibatches),

@@ -13,13 +13,13 @@ from dataclasses import replace
 import numpy as np
 
 from pvg.game.mint import load_source
-from pvg.game.orders import environment_of
+from pvg.game.orders import interaction_of
 from pvg.game.prover_phase import open_round_verifier
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import RolloutColumns, fooled_rate_at, mean_of, play_metrics, verifier_auc
 from pvg.records import BASE_SOURCE, Role, Rollout, source_of_round
-from pvg.rollout.episodes import SampleCall
+from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import ACCEPTANCE, auc
@@ -84,7 +84,7 @@ async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list
             step=0,
             seed=seed_for(session.seed, round_, "evaluation", source),
             prefix=f"{round_:03d}/evaluation/{source}",
-            environment=environment_of(session, scorer),
+            interaction=interaction_of(session, scorer),
         ),
     )
     return [rollout for group in groups for rollout in group.rollouts]

@@ -26,7 +26,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
-from pvg.game.orders import environment_of
+from pvg.game.orders import interaction_of
 from pvg.game.players import Players, refuse_without_ranks, template_of
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.rewards import REWARDS
@@ -40,8 +40,7 @@ from pvg.models.shared_prompts import check_rows
 from pvg.models.sources import BaseProver, open_learner, open_verifier
 from pvg.records import BASE_SOURCE, Half, Problem, Role, Split
 from pvg.rollout.decoding import check_decoding, check_layers
-from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.episodes import SampleCall
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
@@ -434,8 +433,8 @@ async def _sample_all(session: Session, pool: list[Problem], roles: list[Role]) 
             for position, problem in enumerate(pool[first : first + per_chunk])
             for rank, role in enumerate(roles)
         ]
-        seed, environment = seed_for(session.seed, "rollout", number), environment_of(session, None)
-        return chunk, SampleCall(0, BASE_SOURCE, number, seed, f"rollout/{number:05d}", environment=environment)
+        seed, interaction = seed_for(session.seed, "rollout", number), interaction_of(session, None)
+        return chunk, SampleCall(0, BASE_SOURCE, number, seed, f"rollout/{number:05d}", interaction=interaction)
 
     metrics = await sample_chunks(session, info, -(-len(pool) // per_chunk), orders, load)
     await session.commit()

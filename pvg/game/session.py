@@ -20,8 +20,7 @@ from pvg.game.roles import PromptBuilder
 from pvg.game.states import GameState
 from pvg.game.statistics import sample_metrics
 from pvg.records import Half, Problem, Role, Rollout
-from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.episodes import SampleCall
+from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.store.shards import columns_in_memory
 from pvg.tasks.task import Task, problems_of_half

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.config.game import SimultaneousSchedule
-from pvg.game.orders import environment_of, mint_orders, source_weights, sources_for_round
+from pvg.game.orders import interaction_of, mint_orders, source_weights, sources_for_round
 from pvg.game.session import Session
 from pvg.game.states import Phase
 from pvg.game.verifier_phase import (
@@ -39,7 +39,7 @@ from pvg.game.verifier_phase import (
 )
 from pvg.models.heads import VerifierModel
 from pvg.records import Role, Rollout, source_of_round
-from pvg.rollout.episodes import SampleCall
+from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import generator_for, seed_for
 from pvg.store.pairs import PairView, is_held_out
 from pvg.store.run_players import final_verifier_name
@@ -167,7 +167,7 @@ class VerifierUpdates(FixedVerifier):
                 step=number,
                 seed=seed_for(session.seed, round_, "fresh", number),
                 prefix=f"{_prefix(round_)}{number:05d}",
-                environment=environment_of(session, scorer),
+                interaction=interaction_of(session, scorer),
             ),
         )
         return [rollout for group in groups for rollout in group.rollouts]

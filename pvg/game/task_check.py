@@ -178,27 +178,23 @@ def example_dialogue(
     """A question of the verifier about the solution (game.protocol = "challenge") with an answer, and the completion
     that the verifier reads, as text and as the prover's token ids int32 [C] (None: encode the text). The prover may
     write another answer, in at most `max_tokens` tokens. Without a question the completion is the solution."""
-    from pvg.game.protocols import ChallengeEnvironment
+    from pvg.game.protocols import PROTOCOLS, ProtocolParts, example_episode
 
-    protocol = experiment.game.protocol
-    if not isinstance(protocol, ChallengeProtocol):
+    protocol, parts = (
+        experiment.game.protocol,
+        ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed),
+    )
+    state, turns = example_episode(PROTOCOLS[protocol.kind](protocol, parts), tokenizer, problem, solution)
+    if not isinstance(protocol, ChallengeProtocol) or len(turns) == 1:
         return None, solution, None
-    environment = ChallengeEnvironment(task, tokenizer, experiment.prompts.kind, None, experiment.seed, protocol.tokens)
-    if (found := environment.example(problem, solution)) is None:
-        return None, solution, None
-    observation, answer = found
-    end = np.array([tokenizer.eos_id], dtype=np.int32)
-    turns, text = [tokenizer.encode(solution), end, observation.token_ids], solution + observation.text
-    by_prover = observation.max_tokens > 0
+    (_, (_, question), *rest), by_prover = state.said, turns[-1][2]
     shown = {
-        "question": tokenizer.shown(observation.token_ids) if by_prover else observation.text.removesuffix(answer),
-        "answer": answer,
+        "question": tokenizer.shown(turns[1][1]) if by_prover else question.text,
+        "answer": rest[0][1].text if by_prover else turns[1][0].removeprefix(question.text),
         "answered_by": "prover" if by_prover else "task",
-        "max_tokens": observation.max_tokens or None,
+        "max_tokens": protocol.tokens if by_prover else None,
     }
-    if by_prover:
-        turns, text = [*turns, tokenizer.encode(answer), end], text + answer
-    return shown, text, np.concatenate(turns)
+    return shown, "".join(text for text, _, _ in turns), np.concatenate([ids for _, ids, _ in turns])
 
 
 def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessModel) -> VerifierTemplate:

@@ -6,8 +6,8 @@
         state = game.step(state, {seat: game.parse(state, seat, text) for seat, text in texts.items()}, seed)
     print(game.values(state))
 
-A state is an immutable, hashable value, so a fork of a game is a reference to its state. pvg.rollout.games plays games
-with an engine. pvg.games.negotiation is a small example.
+A state is an immutable, hashable value, so a fork of a game is a reference to its state. pvg.rollout.interaction plays
+them with an engine. pvg.games.negotiation is a small example.
 """
 
 from __future__ import annotations
@@ -37,31 +37,27 @@ Script = Literal["random", "greedy"]
 @dataclass(frozen=True, slots=True)
 class Action:
     """What one seat decided. `move` belongs to the game. `text` is its standard written form. `note` says what was
-    illegal or could not be read, and what happened instead; it is empty for a legal decision."""
+    illegal or could not be read, and what happened instead; it is empty for a legal decision. `cut`: the completion
+    reached its length limit (`parse` leaves this to pvg)."""
 
     move: Any
     text: str
     note: str = ""
+    cut: bool = field(default=False, compare=False)
 
     @property
     def legal(self) -> bool:
         return not self.note
 
 
-class GameRules(Protocol[S]):
-    """The rules of a game. All methods are pure: equal arguments give equal results, and no argument changes."""
-
-    def opening(self, split: Split, number: int) -> Problem:
-        """Start number `number` (from 0) of a split. Ids are distinct, also between the splits. The metadata holds what
-        `start` needs, as JSON values."""
+class Rules(Protocol[S]):
+    """Who speaks in an interaction, what each seat reads, and what follows. All methods are pure: equal arguments give
+    equal results, and no argument changes."""
 
     def start(self, problem: Problem) -> S: ...
 
     def seats(self, state: S) -> Sequence[str]:
-        """The seats that decide now, all at once, in a fixed order. Empty if the game is over."""
-
-    def phase(self, state: S) -> str:
-        """A short name of the phase, such as "F1902M". Statistics and credit groups use it."""
+        """The seats that decide now, all at once, in a fixed order. Empty if the interaction is over."""
 
     def prompt(self, state: S, seat: str, role: Role) -> str:
         """The text that the policy reads before it decides for `seat`, which is one of `seats(state)`."""
@@ -71,6 +67,34 @@ class GameRules(Protocol[S]):
 
     def step(self, state: S, actions: Mapping[str, Action], seed: int) -> S:
         """The next state, given the actions of exactly `seats(state)`. `seed` determines all chance."""
+
+
+@runtime_checkable
+class Dialogue(Protocol[S_contra]):
+    """An optional part of rules: the prompt of each turn of a voice continues the exact token ids of its earlier turns,
+    and all its turns are one rollout. Without it, each decision has a prompt of its own and is a rollout.
+
+    The first turn of the first voice is a solution: pvg writes its prompt, and the task grades it. At a voice's later
+    turns `prompt` is what it reads since its last one, and in a final state what it reads last ("": nothing).
+    """
+
+    @property
+    def voices(self) -> Sequence[str]:
+        """The seats of the policy, in a fixed order."""
+
+    def limit(self, state: S_contra, seat: str) -> int | None:
+        """The most tokens of the seat's next turn. None: `rollout.max_tokens`."""
+
+
+class GameRules(Rules[S], Protocol[S]):
+    """The rules of a game with starts of its own, in which each decision is a rollout."""
+
+    def opening(self, split: Split, number: int) -> Problem:
+        """Start number `number` (from 0) of a split. Ids are distinct, also between the splits. The metadata holds what
+        `start` needs, as JSON values."""
+
+    def phase(self, state: S) -> str:
+        """A short name of the phase, such as "F1902M". Statistics and credit groups use it."""
 
     def values(self, state: S) -> Mapping[str, float]:
         """What the state is worth to each seat of the game, in a fixed order. Rewards are differences of values."""

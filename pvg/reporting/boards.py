@@ -26,7 +26,7 @@ from pvg.games.diplomacy_phases import Legality, PhaseOutcome, Result, step
 from pvg.records import Role, Rollout
 from pvg.reporting.solutions import scored_rollouts
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements
-from pvg.rollout.games import GameRecord, PhaseRecord
+from pvg.rollout.interaction import GameRecord, PhaseRecord
 from pvg.store.run_directory import RunDirectory
 from pvg.store.state import JsonLinesReader
 

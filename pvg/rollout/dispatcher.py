@@ -19,44 +19,23 @@ from pvg.config.rollout import ContinuingDeadline, Rollouts
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Group, Rollout
-from pvg.rollout.engine import CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
+from pvg.rollout.engine import CutShort, Engine, PartialCompletion, Sampling
 from pvg.rollout.episodes import (
     Deadline,
     Grader,
     GroupOrder,
-    GroupSampling,
-    SampleCall,
     all_or_none,
     compares_within_groups,
-    gatherings_of,
-    play_episodes,
-    recorded,
     request_seed,
-    run_gatherings,
     training_deadline,
 )
+from pvg.rollout.interaction import Line, SampleCall, sample_groups
 
 __all__ = ["Dispatcher", "GroupOrder", "SampleCall", "request_seed"]
 
 if TYPE_CHECKING:
     from pvg.models.tokenizer import Tokenizer
     from pvg.tasks.task import Task
-
-
-GROUPS_AT_A_TIME = 32  # records made per turn of the event loop: a millisecond of work
-
-
-def _group(gathering: GroupSampling[Rollout]) -> Group:
-    """The group of a finished gathering. Raises CancelledError for a task cancelled by anything but the deadline."""
-    cut = gathering.cut
-    return Group(
-        gathering.order.problem,
-        gathering.order.role,
-        tuple(task.result() for i, task in enumerate(gathering.tasks) if i not in cut),
-        gathering.spread_s,
-        cancelled=len(cut),
-        lost_tokens=sum(gathering.sampled_tokens.get(i, 0) for i in cut),
-    )
 
 
 class Dispatcher:
@@ -92,25 +71,7 @@ class Dispatcher:
         cancelled and awaited before the error is raised."""
         if len({order.group for order in orders}) != len(orders):
             raise ValueError("two orders have the same group number")
-        bound = asyncio.Semaphore(self.concurrency) if call.gate is None else call.gate  # first come, first served
-        if call.environment is not None:
-            return await play_episodes(self, orders, call, call.environment, bound)
-
-        async def one(gathering: GroupSampling[Rollout], index: int) -> Rollout:
-            order = gathering.order
-            return await gathering.admitted(
-                index, bound, lambda leave, tell: self.rollout(order, index, call, leave=leave, tell=tell)
-            )
-
-        gatherings: list[GroupSampling[Rollout]] = gatherings_of(orders, call.deadline)
-        await run_gatherings(gatherings, ([one(g, index) for index in range(g.order.size)] for g in gatherings))
-        groups: list[Group] = []
-        for gathering in gatherings:
-            groups.append(_group(gathering))
-            gathering.tasks.clear()  # 32,000 tasks freed at once would block the event loop for 60 ms
-            if len(groups) % GROUPS_AT_A_TIME == 0:
-                await asyncio.sleep(0)
-        return groups
+        return await sample_groups(self, orders, call)
 
     async def rollout(
         self,
@@ -119,7 +80,6 @@ class Dispatcher:
         call: SampleCall,
         *,
         leave: Callable[[], Awaitable[None]],
-        tell: Callable[[int], None] | None = None,
         resumed_from: PartialCompletion | None = None,
     ) -> Rollout:
         """Sample and grade rollout `index` of `order`; with `resumed_from`, continue a completion that was cut short.
@@ -128,21 +88,11 @@ class Dispatcher:
         request the engine gets next, or when. Raises CutShort if the engine cuts the request (`SampleCall.rollout_id`
         is its id).
         """
-        rollout_id = call.rollout_id(order, index)
-        seed = request_seed(call.seed, order.group, index)
-        request = GenerationRequest(
-            rollout_id,
-            order.prompt_ids,
-            self.sampling,
-            seed,
-            on_tokens=tell,
-            resumed_from=resumed_from,
-            group=order.group,
-        )
-        completion = await self.engine.generate(request)
+        line = Line(call.rollout_id(order, index), order)
+        completion = await self.engine.generate(line.request(call, index, self.sampling, resumed_from=resumed_from))
         await leave()
-        text, grade = await self.grader.grade(order.problem, completion)
-        return recorded(order, call, rollout_id, completion, text, grade)
+        line.say(completion, *await self.grader.grade(order.problem, completion))
+        return line.rollout(call)
 
 
 # Partial rollouts: rollouts cut by a deadline continue under the next policy version instead of being discarded.

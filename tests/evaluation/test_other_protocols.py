@@ -20,15 +20,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "game"))
 from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import ChallengeProtocol
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.evaluation.report import PARTS, REPORT_FILE, attack_kinds, check_attacks, check_protocol, default_parts
 from pvg.game.players import Players
-from pvg.game.protocols import ChallengeEnvironment
+from pvg.game.protocols import ProtocolParts, challenge
 from pvg.game.verifier_phase import read_verifier
+from pvg.games.game import Action
 from pvg.models import open_model, pick_device
 from pvg.records import Role, Rollout
-from pvg.rollout.episodes import Transcript
+from pvg.rollout.interaction import Ask, Talk
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.store.run_players import verifier_weights_name
@@ -118,16 +120,17 @@ def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: lis
     verifier, _ = read_verifier(players, lambda name: read_checkpoint(run.weights, name), verifier_weights_name(round_))
     problems = {problem.id: problem for split in ("train", "test") for problem in players.task.problems(split)}
     asked = [rollout for rollout in rollouts if rollout.turns]
-    transcripts = [
-        Transcript(r.id, problems[r.problem_id], r.prompt_ids, r.completion_ids[: r.turns[1].start], 0, True)
-        for r in asked
-    ]
+    asks = []
+    for r in asked:
+        problem, said = problems[r.problem_id], ("prover", Action(r.solution, r.solution))
+        asks.append(Ask(r.id, problem, Talk(problem, (said,)), r.completion_ids[: r.turns[1].start]))
     try:
-        environment = ChallengeEnvironment(players.task, players.base.tokenizer, "tag", players.scorer(verifier), 0, 16)
-        questions = asyncio.run(environment.observe(transcripts))
+        parts = ProtocolParts(players.task, players.base.tokenizer, "tag", players.scorer(verifier), 0)
+        decider: Any = challenge(ChallengeProtocol(), parts).deciders["verifier"]
+        questions = asyncio.run(decider(asks))
     finally:
         verifier.close()
-    return float(np.mean([q is not None and q.text == r.turns[1].text for q, r in zip(questions, asked, strict=True)]))
+    return float(np.mean([question == r.turns[1].text for question, r in zip(questions, asked, strict=True)]))
 
 
 def test_kl_and_flaws_are_of_the_solution_alone(challenged: RunDirectory) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_games import changed, played, recorded, rows
 
+from pvg.config.game import ChallengeProtocol
 from pvg.config.load import load_experiment
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
-from pvg.game.protocols import MOST_CONSIDERED, ChallengeEnvironment, steps_of, tokens_of, weakest
+from pvg.game.protocols import MOST_CONSIDERED, ProtocolParts, challenge, example_episode, steps_of, tokens_of, weakest
+from pvg.games.game import Action
 from pvg.models import open_model, pick_device
 from pvg.models.embedded_training import diplomacy_tokenizer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Float32, Problem, Rollout
-from pvg.rollout.episodes import Observation, Transcript
+from pvg.records import Float32, Problem, Role, Rollout, Scorable
+from pvg.rollout.interaction import Ask, Interaction, Talk
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks.diplomacy_mini import DiplomacyMini, plan_problem
 from pvg.tasks.modchain import Modchain
@@ -62,25 +64,28 @@ class Judge:
     version = "v"
 
     def __init__(self) -> None:
-        self.seen: list[Rollout] = []
+        self.seen: list[Scorable] = []
 
-    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+    async def score(self, rollouts: Sequence[Scorable]) -> Float32:
         self.seen += rollouts
         by_steps = [1.0, 3.0, 2.5, -4.0, -3.0]
         return np.array([by_steps[rollout.text.count(";")] for rollout in rollouts], dtype=np.float32)
 
 
-def transcript(
-    tokenizer: Tokenizer, text: str, *, name: str = "r/0", stopped: bool = True, turn: int = 0
-) -> Transcript:
-    ids = tokenizer.encode(text)
-    if stopped:
-        ids = np.append(ids, np.int32(tokenizer.eos_id))
-    return Transcript(name, PROBLEM, tokenizer.encode("H7+5+8?"), ids, turn, stopped)
+def ask_about(tokenizer: Tokenizer, text: str, name: str = "r/0", problem: Problem = PROBLEM) -> Ask[Talk]:
+    ids = np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
+    return Ask(name, problem, Talk(problem, (("prover", Action(text, text)),)), ids)
 
 
-def asked(challenges: ChallengeEnvironment, *transcripts: Transcript) -> list[Observation | None]:
-    return asyncio.run(challenges.observe(transcripts))
+def challenge_of(
+    task: Any, tokenizer: Tokenizer, scorer: Any = None, seed: int = 0, step: Any = "weakest"
+) -> Interaction[Talk]:
+    return challenge(ChallengeProtocol(step=step, tokens=9), ProtocolParts(task, tokenizer, "tag", scorer, seed))
+
+
+def asked(interaction: Interaction[Talk], *asks: Ask[Talk]) -> list[str]:
+    """The question to each."""
+    return asyncio.run(cast(Any, interaction.deciders["verifier"])(asks))
 
 
 def test_the_weakest_step_is_that_which_takes_most_of_the_score():
@@ -90,40 +95,42 @@ def test_the_weakest_step_is_that_which_takes_most_of_the_score():
 
 def test_it_is_found_by_scoring_the_solution_up_to_each_step(tokenizer: Tokenizer):
     judge = Judge()
-    challenges = ChallengeEnvironment(MODCHAIN, tokenizer, "tag", judge, 0, 9)
+    interaction = challenge_of(MODCHAIN, tokenizer, judge)
     text = "7+5=2;2+8=0;0+0=0;0+1=1;A1"
-    (found,) = asked(challenges, transcript(tokenizer, text))
-    assert found is not None
-    assert (found.text, found.max_tokens) == ("3?", 9)
-    assert found.token_ids.tolist() == tokenizer.encode("3?").tolist()
+    assert asked(interaction, ask_about(tokenizer, text)) == ["3?"]
+    ids, shown = interaction.turn("3?", False)
+    assert (ids.tolist(), shown) == (tokenizer.encode("3?").tolist(), "3?")
     assert [prefix.text for prefix in judge.seen] == ["", text[:6], text[:12], text[:18], text[:24]]
     assert {prefix.question for prefix in judge.seen} == {PROBLEM.question}
 
 
 def test_what_has_no_step_was_cut_off_or_was_asked_already_is_asked_nothing(tokenizer: Tokenizer):
-    challenges = ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 0, 9)
-    good = "7+5=2;2+8=0;A0"
-    found = asked(
-        challenges,
-        transcript(tokenizer, "A0"),
-        transcript(tokenizer, good, stopped=False),
-        transcript(tokenizer, good, turn=1),
-        transcript(tokenizer, good),
-    )
-    assert [observation is not None for observation in found] == [False, False, False, True]
+    interaction, solution = challenge_of(MODCHAIN, tokenizer), "7+5=2;2+8=0;A0"
+    rules = interaction.rules
+    assert asked(interaction, ask_about(tokenizer, "A0"), ask_about(tokenizer, solution)) != ["", ""]
+    assert asked(interaction, ask_about(tokenizer, "A0")) == [""]
+
+    def seats(*said: tuple[str, Action]) -> Sequence[str]:
+        return rules.seats(Talk(PROBLEM, said))
+
+    wrote, asks = ("prover", Action(solution, solution)), ("verifier", Action("1?", "1?"))
+    assert seats() == ("prover",)
+    assert seats(wrote) == ("verifier",)
+    assert seats(("prover", Action(solution, solution, cut=True))) == ()
+    assert seats(wrote, ("verifier", Action("", ""))) == ()
+    assert seats(wrote, asks) == ("prover",)
+    assert seats(wrote, asks, ("prover", Action("2", "2"))) == ()
 
 
 def test_a_random_question_depends_on_seed_and_episode_alone(tokenizer: Tokenizer):
     text = "7+5=2;2+8=0;0+3=3;3+6=9;A9"
-    many = [transcript(tokenizer, text, name=f"r/{i}") for i in range(400)]
-    told = [o.text for o in asked(ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 3, 9), *many) if o is not None]
+    many = [ask_about(tokenizer, text, f"r/{i}") for i in range(400)]
+    told = asked(challenge_of(MODCHAIN, tokenizer, seed=3), *many)
     counts = [told.count(f"{step}?") for step in (1, 2, 3, 4)]
     assert sum(counts) == 400
     assert min(counts) > 60  # 100 each, standard error 8.7
-    again = asked(ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 3, 9), *reversed(many))
-    assert [o.text for o in again if o is not None] == told[::-1]
-    other = asked(ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 4, 9), *many)
-    assert [o.text for o in other if o is not None] != told
+    assert asked(challenge_of(MODCHAIN, tokenizer, Judge(), seed=3, step="random"), *reversed(many)) == told[::-1]
+    assert asked(challenge_of(MODCHAIN, tokenizer, seed=4), *many) != told
 
 
 def test_steps_are_the_tasks_or_lines_or_what_semicolons_divide():
@@ -156,10 +163,11 @@ PLAN_PROBLEM = plan_problem("ade/bg>d")
 FLAWED = "ab;d.;e."  # only bd;g+bd refutes it
 
 
-def plan_transcript(text: str, name: str = "r/0") -> Transcript:
-    plan_tokenizer = Tokenizer(diplomacy_tokenizer())
-    ids = np.append(plan_tokenizer.encode(text), np.int32(plan_tokenizer.eos_id))
-    return Transcript(name, PLAN_PROBLEM, plan_tokenizer.encode(f"H{PLAN_PROBLEM.question}"), ids, 0, True)
+PLAN_TOKENIZER = Tokenizer(diplomacy_tokenizer())
+
+
+def about_plan(text: str, name: str = "r/0") -> Ask[Talk]:
+    return ask_about(PLAN_TOKENIZER, text, name, PLAN_PROBLEM)
 
 
 class Curious:
@@ -170,35 +178,35 @@ class Curious:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    async def score(self, rollouts: Sequence[Rollout]) -> Float32:
+    async def score(self, rollouts: Sequence[Scorable]) -> Float32:
         self.seen += [rollout.text for rollout in rollouts]
         return np.array([-len(rollout.text) for rollout in rollouts], dtype=np.float32)
 
 
 def test_a_task_answers_the_question_with_the_lowest_score_which_is_chosen_before_the_answer():
     judge = Curious()
-    challenges = ChallengeEnvironment(PLANS, Tokenizer(diplomacy_tokenizer()), "tag", judge, 0, 9)
+    interaction = challenge_of(PLANS, PLAN_TOKENIZER, judge)
     texts = [FLAWED, "a.;d.;e+d", "a.", f"{FLAWED}!bd;g+bd"]
-    found = asked(challenges, *(plan_transcript(text, f"r/{number}") for number, text in enumerate(texts)))
+    found = asked(interaction, *(about_plan(text, f"r/{number}") for number, text in enumerate(texts)))
     assert len(judge.seen) == 3 * MOST_CONSIDERED
-    assert found[2] is None
-    for text, observation, first in zip(texts, found, (0, MOST_CONSIDERED, 0, 2 * MOST_CONSIDERED), strict=True):
-        if observation is not None:
+    assert found[2] == ""
+    for text, question, first in zip(texts, found, (0, MOST_CONSIDERED, 0, 2 * MOST_CONSIDERED), strict=True):
+        if question:
             longest = max(judge.seen[first : first + MOST_CONSIDERED], key=len)
-            question = longest.removeprefix(text)
+            assert question == longest.removeprefix(text)
             assert question in PLANS.questions(PLAN_PROBLEM, text)
-            assert observation.text == question + PLANS.answer(PLAN_PROBLEM, text, question)
-            assert observation.max_tokens == 0
+            over = Talk(PLAN_PROBLEM, (("prover", Action(text, text)), ("verifier", Action(question, question))))
+            assert interaction.rules.seats(over) == ()
+            told = interaction.rules.prompt(over, "prover", Role.HELPFUL)
+            assert told == question + PLANS.answer(PLAN_PROBLEM, text, question)
 
 
 def test_without_a_verifier_a_seed_draws_the_question():
-    challenges = [
-        ChallengeEnvironment(PLANS, Tokenizer(diplomacy_tokenizer()), "tag", None, seed, 9) for seed in (3, 4)
-    ]
-    many = [plan_transcript(FLAWED, f"r/{number}") for number in range(60)]
-    told = [[o.text for o in asked(environment, *many) if o is not None] for environment in challenges]
+    interactions = [challenge_of(PLANS, PLAN_TOKENIZER, seed=seed) for seed in (3, 4)]
+    many = [about_plan(FLAWED, f"r/{number}") for number in range(60)]
+    told = [asked(interaction, *many) for interaction in interactions]
     assert told[0] != told[1]
-    assert [o.text for o in asked(challenges[0], *many) if o is not None] == told[0]
+    assert asked(interactions[0], *many) == told[0]
     assert len(set(told[0])) > 10
 
 
@@ -222,14 +230,12 @@ def test_a_plan_game_in_which_the_task_answers(tmp_path: Path):
 
 def test_a_preview_asks_what_a_game_asks(tokenizer: Tokenizer):
     solution = "7+5=2;"  # one step, so a game can ask about nothing else
-    challenges = ChallengeEnvironment(MODCHAIN, tokenizer, "tag", None, 0, 9)
-    (asked_in_game,) = asked(challenges, transcript(tokenizer, solution))
-    shown = challenges.example(PROBLEM, solution)
-    assert shown is not None
-    assert asked_in_game is not None
-    assert (shown[0].text, shown[0].max_tokens, shown[1]) == (asked_in_game.text, 9, "7+5=2;")
-    assert shown[0].token_ids.tolist() == asked_in_game.token_ids.tolist()
-    assert challenges.example(PROBLEM, "") is None
+    interaction = challenge_of(MODCHAIN, tokenizer)
+    state, turns = example_episode(interaction, tokenizer, PROBLEM, solution)
+    assert [state.said[1][1].text] == asked(interaction, ask_about(tokenizer, solution)) == ["1?"]
+    assert [(text, sampled) for text, _, sampled in turns] == [(solution, True), ("1?", False), (solution, True)]
+    assert turns[1][1].tolist() == tokenizer.encode("1?").tolist()
+    assert len(example_episode(interaction, tokenizer, PROBLEM, "")[1]) == 1
 
 
 # --- a game -------------------------------------------------------------------------------------------------------

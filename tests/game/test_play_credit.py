@@ -10,7 +10,7 @@ import pytest
 from pvg.game.play_phase import elo, interval, match_metrics, phase_statistics, points, rewarded_decisions
 from pvg.games.negotiation import Bargain, Negotiation
 from pvg.records import Grade, Problem, Role, Rollout, Timing, VersionSpan
-from pvg.rollout.games import MOST_STATE_BYTES, GameStart, PlayedGame, SeatDecision, game_record
+from pvg.rollout.interaction import MOST_STATE_BYTES, GameStart, PlayedGame, SeatDecision, game_record
 
 GAME = Negotiation()
 PROBLEM = Problem("start", "", "")

@@ -20,7 +20,7 @@ from pvg.games.negotiation import Negotiation
 from pvg.records import Role
 from pvg.reporting.boards import board_svg, full_plan, games_section, mini_text, newest_games, plans_section
 from pvg.reporting.table import page
-from pvg.rollout.games import GameRecord, PlayedGame, SeatDecision, game_record, game_start
+from pvg.rollout.interaction import GameRecord, PlayedGame, SeatDecision, game_record, game_start
 
 
 def draw(board: Board, position: Position, text: str) -> str:

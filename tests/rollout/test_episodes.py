@@ -1,10 +1,9 @@
-"""Episodes of several turns: what goes to the engine, what comes back, and what is whose."""
+"""Dialogues: what goes to the engine, what comes back, and what is whose."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from tiny_policies import TOKENIZER, orders, tiny_model, with_engine
 from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import Deadline, Observation, Transcript
+from pvg.rollout.episodes import Deadline
+from pvg.rollout.interaction import Ask, Direct, Interaction, Talk
 from pvg.rollout.torch_engine import TorchEngine
 
 
@@ -44,31 +44,37 @@ class Talking:
         return Completion(request.id, ids, logprobs, spans, reason, Timing(1.0, 2.0))
 
 
-@dataclass
-class Script:
-    """Says `lines[k]` after turn k; what comes after the last line, or in an episode of `silent`, is nothing."""
+class Script(Direct):
+    """Someone says `lines[k]` after turn k, and to an interaction of `silent` nothing."""
 
-    lines: Sequence[str]
-    silent: frozenset[str] = frozenset()
-    graded_turn: int = 0
-    calls: list[list[Transcript]] = field(default_factory=list)
+    def __init__(self, lines: Sequence[str], silent: frozenset[str] = frozenset()) -> None:
+        self.lines, self.silent = lines, silent
+        self.calls: list[list[Ask[Talk]]] = []
 
-    async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
-        self.calls.append(list(transcripts))
-        found: list[Observation | None] = []
-        for transcript in transcripts:
-            if transcript.id in self.silent or transcript.turn >= len(self.lines):
-                found.append(None)
-            else:
-                line = self.lines[transcript.turn]
-                found.append(Observation(TOKENIZER.encode(line), line, 5))
-        return found
+    def seats(self, state: Talk) -> Sequence[str]:
+        if len(state.said) % 2:
+            return ("other",) if len(state.said) < 2 * len(self.lines) else ()
+        return ("prover",) if not state.said or state.said[-1][1].text else ()
+
+    def prompt(self, state: Talk, seat: str, role: Role) -> str:
+        return "" if len(state.said) % 2 else state.said[-1][1].text
+
+    def limit(self, state: Talk, seat: str) -> int | None:
+        return 5 if state.said else None
+
+    async def say(self, asks: Sequence[Ask[Talk]]) -> list[str]:
+        self.calls.append(list(asks))
+        return ["" if ask.id in self.silent else self.lines[len(ask.state.said) // 2] for ask in asks]
 
 
-def play(engine: Any, environment: Script, wanted: Sequence[GroupOrder] | None = None, **options: Any) -> list[Group]:
+def call_of(rules: Script, **options: Any) -> SampleCall:
+    interaction = Interaction(rules, turn=lambda text, _: (TOKENIZER.encode(text), text), deciders={"other": rules.say})
+    return SampleCall(0, "base", 3, 7, "e", interaction=interaction, **options)
+
+
+def play(engine: Any, rules: Script, wanted: Sequence[GroupOrder] | None = None, **options: Any) -> list[Group]:
     dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
-    call = SampleCall(0, "base", 3, 7, "e", environment=environment, **options)
-    return asyncio.run(dispatcher.sample(orders([2, 2]) if wanted is None else wanted, call))
+    return asyncio.run(dispatcher.sample(orders([2, 2]) if wanted is None else wanted, call_of(rules, **options)))
 
 
 def rollouts(groups: Sequence[Group]) -> list[Rollout]:
@@ -94,10 +100,9 @@ def test_the_prompt_of_a_turn_is_every_token_before_it():
 @given(
     st.lists(st.text("0123456789+=;?", min_size=1, max_size=4), max_size=3),
     st.frozensets(st.sampled_from([f"e/{group:05d}/{index:02d}" for group in range(2) for index in range(2)])),
-    st.integers(0, 1),
 )
-def test_the_turns_are_the_completion(lines: list[str], silent: frozenset[str], graded: int):
-    engine, script = Talking(), Script(lines, silent, -graded)
+def test_the_turns_are_the_completion(lines: list[str], silent: frozenset[str]):
+    engine, script = Talking(), Script(lines, silent)
     for rollout in rollouts(play(engine, script)):
         asked = [] if rollout.id in silent else lines
         assert len(rollout.turns) == (2 * len(asked) + 1 if asked else 0)
@@ -120,7 +125,7 @@ def test_the_turns_are_the_completion(lines: list[str], silent: frozenset[str], 
         starts = [turn.start for turn in rollout.turns if turn.sampled] or [0]
         assert [span.start for span in rollout.spans] == starts
         assert rollout.timing == Timing(1.0 * len(answers), 2.0 * len(answers))
-        said = TOKENIZER.decode(answers[-graded][0])
+        said = TOKENIZER.decode(answers[0][0])
         assert rollout.grade.correct == (len(said) % 2 == 0)
 
 
@@ -129,21 +134,50 @@ def completion(request: GenerationRequest) -> tuple[Any, Any]:
     return found.token_ids, found.logprobs
 
 
-def test_the_environment_is_asked_about_all_episodes_of_a_turn_at_once_and_never_told_a_role():
-    script = Script(["1?"], frozenset({"e/00001/00"}))
-    play(Talking(), script)
+def test_a_speaker_is_asked_about_all_interactions_of_a_phase_at_once_and_never_told_a_role():
+    script = Script(["1?", "2?"], frozenset({"e/00001/00"}))
+    found = rollouts(play(Talking(), script))
     assert [len(call) for call in script.calls] == [4, 3]
-    assert [transcript.turn for transcript in script.calls[1]] == [1, 1, 1]
     seen = script.calls[1][0]
-    assert seen.stopped
+    assert [seat for seat, _ in seen.state.said] == ["prover", "other", "prover"]
+    assert seen.said.tolist() == found[0].completion_ids[: found[0].turns[3].start].tolist()
     assert not hasattr(seen, "role")
+
+
+class Debate(Direct):
+    """Two voices in turn, two times. Each hears what the other says, and at the end the last words."""
+
+    voices = ("a", "b")
+
+    def seats(self, state: Talk) -> Sequence[str]:
+        return (self.voices[len(state.said) % 2],) if len(state.said) < 4 else ()
+
+    def prompt(self, state: Talk, seat: str, role: Role) -> str:
+        return state.said[-1][1].text if state.said[-1][0] != seat else ""
+
+
+def test_each_voice_has_one_rollout_with_its_own_prompt_and_seeds():
+    engine = Talking()
+    dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
+    debate = Interaction(Debate(), TOKENIZER.encode, lambda text, _: (TOKENIZER.encode(text), text))
+    call = SampleCall(0, "base", 3, 7, "e", interaction=debate)
+    first, second = asyncio.run(dispatcher.sample(orders([2]), call))
+    ids = [request.id for request in engine.seen if request.id.startswith("e/00000/00")]
+    assert ids == ["e/00000/00", "e/00000/00/b", "e/00000/00/1", "e/00000/00/b/1"]
+    assert len({request.seed for request in engine.seen}) == len(engine.seen) == 8
+    for a, b in zip(first.rollouts, second.rollouts, strict=True):
+        assert TOKENIZER.decode(b.prompt_ids) == a.turns[0].text
+        assert [turn.text for turn in b.turns[::2]] == [turn.text for turn in a.turns[1::2]]
+        assert [turn.sampled for turn in a.turns] == [True, False, True, False]
+        assert [turn.text for turn in b.turns] == [turn.text for turn in a.turns[1:]]
+        assert [turn.sampled for turn in b.turns] == [True, False, True]
 
 
 def test_a_solution_at_its_length_limit_makes_the_rollout_one_and_an_answer_does_not():
     wanted = [GroupOrder(Problem("p", "1?", "1"), Role.HELPFUL, TOKENIZER.encode("H1?"), 0, 8)]
     dispatcher_sampling = Sampling(2, (EOS,))
     dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, dispatcher_sampling, 100)
-    (group,) = asyncio.run(dispatcher.sample(wanted, SampleCall(0, "base", 3, 7, "e", environment=Script(["1?"]))))
+    (group,) = asyncio.run(dispatcher.sample(wanted, call_of(Script(["1?"]))))
     for rollout in group.rollouts:
         cut = rollout.completion_ids[rollout.turns[1].start - 1] != EOS
         assert rollout.finish_reason == ("length" if cut else "stop")
@@ -173,15 +207,15 @@ def test_episodes_that_ended_in_an_earlier_turn_count_for_the_deadline():
         assert group.cancelled == 1
 
 
-def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
+def test_what_a_speaker_raises_surfaces_and_nothing_is_left_running():
     class Failing(Script):
-        async def observe(self, transcripts: Sequence[Transcript]) -> list[Observation | None]:
+        async def say(self, asks: Sequence[Ask[Talk]]) -> list[str]:
             raise RuntimeError("no answer")
 
     async def work() -> None:
         dispatcher = Dispatcher(Talking(), ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
         with pytest.raises(RuntimeError, match="no answer"):
-            await dispatcher.sample(orders([2, 2]), SampleCall(0, "base", 3, 7, "e", environment=Failing(["1?"])))
+            await dispatcher.sample(orders([2, 2]), call_of(Failing(["1?"])))
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(work())
@@ -191,9 +225,7 @@ def test_what_an_environment_raises_surfaces_and_nothing_is_left_running():
 def test_the_torch_engine_plays_them_and_its_log_probs_are_those_of_the_whole_transcript(continuous: bool):
     async def use(engine: TorchEngine) -> list[Group]:
         dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
-        return await dispatcher.sample(
-            orders([2, 2]), SampleCall(0, "base", 3, 7, "e", environment=Script(["3?", "A"]))
-        )
+        return await dispatcher.sample(orders([2, 2]), call_of(Script(["3?", "A"])))
 
     found = rollouts(with_engine(use, continuous=continuous))
     module = tiny_model().module

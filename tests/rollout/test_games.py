@@ -15,8 +15,7 @@ from pvg.models import open_model, pick_device
 from pvg.records import Int32
 from pvg.rollout.dispatcher import Dispatcher
 from pvg.rollout.engine import Sampling
-from pvg.rollout.episodes import SampleCall
-from pvg.rollout.games import Fork, Opponent, PlayedGame, game_start, play_games
+from pvg.rollout.interaction import Decider, Fork, PlayedGame, SampleCall, game_start, play_games
 from pvg.rollout.torch_engine import TorchEngine
 from pvg.tasks.modchain import Modchain
 
@@ -31,7 +30,7 @@ CALL = SampleCall(0, "base", 3, 17, "play")
 def played(
     forks: Fork | Sequence[Fork] = WHOLE,
     *,
-    opponents: Sequence[Mapping[str, Opponent]] | None = None,
+    opponents: Sequence[Mapping[str, Decider]] | None = None,
     concurrency: int = 64,
 ) -> list[list[PlayedGame[Bargain]]]:
     async def play() -> list[list[PlayedGame[Bargain]]]:

@@ -30,8 +30,8 @@ from pvg.game.roles import prompt_builder
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
 from pvg.records import Role
+from pvg.rollout.dispatcher import SampleCall
 from pvg.rollout.engine import GenerationRequest, Sampling
-from pvg.rollout.episodes import SampleCall
 from pvg.seeds import seed_for
 from pvg.servers.pool import HttpPool
 from pvg.servers.publishing import WeightUpdate

@@ -49,7 +49,7 @@ from pvg.models.logprobs import chunk_tokens, device_bytes
 from pvg.models.packing import pack_rows
 from pvg.models.sources import open_learner
 from pvg.records import Int32
-from pvg.rollout.episodes import SampleCall
+from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import seed_for
 from pvg.tasks import open_task
 from pvg.telemetry.spans import span
