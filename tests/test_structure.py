@@ -134,7 +134,7 @@ def test_the_checks_of_this_file_find_what_they_look_for() -> None:
     assert len(modules()) > 150
     assert {"pvg.records", "pvg.game.run"} <= modules().keys()
     assert any(layer(module) == len(LAYERS) and module.endswith(".main") for module in modules())
-    assert "pvg.records" in graph()["pvg.rollout.episodes"]
+    assert "pvg.records" in graph()["pvg.rollout.gathering"]
     assert "pvg.tasks.modchain" in graph()["pvg.tasks"]
     found = cycles({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a"), "d": frozenset("a")})
     assert found == {("a", "b", "c")}

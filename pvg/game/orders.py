@@ -23,7 +23,7 @@ from pvg.game.session import Session
 from pvg.game.states import GameState
 from pvg.records import BASE_SOURCE, Group, Problem, Role, Rollout, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
-from pvg.rollout.episodes import Deadline, training_deadline
+from pvg.rollout.gathering import Deadline, training_deadline
 from pvg.rollout.interaction import DIRECT, Interaction
 from pvg.seeds import draw_weighted, generator_for, seed_for
 from pvg.tasks.task import Task

@@ -20,7 +20,7 @@ from pvg.config.training import Training
 from pvg.errors import ConfigurationError, StateError
 from pvg.records import Group, Rollout
 from pvg.rollout.engine import CutShort, Engine, PartialCompletion, Sampling
-from pvg.rollout.episodes import (
+from pvg.rollout.gathering import (
     Deadline,
     Grader,
     GroupOrder,

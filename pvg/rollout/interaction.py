@@ -39,7 +39,7 @@ from pvg.errors import ConfigurationError
 from pvg.games.game import Action, Dialogue, GameRules, PlaysByScript, Rules, Script
 from pvg.records import Float32, Grade, Group, Int32, Problem, Role, Rollout, Timing, Turn, VersionSpan
 from pvg.rollout.engine import Completion, Engine, GenerationRequest, Sampling
-from pvg.rollout.episodes import Deadline, Grader, GroupOrder, GroupSampling, all_or_none, gatherings_of, request_seed
+from pvg.rollout.gathering import Deadline, Grader, GroupOrder, GroupSampling, all_or_none, gatherings_of, request_seed
 from pvg.seeds import seed_for
 from pvg.tasks.answers import same_answer
 

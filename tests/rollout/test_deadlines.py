@@ -16,7 +16,7 @@ from virtual_time import run_in_virtual_time
 from pvg.records import Grade, Group, Problem, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import Deadline
+from pvg.rollout.gathering import Deadline
 
 pytestmark = pytest.mark.slow
 

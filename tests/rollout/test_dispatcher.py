@@ -14,7 +14,7 @@ from pvg.errors import ConfigurationError, StateError
 from pvg.records import Grade, Group, Problem, Role, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import STARTED_AT_A_TIME
+from pvg.rollout.gathering import STARTED_AT_A_TIME
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = 1

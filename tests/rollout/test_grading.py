@@ -15,7 +15,7 @@ from tiny_policies import TOKENIZER, orders, with_engine
 from pvg.records import Grade, Group, Problem, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, SampleCall
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import Deadline, Grader
+from pvg.rollout.gathering import Deadline, Grader
 from pvg.rollout.torch_engine import TorchEngine
 
 EOS = TOKENIZER.eos_id

@@ -19,7 +19,7 @@ from pvg.errors import StateError
 from pvg.records import Group, Problem, Role, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, PartialSampling, SampleCall
 from pvg.rollout.engine import Completion, CutShort, Engine, GenerationRequest, PartialCompletion, Sampling
-from pvg.rollout.episodes import Deadline
+from pvg.rollout.gathering import Deadline
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 
 

@@ -17,7 +17,7 @@ from tiny_policies import TOKENIZER, orders, tiny_model, with_engine
 from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
-from pvg.rollout.episodes import Deadline
+from pvg.rollout.gathering import Deadline
 from pvg.rollout.interaction import Ask, Direct, Interaction, Talk
 from pvg.rollout.torch_engine import TorchEngine
 
