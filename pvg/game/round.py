@@ -191,7 +191,8 @@ class GameBatches(Batches):
     async def _score(self, groups: Sequence[Group]) -> ScoredGroups:
         """Score and reward groups that were sampled together."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        await self.session.players.engine.rest(replaced=not self.session.training.dynamic_sampling)
+        samples_on = self.groups.ahead or self.session.training.dynamic_sampling
+        await self.session.players.engine.rest(replaced=not samples_on)
         with span("score"):  # the cache already holds the scores of groups that were sampled ahead
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):

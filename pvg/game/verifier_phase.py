@@ -197,7 +197,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
 async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:
     """A fully trained member, continued from the last committed step; the caller closes it."""
     players, section, round_, steps = session.players, session.verifier, session.state.round, steps_of_member(session)
-    await players.engine.rest()
+    await players.engine.rest(replaced=True)  # the prover phase begins with a new version
     with span("open_models"):
         verifier = await players.compute(lambda: players.open_verifier(round_, member))
     try:

@@ -92,6 +92,7 @@ class LanguageModel(Closing):
         self._module: PreTrainedModel | None = module.eval()
         self.tokenizer = tokenizer
         self.name = name
+        self._dropped: dict[torch.UntypedStorage, int] = {}  # memory to take again, and its bytes
 
     @property
     def module(self) -> PreTrainedModel:
@@ -175,9 +176,23 @@ class LanguageModel(Closing):
         missing = sorted(weights.keys() - accepted.keys())
         if missing:
             raise self._misfit(f"also needs {missing[0]!r} ({len(missing)} weights are missing)")
+        while self._dropped:
+            storage, size = self._dropped.popitem()
+            storage.resize_(size)
         with torch.no_grad():
             for name, weight in weights.items():
                 weight.copy_(accepted[name])
+
+    def drop_weights(self, larger_than: int = 0) -> bool:
+        """Free the memory of weights of more than `larger_than` bytes in all, until `load_weights`. Nobody may read
+        them meanwhile. Returns whether they have none now. Tensors that share them, such as views, stay valid."""
+        weights = self.weights().values()
+        if not self._dropped and sum(weight.nbytes for weight in weights) > larger_than:
+            for storage in (weight.untyped_storage() for weight in weights):
+                if storage.nbytes():
+                    self._dropped[storage] = storage.nbytes()
+                    storage.resize_(0)
+        return bool(self._dropped)
 
     def fingerprint(self) -> str:
         """sha256 in hex over names, dtypes, shapes and bytes of the weights, sorted by name."""

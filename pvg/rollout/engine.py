@@ -206,9 +206,9 @@ class Engine(Protocol):
     async def load_weights(self, update: WeightUpdate) -> SyncTiming: ...
 
     async def rest(self, *, replaced: bool = False) -> None:
-        """Give the memory of the trainer's GPU to the trainer until the next request or update. `replaced`: new weights
-        will come before the next request. Does nothing if the engine has none to give, or has requests in flight."""
-        return  # a model in this process keeps its memory
+        """Give memory to the trainer until the next request or update. `replaced`: new weights will come before the
+        next request. Does nothing if the engine has none to give, or has requests in flight."""
+        return
 
     async def close(self) -> None: ...
 

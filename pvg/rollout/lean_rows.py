@@ -36,7 +36,9 @@ from pvg.telemetry.spans import span
 
 LEAST_SHARED = 32  # tokens; an estimate: the separate pass for a few tokens costs more than it saves
 MOST_SHARED = 2
-KEPT_BYTES = 1 << 28  # of a cache without rows; allocating a larger one takes little time beside filling it
+# An engine without rows keeps a cache or weights of this size. Allocating larger ones takes little time beside filling
+# them.
+KEPT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from pvg.rollout.engine import (
     gather_requests,
 )
 from pvg.rollout.lean import LeanDecoder, NotLeanError
-from pvg.rollout.lean_rows import LeanRows, shared_parts
+from pvg.rollout.lean_rows import KEPT_BYTES, LeanRows, shared_parts
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in
@@ -110,7 +110,7 @@ class TorchEngine(Engine):
         self._dropped_N: NDArray[np.bool_] = np.zeros(max_rows, dtype=bool)  # by ticket
         self._loads_waiting = 0
         self._arrivals = 0
-        self._closed = False
+        self._closed = self._without_weights = False
         self._pump_task: asyncio.Task[None] | None = None
         self._model_lock = asyncio.Lock()  # fair: new weights wait only for the running rows
 
@@ -126,6 +126,8 @@ class TorchEngine(Engine):
         of decoding its batch. After the latter the engine still serves.
         """
         self._assert_open()
+        if self._without_weights:
+            raise StateError("A request came before the weights that `rest` expects; this is a defect of pvg.")
         self._check(request)
         if self.requests_in_flight >= self.max_in_flight:
             raise ConfigurationError(
@@ -165,6 +167,16 @@ class TorchEngine(Engine):
         """
         self._assert_open()
         return await asyncio.shield(asyncio.create_task(self._load(update)))
+
+    async def rest(self, *, replaced: bool = False) -> None:
+        """On a CPU, free the weights if newer ones will come before the next request, because training needs the memory
+        now. On a GPU they stay: recorded graphs know their addresses."""
+        if not replaced or self._closed or self.requests_in_flight or self._model.device.type != "cpu":
+            return
+        async with self._model_lock:
+            if not self.requests_in_flight:
+                self._without_weights = True  # from now on, whatever the executor does first
+                self._without_weights = await run_in(self._executor, self._model.drop_weights, KEPT_BYTES)
 
     async def close(self) -> None:
         """Fail waiting requests, stop running ones, and free the model. A second call does nothing."""
@@ -343,7 +355,7 @@ class TorchEngine(Engine):
             self._events.event("weights", event="rpc.start", **place)
             started = time.perf_counter()
             await run_in(self._executor, self._model.load_weights, update.tensors)
-            self.version = update.version
+            self.version, self._without_weights = update.version, False
         finally:
             self._model_lock.release()
         ended = time.perf_counter()

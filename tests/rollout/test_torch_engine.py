@@ -51,6 +51,41 @@ def test_concurrent_calls_are_decoded_together_and_no_more_than_max_rows() -> No
     with_engine(use, max_rows=16)
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_resting_engine_has_no_weights_until_newer_ones_come(monkeypatch: pytest.MonkeyPatch, lean: bool) -> None:
+    model, newer = tiny_model(), tiny_model(seed=1)
+    wanted = requests(prompts(8), Sampling(6, ()))
+
+    def held() -> int:
+        return sum(weight.untyped_storage().nbytes() for weight in model.weights().values())
+
+    async def use(engine: TorchEngine) -> None:
+        async def sampled() -> list[list[int]]:
+            return [found.token_ids.tolist() for found in await asyncio.gather(*map(engine.generate, wanted))]
+
+        before = await sampled()
+        await engine.rest(replaced=True)
+        assert held(), "small weights stay"
+        monkeypatch.setattr("pvg.rollout.torch_engine.KEPT_BYTES", 0)
+        await engine.rest()
+        assert await sampled() == before
+        task = asyncio.create_task(sampled())
+        await turns(3)
+        await engine.rest(replaced=True)
+        assert await task == before, "rows that run keep their weights"
+        for version in (1, 2):
+            await engine.rest(replaced=True)
+            await engine.rest(replaced=True)
+            assert not held()
+            with pytest.raises(StateError, match="before the weights"):
+                await engine.generate(wanted[0])
+            await engine.load_weights(WeightUpdate(version, newer.weights()))
+            assert await sampled() == [c.token_ids.tolist() for c in by_newer]
+
+    by_newer = generate(wanted, model=tiny_model(seed=1), lean=lean)
+    with_engine(use, model=model, lean=lean)
+
+
 def test_closing_refuses_waiting_and_running_requests_and_frees_the_model() -> None:
     model = tiny_model()
     gate = ModuleGate(model.module)
