@@ -3,9 +3,9 @@
     for plan in memory_of(experiment, prover, verifier, prompt_tokens=256, slots=256, gpu_bytes=None):
         plan.total, plan.parts
 
-The peak of a training step is the larger of two moments: the start of the backward pass (all activations, no gradients
-but the head's) and its end (all gradients, one layer's activations). AdamW keeps two float32 moments per trained
-parameter.
+The peak of a training step is the larger of two moments: the start of the backward pass (all activations; no gradients
+but the head's and those of earlier micro-batches) and its end (all gradients, one layer's activations). AdamW keeps two
+float32 moments per trained parameter.
 
 Activations are counted, not estimated: pvg's own passes run on models of the same configuration with one and with two
 layers, whose tensors have a size and no memory (torch's fake tensors), and their live bytes are added up. So the counts
@@ -277,6 +277,7 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2}
 LOGITS_COPIES = 3  # the chunk's logits, their probabilities, and the gradient
 CONTEXT_BYTES = 600 << 20  # of a process on a GPU: assumed. A CUDA context takes 300 to 600 MiB.
+LIBRARY_BYTES = 450 << 20  # of a process on a CPU with torch and transformers; measured
 ASLEEP_BYTES = 2 << 30  # of a vLLM server that sleeps: its context and what its kernels keep. Assumed.
 Place = Literal["trainer", "server"]
 ACTIVATIONS, GRADIENTS, CASTS = (
@@ -341,11 +342,17 @@ class ModelInTraining:
 
 
 def training_parts(
-    model: ModelInTraining, positions: int, prompt: int, completion: int, gpu_bytes: float | None = None
+    model: ModelInTraining,
+    positions: int,
+    prompt: int,
+    completion: int,
+    gpu_bytes: float | None = None,
+    *,
+    accumulates: bool = False,
 ) -> dict[str, float]:
     """The peak of an optimizer step whose micro-batches have `positions` positions, without the frozen weights. Rows
     have `prompt` and `completion` tokens. `gpu_bytes`: the memory of the GPU, whose size sets the chunk of logits;
-    None: a CPU."""
+    None: a CPU. `accumulates`: a step has several micro-batches, and the gradients of the first ones stay."""
     from pvg.models.logprobs import chunk_tokens
 
     shape = model.shape
@@ -364,11 +371,12 @@ def training_parts(
     head_gradient = 0.0 if model.rank else FLOAT32 * shape.vocabulary * shape.width / model.gpus
     gradients = FLOAT32 * model.trained / model.gpus
     frozen = shape.parameters * BYTES[model.dtype] / model.gpus if model.rank and model.gpus > 1 else 0.0
-    start = everything + max(after, passing) + head_gradient
+    early = head_gradient + (gradients if accumulates else 0.0)
+    start = everything + max(after, passing) + early
     end = layer + passing + gradients
     return {
         "trained weights": FLOAT32 * model.trained / model.gpus,
-        GRADIENTS: gradients if end >= start else head_gradient,
+        GRADIENTS: gradients if end >= start else early,
         "optimizer": 2.0 * FLOAT32 * model.trained / model.gpus,
         **({"weights below adapters": frozen} if frozen else {}),
         **({"gathered weights": model.gathered} if model.gathered else {}),
@@ -395,8 +403,11 @@ def memory_of(
     engine, copy = rollout.engine, {}
     if isinstance(engine, TorchSampling):
         copy = {"weights of the sampler": float(prover.parameters * sampling)}
-    context = {"GPU context (assumed)": float(CONTEXT_BYTES)} if gpu_bytes is not None else {}
-    frozen = {"base prover": float(base), **copy, **context}
+    on_cpu = gpu_bytes is None
+    context = {"Python and libraries": float(LIBRARY_BYTES)} if on_cpu else {"GPU context (assumed)": CONTEXT_BYTES}
+    frozen = {"base prover": float(base), **context}
+    # While players train, the engine rests (TorchEngine.rest), unless it samples before it gets new weights.
+    samples_on = not on_cpu or rollout.prefetch.kind != "none" or experiment.training.dynamic_sampling
 
     policy, scoring = _policy(experiment, prover, length), _verifier(experiment, verifier, length)
     if gpu_bytes is not None:  # the ranks of CPUs share a machine, whose memory they do not divide
@@ -406,20 +417,22 @@ def memory_of(
     batch = numbers.rollouts_per_optimizer_step * length
     lengths = (prompt_tokens, rollout.max_tokens)
     positions = max(length, min(experiment.training.micro_batch_tokens, batch))
-    training = training_parts(policy, positions, *lengths, gpu_bytes)
-    yield MemoryPlan("train the prover", "trainer", {**frozen, "verifier": verifier_bytes, **training}, positions)
+    training = training_parts(policy, positions, *lengths, gpu_bytes, accumulates=positions < batch)
+    held = {**frozen, **(copy if samples_on else {}), "verifier": verifier_bytes}
+    yield MemoryPlan("train the prover", "trainer", {**held, **training}, positions)
 
     pairs = 2 * experiment.verifier.pairs * length
     positions = max(length, min(experiment.verifier.micro_batch_tokens, pairs))
-    own = training_parts(scoring, positions, *lengths, gpu_bytes)
-    start = _frozen_verifier_bytes(experiment, scoring)
-    yield MemoryPlan("train the verifier", "trainer", {**frozen, "verifier's initial weights": start, **own}, positions)
+    own = training_parts(scoring, positions, *lengths, gpu_bytes, accumulates=positions < pairs)
+    start = {"verifier's initial weights": _frozen_verifier_bytes(experiment, scoring)}
+    held = {**frozen, **({} if on_cpu else copy), **start}
+    yield MemoryPlan("train the verifier", "trainer", {**held, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
         rows = min(engine.max_rows, experiment.training.groups * rollout.group_size)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
-        parts = {**frozen, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
+        parts = {**frozen, **copy, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
         yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)
     else:
         share = experiment.serving.tensor_parallel

@@ -124,6 +124,23 @@ def test_parameters_follow_from_the_sizes(config: dict[str, Any], parameters: in
         assert found.adapter_parameters(2) == 32 * 2 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
 
 
+def test_gradients_of_earlier_micro_batches_stay_and_a_resting_engine_has_no_weights(tmp_path: Path) -> None:
+    found = shape(QWEN_7B, tmp_path)
+
+    def parts(**settings: Any) -> list[dict[str, float]]:
+        data = {"name": "full", "models": {"precision": "bfloat16"}, **settings}
+        lengths = {"prompt_tokens": 64, "slots": 64}
+        return [p.parts for p in memory_of(build_experiment(data), found, found, **lengths, gpu_bytes=None)]
+
+    gradients, sampler = "gradients, at the peak", "weights of the sampler"
+    several = parts()[0]
+    whole = parts(training={"micro_batch_tokens": 10**6})[0]  # one micro-batch, at whose start only the head has one
+    assert several[gradients] >= 4 * found.parameters > whole[gradients]
+    assert sampler not in several
+    assert sampler in parts(rollout={"prefetch": "fresh"})[0]
+    assert [sampler in stage for stage in parts()] == [False, False, True]
+
+
 def test_an_embedded_model_is_counted_from_its_weights() -> None:
     weights = ROOT / "pvg" / "models" / "embedded" / "modchain-prover" / "model.safetensors"
     with safe_open(weights, framework="numpy") as tensors:
@@ -297,12 +314,13 @@ def test_layers_that_mix_tokens_outside_of_attention_share_no_prompts() -> None:
 
 @pytest.mark.slow
 def test_micro_batches_fit_a_laptop_unless_they_are_chosen(tmp_path: Path) -> None:
-    """The shape of SmolLM2-135M with the default settings: 16,384 positions would take more than 16 GB."""
+    """The shape of SmolLM2-135M with the default micro-batches: 16,384 positions would take more than 16 GB."""
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True).save_pretrained(tmp_path)
     model = {"source": str(tmp_path)}
     models = {"prover": model, "verifier": model, "device": "cpu"}
-    experiment = build_experiment({"name": "own", "models": models, "rollout": {"max_tokens": 256}})
+    settings = {"rollout": {"max_tokens": 256}, "verifier": {"head": "scalar"}}  # as docs/tutorial.md
+    experiment = build_experiment({"name": "own", "models": models, **settings})
     fitted, line = fitted_here(experiment, print)
     assert fitted.training.micro_batch_tokens < 16_384
     assert (
