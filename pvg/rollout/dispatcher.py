@@ -22,6 +22,7 @@ from pvg.records import Group, Rollout
 from pvg.rollout.engine import CutShort, Engine, PartialCompletion, Sampling
 from pvg.rollout.gathering import (
     Deadline,
+    DeadlineClock,
     Grader,
     GroupOrder,
     all_or_none,
@@ -142,51 +143,29 @@ class _Unit:
         )
 
 
-class _Cut:
+class _Cut(DeadlineClock):
     """Cuts unfinished requests once the time is up and `least` rollouts are in complete units."""
 
     def __init__(self, deadline: Deadline, engine: Engine) -> None:
-        self._deadline = deadline
+        super().__init__(deadline)
         self._engine = engine
-        self._timer: asyncio.TimerHandle | None = None
-        self._late = False
-        self._complete = 0
         self._error: Exception | None = None
         self.in_engine: dict[str, asyncio.Task[None]] = {}  # requests in the engine, by id
         self.done = False
 
-    def begin(self) -> None:
-        """Start the clock before the first request. Later calls do nothing."""
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
     def check(self) -> None:
-        """Raise the error of the engine's `cut`, if it failed in the timer."""
+        """Raise the error of the engine's `cut`, if it failed."""
         if self._error is not None:
             raise self._error
 
-    def ended(self, unit: _Unit) -> None:
-        if unit.complete:
-            self._complete += len(unit.indices)
-            self._cut_if_enough()
-
-    def _expire(self) -> None:
-        self._late = True
+    def cut(self) -> None:
+        self.done = True
         try:
-            self._cut_if_enough()
+            self._engine.cut(self.in_engine.keys())
         except Exception as error:  # noqa: BLE001 - nothing awaits a timer, so `check` raises it
             self._error = error
             for task in self.in_engine.values():
                 task.cancel()
-
-    def _cut_if_enough(self) -> None:
-        if self._late and not self.done and self._complete >= self._deadline.least:
-            self.done = True
-            self._engine.cut(self.in_engine.keys())
 
 
 class PartialSampling:
@@ -296,7 +275,8 @@ class PartialSampling:
             unit.finished[index] = replace(rollout, group=unit.number)  # group numbers of two batches overlap
             unit.partials.pop(index, None)
             unit.finishes.append(time.perf_counter())
-            cut.ended(unit)
+            if unit.complete:
+                cut.count(len(unit.indices))
 
         def start(unit: _Unit, group: asyncio.TaskGroup) -> int:
             left = [index for index in unit.indices if index not in unit.finished]

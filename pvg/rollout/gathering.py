@@ -58,35 +58,19 @@ def compares_within_groups(training: Training, reward: str) -> bool:
     return not training.groupless or reward in ("src", "decoupled")
 
 
-class DeadlineWatch:
-    """Applies a deadline to one set of tasks: cancels the unfinished ones when the time is up and enough have
-    finished."""
+class DeadlineClock:
+    """Calls `cut` once: when the time is up and enough rollouts have finished."""
 
     def __init__(self, deadline: Deadline) -> None:
         self._deadline = deadline
-        self._tasks: list[asyncio.Task[Any]] = []
-        self._cut: set[asyncio.Task[Any]] = set()
-        self._arrived: set[asyncio.Task[Any] | None] = set()
         self._finished = 0
         self._timer: asyncio.TimerHandle | None = None
         self._late = False
 
-    def add(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.append(task)
-        task.add_done_callback(self._ended)
-
-    def count(self, finished: int) -> None:
-        """Count rollouts of the set that finished without a task: episodes that ended in an earlier turn."""
-        self._finished += finished
-
     def begin(self) -> None:
-        """Start the clock before the set's first request. Later calls do nothing."""
+        """Start the clock before the first request. Later calls do nothing."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._deadline.seconds, self._expire)
-
-    def arrived(self) -> None:
-        """Protect the running task from cuts: it has its completion, which a cut during grading would lose."""
-        self._arrived.add(asyncio.current_task())
 
     def stop(self) -> None:
         """Stop the clock: no further cuts."""
@@ -94,25 +78,49 @@ class DeadlineWatch:
             self._timer.cancel()
         self._late = False
 
+    def count(self, finished: int) -> None:
+        """Count rollouts that have finished."""
+        self._finished += finished
+        if self._late and self._finished >= self._deadline.least:
+            self._late = False  # a second cancellation would interrupt the cleanup after the first
+            self.cut()
+
+    def _expire(self) -> None:
+        self._late = True
+        self.count(0)
+
+    def cut(self) -> None:
+        raise NotImplementedError
+
+
+class DeadlineWatch(DeadlineClock):
+    """Applies a deadline to one set of tasks: cancels the unfinished ones."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        super().__init__(deadline)
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._cut: set[asyncio.Task[Any]] = set()
+        self._arrived: set[asyncio.Task[Any] | None] = set()
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.append(task)
+        task.add_done_callback(self._ended)
+
+    def arrived(self) -> None:
+        """Protect the running task from cuts: it has its completion, which a cut during grading would lose."""
+        self._arrived.add(asyncio.current_task())
+
     def was_cut(self, task: asyncio.Task[Any]) -> bool:
         """Whether this watch cancelled `task` and the task did not finish anyway."""
         return task in self._cut and task.cancelled()
 
-    def _expire(self) -> None:
-        self._late = True
-        self._cut_if_enough()
-
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._finished += 1
-            self._cut_if_enough()
+        self.count(not task.cancelled() and task.exception() is None)
 
-    def _cut_if_enough(self) -> None:
-        if self._late and self._finished >= self._deadline.least:
-            self._late = False  # a second cancellation would interrupt the cleanup after the first
-            self._cut = {task for task in self._tasks if not task.done() and task not in self._arrived}
-            for task in self._cut:
-                task.cancel()
+    def cut(self) -> None:
+        self._cut = {task for task in self._tasks if not task.done() and task not in self._arrived}
+        for task in self._cut:
+            task.cancel()
 
 
 # --- groups and their tasks ------------------------------------------------------------------------------------------
