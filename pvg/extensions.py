@@ -32,7 +32,12 @@ REFERENCE_PATTERN = r"^[^:]+\.py:[A-Za-z_][A-Za-z0-9_]*$"
 # The type of a setting that accepts such a reference in addition to pvg's names.
 Reference = Annotated[str, Field(pattern=REFERENCE_PATTERN)]
 # The settings that accept one, by section.
-EXTENSIBLE = {"task": ("source", "game"), "verifier": ("head", "loss"), "training": ("loss",), "game": ("reward",)}
+EXTENSIBLE = {
+    "task": ("source", "game"),
+    "verifier": ("head", "loss"),
+    "training": ("loss",),
+    "game": ("reward", "protocol"),
+}
 
 MODULES = "pvg_extension_"  # begins the names of modules that are users' files
 

@@ -189,10 +189,9 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
         return
     for role, shown in found["prompts"].items():
         _print_input(f"Prompt of the {role} role for {found['problem']}", shown["text"], shown["tokens"], console)
-    if (asked := found["challenge"]) is not None:
-        _print_input("Example of the verifier's question about a solution", asked["question"], None, console)
-        limit = "" if asked["max_tokens"] is None else f" (at most {counted(asked['max_tokens'], 'token')})"
-        _print_input(f"Example of the {asked['answered_by']}'s answer{limit}", asked["answer"], None, console)
+    for number, turn in enumerate(found["episode"], 2):
+        what = "written by the prover" if turn["by"] == "prover" else "read by the prover"
+        _print_input(f"Example of turn {number}, {what}", turn["text"], None, console)
     if (read := found["verifier_input"]) is not None:
         _print_input("Input of the verifier", read["text"], read["tokens"], console)
     if found["graded"]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
 from pvg.config.base import ByKind, without_folder
-from pvg.config.game import ChallengeProtocol, SimultaneousSchedule
+from pvg.config.game import ChallengeProtocol, OwnProtocol, SimultaneousSchedule
 from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 from pvg.extensions import EXTENSIBLE, is_reference
@@ -104,6 +104,8 @@ class Experiment(AllSections):
     def completion_room(self) -> int:
         """The most tokens of a completion, including what the environment writes."""
         protocol = self.game.protocol
+        if isinstance(protocol, OwnProtocol):
+            return self.rollout.max_tokens + protocol.tokens
         if not isinstance(protocol, ChallengeProtocol):
             return self.rollout.max_tokens
         question = TAG_ROOM if self.prompts.kind == "tag" else QUOTED_ROOM

@@ -133,7 +133,14 @@ class ChallengeProtocol(Section):
     tokens: Count = Field(16, description="Maximum number of tokens of an answer. A longer one is cut off.")
 
 
-Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol, ByKind("direct")]
+class OwnProtocol(Section):
+    """Rules in a file of your own: who speaks, and what the prover reads between its turns."""
+
+    kind: Reference
+    tokens: Count = Field(64, description="Maximum number of tokens of a rollout after its first turn.")
+
+
+Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol | OwnProtocol, ByKind("direct")]
 
 
 class StackelbergSchedule(Section):

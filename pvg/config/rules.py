@@ -6,7 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pvg.config.game import CompositeReward, DecoupledProtocol, DecoupledReward, GatedReward, SimultaneousSchedule
+from pvg.config.game import (
+    ChallengeProtocol,
+    CompositeReward,
+    DecoupledProtocol,
+    DecoupledReward,
+    GatedReward,
+    OwnProtocol,
+    SimultaneousSchedule,
+)
 from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers, ranks_of, shards_of
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
@@ -388,8 +396,8 @@ def _play(experiment: AllSections) -> Iterator[str]:
 
 def _protocols(experiment: AllSections) -> Iterator[str]:
     game, reward = experiment.game, experiment.game.reward
-    if game.protocol.kind == "challenge":
-        several = "game.protocol = 'challenge' has several turns"
+    if isinstance(game.protocol, ChallengeProtocol | OwnProtocol):
+        several = f"game.protocol = {game.protocol.kind!r} has several turns"
         if experiment.rollout.deadline.kind == "continue":
             yield f"rollout.deadline = 'continue' needs rollouts of one turn, but {several}; set it to 'none' or 'cut'"
         if experiment.training.router_replay:

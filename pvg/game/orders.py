@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pvg.config.game import Game
 from pvg.game.players import Players
-from pvg.game.protocols import PROTOCOLS, ProtocolParts
+from pvg.game.protocols import ProtocolParts, interaction_for
 from pvg.game.roles import PromptBuilder, assign_roles
 from pvg.game.session import Session
 from pvg.game.states import GameState
@@ -319,4 +319,4 @@ class RunWithPlayers(Protocol):
 def interaction_of(session: RunWithPlayers, scorer: Scorer | None) -> Interaction[Any]:
     """What makes a rollout of the game. `scorer`: of the round's verifier; None if there is none yet."""
     parts = ProtocolParts(session.task, session.players.base.tokenizer, session.prompts.style, scorer, session.seed)
-    return PROTOCOLS[session.game.protocol.kind](session.game.protocol, parts)
+    return interaction_for(session.game.protocol, parts)

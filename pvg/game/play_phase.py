@@ -202,18 +202,21 @@ def change_in_value(
 
 def _group_of(game: GameRules[Any], start: int, decision: SeatDecision[Any], groups: Grouping) -> Hashable:
     if groups == "stratified":
-        return decision.phase, math.floor(game.values(decision.state)[decision.seat])
+        return game.phase(decision.state), math.floor(game.values(decision.state)[decision.seat])
     return start, decision.seat, decision.number
 
 
-def phase_statistics(played: Sequence[Sequence[PlayedGame[Any]]]) -> list[dict[str, Any]]:
+def phase_statistics(game: GameRules[Any], played: Sequence[Sequence[PlayedGame[Any]]]) -> list[dict[str, Any]]:
     """One row per phase, ordered by name: the number of decisions, the mean number of decisions requested together,
     mean tokens of prompts and completions, and the median and largest latency in seconds. Scripts are left out."""
     by_phase: dict[str, dict[str, tuple[Rollout, int]]] = {}
     for decision in _decisions(played):
         if decision.rollout is not None:
-            by_phase.setdefault(decision.phase, {})[decision.rollout.id] = (decision.rollout, decision.batch)
-    return [_phase_row(phase, list(rows.values())) for phase, rows in sorted(by_phase.items())]
+            by_phase.setdefault(game.phase(decision.state), {})[decision.rollout.id] = (
+                decision.rollout,
+                decision.batch,
+            )
+    return [_phase_row(phase, list(found.values())) for phase, found in sorted(by_phase.items())]
 
 
 def _decisions(played: Sequence[Sequence[PlayedGame[Any]]]) -> Iterator[SeatDecision[Any]]:
@@ -348,7 +351,7 @@ class PlayBatches(Batches):
             everything = list((sampled | {rollout.id: rollout for rollout in trained}).values())
             session.ledger.keep(everything)
             session.ledger.record(
-                "play_phases", round=session.state.round, step=number, phases=phase_statistics(played)
+                "play_phases", round=session.state.round, step=number, phases=phase_statistics(self.game, played)
             )
             self.done += 1
             games = [one for continuations in played for one in continuations]

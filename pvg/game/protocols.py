@@ -21,6 +21,7 @@ chooses among MOST_CONSIDERED drawn ones before it reads the answer:
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,15 +29,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pvg.config.base import RunId
-from pvg.config.game import ChallengeProtocol, DecoupledProtocol
+from pvg.config.game import ChallengeProtocol, DecoupledProtocol, OwnProtocol, Protocol
 from pvg.errors import ConfigurationError
+from pvg.extensions import called, load
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.games.game import PlaysByScript, Script
+from pvg.games.game import CheckedDialogue, PlaysByScript, Script
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Float32, Int32, Problem, Role, Rollout, SolverSolution
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.rollout.interaction import DIRECT, Ask, Direct, Interaction, SampleCall, Talk
+from pvg.rollout.interaction import DIRECT, MOST_PHASES, Ask, Direct, Interaction, SampleCall, Talk
 from pvg.seeds import generator_for, seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
@@ -187,18 +189,14 @@ class Questions:
     """Decides for the verifier in a challenge. `scorer` finds the weakest step; None: `seed` and the id draw a step."""
 
     def __init__(self, rules: ChallengeRules, parts: ProtocolParts, scorer: Scorer | None) -> None:
-        self._rules = rules
-        self._task = parts.task
-        self._tokenizer = parts.tokenizer
-        self._scorer = scorer
-        self._seed = parts.seed
+        self._rules, self._parts, self._scorer = rules, parts, scorer
 
     async def __call__(self, asks: Sequence[Ask[Talk]]) -> list[str]:
         options, chosen = [self._options(ask) for ask in asks], [0] * len(asks)
         if self._scorer is not None:
             candidates = [self._candidates(ask, questions) for ask, questions in zip(asks, options, strict=True)]
             scores_N = await self._scorer.score([each for part in candidates for each in part])
-            choose = np.argmin if isinstance(self._task, AnswersQuestions) else weakest
+            choose = np.argmin if isinstance(self._parts.task, AnswersQuestions) else weakest
             for number, end in enumerate(np.cumsum([len(part) for part in candidates]).tolist()):
                 if part := candidates[number]:
                     chosen[number] = int(choose(scores_N[end - len(part) : end]))
@@ -207,8 +205,8 @@ class Questions:
     def _options(self, ask: Ask[Talk]) -> list[str]:
         """The questions from which the verifier chooses; without a verifier at most one. The seed and the id draw."""
         questions = self._rules.questions(ask.problem, ask.state.said[0][1].text)
-        count, drawn = len(questions), partial(generator_for, self._seed, "challenge", ask.id)
-        if isinstance(self._task, AnswersQuestions):
+        count, drawn = len(questions), partial(generator_for, self._parts.seed, "challenge", ask.id)
+        if isinstance(self._parts.task, AnswersQuestions):
             most = 1 if self._scorer is None else MOST_CONSIDERED
             numbers = range(count) if count <= most else sorted(drawn().choice(count, most, replace=False).tolist())
             return [questions[number] for number in numbers]
@@ -217,14 +215,14 @@ class Questions:
     def _candidates(self, ask: Ask[Talk], questions: Sequence[str]) -> list[TextSolution]:
         """What the verifier scores: the solution with each question that the task would answer, or the solution before
         its first step and after each step; nothing without questions."""
-        ids, encode = ask.said[:-1], self._tokenizer.encode
-        if isinstance(self._task, AnswersQuestions):
+        ids, encode = ask.said[:-1], self._parts.tokenizer.encode
+        if isinstance(self._parts.task, AnswersQuestions):
             parts = [np.concatenate([ids, encode(question)]) for question in questions]
         else:
-            places = steps_of(self._task, ask.state.said[0][1].text)
+            places = steps_of(self._parts.task, ask.state.said[0][1].text)
             ends = [*(start for start, _ in places[:1]), *(end for _, end in places)]
-            parts = [ids[: tokens_of(self._tokenizer, ids, end)] for end in ends]
-        texts = [self._tokenizer.decode(part) for part in parts]
+            parts = [ids[: tokens_of(self._parts.tokenizer, ids, end)] for end in ends]
+        texts = [self._parts.tokenizer.decode(part) for part in parts]
         return [
             TextSolution(f"{ask.id}/prefix-{len(part)}", ask.problem.question, text, part)
             for part, text in zip(parts, texts, strict=True)
@@ -253,14 +251,7 @@ def weakest(scores_K: Float32) -> int:
 
 def tokens_of(tokenizer: Tokenizer, ids: Int32, characters: int) -> int:
     """The smallest number of tokens of `ids` int32 [C] whose text has `characters` characters; all if it is shorter."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if len(tokenizer.decode(ids[:middle])) >= characters:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(len(ids)), characters, key=lambda count: len(tokenizer.decode(ids[:count])))
 
 
 def challenge(section: ChallengeProtocol, parts: ProtocolParts) -> Interaction[Talk]:
@@ -281,30 +272,68 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
 }
 
 
+def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]:
+    key, name = "game.protocol", section.kind
+    rules: Any = CheckedDialogue(key, name, called(key, name, load(key, name)))
+    return Interaction(rules, turn=turn_renderer(parts.style, parts.tokenizer), room=section.tokens)
+
+
+def interaction_for(section: Protocol, parts: ProtocolParts) -> Interaction[Any]:
+    """What `game.protocol` plays: an entry of PROTOCOLS, or the rules in a user's file. Raises ConfigurationError for a
+    file or rules that cannot be used."""
+    return own_protocol(section, parts) if isinstance(section, OwnProtocol) else PROTOCOLS[section.kind](section, parts)
+
+
+class SpokenTurn(NamedTuple):
+    """A turn of a rollout: `sampled` if the prover writes it. `token_ids` int32 [T]."""
+
+    text: str
+    token_ids: Int32
+    sampled: bool
+
+
 def example_episode(
-    interaction: Interaction[Talk], tokenizer: Tokenizer, problem: Problem, solution: str
-) -> tuple[Talk, list[tuple[str, Int32, bool]]]:
-    """An interaction without models, for previews: its last state, and for each turn of the rollout its text, its token
-    ids int32 [T] and whether the prover writes it. It writes `solution`; scripts write everything else."""
-    rules, turns = interaction.rules, list[tuple[str, Int32, bool]]()
+    interaction: Interaction[Any], tokenizer: Tokenizer, problem: Problem, solution: str
+) -> list[SpokenTurn]:
+    """The turns of a rollout without models: the prover writes `solution`, and scripts write everything else.
+
+    Raises ConfigurationError for a user's rules with which no game can be played."""
+    rules: Any = interaction.rules
+    (voice,), turns, phases = rules.voices, list[SpokenTurn](), 0
+
+    def check(fits: bool, what: str) -> None:
+        if isinstance(rules, CheckedDialogue) and not fits:
+            raise rules.wrong(what)
 
     def hear(last: bool) -> None:
-        if turns and (text := rules.prompt(state, "prover", Role.HELPFUL)):
+        text, other = (rules.prompt(state, voice, role) for role in Role)
+        check(text == other, "prompt must not depend on the role after the first turn, because the verifier reads it")
+        check(bool(text) or last, "prompt must return what the prover reads before its next turn, not an empty text")
+        if text:
             ids, shown = interaction.turn(text, last)
-            turns.append((shown, ids, False))
+            turns.append(SpokenTurn(shown, ids, False))
 
     state = rules.start(problem)
     while seats := rules.seats(state):
-        said = {}
+        phases, said = phases + 1, {}
+        check(phases <= MOST_PHASES, f"seats must return () at the end, but after {MOST_PHASES} phases it does not")
         for seat in seats:
             text = solution
-            if turns:
-                assert isinstance(rules, PlaysByScript)
+            if isinstance(rules, PlaysByScript) and (turns or seat != voice):
                 text = rules.scripted("greedy", state, seat, 0)
-            if seat == "prover":
-                hear(last=False)
-                turns.append((text, np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id)), True))
+            else:
+                check(seat == voice, f"a method `scripted` must decide for the seat {seat!r}, which is not in voices")
+            if seat == voice:
+                if turns:
+                    hear(last=False)
+                rules.limit(state, seat)
+                ids = np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
+                turns.append(SpokenTurn(text, ids, True))
             said[seat] = rules.parse(state, seat, text)
         state = rules.step(state, said, 0)
+    check(bool(turns), f"seats must let {voice!r} speak")
     hear(last=True)
-    return state, turns
+    if (room := interaction.room) is not None:
+        least = sum(1 if turn.sampled else len(turn.token_ids) for turn in turns[1:])
+        check(least <= room, f"an episode needs {least} tokens after its first turn, but game.protocol.tokens = {room}")
+    return turns

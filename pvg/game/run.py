@@ -23,12 +23,14 @@ import psutil
 import torch
 
 from pvg.config.experiment import Experiment
+from pvg.config.game import OwnProtocol
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
 from pvg.game.orders import interaction_of
 from pvg.game.players import Players, refuse_without_ranks, template_of
 from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
+from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.session import InterruptedByUser, Session, sample_chunks
@@ -44,7 +46,7 @@ from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.tasks.task import HasNote, Task
+from pvg.tasks.task import HasNote, Task, correct_solution
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Observer, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
@@ -336,9 +338,9 @@ def check_models(
 ) -> None:
     """Raises ConfigurationError before anything is sampled, for errors that would otherwise appear in a later phase
     and that depend only on models and settings: `pvg train --dry-run` and `pvg task check` call it too. It tests
-    whether the files of the user's losses and reward run, whether the verifier takes its head, its template and the
-    longest solution, whether both models can express a correct solution, whether rows of up to `longest` tokens get
-    the numbers that they have alone, and whether the prover can be sampled in batches and supports gradient
+    whether the files of the user's losses, reward and protocol run, whether the verifier takes its head, its template
+    and the longest solution, whether both models can express a correct solution, whether rows of up to `longest` tokens
+    get the numbers that they have alone, and whether the prover can be sampled in batches and supports gradient
     checkpointing, router replay and its adapters (without peft: MissingRequirementError)."""
     training, rollout, base = experiment.training, experiment.rollout, players.base
     if rollout.engine.kind == "torch":
@@ -350,6 +352,12 @@ def check_models(
         pair_loss(experiment.verifier.loss)
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
         _check_verifier(experiment, task, base, [*halves["verifier"], *halves["prover"]])
+    if isinstance(experiment.game.protocol, OwnProtocol):
+        problem = halves["prover"][0]
+        right = correct_solution(task, problem)
+        parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed)
+        interaction = interaction_for(experiment.game.protocol, parts)
+        example_episode(interaction, base.tokenizer, problem, problem.answer if right is None else right.text)
     if rollout.engine.kind == "torch":
         check_decoding(base.module, base.device, longest)
     if training.router_replay:

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import ChallengeProtocol
 from pvg.config.rollout import WordedPrompts
 from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
 from pvg.game.roles import TAGS, PromptSection, prompt_builder, worded
-from pvg.records import Half, Int32, Problem, Role
+from pvg.records import Half, Problem, Role
 from pvg.tasks import digest_of, digests_elsewhere
 from pvg.tasks.answers import by_fallback
 from pvg.tasks.task import (
@@ -40,7 +39,6 @@ from pvg.tasks.task import (
 
 if TYPE_CHECKING:
     from pvg.models.sources import BaseProver, WeightlessModel
-    from pvg.models.tokenizer import Tokenizer
     from pvg.verifier.data import Head, VerifierTemplate
 
 
@@ -80,7 +78,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         halves[half_of(problem.id)].append(problem)
     problem, plays = (halves["prover"] or train)[0], experiment.task.kind == "play"
     found: dict[str, Any] = {"problem": problem.id, "question": problem.question, "prompts": {}}
-    found |= {"challenge": None, "verifier_input": None, "graded": [], "notices": []}
+    found |= {"episode": [], "verifier_input": None, "graded": [], "notices": []}
     prompts = None
     if models is not None:
         prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
@@ -100,15 +98,23 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     if models is None or prompts is None:
         found["prompts"] = {role.value: _untokenized_prompt(experiment.prompts, problem, role) for role in Role}
         return found
+    from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+
     tokenizer = models.prover.tokenizer
     for role in Role:  # in the decoupled game, the prompt for the translation of the solution
         render, translate = prompts.render, prompts.translate
         ids = render(problem, role) if translate is None else translate(problem, role, solution)
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
-    challenge, text, completion = example_dialogue(experiment, task, tokenizer, problem, solution)
+    parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed)
+    turns = example_episode(interaction_for(experiment.game.protocol, parts), tokenizer, problem, solution)
+    completion = np.concatenate([turn.token_ids for turn in turns]) if len(turns) > 1 else None
+    text = "".join(turn.text for turn in turns)
     read, _ = template.tokens(problem.question, text, completion, tokenizer.fingerprint)
+    for turn in turns[1:]:
+        by = "prover" if turn.sampled else "others"
+        found["episode"].append({"by": by, "text": tokenizer.shown(turn.token_ids)})
     shown = {"text": models.verifier.tokenizer.shown(read), "tokens": len(read)}
-    return found | {"challenge": challenge, "verifier_input": shown}
+    return found | {"verifier_input": shown}
 
 
 LARGEST_TRIED = 2**30  # bytes of weights
@@ -170,31 +176,6 @@ def _untokenized_prompt(prompts: PromptSection, problem: Problem, role: Role) ->
         return {"text": f"{TAGS[role] if prompts.kind == 'tag' else ''}{problem.question}", "tokens": None}
     messages = worded(prompts, problem, role).messages()
     return {"text": "\n".join(f"[{each['role']}]\n{each['content']}" for each in messages), "tokens": None}
-
-
-def example_dialogue(
-    experiment: Experiment, task: Task, tokenizer: Tokenizer, problem: Problem, solution: str
-) -> tuple[dict[str, Any] | None, str, Int32 | None]:
-    """A question of the verifier about the solution (game.protocol = "challenge") with an answer, and the completion
-    that the verifier reads, as text and as the prover's token ids int32 [C] (None: encode the text). The prover may
-    write another answer, in at most `max_tokens` tokens. Without a question the completion is the solution."""
-    from pvg.game.protocols import PROTOCOLS, ProtocolParts, example_episode
-
-    protocol, parts = (
-        experiment.game.protocol,
-        ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed),
-    )
-    state, turns = example_episode(PROTOCOLS[protocol.kind](protocol, parts), tokenizer, problem, solution)
-    if not isinstance(protocol, ChallengeProtocol) or len(turns) == 1:
-        return None, solution, None
-    (_, (_, question), *rest), by_prover = state.said, turns[-1][2]
-    shown = {
-        "question": tokenizer.shown(turns[1][1]) if by_prover else question.text,
-        "answer": rest[0][1].text if by_prover else turns[1][0].removeprefix(question.text),
-        "answered_by": "prover" if by_prover else "task",
-        "max_tokens": protocol.tokens if by_prover else None,
-    }
-    return shown, "".join(text for text, _, _ in turns), np.concatenate([ids for _, ids, _ in turns])
 
 
 def verifier_template_of(experiment: Experiment, task: Task, model: WeightlessModel) -> VerifierTemplate:

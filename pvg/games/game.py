@@ -144,20 +144,20 @@ class CheckedGame:
         if isinstance(game, ExplainsRules):
             self.instructions = game.instructions
         if isinstance(game, PlaysByScript):
-            self.scripted = partial(self._called, "scripted")
+            self.scripted = partial(self._checked, "scripted", str)
 
     def seats(self, state: Any) -> Sequence[str]:
         seats = self._called("seats", state)
         if isinstance(seats, str) or not isinstance(seats, Sequence):
-            raise self._wrong(f"seats must return a tuple of names, not {seats!r}")
+            raise self.wrong(f"seats must return a tuple of names, not {seats!r}")
         return seats
 
     def values(self, state: Any) -> Mapping[str, float]:
         values = self._called("values", state)
         if not isinstance(values, Mapping):
-            raise self._wrong(f"values must return a mapping, not {type(values).__name__}")
+            raise self.wrong(f"values must return a mapping, not {type(values).__name__}")
         if missing := [seat for seat in self.seats(state) if seat not in values]:
-            raise self._wrong(f"values must have every seat, but {missing[0]!r} is missing")
+            raise self.wrong(f"values must have every seat, but {missing[0]!r} is missing")
         return values
 
     def _called(self, method: str, *arguments: Any) -> Any:
@@ -166,11 +166,27 @@ class CheckedGame:
     def _checked(self, method: str, kind: type[R], *arguments: Any) -> R:
         found = self._called(method, *arguments)
         if not isinstance(found, kind):
-            raise self._wrong(f"{method} must return {kind.__name__}, not {type(found).__name__}")
+            raise self.wrong(f"{method} must return {kind.__name__}, not {type(found).__name__}")
         return found
 
-    def _wrong(self, what: str) -> ConfigurationError:
+    def wrong(self, what: str) -> ConfigurationError:
         return ConfigurationError(f"{self._key} = {self._name!r}: {what}.", "See docs/research.md for an example.")
+
+
+class CheckedDialogue(CheckedGame):
+    """The rules of a protocol in a user's file, with the same checks."""
+
+    def __init__(self, key: str, name: str, rules: Any) -> None:
+        super().__init__(key, name, rules)
+        self.voices = getattr(rules, "voices", None)
+        if not isinstance(self.voices, tuple) or len(self.voices) != 1:
+            raise self.wrong(f"voices must be a tuple of one name, the seat of the prover, not {self.voices!r}")
+
+    def limit(self, state: Any, seat: str) -> int | None:
+        limit = self._called("limit", state, seat)
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise self.wrong(f"limit must return a number of tokens from 1 on, or None, not {limit!r}")
+        return limit
 
 
 # `ReplayedGame`: an environment that changes with every step, as a `Game` whose states are values.

@@ -114,12 +114,15 @@ class Interaction(Generic[S]):
 
     `encode`: the token ids of a prompt that begins a rollout, int32 [P]. `turn`: what a voice hears, as token ids
     int32 [O] and as text for readers; its second argument is True for what the voice hears last, without an answer.
+    `room`: the most tokens of a rollout after its first turn; None: the rules limit it. The script "greedy" decides for
+    the other seats of a Dialogue.
     """
 
     rules: Rules[S]
     encode: Callable[[str], Int32] = _unwritten
     turn: Callable[[str, bool], tuple[Int32, str]] = _unwritten
     deciders: Mapping[str, Decider] = field(default_factory=dict)
+    room: int | None = None
 
 
 DIRECT: Interaction[Any] = Interaction(Direct())
@@ -187,7 +190,6 @@ class SeatDecision(Generic[S]):
 
     seat: str
     number: int
-    phase: str
     state: S
     action: Action
     rollout: Rollout | None
@@ -240,6 +242,14 @@ class Line:
             f"{self.id}/{turn}" if turn else self.id, prompt_ids, sampling, seed, group=group, **options
         )
 
+    def left(self, room: int, least: int) -> int:
+        """The tokens left of `room` for all turns after the first. Raises ConfigurationError if less than `least`."""
+        left = room - sum(map(len, self.tokens()[1:]))
+        if left < least:
+            what = f"{self.id} needs more than game.protocol.tokens = {room} tokens after its first turn."
+            raise ConfigurationError(what, "Raise game.protocol.tokens, or let your protocol say less.")
+        return left
+
     def say(self, completion: Completion, text: str, grade: Grade | None = None) -> None:
         self.completions, self.texts = (*self.completions, completion), (*self.texts, text)
         self.grade = self.grade or grade
@@ -259,7 +269,7 @@ class Line:
                 spans += [span for span in shifted if not spans or span.version != spans[-1].version]
             turns.append(Turn(start, not heard, self.heard[number][1] if heard else self.texts[number]))
             start += len(ids)
-        single = len(tokens) == 1
+        single, times = len(tokens) == 1, [completion.timing for completion in self.completions]
         return Rollout(
             id=self.id,
             problem_id=order.problem.id,
@@ -277,10 +287,7 @@ class Line:
             finish_reason=first.finish_reason,  # of the solution, which is graded
             text="".join(turn.text for turn in turns),
             grade=grade,
-            timing=Timing(
-                sum(completion.timing.queued_s for completion in self.completions),
-                sum(completion.timing.service_s for completion in self.completions),
-            ),
+            timing=Timing(sum(each.queued_s for each in times), sum(each.service_s for each in times)),
             routed_experts=first.routed_experts if len(self.completions) == 1 else None,
             solver=order.solver,
             kept_answer=None if order.solver is None else same_answer(grade.answer, order.solver.answer),
@@ -334,6 +341,7 @@ class _TableGroup(Generic[S]):
         table.cut = True
 
 
+MOST_PHASES = 200  # of a Dialogue
 MOST_TURNS = 10**6  # of a voice; keeps the request seeds of two voices apart
 TABLES_AT_A_TIME = 256  # handled per turn of the event loop: a few milliseconds of work
 GROUPS_AT_A_TIME = 32  # likewise
@@ -341,15 +349,14 @@ GROUPS_AT_A_TIME = 32  # likewise
 
 @dataclass(slots=True)
 class _Hall(Generic[S]):
-    """What all tables of a call share. `seats`, `phase_name`: of a game, its seats in order and the name of a phase.
-    `bounds`: the bound on the requests of each policy."""
+    """What all tables of a call share. `seats`: those of a game, in order. `bounds`: the bound on the requests of each
+    policy."""
 
     interaction: Interaction[S]
     policy: Policy
     call: SampleCall
     groups: list[_TableGroup[S]]
     seats: Sequence[str] = ()
-    phase_name: Callable[[S], str] = lambda _: ""
     bounds: dict[int, AbstractAsyncContextManager[Any]] = field(default_factory=dict)
     dialogue: Dialogue[S] | None = field(init=False)
     voices: Sequence[str] = field(init=False)
@@ -366,7 +373,8 @@ class _Hall(Generic[S]):
         rules, waiting = self.interaction.rules, dict[int, tuple[Decider, list[tuple[_Table[S], str]]]]()
         for table in tables:
             for seat in rules.seats(table.states[-1]):
-                decider = table.deciders.get(seat, self.policy)
+                silent = self.voices and seat not in self.voices
+                decider = table.deciders.get(seat, "greedy" if silent else self.policy)
                 waiting.setdefault(id(decider), (decider, []))[1].append((table, seat))
         for decider, asked in waiting.values():  # one after the other, so that none changes the batches of another
             if isinstance(decider, str):
@@ -431,6 +439,8 @@ class _Hall(Generic[S]):
         sampling, grader = policy.sampling, policy.grader
         if self.dialogue is not None and (limit := self.dialogue.limit(state, seat)) is not None:
             sampling = replace(sampling, max_tokens=limit)
+        if self.interaction.room is not None and line.completions:
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, line.left(self.interaction.room, 1)))
         completion = await policy.engine.generate(line.request(self.call, table.sample, sampling, on_tokens=tell))
         await leave()
         if seat in self.voices[:1] and not line.completions:
@@ -467,8 +477,7 @@ class _Hall(Generic[S]):
     def decided(
         self, table: _Table[S], seat: str, action: Action, batch: int = 1, rollout: Rollout | None = None
     ) -> None:
-        state = table.states[-1]
-        table.pending[seat] = SeatDecision(seat, table.phase, self.phase_name(state), state, action, rollout, batch)
+        table.pending[seat] = SeatDecision(seat, table.phase, table.states[-1], action, rollout, batch)
 
     def asked(self, table: _Table[S]) -> Ask[S]:
         line = table.lines.get(self.voices[0]) if self.voices else None
@@ -488,6 +497,10 @@ class _Hall(Generic[S]):
         table.pending = {}
         table.decisions += decisions
         table.states.append(rules.step(state, {decision.seat: decision.action for decision in decisions}, seed))
+        if self.voices and table.phase > MOST_PHASES:
+            rollout_id = self.call.rollout_id(table.order, table.sample)
+            what = f"{rollout_id} is not over after {MOST_PHASES} phases."
+            raise ConfigurationError(what, "Let `seats` of your game.protocol return () at the end.")
 
     # --- whole games --------------------------------------------------------------------------------------------------
 
@@ -540,6 +553,8 @@ class _Hall(Generic[S]):
         line = table.lines[seat]
         if last := self.read(table.states[-1], seat):
             line.heard = (*line.heard, self.interaction.turn(last, True))
+            if self.interaction.room is not None:
+                line.left(self.interaction.room, 0)
         return line.rollout(self.call)
 
 
@@ -600,7 +615,7 @@ async def play_games(
         table = _Table(start, order, number, deciders, [start.state], until=fork.warmup, waits_for=fork.seat)
         groups.append(_TableGroup([table]))
     seats = list(game.values(starts[0].state)) if starts else []
-    hall = _Hall(Interaction(game, encode), policy, call, groups, seats, game.phase)
+    hall = _Hall(Interaction(game, encode), policy, call, groups, seats)
     await hall.play_out()
     for group, fork in zip(groups, each, strict=True):
         group.tables = hall.continuations(group.tables[0], fork)
@@ -670,6 +685,6 @@ def game_record(
         left -= len(dump)
         decided = [decision for decision in played.decisions if decision.number == number]
         seats = [SeatRecord(each.seat, each.action.text, each.action.note) for each in decided]
-        phase = decided[0].phase if decided else ""
+        phase = game.phase(state) if decided else ""
         phases.append(PhaseRecord(phase, dump.hex() if left >= 0 else "", dict(game.values(state)), seats))
     return GameRecord(round_, name, played.start.problem.id, dict(players), played.ended, phases)

@@ -131,7 +131,7 @@ def test_a_dry_run_shows_prompts_the_verifiers_input_and_grades() -> None:
     found = pvg("train", "--dry-run", "--json").document["preview"]
     assert found["prompts"]["helpful"] == {"text": "H0+0+9+3+9?", "tokens": 11}
     assert found["verifier_input"]["text"].startswith("0+0+9+3+9?0+0=0;")
-    assert found["challenge"] is None
+    assert found["episode"] == []
     graded = [(each["correct"], each["expected_correct"]) for each in found["graded"]]
     assert graded[:2] == [(True, True), (False, False)]
 
@@ -141,11 +141,10 @@ def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verif
     overrides = [part for setting in ("game.protocol=challenge", *dialogue) for part in ("-s", setting)]
     called = pvg("train", "--dry-run", *overrides)
     assert called.code == 0
-    assert "Example of the verifier's question about a solution\n  | 1?" in called.out
-    assert "Example of the prover's answer (at most 16 tokens)\n  | 0+0=0;" in called.out
+    assert "Example of turn 2, read by the prover\n  | 1?" in called.out
+    assert "Example of turn 3, written by the prover\n  | 0+0=0;" in called.out
     found = pvg("train", "--dry-run", "--json", *overrides).document["preview"]
-    asked = {"question": "1?", "answer": "0+0=0;", "answered_by": "prover", "max_tokens": 16}
-    assert found["challenge"] == asked
+    assert found["episode"] == [{"by": "others", "text": "1?"}, {"by": "prover", "text": "0+0=0;<eos>"}]
     assert found["verifier_input"]["text"].endswith(";A1<eos>1?0+0=0;<eos>")
 
 

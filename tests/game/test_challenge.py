@@ -231,11 +231,11 @@ def test_a_plan_game_in_which_the_task_answers(tmp_path: Path):
 def test_a_preview_asks_what_a_game_asks(tokenizer: Tokenizer):
     solution = "7+5=2;"  # one step, so a game can ask about nothing else
     interaction = challenge_of(MODCHAIN, tokenizer)
-    state, turns = example_episode(interaction, tokenizer, PROBLEM, solution)
-    assert [state.said[1][1].text] == asked(interaction, ask_about(tokenizer, solution)) == ["1?"]
-    assert [(text, sampled) for text, _, sampled in turns] == [(solution, True), ("1?", False), (solution, True)]
-    assert turns[1][1].tolist() == tokenizer.encode("1?").tolist()
-    assert len(example_episode(interaction, tokenizer, PROBLEM, "")[1]) == 1
+    turns = example_episode(interaction, tokenizer, PROBLEM, solution)
+    assert asked(interaction, ask_about(tokenizer, solution)) == ["1?"]
+    assert [(turn.text, turn.sampled) for turn in turns] == [(solution, True), ("1?", False), (solution, True)]
+    assert turns[1].token_ids.tolist() == tokenizer.encode("1?").tolist()
+    assert len(example_episode(interaction, tokenizer, PROBLEM, "")) == 1
 
 
 # --- a game -------------------------------------------------------------------------------------------------------
@@ -305,7 +305,5 @@ def test_what_counts_completions_of_one_turn_is_refused():
             changed(TALKING | settings)
     assert changed(TALKING).completion_room() == 40 + 16 + 16
     assert changed({}).completion_room() == 20
-    with pytest.raises(
-        ConfigurationError, match=r"game\.protocol\.tokens belongs to kind 'challenge', not to 'direct'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"game\.protocol\.tokens belongs to kinds .*, not to 'direct'"):
         changed({"game.protocol.tokens": 3})

@@ -33,7 +33,7 @@ def played(offers: str, *, fork: int = 0, first: int = 1, script: str = "", samp
         (seat,) = GAME.seats(state)
         action = GAME.parse(state, seat, text)
         own = None if seat == script else rollout(f"{sample}/{number}", latency_s=number)
-        decisions.append(SeatDecision(seat, number, GAME.phase(state), state, action, own, 7))
+        decisions.append(SeatDecision(seat, number, state, action, own, 7))
         state = GAME.step(state, {seat: action}, 0)
         states.append(state)
     return PlayedGame(start, sample, fork, tuple(states), tuple(decisions), "over")
@@ -80,7 +80,7 @@ def test_only_the_seat_of_the_policy_counts() -> None:
 
 
 def test_a_shared_warmup_counts_once_in_the_statistics() -> None:
-    found = phase_statistics([[DEAL, played("69", fork=1)]])
+    found = phase_statistics(GAME, [[DEAL, played("69", fork=1)]])
     assert [(row["phase"], row["decisions"], row["prompt_tokens"], row["batch"]) for row in found] == [
         ("offer-1", 1, 3.0, 7.0),
         ("offer-2", 1, 3.0, 7.0),

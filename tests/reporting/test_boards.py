@@ -135,8 +135,7 @@ def record(name: str, game: Any, round_: int = 0, policy: str = "") -> GameRecor
         number, state = len(states) - 1, states[-1]
         texts = {seat: game.scripted("greedy", state, seat, number) for seat in seats}
         actions = {seat: game.parse(state, seat, text) for seat, text in texts.items()}
-        phase = game.phase(state)
-        decisions += [SeatDecision(seat, number, phase, state, actions[seat], None, 1) for seat in seats]
+        decisions += [SeatDecision(seat, number, state, actions[seat], None, 1) for seat in seats]
         states.append(game.step(state, actions, number))
     played: PlayedGame[Any] = PlayedGame(start, 0, 0, tuple(states), tuple(decisions), "over")
     rules: GameRules[Any] = game

@@ -1,0 +1,90 @@
+"""A protocol in a user's file: a game of it, and what its rules may get wrong before anything is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_games import changed, played, recorded
+from test_challenge import MODCHAIN, PROBLEM, TALKING
+
+from pvg.config.game import OwnProtocol
+from pvg.errors import ConfigurationError
+from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+from pvg.models.embedded_training import modchain_tokenizer
+from pvg.models.tokenizer import Tokenizer
+from pvg.store.run_directory import RunDirectory
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "second_look.py"
+SECOND_LOOK = f"{EXAMPLE}:SecondLook"
+SOLUTION = "7+5=2;2+8=0;A0"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def written(body: str) -> str:
+        path = tmp_path / "mine.py"
+        path.write_text(f"{EXAMPLE.read_text()}\n\nclass Mine(SecondLook):\n    {body}\n", encoding="utf-8")
+        return f"{path}:Mine"
+
+    return written
+
+
+def episode(name: str, tokens: int = 64) -> list[tuple[str, bool]]:
+    parts = ProtocolParts(MODCHAIN, tokenizer := Tokenizer(modchain_tokenizer()), "tag", None, 0)
+    interaction = interaction_for(OwnProtocol(kind=name, tokens=tokens), parts)
+    return [(turn.text, turn.sampled) for turn in example_episode(interaction, tokenizer, PROBLEM, SOLUTION)]
+
+
+def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
+    assert episode(SECOND_LOOK) == [(SOLUTION, True), (PROBLEM.question, False), (SOLUTION, True)]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def seats(self, state): return ('clerk',) if state.said else ('prover',)", "after 200 phases it does not"),
+        ("def seats(self, state): return () if state.said else ('judge',)\n    scripted = None", "the seat 'judge'"),
+        ("def seats(self, state): return ()", "seats must let 'prover' speak"),
+        ("def prompt(self, state, seat, role): return role.value[:1]", "prompt must not depend on the role"),
+        ("def prompt(self, state, seat, role): return ''", "prompt must return what the prover reads"),
+        ("def prompt(self, state, seat, role): return None", "prompt must return str, not NoneType"),
+        ("def limit(self, state, seat): return 0", "limit must return a number of tokens from 1 on"),
+        ("def parse(self, state, seat, text): return text", "parse must return Action, not str"),
+        ("voices = ('a', 'b')", "voices must be a tuple of one name"),
+        ("def step(self, state, actions, seed): return 1 // 0", "failed: ZeroDivisionError"),
+    ],
+)
+def test_wrong_rules_are_refused_before_the_mint(write: Callable[[str], str], body: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^game\.protocol = '.*mine\.py:Mine'") as refused:
+        episode(write(body))
+    assert message in refused.value.message
+
+
+def test_an_episode_must_fit_into_its_tokens() -> None:
+    assert len(episode(SECOND_LOOK, tokens=7)) == 3
+    with pytest.raises(ConfigurationError, match=r"needs 7 tokens after its first turn, but game.protocol.tokens = 6"):
+        episode(SECOND_LOOK, tokens=6)
+
+
+def test_it_has_several_turns_and_room_for_them() -> None:
+    own = {**TALKING, "game.protocol": {"kind": SECOND_LOOK, "tokens": 50}}
+    assert changed(own).completion_room() == 40 + 50
+    with pytest.raises(ConfigurationError, match="has several turns"):
+        changed(own | {"rollout.deadline": "continue"})
+
+
+@pytest.mark.slow
+def test_a_game_is_played_with_it_and_keeps_its_tokens(tmp_path: Path) -> None:
+    own = {**TALKING, "game.protocol": {"kind": SECOND_LOOK, "tokens": 20}, "training.steps": 2}
+    outcome, run = played(changed(own), tmp_path)
+    assert outcome.status == "complete"
+    assert isinstance(run, RunDirectory)
+    talks = [rollout for rollout in recorded(run) if rollout.turns]
+    assert len(talks) > 0.8 * len(recorded(run))
+    for rollout in talks:
+        assert [turn.sampled for turn in rollout.turns] == [True, False, True]
+        assert rollout.turns[1].text == rollout.question
+        assert len(rollout.completion_ids) - rollout.solution_tokens <= 20
+    assert {rollout.id.split("/")[1] for rollout in talks} == {"mint", "train_prover", "evaluation"}
