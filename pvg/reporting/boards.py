@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
+from pydantic import TypeAdapter
 
 from pvg.games.diplomacy_board import NOBODY, Board, Position, Unit, mini_board, place, standard_board
 from pvg.games.diplomacy_movement import Order, parse_orders, write
@@ -157,7 +158,8 @@ def newest_games(run: RunDirectory) -> list[GameRecord]:
     """The recorded games of the newest round. A game that a resumed run recorded again counts once."""
     if not run.metrics.is_file():
         return []
-    records = [GameRecord.from_plain(plain) for plain in JsonLinesReader(run.metrics) if plain.get("kind") == "game"]
+    read = TypeAdapter(GameRecord).validate_python
+    records = [read(plain) for plain in JsonLinesReader(run.metrics) if plain.get("kind") == "game"]
     newest = max((record.round for record in records), default=0)
     return list({(r.start, *r.players.items()): r for r in records if r.round == newest}.values())
 

@@ -664,16 +664,6 @@ class GameRecord:
     def plain(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> GameRecord:
-        """The record that `plain` wrote. Raises KeyError or TypeError for another mapping."""
-        phases = [
-            PhaseRecord(p["phase"], p["state"], p["values"], [SeatRecord(**seat) for seat in p["decisions"]])
-            for p in plain["phases"]
-        ]
-        found = {name: plain[name] for name in ("round", "game", "start", "players", "ended")}
-        return cls(**found, phases=phases)
-
 
 def game_record(
     round_: int, name: str, game: GameRules[Any], played: PlayedGame[Any], players: Mapping[str, str]
