@@ -257,6 +257,10 @@ class Table:
     def __bool__(self) -> bool:
         return bool(self.rows)
 
+    @property
+    def has_numbers(self) -> bool:  # templates/table.html.j2 reads it
+        return any(column.align == "right" for column in self.columns)
+
     def shown(self, where: Literal["pages", "terminal"]) -> Iterator[list[tuple[Column, TableCell]]]:
         """Each row as pairs of column and cell, without the columns that are not shown there."""
         before: Sequence[TableCell | None] = ()
