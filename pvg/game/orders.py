@@ -297,20 +297,15 @@ class WeightsReader(Protocol):
 class RunWithPlayers(Protocol):
     """What a `Session` and a run under evaluation both have."""
 
+    prompts: PromptBuilder
+    players: Players
+    task: Task
+
     @property
     def ledger(self) -> WeightsReader: ...
 
     @property
     def game(self) -> Game: ...
-
-    @property
-    def prompts(self) -> PromptBuilder: ...
-
-    @property
-    def players(self) -> Players: ...
-
-    @property
-    def task(self) -> Task: ...
 
     @property
     def seed(self) -> int: ...

@@ -25,6 +25,7 @@ from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.mint import load_source
 from pvg.game.parts import Batches
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
+from pvg.game.roles import WordedPrompt
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import sampling_metrics, staleness_metrics
@@ -255,16 +256,17 @@ def encoder(session: Session) -> Callable[[str], Int32]:
     """A function from the text of a decision's prompt to its token ids, int32 [P], in the style of the experiment. It
     raises ConfigurationError for a prompt that is too long."""
     game, base, rollout = play_task(session).game, session.players.base, session.rollout
-    rules = [{"role": "system", "content": game.instructions}] if isinstance(game, ExplainsRules) else []
+    rules = game.instructions if isinstance(game, ExplainsRules) else ""
     style = session.prompts.style
     limits = {"models.prover": base.max_length, "training.micro_batch_tokens": session.training.micro_batch_tokens}
     limit, key = min((limit, key) for key, limit in limits.items())
 
     def encode(prompt: str) -> Int32:
+        worded = WordedPrompt(rules, (), prompt)
         if style == "chat":
-            ids = base.tokenizer.chat([*rules, {"role": "user", "content": prompt}])
+            ids = base.tokenizer.chat(worded.messages())
         elif style == "text":
-            ids = base.tokenizer.opening("".join(f"{said}\n\n" for said in [*(r["content"] for r in rules), prompt]))
+            ids = base.tokenizer.opening(worded.text())
         else:
             ids = session.prompts.render(Problem("", prompt, ""), Role.HELPFUL)
         if len(ids) + rollout.max_tokens > limit:

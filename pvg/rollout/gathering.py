@@ -177,10 +177,6 @@ class GroupSampling:
                 await work(place.aclose, partial(self.sampled_tokens.__setitem__, index))
         self.finishes.append(time.perf_counter())
 
-    def stop(self) -> None:
-        if self.watch is not None:
-            self.watch.stop()
-
     @property
     def cut(self) -> set[int]:
         """Indices of the tasks that the deadline cut. Call it when all tasks have ended."""

@@ -410,8 +410,8 @@ class _Hall(Generic[S]):
         try:
             await all_or_none(partial(start, *each) for each in zip(gatherings, due, strict=True))
         finally:
-            for gathering in gatherings:
-                gathering.stop()
+            for watch in filter(None, (gathering.watch for gathering in gatherings)):
+                watch.stop()
         for number, (group, own, gathering) in enumerate(zip(self.groups, due, gatherings, strict=True)):
             cut = gathering.cut
             for place, task in enumerate(gathering.tasks):
