@@ -70,7 +70,12 @@ def profile_lines(reports: Reports, machines: Sequence[str]) -> Iterator[str]:
     about = str(first.config["profile"]["about"])
     yield from (f"## {first.name}", "", f"{about[0].upper()}{about[1:]}.")
     if first.name == PEERS:
-        rows = [peer_row(name, report) for name, report in chosen]
+        rows = [
+            peer_row(name, report, measure)
+            for name, report in chosen
+            for measure in (headline_of(report), "peak_gb")
+            if measure in report.variants[0].samples
+        ]
         header = ("the work", "measure", "TRL", "pvg", "pvg is better by")
         yield from ("", *markdown_lines(header, "llrrr", rows), "")
         versions = first.config.get("peer", first.work.get("peer", {})).get("versions", {}).items()
@@ -228,15 +233,15 @@ def ratio_text(ratio: RatioInterval | None, *, marked: bool = False) -> str:
     return f"{f'**{times}**' if marked and not ratio.low <= 1.0 <= ratio.high else times} ({interval(ratio)})"
 
 
-def peer_row(file: str, report: BenchReport) -> tuple[str, ...]:
-    """The headline of a report of `make bench-peers`. The work: the options of the command. A report whose sides did
+def peer_row(file: str, report: BenchReport, measure: str) -> tuple[str, ...]:
+    """One measure of a report of `make bench-peers`. The work: the options of the command. A report whose sides did
     other work has no ratio."""
-    theirs, ours = (variant.samples[headline_of(report)] for variant in report.variants)
+    theirs, ours = (variant.samples[measure] for variant in report.variants)
     command = command_of(report).removeprefix("python benchmarks/peers/compare.py ")
     work = f"[`{command.removeprefix('pvg bench --profile benchmarks/peers/')}`](benchmarks/{file})"
     alike = "by_variant" not in report.work or "peer" in report.config  # then it was checked before the report
     ratio = ratio_text(better_by(theirs, ours, in_turn=interleaved(report)) if alike else None)
-    return work, f"`{headline_of(report)}`", median_text(theirs), median_text(ours), ratio
+    return work, f"`{measure}`", median_text(theirs), median_text(ours), ratio
 
 
 def median_text(samples: Samples) -> str:
