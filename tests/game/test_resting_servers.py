@@ -41,4 +41,4 @@ def test_the_engine_rests_before_each_training_and_drops_weights_only_if_new_one
         assert event != "sample" or not dropped
         rested = event.startswith("rest") or (rested and event == "train")
         dropped = event == "restTrue" or (dropped and event != "publish")
-    assert ("restTrue" in seen) == (not resampled)
+    assert ("restFalse" in seen) == bool(resampled)
