@@ -78,7 +78,8 @@ def in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def test_both_sides_have_the_same_work_and_trl_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_have_the_same_work_and_trl_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sides, "PEER", tmp_path / "python")
     with pytest.raises(MissingRequirementError, match="make peers"):
         plan_bench("benchmarks/peers/grpo.toml")
     monkeypatch.setattr(sides, "PEER", Path(sys.executable))
