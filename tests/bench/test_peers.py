@@ -15,7 +15,6 @@ from bench_runs import load_profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.bench.planning import plan_bench
 from pvg.bench.runner import VariantTrial, run_trials
 from pvg.bench.workloads import BenchMetric
 from pvg.config.task import ModchainTask
@@ -81,7 +80,7 @@ def in_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_sides_have_the_same_work_and_trl_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sides, "PEER", tmp_path / "python")
     with pytest.raises(MissingRequirementError, match="make peers"):
-        plan_bench("benchmarks/peers/grpo.toml")
+        sides.grpo(load_profile(str(PEERS / "grpo.toml"), ["workload.trainer=TRL"]))
     monkeypatch.setattr(sides, "PEER", Path(sys.executable))
     theirs, ours = (
         sides.grpo(load_profile(str(PEERS / "grpo.toml"), [*SMALL["grpo"], f"workload.trainer={name}"]))
