@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pvg.models.compute import KEPT_BYTES
 from pvg.models.packing import pad_right, token_budget_batches
 from pvg.records import Float32, Int32
 from pvg.rollout.decoding import PREFILL_TOKENS, DecodedRow, DecodingJob, RunningRows, TurnResult, finished_row
@@ -36,9 +37,6 @@ from pvg.telemetry.spans import span
 
 LEAST_SHARED = 32  # tokens; an estimate: the separate pass for a few tokens costs more than it saves
 MOST_SHARED = 2
-# An engine without rows keeps a cache or weights of this size. Allocating larger ones takes little time beside filling
-# them.
-KEPT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)

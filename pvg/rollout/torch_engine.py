@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.errors import ConfigurationError, StateError
+from pvg.models.compute import KEPT_BYTES, return_freed_memory
 from pvg.records import Int32
 from pvg.rollout.decoding import DecodedRow, DecodingJob, ModuleRows, RunningRows, TurnResult, check_layers, diverged
 from pvg.rollout.engine import (
@@ -45,7 +46,7 @@ from pvg.rollout.engine import (
     gather_requests,
 )
 from pvg.rollout.lean import LeanDecoder, NotLeanError
-from pvg.rollout.lean_rows import KEPT_BYTES, LeanRows, shared_parts
+from pvg.rollout.lean_rows import LeanRows, shared_parts
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.telemetry.spans import run_in, submit_in
@@ -176,7 +177,12 @@ class TorchEngine(Engine):
         async with self._model_lock:
             if not self.requests_in_flight:
                 self._without_weights = True  # from now on, whatever the executor does first
-                self._without_weights = await run_in(self._executor, self._model.drop_weights, KEPT_BYTES)
+                self._without_weights = await run_in(self._executor, self._drop_weights)
+
+    def _drop_weights(self) -> bool:
+        if dropped := self._model.drop_weights(KEPT_BYTES):
+            return_freed_memory(2 * KEPT_BYTES)  # activations come next
+        return dropped
 
     async def close(self) -> None:
         """Fail waiting requests, stop running ones, and free the model. A second call does nothing."""

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
-from pvg.models.compute import autocast
+from pvg.models.compute import autocast, return_freed_memory
 from pvg.models.shared_prompts import same_attention
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import run_whole, span
@@ -364,6 +364,7 @@ class Trainer(Generic[BatchT]):
             moments = optimizer_tensors(self._optimizer, self._parameters)
         for name, moment in moments.items():
             tensors[OPTIMIZER_PREFIX + name] = moment
+        return_freed_memory(sum(tensor.nbytes for tensor in tensors.values()))
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         meta: dict[str, Any] = {"step": self._steps}
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
