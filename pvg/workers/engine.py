@@ -31,7 +31,6 @@ from pvg.rollout.engine import (
 from pvg.servers.publishing import SyncTiming, WeightUpdate
 from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
-from pvg.workers.requests import block_of, completions_of
 
 # The workers queue what they cannot decode at once.
 MOST_IN_FLIGHT = 10**9
@@ -63,15 +62,15 @@ class _Block:
     def take(self, frame: Frame) -> bool:
         """Hand over finished completions, but no second time after a restart. Whether there were new ones."""
         new = False
-        for index, found in completions_of(frame, [row.request for row in self.rows]).items():
+        for index, found in frame.fields["delivered"]:
             future = self.rows[index].future
             if future.done():
                 continue
             new = True
-            if isinstance(found, CutShort):
-                future.set_exception(found)
-            else:
+            if isinstance(found, Completion):
                 future.set_result(found)
+            else:
+                future.set_exception(CutShort(found))
         self.end_if_done()
         return new
 
@@ -195,7 +194,8 @@ class WorkerEngine(Engine):
         if not block.rows:
             return
         try:
-            frame = block_of([row.request for row in block.rows])
+            requests = [replace(row.request, on_tokens=None) for row in block.rows]  # it stays here
+            frame = Frame("generate", {"requests": requests})
             block.answer = self._pool.submit(block.shard, frame, partial(self._take, block))
         except Exception as error:  # noqa: BLE001 - it belongs to the callers
             block.fail(error)
@@ -214,7 +214,7 @@ class WorkerEngine(Engine):
 
     def _take(self, block: _Block, frame: Frame) -> None:
         if block.take(frame):
-            stats = EngineStats(*frame.fields["stats"])
+            stats = frame.fields["stats"]
             self._totals = self._totals.plus(replace(stats, seconds=stats.seconds / len(self._pool.sampling)))
 
     def _cancel(self, row: _Row) -> None:

@@ -1,23 +1,27 @@
-"""Messages between the driver and its workers: a JSON header and arrays, in bytes or a stream. Nothing is unpickled.
+"""Messages between the driver and its workers: JSON data, arrays and records, in bytes or a stream.
 
-    send(writer, Frame("score", {"id": 3}, {"lengths": lengths_N}))
+    send(writer, Frame("score", {"slot": 3, "ids": [first, second]}))
     frame = await receive(reader)               # None: the other side has closed
     frame = unpacked(b"".join(packed(frame)))   # as bytes
 
-On the wire: the header's length (uint32) and the body's (uint64), little-endian; the header; the arrays one after the
-other, each aligned to ALIGNMENT bytes.
+Nothing is unpickled: a record is one of the dataclasses in RECORDS.
 
-Numbers in `fields` must be finite, because JSON has no NaN. What may be NaN travels in an array.
+On the wire: the header's length (uint32) and the body's (uint64), little-endian; the header, which is JSON; the arrays
+one after the other, each aligned to ALIGNMENT bytes. An array, a tuple and a record stand in the header as an object
+with one of the keys ARRAY, TUPLE and RECORD.
+
+Numbers outside of arrays must be finite, because JSON has no NaN.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 import numpy as np
 import orjson
@@ -28,33 +32,66 @@ ALIGNMENT = 16
 # Larger messages are a defect: the limits keep a damaged length from taking all memory.
 MOST_HEADER = 1 << 30
 MOST_BODY = 1 << 40
+ARRAY, TUPLE, RECORD = "$array", "$tuple", "$record"
+# What may travel as a record, and its module, which is imported at the first use: some modules import torch.
+RECORDS = {
+    "VersionSpan": "pvg.records",
+    "Timing": "pvg.records",
+    "Sampling": "pvg.rollout.engine",
+    "GenerationRequest": "pvg.rollout.engine",
+    "PartialCompletion": "pvg.rollout.engine",
+    "Completion": "pvg.rollout.engine",
+    "EngineStats": "pvg.rollout.engine",
+    "PolicyBatch": "pvg.training.batch",
+    "VerifierBatch": "pvg.verifier.data",
+}
 
 Array = NDArray[Any]
-Arrays = Mapping[str, Array]
-RecordT = TypeVar("RecordT")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A message: what it is, its JSON data, and its arrays by name."""
+    """A message: what it is, and its content: JSON data, arrays, tuples and RECORDS, in any depth."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Arrays = field(default_factory=dict)
 
 
 def packed(frame: Frame) -> list[bytes | memoryview]:
     """The frame as the pieces to write, without copies of large arrays."""
-    places, pieces, offset = [], list[bytes | memoryview](), 0
-    for name, given in frame.arrays.items():
-        array = np.ascontiguousarray(given)
-        places.append([name, array.dtype.str, list(array.shape), offset])
-        padding = -array.nbytes % ALIGNMENT
+    body = _Body()
+    header = orjson.dumps({"kind": frame.kind, "fields": body.taken(frame.fields)})
+    return [PREFIX.pack(len(header), body.size), header, *body.pieces]
+
+
+class _Body:
+    """The arrays of a frame as the pieces to write."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes | memoryview] = []
+        self.size = 0
+
+    def taken(self, value: Any) -> Any:
+        """`value` as JSON data, once its arrays are taken."""
+        if isinstance(value, np.ndarray):
+            return {ARRAY: self._place(np.ascontiguousarray(value))}
+        if isinstance(value, Mapping):
+            return {name: self.taken(entry) for name, entry in value.items()}
+        if isinstance(value, list):
+            return [self.taken(entry) for entry in value]
+        if isinstance(value, tuple):
+            return {TUPLE: [self.taken(entry) for entry in value]}
+        if is_dataclass(value):
+            content = {entry.name: self.taken(getattr(value, entry.name)) for entry in fields(value)}
+            return {RECORD: type(value).__name__, **content}
+        return value
+
+    def _place(self, array: Array) -> list[Any]:
+        offset, padding = self.size, -array.nbytes % ALIGNMENT
         if array.nbytes:
-            pieces += [array.reshape(-1).view(np.uint8).data, b"\0" * padding]
-        offset += array.nbytes + padding
-    header = orjson.dumps({"kind": frame.kind, "fields": frame.fields, "arrays": places})
-    return [PREFIX.pack(len(header), offset), header, *pieces]
+            self.pieces += [array.reshape(-1).view(np.uint8).data, b"\0" * padding]
+        self.size += array.nbytes + padding
+        return [array.dtype.str, array.shape, offset]
 
 
 def send(writer: asyncio.StreamWriter, frame: Frame) -> None:
@@ -87,53 +124,23 @@ def unpacked(data: bytes) -> Frame:
 
 def _frame(header_text: bytes | memoryview, body: bytearray) -> Frame:
     header = orjson.loads(header_text)
-    arrays = {
-        name: np.frombuffer(body, np.dtype(dtype), count=math.prod(shape), offset=offset).reshape(shape)
-        for name, dtype, shape, offset in header["arrays"]
-    }
-    return Frame(header["kind"], header["fields"], arrays)
+    return Frame(header["kind"], _given(header["fields"], body))
 
 
-# --- records of arrays ------------------------------------------------------------------------------------------------
-
-
-def ragged(name: str, rows: Sequence[Array], dtype: Any) -> dict[str, Array]:
-    """Arrays of different length as two arrays: all of them, one after the other, and their lengths. Axes after the
-    first must agree."""
-    lengths_N = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
-    return {name: np.concatenate(rows) if len(rows) else np.zeros(0, dtype), f"{name}.lengths": lengths_N}
-
-
-def rows_of(name: str, arrays: Arrays) -> list[Array]:
-    """The inverse of `ragged`."""
-    lengths_N = arrays[f"{name}.lengths"]
-    return np.split(arrays[name], np.cumsum(lengths_N)[:-1]) if len(lengths_N) else []
-
-
-def record_arrays(prefix: str, record: Any) -> dict[str, Array]:
-    """The fields of a dataclass whose fields are arrays, lists of arrays, integers, or None."""
-    arrays: dict[str, Array] = {}
-    for entry in fields(record):
-        value, name = getattr(record, entry.name), f"{prefix}{entry.name}"
-        if isinstance(value, np.ndarray):
-            arrays[name] = value
-        elif isinstance(value, int):
-            arrays[name] = np.array(value)
-        elif value is not None:
-            arrays |= ragged(name, value, np.int32)
-    return arrays
-
-
-def record_of(kind: type[RecordT], prefix: str, arrays: Arrays) -> RecordT:
-    """The inverse of `record_arrays`."""
-    values: dict[str, Any] = {}
-    for entry in fields(kind):  # type: ignore[arg-type]
-        name = f"{prefix}{entry.name}"
-        if f"{name}.lengths" in arrays:
-            values[entry.name] = rows_of(name, arrays)
-        elif name in arrays:
-            array = arrays[name]
-            values[entry.name] = array if array.ndim else int(array)
-        else:
-            values[entry.name] = None
-    return kind(**values)
+def _given(value: Any, body: bytearray) -> Any:
+    """The inverse of `_Body.taken`."""
+    if isinstance(value, list):
+        return [_given(entry, body) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if ARRAY in value:
+        dtype, shape, offset = value[ARRAY]
+        view = np.frombuffer(body, np.dtype(dtype), count=math.prod(shape), offset=offset).reshape(shape)
+        # A view of a small part would keep the whole message in memory.
+        return view.copy() if view.nbytes < len(body) // 2 else view
+    content = {name: _given(entry, body) for name, entry in value.items()}
+    if TUPLE in content:
+        return tuple(content[TUPLE])
+    if (name := content.pop(RECORD, None)) is not None:
+        return getattr(importlib.import_module(RECORDS[name]), name)(**content)
+    return content

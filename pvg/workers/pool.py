@@ -325,7 +325,7 @@ class WorkerPool:
         """Send a frame that has no answer. A process that is being replaced does not get it."""
         found = self._shards[shard]
         if found.member is not None:
-            found.member.send(Frame(frame.kind, {**frame.fields, "shard": shard}, frame.arrays))
+            found.member.send(Frame(frame.kind, {**frame.fields, "shard": shard}))
 
     async def ask(self, shards: range, frame: Frame) -> list[Frame]:
         """The answers for these shards. Cancelling the caller does not cancel the requests."""
@@ -339,7 +339,7 @@ class WorkerPool:
     def _numbered(self, shard: _Shard, frame: Frame) -> Frame:
         self._numbers += 1
         self._asked[self._numbers] = shard
-        return Frame(frame.kind, {**frame.fields, "id": self._numbers, "shard": shard.number}, frame.arrays)
+        return Frame(frame.kind, {**frame.fields, "id": self._numbers, "shard": shard.number})
 
     def _send(self, shard: _Shard, request: _Request) -> None:
         assert shard.member is not None
@@ -590,7 +590,8 @@ class WorkerPool:
                 busy.add(worker.number)
                 working |= {shard.number for shard in shards}
                 waiting += [request for shard in shards[1:] for request in shard.computing]
-        groups = [len(set(r.frame.fields["groups"])) for r in waiting if r.frame.kind == "generate"]
+        blocks = [r.frame.fields["requests"] for r in waiting if r.frame.kind == "generate"]
+        groups = [len({request.group for request in block}) for block in blocks]
         training = any(request.frame.kind in TRAINING for request in waiting)
         parts = len(waiting) - len(groups)
         return Moment(sum(groups), parts, training, frozenset(used), frozenset(busy), frozenset(working))

@@ -18,7 +18,7 @@ import socket
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,19 +39,16 @@ from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.packing import pad_batch
 from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
-from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats
+from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, PartialCompletion
 from pvg.servers.publishing import WeightUpdate
 from pvg.telemetry.device import peak_memory
 from pvg.telemetry.spans import run_in
 from pvg.telemetry.waits import CoreWaits
-from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers, trainable_parameters
-from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoringModel
-from pvg.workers.frames import Frame, receive, record_of, rows_of, send
-from pvg.workers.requests import completion_arrays, requests_of
+from pvg.workers.frames import Frame, receive, send
 from pvg.workers.shared import MappedTensors
 
 # A worker's engine queues a whole block; the driver bounds what it sends.
@@ -60,12 +57,11 @@ UNBOUNDED = 10**9
 
 @dataclass
 class TrainedModel:
-    """A model in training with its objective. `batch`: the type of its micro-batches."""
+    """A model in training with its objective."""
 
     owner: LanguageModel | VerifierModel
     module: nn.Module
     objective: Objective[Any]
-    batch: type[Any]
     precision: str
 
     def close(self) -> None:
@@ -139,7 +135,7 @@ class Worker:
         except Exception:  # noqa: BLE001 - the driver raises it
             self._send(Frame("failed", {"id": number, "traceback": traceback.format_exc()}))
         else:
-            self._send(Frame("done", {**answer.fields, "id": number}, answer.arrays))
+            self._send(Frame("done", {**answer.fields, "id": number}))
 
     async def _in_thread(self, work: Callable[[Frame], Frame | None], frame: Frame) -> Frame:
         return await run_in(self._executor, work, frame) or Frame("done")
@@ -186,7 +182,7 @@ class Worker:
                 if experiment.training.gradient_checkpointing:
                     checkpoint_layers(verifier.eval())
                 precision = experiment.models.compute_dtype
-                self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, VerifierBatch, precision)
+                self._models[slot] = TrainedModel(verifier, verifier.eval(), objective, precision)
             case _:
                 self._models[slot] = self._open_scoring(fields)
 
@@ -197,7 +193,7 @@ class Worker:
         objective = PolicyObjective(training, rollout, learner.tokenizer.pad_id, precision)
         if training.gradient_checkpointing:
             checkpoint_layers(learner.module.eval())
-        return TrainedModel(learner, learner.module.eval(), objective, PolicyBatch, precision)
+        return TrainedModel(learner, learner.module.eval(), objective, precision)
 
     def _open_scoring(self, fields: Mapping[str, Any]) -> ScoringModel:
         members: list[VerifierModel] = []
@@ -252,7 +248,7 @@ class Worker:
 
     async def _generate(self, frame: Frame) -> Frame:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""
-        requests, engine = requests_of(frame), await self._opened_engine()
+        requests, engine = frame.fields["requests"], await self._opened_engine()
         tasks = {asyncio.create_task(engine.generate(request)): n for n, request in enumerate(requests)}
         own = {requests[number].id: task for task, number in tasks.items()}
         self._sampling |= own
@@ -261,15 +257,17 @@ class Worker:
         try:
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                delivered: dict[int, Completion | CutShort] = {}
+                delivered: list[tuple[int, Completion | PartialCompletion | None]] = []
                 for task in done:
                     failure = asyncio.CancelledError() if task.cancelled() else task.exception()
-                    if failure is None or isinstance(failure, CutShort):
-                        delivered[tasks[task]] = task.result() if failure is None else failure
+                    if failure is None:
+                        delivered.append((tasks[task], task.result()))
+                    elif isinstance(failure, CutShort):
+                        delivered.append((tasks[task], failure.partial))
                     elif not isinstance(failure, asyncio.CancelledError):
                         error = error or failure
-                found, arrays = completion_arrays(delivered)
-                self._send(Frame("completed", {**found, **self._counted(), "id": frame.fields["id"]}, arrays))
+                fields = {"delivered": delivered, "stats": self._counted(), "id": frame.fields["id"]}
+                self._send(Frame("completed", fields))
         finally:
             for id_, task in own.items():
                 if self._sampling.get(id_) is task:  # a request that goes on after a cut has the same id
@@ -278,11 +276,11 @@ class Worker:
             raise error
         return Frame("done")
 
-    def _counted(self) -> dict[str, list[float]]:
+    def _counted(self) -> EngineStats:
         """The engine's counts since the last call."""
         stats, before = self._engine.stats, self._reported
         self._reported = stats
-        return {"stats": list(astuple(stats.since(before)))}
+        return stats.since(before)
 
     def _interrupt(self, frame: Frame) -> None:
         """Cancel or cut requests; finished ones are ignored."""
@@ -299,12 +297,12 @@ class Worker:
         """Scores and, if the head needs them, references of padded batches."""
         model = self._models[frame.fields["slot"]]
         assert not isinstance(model, TrainedModel)
-        sequences, prompts_N = rows_of("ids", frame.arrays), frame.arrays["prompt_lengths"]
-        known_N = frame.arrays.get("references")
+        sequences, prompts_N = frame.fields["ids"], frame.fields["prompt_lengths"]
+        known_N = frame.fields["references"]
         scores_N = np.empty(len(sequences), np.float32)
         references_N = np.zeros(len(sequences), np.float32)
         with torch.inference_mode():
-            for rows in rows_of("batches", frame.arrays):
+            for rows in frame.fields["batches"]:
                 packed = pad_batch(
                     [sequences[row] for row in rows],
                     prompts_N[rows].tolist(),
@@ -324,16 +322,16 @@ class Worker:
                         reference_B = model.reference(*packed)
                     references_N[rows] = reference_B[: len(rows)].cpu().numpy()
                 scores_N[rows] = model(*packed, reference_B)[: len(rows)].cpu().numpy()
-        return Frame("done", {}, {"scores": scores_N, "references": references_N})
+        return Frame("done", {"scores": scores_N, "references": references_N})
 
     def _logprobs(self, frame: Frame) -> Frame:
         """Log-probs of a batch's completions, under the base prover or the policy in training."""
         trained = self._trained(frame)
         assert isinstance(trained.objective, PolicyObjective)
         module = self.base.module if frame.fields["of"] == "base" else trained.module
-        found = trained.objective.recompute(module, record_of(PolicyBatch, "", frame.arrays))
+        found = trained.objective.recompute(module, frame.fields["batch"])
         flat = np.concatenate(found) if found else np.zeros(0, np.float32)
-        return Frame("done", {}, {"logprobs": flat})
+        return Frame("done", {"logprobs": flat})
 
     def _gradient(self, frame: Frame) -> Frame:
         """The summed gradient of micro-batches, their losses and their metrics."""
@@ -343,7 +341,7 @@ class Worker:
         parameters = trainable_parameters(trained.module)
         try:
             losses, metrics = accumulate(
-                trained.module, trained.objective, _micro_batches(trained, frame), trained.precision
+                trained.module, trained.objective, frame.fields["micro_batches"], trained.precision
             )
             gradient = torch.cat(
                 [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters.values()]
@@ -353,8 +351,8 @@ class Worker:
         names, values_M2 = metrics.as_array()
         return Frame(
             "done",
-            {"names": names},
             {
+                "names": names,
                 "gradient": gradient.cpu().numpy(),
                 "losses": np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64),
                 "metrics": values_M2,
@@ -413,10 +411,6 @@ class WorkerProcess:
 
 def _experiment(data: Mapping[str, Any]) -> Experiment:
     return build_experiment(dict(data), "the driver's experiment")
-
-
-def _micro_batches(trained: TrainedModel, frame: Frame) -> list[Any]:
-    return [record_of(trained.batch, f"{number}.", frame.arrays) for number in range(frame.fields["micro_batches"])]
 
 
 async def _serve(connection: socket.socket) -> None:

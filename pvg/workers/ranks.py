@@ -63,7 +63,7 @@ from pvg.training.trainer import (
     optimizer_tensors,
     trainable_parameters,
 )
-from pvg.workers.frames import Arrays, Frame, packed, record_arrays, record_of, unpacked
+from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
 from pvg.workers.training import plain, policy_shards
 
@@ -112,15 +112,9 @@ class RankGroup:
             patience = COMMAND_S if launch.number else COLLECTIVE_S
             self._commands = distributed.new_group(backend="gloo", timeout=timedelta(seconds=patience))
 
-    def do(
-        self,
-        what: str,
-        fields: Mapping[str, Any] | None = None,
-        arrays: Arrays | None = None,
-        whole: Mapping[str, Tensor] | None = None,
-    ) -> Any:
+    def do(self, what: str, fields: Mapping[str, Any] | None = None, whole: Mapping[str, Tensor] | None = None) -> Any:
         """Rank 0: let all ranks do this, and return rank 0's result. `whole`: the tensors that rank 0 gives or gets."""
-        frame = Frame(what, fields or {}, arrays or {})
+        frame = Frame(what, fields or {})
         try:
             self._broadcast(frame)
             return self._do(frame, whole or {})
@@ -332,17 +326,16 @@ class _Part:
     def gradient(self, frame: Frame) -> Frame:
         """Add up this rank's micro-batches, and passes of weight 0 up to the number of passes of all ranks. Returns
         their losses and metrics."""
-        own = frame.fields["micro_batches"][self._number]
+        micro_batches = frame.fields["micro_batches"][self._number]
         self._root.zero_grad(set_to_none=True)  # of a gradient that was only probed
         self._root.objective.load_state(frame.fields["state"])
-        micro_batches = [record_of(PolicyBatch, f"{self._number}.{index}.", frame.arrays) for index in range(own)]
         losses, metrics = accumulate(self._root, _loss, micro_batches, self._precision)
-        passes = max(frame.fields["micro_batches"])
-        padding = [record_of(PolicyBatch, "padding.", frame.arrays)] * (passes - own)
+        passes = max(len(part) for part in frame.fields["micro_batches"])
+        padding = [frame.fields["padding"]] * (passes - len(micro_batches))
         accumulate(self._root, _nothing, padding, self._precision)
         names, values_M2 = metrics.as_array()
         values = np.array(torch.stack(losses).tolist() if losses else [], dtype=np.float64)
-        return Frame("gradient", {"names": names}, {"losses": values, "metrics": values_M2})
+        return Frame("gradient", {"names": names, "losses": values, "metrics": values_M2})
 
     def update(self, fields: Mapping[str, Any], whole: Mapping[str, Tensor]) -> float:
         """Clip the gradient and step; a gradient that is not finite changes nothing. Writes the new weights into rank
@@ -451,16 +444,14 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         self, parts: Sequence[Sequence[PolicyBatch]], state: Mapping[str, Any]
     ) -> tuple[list[float], Metrics]:
         self._open()
-        arrays = record_arrays("padding.", _shortest_row(parts))
-        for number, part in enumerate(parts):
-            for index, micro_batch in enumerate(part):
-                arrays |= record_arrays(f"{number}.{index}.", micro_batch)
-        counts = [len(part) for part in parts] + [0] * (self._group.count - len(parts))
+        idle: list[list[PolicyBatch]] = [[]] * (self._group.count - len(parts))
+        micro_batches = [list(part) for part in parts] + idle
+        fields = {"micro_batches": micro_batches, "padding": _shortest_row(parts), "state": state}
         losses, metrics = list[float](), Metrics()
         # In the order of the ranks, because the order of a sum changes its bits.
-        for answer in self._group.do("gradient", {"micro_batches": counts, "state": state}, arrays):
-            losses += answer.arrays["losses"].tolist()
-            metrics.merge(Metrics.from_array(answer.fields["names"], answer.arrays["metrics"]))
+        for answer in self._group.do("gradient", fields):
+            losses += answer.fields["losses"].tolist()
+            metrics.merge(Metrics.from_array(answer.fields["names"], answer.fields["metrics"]))
         return losses, metrics
 
     def update(self, rate: float, clip: float) -> float:

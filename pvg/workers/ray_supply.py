@@ -69,7 +69,7 @@ class RayMember:
         if "place" in frame.fields:
             place = dict(frame.fields["place"])
             memory = [place.pop("object")]
-            frame = Frame(frame.kind, {**frame.fields, "place": place}, frame.arrays)
+            frame = Frame(frame.kind, {**frame.fields, "place": place})
         self.actor.take.remote(self._sent, _bytes(frame), *memory)
         self._sent += 1
 

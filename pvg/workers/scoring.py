@@ -17,7 +17,7 @@ from torch import Tensor
 from pvg.models.heads import VerifierEnsemble, VerifierModel
 from pvg.models.packing import batches, padded_width
 from pvg.verifier.scorer import ScoreBackend, ScoreCache, ScoredBatch, ScoreInput, ScoreKey, ScoringModel
-from pvg.workers.frames import Array, Frame, ragged
+from pvg.workers.frames import Array, Frame
 from pvg.workers.pool import WorkerPool
 from pvg.workers.training import balanced
 
@@ -130,20 +130,20 @@ class WorkerBackend(ScoreBackend):
         for shard, rows in enumerate(parts):
             own = batches([lengths[row] for row in rows.tolist()], self._token_budget, self._model.max_length)
             passes += len(own)
-            arrays: dict[str, Array] = {
-                **ragged("ids", [inputs[row].ids for row in rows.tolist()], np.int32),
-                **ragged("batches", own, np.int64),
+            fields = {
+                "slot": slot,
+                "token_budget": self._token_budget,
+                "ids": [inputs[row].ids for row in rows.tolist()],
+                "batches": own,
                 "prompt_lengths": np.array([inputs[row].prompt_length for row in rows.tolist()], dtype=np.int64),
+                "references": None if known_N is None else known_N[rows],
             }
-            if known_N is not None:
-                arrays["references"] = known_N[rows]
-            frame = Frame("score", {"slot": slot, "token_budget": self._token_budget}, arrays)
-            asked.append(self._pool.submit(self._pool.sampling[shard], frame))
+            asked.append(self._pool.submit(self._pool.sampling[shard], Frame("score", fields)))
         scores_N = np.empty(len(inputs), dtype=np.float32)
         for rows, answer in zip(parts, await asyncio.gather(*asked), strict=True):
-            scores_N[rows] = answer.arrays["scores"]
+            scores_N[rows] = answer.fields["scores"]
             if known_N is not None:
-                self._keep(inputs, rows, answer.arrays["references"])
+                self._keep(inputs, rows, answer.fields["references"])
         return ScoredBatch(scores_N, passes)
 
     def _parts(self, lengths: Sequence[int]) -> list[Int64]:

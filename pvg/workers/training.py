@@ -29,7 +29,7 @@ from pvg.training.batch import PolicyBatch
 from pvg.training.trainer import GradientWorkers, PartGradient
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import clusters
-from pvg.workers.frames import Array, Frame, record_arrays
+from pvg.workers.frames import Frame
 from pvg.workers.pool import WorkerPool
 
 BatchT = TypeVar("BatchT")
@@ -164,24 +164,19 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
         slot = await self._ready()
         rows = policy_rows(batch, len(self._shards))
         parts = [batch.select(own) for own in rows]
-        frames = [Frame("logprobs", {"slot": slot, "of": of}, record_arrays("", part)) for part in parts]
+        frames = [Frame("logprobs", {"slot": slot, "of": of, "batch": part}) for part in parts]
         asked = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
         answers = await asyncio.gather(*asked)
         found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
         for answer, part, own in zip(answers, parts, rows, strict=True):
-            values = np.split(answer.arrays["logprobs"], np.cumsum(part.completion_lengths_N)[:-1])
+            values = np.split(answer.fields["logprobs"], np.cumsum(part.completion_lengths_N)[:-1])
             for row, logprobs in zip(own.tolist(), values, strict=True):
                 found[row] = logprobs
         return found
 
     async def _submit(self, kind: str, parts: Sequence[Sequence[BatchT]], fields: Mapping[str, Any]) -> list[Frame]:
         slot = await self._ready()
-        frames = []
-        for part in parts:
-            arrays: dict[str, Array] = {}
-            for number, micro_batch in enumerate(part):
-                arrays |= record_arrays(f"{number}.", micro_batch)
-            frames.append(Frame(kind, {**fields, "slot": slot, "micro_batches": len(part)}, arrays))
+        frames = [Frame(kind, {**fields, "slot": slot, "micro_batches": list(part)}) for part in parts]
         answers = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
         return list(await asyncio.gather(*answers))
 
@@ -190,9 +185,6 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
 
 
 def _part(answer: Frame) -> PartGradient:
-    arrays = answer.arrays
-    return PartGradient(
-        torch.from_numpy(arrays["gradient"]),
-        arrays["losses"].tolist(),
-        Metrics.from_array(answer.fields["names"], arrays["metrics"]),
-    )
+    fields = answer.fields
+    metrics = Metrics.from_array(fields["names"], fields["metrics"])
+    return PartGradient(torch.from_numpy(fields["gradient"]), fields["losses"].tolist(), metrics)

@@ -44,7 +44,6 @@ from pvg.workers.engine import WorkerEngine
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalMember, LocalSupply
 from pvg.workers.pool import WorkerPool
-from pvg.workers.requests import block_of
 from pvg.workers.shared import SharedBuffers
 from pvg.workers.training import ModelInWorkers, policy_shards
 
@@ -216,7 +215,9 @@ async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
         await killed_twice_before_it_is_ready(pool, expected)
         await killed_after_its_last_completion(pool, events, expected)
         # What a user can fix keeps its type on the way; the worker goes on.
-        impossible = block_of([GenerationRequest("x", np.array([3], np.int32), Sampling(0, (1,)), 0)])
+        impossible = Frame(
+            "generate", {"requests": [GenerationRequest("x", np.array([3], np.int32), Sampling(0, (1,)), 0)]}
+        )
         with pytest.raises(ConfigurationError, match="max_tokens is 0"):
             await pool.submit(0, impossible)
         with pytest.raises(pool_module.WorkerFailedError, match="KeyError"):
@@ -375,8 +376,8 @@ def test_weights_reach_the_workers_before_the_work_even_if_a_caller_leaves():
             while (frame := await receive(reader)) is not None:
                 kinds.append(frame.kind)
                 await asyncio.sleep(0.05)
-                arrays = {"logprobs": np.zeros(1, np.float32)}
-                send(writer, Frame("done", {"id": frame.fields["id"]}, arrays))
+                fields = {"logprobs": np.zeros(1, np.float32)}
+                send(writer, Frame("done", {**fields, "id": frame.fields["id"]}))
 
     async def run() -> None:
         pool = WorkerPool(experiment(1), 1, SlowSupply(""))
@@ -420,7 +421,7 @@ def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
             assert supply.stopped not in workers_of(pool)
             # The end of a run does not wait for one that hangs and has not read what it was sent.
             os.kill(workers_of(pool)[1], signal.SIGSTOP)
-            pool.submit(1, Frame("score", {}, {"much": np.zeros(1 << 24)}))
+            pool.submit(1, Frame("score", {"much": np.zeros(1 << 24)}))
         finally:
             await asyncio.wait_for(pool.close(), 60)
         return events
