@@ -274,12 +274,12 @@ def check_machine(runs: Path) -> Iterator[CheckResult]:
     import psutil
 
     from pvg.telemetry.cpu import native_bfloat16
-    from pvg.telemetry.waits import cpu_quota, usable_cores
+    from pvg.telemetry.waits import cpu_quota, usable_cores, usable_memory
 
     quota = cpu_quota()
     limit = "" if math.isinf(quota) else f", with a CPU quota of {quota:g} cores"
     yield CheckResult("cores", "ok", f"{usable_cores()} of {psutil.cpu_count() or 1}{limit}")
-    memory = psutil.virtual_memory().total / GIB
+    memory = usable_memory()[0] / GIB
     remedy = "" if memory >= LEAST_MEMORY_GB else f"The embedded game needs {LEAST_MEMORY_GB:.0f} GB."
     yield CheckResult("memory", "notice" if remedy else "ok", f"{memory:.1f} GB", remedy)
     if native_bfloat16(Path("/")):

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
@@ -32,6 +31,7 @@ from pvg.planning.memory import (
 )
 from pvg.reporting.formats import compact, sample_seconds, short_seconds
 from pvg.store.run_players import base_source
+from pvg.telemetry.waits import usable_memory
 
 QUANTILES = 2048  # lengths in the pool of a log-normal distribution
 
@@ -506,7 +506,7 @@ def machine_here(experiment: Experiment) -> tuple[str, float, int]:
     """The name of the nearest machine in MACHINES, and the memory in GB and the number of GPUs of this machine (0: the
     experiment computes on the CPU). A GPU that is not in the list counts as an L40S."""
     if not experiment.models.on_gpu:
-        return "cpu", psutil.virtual_memory().total / GB, 0
+        return "cpu", usable_memory()[0] / GB, 0
     import torch
 
     found = torch.cuda.get_device_properties(0)
@@ -549,7 +549,7 @@ def fitted_here(
         if key in chosen or stage.place == "server":
             continue
         fixed_gb = (stage.total - stage.parts[part]) / GB
-        spare_gb = min(CPU_SHARE_GB, (psutil.virtual_memory().available / GB - fixed_gb) / 2)
+        spare_gb = min(CPU_SHARE_GB, (usable_memory()[1] / GB - fixed_gb) / 2)
         if plan.gpus:
             spare_gb = GPU_SHARE * plan.available_gb(stage) - fixed_gb
         row = math.ceil(plan.inputs["prompt_tokens"]) + experiment.rollout.max_tokens

@@ -22,11 +22,13 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from pvg.telemetry.alerts import Alert, AlertKind
 
@@ -131,18 +133,44 @@ def usable_cores(root: Path = ROOT) -> int:
 def cpu_quota(root: Path = ROOT) -> float:
     """The CPU time per second that the cgroups of this process allow it, such as 0.5 after `docker run --cpus 0.5`.
     Infinite without a quota. A group's quota also holds for the groups in it."""
-    least, cgroups = math.inf, root / "sys/fs/cgroup"
+    return min(map(_quota_of, _groups("cpu", root)), default=math.inf)
+
+
+def usable_memory(root: Path = ROOT) -> tuple[int, int]:
+    """The memory that this process may have, and what is free of it now, in bytes: of the machine, or of the tightest
+    cgroup, such as after `docker run -m 4g`."""
+    machine = psutil.virtual_memory()
+    limits = [found for group in _groups("memory", root) if (found := _memory_of(group)) is not None]
+    totals, free = zip((machine.total, machine.available), *limits, strict=True)
+    return min(totals), max(0, min(free))
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of the cgroups of this process that may limit it. A group's limit also holds for those in it."""
+    cgroups = root / "sys/fs/cgroup"
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
-        return least
+        return
     for _, controllers, path in (line.split(":", 2) for line in groups if line.count(":") >= 2):
-        if "cpu" in controllers.split(",") or not controllers:
-            for mount in {cgroups / (controllers or "unified"), cgroups / "cpu", cgroups}:
+        if controller in controllers.split(",") or not controllers:
+            for mount in {cgroups / (controllers or "unified"), cgroups / controller, cgroups}:
                 # In a container, `path` may be that of the host, and the mount be the container's own group.
                 inside = mount / path.strip("/")
-                least = min(least, *map(_quota_of, [inside, *inside.parents][: len(Path(path).parts)]))
-    return least
+                yield from [inside, *inside.parents][: len(Path(path).parts)]
+
+
+def _memory_of(group: Path) -> tuple[int, int] | None:
+    """The limit of one group, of version 1 or 2, and what is free of it; None without a limit. Pages of files that
+    nobody uses now are free."""
+    for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        try:
+            limit, taken = (int((group / file).read_text(encoding="ascii")) for file in (most, used))
+            counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):  # not this version, or "max"
+            continue
+        return limit, limit - taken + int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+    return None
 
 
 def _quota_of(group: Path) -> float:

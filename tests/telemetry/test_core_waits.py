@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from pvg.telemetry.waits import SHARED, CoreTime, CoreWaits, cpu_quota, crowding, usable_cores
+from pvg.telemetry.waits import SHARED, CoreTime, CoreWaits, cpu_quota, crowding, usable_cores, usable_memory
 
 LINUX = Path("/proc/self/schedstat").is_file()
 
@@ -122,3 +123,30 @@ def test_a_cpu_quota_of_a_container_counts_as_cores(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert (cpu_quota(tmp_path), usable_cores(tmp_path)) == (quota, cores)
+
+
+@pytest.mark.parametrize(
+    ("groups", "folder", "names"),
+    [
+        ("0::/", ".", ("memory.max", "memory.current", "inactive_file")),  # a container with its own view of the groups
+        ("0::/of/the/host", ".", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/a/b", "a", ("memory.max", "memory.current", "inactive_file")),  # the outer group has a limit
+        ("4:memory:/a", "memory/a", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_a_memory_limit_of_a_container_counts_as_the_memory(
+    tmp_path: Path, groups: str, folder: str, names: tuple[str, str, str]
+) -> None:
+    assert usable_memory(tmp_path)[0] == psutil.virtual_memory().total
+    own = tmp_path / "sys/fs/cgroup" / folder
+    for path, text in (
+        (tmp_path / "proc/self/cgroup", groups),
+        (own / names[0], "4000000"),
+        (own / names[1], "3000000"),
+        (own / "memory.stat", f"anon 1\n{names[2]} 500000"),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert usable_memory(tmp_path) == (4_000_000, 1_500_000)
+    (own / names[0]).write_text("max\n")
+    assert usable_memory(tmp_path)[0] == psutil.virtual_memory().total
