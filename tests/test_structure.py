@@ -49,7 +49,7 @@ LAYERS = (
 SERVER_SIDE, BEHIND_WALLS = "pvg.servers.server_side", "pvg.sandbox.inside"
 MOST_LINES = 700
 # All modules of pvg, the command line and benchmarks; and the modules of pvg.
-MOST_LINES_OF_ALL, MOST_MODULES = 72_541, 223
+MOST_LINES_OF_ALL, MOST_MODULES = 72_470, 221
 
 
 @cache
