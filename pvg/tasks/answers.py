@@ -135,7 +135,7 @@ BULLET = re.compile(r"\s*\n\s*[-*•] ")
 # Also a line that opens a formula or a block.
 BLANK = re.compile(r"(?>\s*+(?:\\\[|\$\$|```)[ \t]*+(?=\n))?\s*+")
 SENTENCE_END = re.compile(
-    r"(?<!\b[RDM][sr])(?<!\bMrs)(?<!\bapprox)(?:(?:!{2,}|[.!])(?=[\s*_`$)]|$)|(?<=\?)(?=[\s*_`$)]|$)|\n)"
+    r"(?<!\b[RDM][sr])(?<!\bMrs)(?<!\bapprox)(?:(?:(?<!!)!{2,}+|[.!])(?=[\s*_`$)]|$)|(?<=\?)(?=[\s*_`$)]|$)|\n)"
 )
 # Numbers in words, without "one": "5 for each one" has no second number.
 WORDS = (
@@ -161,7 +161,7 @@ NOTE = re.compile(
 )
 COMMENT = re.compile(
     r"\W*(?:\w+ ){0,2}(?:correct|right|verified|checked|found|given|shown|above|below|here|clear|obvious|easy|"
-    r"reasonable|consistent)\b",
+    r"reasonable|consistent|final|complete|unique|done|in \w+)\b",
     re.IGNORECASE,
 )
 MORE = re.compile(r"\s*\S")
@@ -169,8 +169,8 @@ LETTER = re.compile(r"\w")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 NO_BOX = re.compile(r"(?:\b(?:not|never|cannot)|n't)(?: be)?[\s:$*(\\\[]*\\f?boxed ?\{?\s*$", re.IGNORECASE)
 RETRACTED = re.compile(
-    r"\W{0,20}(?:(?:but|oh|hm+|actually)\W+){0,2}(?:actually\W+(?:\w+ ){0,3}[-$]?\d|no\b *(?:[,.:!;-]|wait\b)|"
-    r"wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
+    r"\W{0,20}(?:(?:but|oh|hm+|actually)\W+){0,2}(?:actually\W+(?:\w+ ){0,3}[-$]?\d[\d,.]*+\W*(?:$|\n)|"
+    r"no\b *(?:[,.:!;-]|wait\b)|wait\b|oops\b|sorry\b|scratch that\b|correction\b|"
     r"I (?:made|was|am)\b.{0,12} (?:mistaken?|error|wrong)\b|(?:(?:that|this|it|which) ?)?"
     r"(?:is|was|'s) (?:wrong|incorrect|not the answer)|(?:\w+ ){0,2}(?:not|\w+n't) (?:right|correct|the answer)\b)",
     re.IGNORECASE,
