@@ -28,7 +28,7 @@ import numpy as np
 import pvg
 from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
-from pvg.config.operation import ranks_of
+from pvg.config.operation import has_workers, ranks_of
 from pvg.config.rollout import TorchSampling
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
@@ -396,6 +396,8 @@ def memory_of(
 ) -> Iterator[MemoryPlan]:
     """The stages of a round, each with its peak. `slots`: rollouts that a server decodes at once. `gpu_bytes`: the
     memory of the GPU; then the plan counts what a process on a GPU takes besides. None: a CPU."""
+    from pvg.models.compute import KEPT_BYTES  # here, because it imports torch
+
     models, rollout = experiment.models, experiment.rollout
     length = prompt_tokens + rollout.max_tokens
     base = prover.parameters * BYTES[models.dtype]
@@ -406,8 +408,10 @@ def memory_of(
     on_cpu = gpu_bytes is None
     context = {"Python and libraries": float(LIBRARY_BYTES)} if on_cpu else {"GPU context (assumed)": CONTEXT_BYTES}
     frozen = {"base prover": float(base), **context}
-    # While players train, the engine rests (TorchEngine.rest), unless it samples before it gets new weights.
-    samples_on = not on_cpu or rollout.prefetch.kind != "none" or experiment.training.dynamic_sampling
+    # While players train, a large engine in this process rests (TorchEngine.rest), unless it samples before it gets new
+    # weights.
+    rests = on_cpu and not has_workers(experiment.cluster) and sum(copy.values()) > KEPT_BYTES
+    samples_on = not rests or rollout.prefetch.kind != "none" or experiment.training.dynamic_sampling
 
     policy, scoring = _policy(experiment, prover, length), _verifier(experiment, verifier, length)
     if gpu_bytes is not None:  # the ranks of CPUs share a machine, whose memory they do not divide
@@ -425,7 +429,7 @@ def memory_of(
     positions = max(length, min(experiment.verifier.micro_batch_tokens, pairs))
     own = training_parts(scoring, positions, *lengths, gpu_bytes, accumulates=positions < pairs)
     start = {"verifier's initial weights": _frozen_verifier_bytes(experiment, scoring)}
-    held = {**frozen, **({} if on_cpu else copy), **start}
+    held = {**frozen, **({} if rests else copy), **start}
     yield MemoryPlan("train the verifier", "trainer", {**held, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))

@@ -139,6 +139,7 @@ def test_gradients_of_earlier_micro_batches_stay_and_a_resting_engine_has_no_wei
     assert sampler not in several
     assert sampler in parts(rollout={"prefetch": "fresh"})[0]
     assert [sampler in stage for stage in parts()] == [False, False, True]
+    assert all(sampler in stage for stage in parts(cluster={"kind": "local", "workers": 2}))  # theirs never rests
 
 
 def test_an_embedded_model_is_counted_from_its_weights() -> None:
