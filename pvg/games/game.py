@@ -83,7 +83,7 @@ class Dialogue(Protocol[S_contra]):
         """The seats of the policy, in a fixed order."""
 
     def limit(self, state: S_contra, seat: str) -> int | None:
-        """The most tokens of the seat's next turn. None: `rollout.max_tokens`."""
+        """The most tokens of the seat's next turn. None: `rollout.max_tokens`, which also bounds the first turn."""
 
 
 class GameRules(Rules[S], Protocol[S]):
@@ -148,8 +148,14 @@ class CheckedGame:
 
     def seats(self, state: Any) -> Sequence[str]:
         seats = self._called("seats", state)
-        if isinstance(seats, str) or not isinstance(seats, Sequence):
+        if (
+            not isinstance(seats, Sequence)
+            or isinstance(seats, str)
+            or not all(isinstance(each, str) for each in seats)
+        ):
             raise self.wrong(f"seats must return a tuple of names, not {seats!r}")
+        if len(set(seats)) < len(seats):
+            raise self.wrong(f"seats must return each name once, not {seats!r}")
         return seats
 
     def values(self, state: Any) -> Mapping[str, float]:
@@ -167,6 +173,8 @@ class CheckedGame:
         found = self._called(method, *arguments)
         if not isinstance(found, kind):
             raise self.wrong(f"{method} must return {kind.__name__}, not {type(found).__name__}")
+        if isinstance(found, str) and found.encode(errors="replace").decode() != found:
+            raise self.wrong(f"{method} must return Unicode text, without a lone surrogate, not {found!a}")
         return found
 
     def wrong(self, what: str) -> ConfigurationError:
@@ -174,17 +182,24 @@ class CheckedGame:
 
 
 class CheckedDialogue(CheckedGame):
-    """The rules of a protocol in a user's file, with the same checks."""
+    """The rules of a protocol in a user's file, with the same checks. pvg asks for no prompt of the first turn."""
 
     def __init__(self, key: str, name: str, rules: Any) -> None:
         super().__init__(key, name, rules)
         self.voices = getattr(rules, "voices", None)
         if not isinstance(self.voices, tuple) or len(self.voices) != 1:
             raise self.wrong(f"voices must be a tuple of one name, the seat of the prover, not {self.voices!r}")
+        self.prompt = self._heard
+
+    def _heard(self, state: Any, seat: str, role: Role) -> str:
+        text = self._checked("prompt", str, state, seat, role)
+        if not text and seat in self.seats(state):
+            raise self.wrong("prompt must return what the prover reads before its next turn, not an empty text")
+        return text
 
     def limit(self, state: Any, seat: str) -> int | None:
         limit = self._called("limit", state, seat)
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise self.wrong(f"limit must return a number of tokens from 1 on, or None, not {limit!r}")
         return limit
 

@@ -114,8 +114,8 @@ class Interaction(Generic[S]):
 
     `encode`: the token ids of a prompt that begins a rollout, int32 [P]. `turn`: what a voice hears, as token ids
     int32 [O] and as text for readers; its second argument is True for what the voice hears last, without an answer.
-    `room`: the most tokens of a rollout after its first turn; None: the rules limit it. The script "greedy" decides for
-    the other seats of a Dialogue.
+    `room`: the most tokens of a rollout after its first turn; None: the rules limit it. An interaction ends before what
+    no longer fits. The script "greedy" decides for the other seats of a Dialogue.
     """
 
     rules: Rules[S]
@@ -242,13 +242,9 @@ class Line:
             f"{self.id}/{turn}" if turn else self.id, prompt_ids, sampling, seed, group=group, **options
         )
 
-    def left(self, room: int, least: int) -> int:
-        """The tokens left of `room` for all turns after the first. Raises ConfigurationError if less than `least`."""
-        left = room - sum(map(len, self.tokens()[1:]))
-        if left < least:
-            what = f"{self.id} needs more than game.protocol.tokens = {room} tokens after its first turn."
-            raise ConfigurationError(what, "Raise game.protocol.tokens, or let your protocol say less.")
-        return left
+    def left(self, room: int) -> int:
+        """The tokens left of `room` for all turns after the first; negative if what was heard last does not fit."""
+        return room - sum(map(len, self.tokens()[1:]))
 
     def say(self, completion: Completion, text: str, grade: Grade | None = None) -> None:
         self.completions, self.texts = (*self.completions, completion), (*self.texts, text)
@@ -302,7 +298,7 @@ class Line:
 class _Table(Generic[S]):
     """An interaction in progress. `group`: the place of its group. `until`: the number of phases after which it ends,
     but not before the seat `waits_for` decides; None: never. `pending`: the decisions of the current phase. `lines`:
-    the rollouts of a Dialogue's voices. `cut`: by a deadline."""
+    the rollouts of a Dialogue's voices. `cut`: by a deadline. `full`: no room is left for another turn."""
 
     start: GameStart[S]
     order: GroupOrder
@@ -317,6 +313,7 @@ class _Table(Generic[S]):
     pending: dict[str, SeatDecision[S]] = field(default_factory=dict)
     lines: dict[str, Line] = field(default_factory=dict)
     cut: bool = False
+    full: bool = False
 
     @property
     def phase(self) -> int:
@@ -387,7 +384,7 @@ class _Hall(Generic[S]):
             for (table, seat), text in zip(asked, texts, strict=True):
                 self.decided(table, seat, rules.parse(table.states[-1], seat, text))
         for place, table in enumerate(tables):
-            if not table.cut:
+            if not (table.cut or table.full):
                 self.advance(table)
             if place % TABLES_AT_A_TIME == TABLES_AT_A_TIME - 1:
                 await asyncio.sleep(0)
@@ -436,11 +433,16 @@ class _Hall(Generic[S]):
         """Calls `leave` after sampling, before grading, to free the place in the engine. So grading does not affect
         which request the engine gets next, or when."""
         line, state = self.line(table, seat), table.states[-1]
-        sampling, grader = policy.sampling, policy.grader
+        sampling, grader, room = policy.sampling, policy.grader, self.interaction.room
+        most = sampling.max_tokens
         if self.dialogue is not None and (limit := self.dialogue.limit(state, seat)) is not None:
-            sampling = replace(sampling, max_tokens=limit)
-        if self.interaction.room is not None and line.completions:
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, line.left(self.interaction.room, 1)))
+            most = limit if line.completions else min(limit, most)  # pvg plans max_tokens for first turns
+        if room is not None and line.completions:
+            most = min(most, line.left(room))
+            if most < 1:
+                line.heard, table.full = line.heard[:-1], True
+                return
+        sampling = replace(sampling, max_tokens=most)
         completion = await policy.engine.generate(line.request(self.call, table.sample, sampling, on_tokens=tell))
         await leave()
         if seat in self.voices[:1] and not line.completions:
@@ -486,7 +488,9 @@ class _Hall(Generic[S]):
 
     def scripted(self, table: _Table[S], seat: str, script: Script) -> str:
         rules = self.interaction.rules
-        assert isinstance(rules, PlaysByScript), "play_games checks this"
+        if not isinstance(rules, PlaysByScript):
+            what = f"Nobody decides for the seat {seat!r}, because the rules have no method `scripted`."
+            raise ConfigurationError(what, "Add one (pvg.games.game.PlaysByScript), or let `seats` leave the seat out.")
         seed = seed_for(self.call.seed, "script", table.order.group, table.sample, table.phase, seat)
         return rules.scripted(script, table.states[-1], seat, seed)
 
@@ -506,7 +510,7 @@ class _Hall(Generic[S]):
 
     def ending(self, table: _Table[S]) -> Literal["over", "horizon"] | None:
         seats = self.interaction.rules.seats(table.states[-1])
-        if not seats:
+        if table.full or not seats:
             return "over"
         if table.until is not None and table.phase >= table.until and table.waits_for in (None, *seats):
             return "horizon"
@@ -550,11 +554,14 @@ class _Hall(Generic[S]):
 
     def rollout(self, table: _Table[S], seat: str) -> Rollout:
         """The rollout of a voice in an interaction that is over."""
-        line = table.lines[seat]
-        if last := self.read(table.states[-1], seat):
-            line.heard = (*line.heard, self.interaction.turn(last, True))
-            if self.interaction.room is not None:
-                line.left(self.interaction.room, 0)
+        if seat not in table.lines:
+            what = f"{self.call.rollout_id(table.order, table.sample)} is over, but {seat!r} did not speak."
+            raise ConfigurationError(what, "Let `seats` of your game.protocol name this seat.")
+        line, room = table.lines[seat], self.interaction.room
+        if not table.full and (last := self.read(table.states[-1], seat)):
+            before, line.heard = line.heard, (*line.heard, self.interaction.turn(last, True))
+            if room is not None and line.left(room) < 0:
+                line.heard = before
         return line.rollout(self.call)
 
 

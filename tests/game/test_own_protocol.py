@@ -12,8 +12,11 @@ from test_challenge import MODCHAIN, PROBLEM, TALKING
 from pvg.config.game import OwnProtocol
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+from pvg.games.game import Action
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
+from pvg.records import Role
+from pvg.rollout.interaction import Talk
 from pvg.store.run_directory import RunDirectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "second_look.py"
@@ -37,6 +40,18 @@ def episode(name: str, tokens: int = 64) -> list[tuple[str, bool]]:
     return [(turn.text, turn.sampled) for turn in example_episode(interaction, tokenizer, PROBLEM, SOLUTION)]
 
 
+def test_a_later_prompt_must_not_be_empty_in_a_state_that_the_example_did_not_reach(
+    write: Callable[[str], str],
+) -> None:
+    name = write("def prompt(self, state, seat, role): return state.said[1][1].text if len(state.said) == 2 else ''")
+    parts = ProtocolParts(MODCHAIN, Tokenizer(modchain_tokenizer()), "tag", None, 0)
+    rules = interaction_for(OwnProtocol(kind=name), parts).rules
+    said = (("prover", Action(SOLUTION, SOLUTION)), ("clerk", Action("", "")))
+    with pytest.raises(ConfigurationError, match=r"mine\.py:Mine': prompt must return what the prover reads"):
+        rules.prompt(Talk(PROBLEM, said), "prover", Role.HELPFUL)
+    assert rules.prompt(Talk(PROBLEM, (*said, said[0])), "prover", Role.HELPFUL) == ""  # nothing follows the last turn
+
+
 def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
     assert episode(SECOND_LOOK) == [(SOLUTION, True), (PROBLEM.question, False), (SOLUTION, True)]
 
@@ -47,6 +62,14 @@ def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
         ("def seats(self, state): return ('clerk',) if state.said else ('prover',)", "after 200 phases it does not"),
         ("def seats(self, state): return () if state.said else ('judge',)\n    scripted = None", "the seat 'judge'"),
         ("def seats(self, state): return ()", "seats must let 'prover' speak"),
+        (
+            "def seats(self, state): return () if state.said else ('prover', 'prover')",
+            "seats must return each name once",
+        ),
+        ("def seats(self, state): return (['prover'],)", "seats must return a tuple of names, not (['prover'],)"),
+        ("def prompt(self, state, seat, role): return chr(0xD800)", "prompt must return Unicode text"),
+        ("def scripted(self, *_): return chr(0xDFFF)", "scripted must return Unicode text"),
+        ("def limit(self, state, seat): return True", "limit must return a number of tokens from 1 on"),
         ("def prompt(self, state, seat, role): return role.value[:1]", "prompt must not depend on the role"),
         ("def prompt(self, state, seat, role): return ''", "prompt must return what the prover reads"),
         ("def prompt(self, state, seat, role): return None", "prompt must return str, not NoneType"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from test_dispatcher import EOS, ParityTask
 from tiny_policies import TOKENIZER, orders, tiny_model, with_engine
 
+from pvg.errors import ConfigurationError
 from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
@@ -67,8 +68,9 @@ class Script(Direct):
         return ["" if ask.id in self.silent else self.lines[len(ask.state.said) // 2] for ask in asks]
 
 
-def call_of(rules: Script, **options: Any) -> SampleCall:
-    interaction = Interaction(rules, turn=lambda text, _: (TOKENIZER.encode(text), text), deciders={"other": rules.say})
+def call_of(rules: Script, room: int | None = None, **options: Any) -> SampleCall:
+    deciders = {"other": rules.say}
+    interaction = Interaction(rules, turn=lambda text, _: (TOKENIZER.encode(text), text), deciders=deciders, room=room)
     return SampleCall(0, "base", 3, 7, "e", interaction=interaction, **options)
 
 
@@ -182,6 +184,47 @@ def test_a_solution_at_its_length_limit_makes_the_rollout_one_and_an_answer_does
         cut = rollout.completion_ids[rollout.turns[1].start - 1] != EOS
         assert rollout.finish_reason == ("length" if cut else "stop")
     assert {rollout.finish_reason for rollout in group.rollouts} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("room", range(1, 24))
+def test_an_interaction_ends_where_the_next_text_has_no_room(room: int):
+    class LastWord(Script):
+        def prompt(self, state: Talk, seat: str, role: Role) -> str:
+            return super().prompt(state, seat, role) if self.seats(state) else "99?"
+
+    heard = ["12?", "345?", "99?"]
+    for rollout in rollouts(play(Talking(), LastWord(heard[:2]), room=room)):
+        found = [turn.text for turn in rollout.turns if not turn.sampled]
+        assert found == heard[: len(found)]
+        later = len(rollout.completion_ids) - rollout.solution_tokens
+        assert later <= room
+        if len(found) < len(heard):
+            assert later + len(TOKENIZER.encode(heard[len(found)])) + (len(found) < 2) > room
+            assert rollout.sampled_mask[-1]
+        assert room < 4 or found
+        assert room < 20 or len(found) == 3
+
+
+def test_the_first_turn_has_at_most_max_tokens():
+    class Long(Script):
+        def limit(self, state: Talk, seat: str) -> int | None:
+            return 9
+
+    engine = Talking()
+    play(engine, Long(["1?"]))
+    assert {(request.id[10:].count("/"), request.sampling.max_tokens) for request in engine.seen} == {(0, 6), (1, 9)}
+
+
+@pytest.mark.parametrize(
+    ("seats", "message"), [(("judge",), "Nobody decides for the seat 'judge'"), ((), "'prover' did not speak")]
+)
+def test_rules_with_which_no_game_can_be_played_are_the_users_error(seats: tuple[str, ...], message: str):
+    class Wrong(Script):
+        def seats(self, state: Talk) -> Sequence[str]:
+            return seats
+
+    with pytest.raises(ConfigurationError, match=message):
+        play(Talking(), Wrong([]))
 
 
 def test_a_deadline_gives_up_an_episode_whole_in_whatever_turn_it_is():
