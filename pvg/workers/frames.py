@@ -7,10 +7,9 @@
 Nothing is unpickled: a record is one of the dataclasses in RECORDS.
 
 On the wire: the header's length (uint32) and the body's (uint64), little-endian; the header, which is JSON; the arrays
-one after the other, each aligned to ALIGNMENT bytes. An array, a tuple and a record stand in the header as an object
-with one of the keys ARRAY, TUPLE and RECORD.
-
-Numbers outside of arrays must be finite, because JSON has no NaN.
+one after the other, each aligned to ALIGNMENT bytes. What JSON lacks stands in the header as an object with one key
+that begins with "$". A list of equal records or tuples travels by column, and a list of arrays as one array, because a
+block has thousands of requests, and Python takes microseconds for each object.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import accumulate, chain, pairwise
+from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,12 @@ ALIGNMENT = 16
 # Larger messages are a defect: the limits keep a damaged length from taking all memory.
 MOST_HEADER = 1 << 30
 MOST_BODY = 1 << 40
-ARRAY, TUPLE, RECORD = "$array", "$tuple", "$record"
+# Single values; and lists of JSON values, of arrays with one axis, of one object, of equal records and of tuples.
+ARRAY, NUMBER, TUPLE, RECORD, MAPPING = "$array", "$number", "$tuple", "$record", "$mapping"
+PLAIN, ARRAYS, SAME, RECORDS_BY_FIELD, TUPLES, TUPLES_BY_FIELD = (
+    *("$plain", "$arrays", "$same"),
+    *("$records", "$tuples", "$columns"),
+)
 # What may travel as a record, and its module, which is imported at the first use: some modules import torch.
 RECORDS = {
     "VersionSpan": "pvg.records",
@@ -73,18 +80,44 @@ class _Body:
 
     def taken(self, value: Any) -> Any:
         """`value` as JSON data, once its arrays are taken."""
+        taken: Any = value
         if isinstance(value, np.ndarray):
-            return {ARRAY: self._place(np.ascontiguousarray(value))}
-        if isinstance(value, Mapping):
-            return {name: self.taken(entry) for name, entry in value.items()}
-        if isinstance(value, list):
-            return [self.taken(entry) for entry in value]
-        if isinstance(value, tuple):
-            return {TUPLE: [self.taken(entry) for entry in value]}
-        if is_dataclass(value):
-            content = {entry.name: self.taken(getattr(value, entry.name)) for entry in fields(value)}
-            return {RECORD: type(value).__name__, **content}
-        return value
+            taken = {ARRAY: self._place(np.asarray(value, order="C"))}
+        elif isinstance(value, Mapping):
+            content = {name: self.taken(entry) for name, entry in value.items()}
+            taken = {MAPPING: list(content.items())} if _mark(content) else content
+        elif isinstance(value, list):
+            taken = self._list(value)
+        elif isinstance(value, tuple):
+            taken = {TUPLE: self._list(list(value))}
+        elif is_dataclass(value):
+            values = [self.taken(getattr(value, each.name)) for each in fields(value)]
+            taken = {RECORD: [type(value).__name__, values]}
+        elif isinstance(value, np.generic):
+            taken = self.taken(value.item())
+        elif isinstance(value, float) and not math.isfinite(value):
+            taken = {NUMBER: str(value)}
+        return taken
+
+    def _list(self, value: list[Any]) -> Any:
+        kinds = set(map(type, value))
+        kind: Any = kinds.pop() if len(kinds) == 1 else object
+        if kind in (int, str, bool, NoneType) or (kind is float and all(map(math.isfinite, value))):
+            return {PLAIN: value}
+        if kind is np.ndarray and {(each.dtype, each.ndim) for each in value} == {(value[0].dtype, 1)}:
+            return {ARRAYS: [self._place(np.concatenate(value)), list(map(len, value))]}
+        if is_dataclass(kind):
+            if len(set(map(id, value))) == 1:
+                return {SAME: [self.taken(value[0]), len(value)]}
+            columns = [self._list(list(map(attrgetter(each.name), value))) for each in fields(kind)]
+            return {RECORDS_BY_FIELD: [type(value[0]).__name__, columns]}
+        return self._tuples(value) if kind is tuple else [self.taken(entry) for entry in value]
+
+    def _tuples(self, value: list[tuple[Any, ...]]) -> Any:
+        lengths = list(map(len, value))
+        if set(lengths) == {lengths[0]} != {0}:
+            return {TUPLES_BY_FIELD: [self._list(list(column)) for column in zip(*value, strict=True)]}
+        return {TUPLES: [self._list(list(chain(*value))), lengths]}
 
     def _place(self, array: Array) -> list[Any]:
         offset, padding = self.size, -array.nbytes % ALIGNMENT
@@ -133,14 +166,44 @@ def _given(value: Any, body: bytearray) -> Any:
         return [_given(entry, body) for entry in value]
     if not isinstance(value, dict):
         return value
-    if ARRAY in value:
-        dtype, shape, offset = value[ARRAY]
-        view = np.frombuffer(body, np.dtype(dtype), count=math.prod(shape), offset=offset).reshape(shape)
-        # A view of a small part would keep the whole message in memory.
-        return view.copy() if view.nbytes < len(body) // 2 else view
-    content = {name: _given(entry, body) for name, entry in value.items()}
-    if TUPLE in content:
-        return tuple(content[TUPLE])
-    if (name := content.pop(RECORD, None)) is not None:
-        return getattr(importlib.import_module(RECORDS[name]), name)(**content)
-    return content
+    if not (mark := _mark(value)):
+        return {name: _given(entry, body) for name, entry in value.items()}
+    content = found = value[mark]  # of PLAIN
+    if mark == ARRAY:
+        found = _array(content, body)
+    elif mark == ARRAYS:
+        found = _parts(_array(content[0], body), content[1])
+    elif mark == NUMBER:
+        found = float(content)
+    elif mark == MAPPING:
+        found = {name: _given(entry, body) for name, entry in content}
+    elif mark == TUPLE:
+        found = tuple(_given(content, body))
+    elif mark == SAME:
+        found = [_given(content[0], body)] * content[1]
+    elif mark == TUPLES_BY_FIELD:
+        found = list(zip(*_given(content, body), strict=True))
+    elif mark == TUPLES:
+        found = list(map(tuple, _parts(_given(content[0], body), content[1])))
+    elif mark in (RECORD, RECORDS_BY_FIELD):
+        kind = getattr(importlib.import_module(RECORDS[content[0]]), content[0])
+        values = _given(content[1], body)
+        found = kind(*values) if mark == RECORD else list(map(kind, *values))
+    return found
+
+
+def _mark(value: Mapping[str, Any]) -> str:
+    """The key of an object that stands for what JSON lacks; "": it is a mapping."""
+    first = next(iter(value), "")
+    return first if first.startswith("$") else ""
+
+
+def _array(place: list[Any], body: bytearray) -> Array:
+    dtype, shape, offset = place
+    view = np.frombuffer(body, np.dtype(dtype), count=math.prod(shape), offset=offset).reshape(shape)
+    # A view of a small part would keep the whole message in memory.
+    return view.copy() if view.nbytes < len(body) // 2 else view
+
+
+def _parts(whole: Any, lengths: list[int]) -> list[Any]:
+    return [whole[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
