@@ -2,14 +2,15 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pvg.config.task import ModchainTask
 from pvg.tasks import open_task
-from pvg.tasks.modchain import Modchain, chain_problem
-from pvg.tasks.task import LocatesFlaws
+from pvg.tasks.modchain import MISTAKES, Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
+from pvg.tasks.task import FindsFlaws, LocatesFlaws
 
 PROBLEM = chain_problem((7, 5, 8, 3, 6), 10)
 TASK = Modchain(ModchainTask(problems=4, test_problems=4))
@@ -143,3 +144,51 @@ def test_a_flaw_is_one_of_the_steps(completion):
     if task.grade(problem, completion).well_formed:
         assert cuts[-1] == len(completion)
         assert (flaw is None) == (task.grade(problem, completion).note == "")
+
+
+def problems_of(modulus):
+    return st.lists(st.integers(0, modulus - 1), min_size=2, max_size=8).map(
+        lambda terms: chain_problem(terms, modulus)
+    )
+
+
+@settings(deadline=None)
+@given(st.integers(2, 30).flatmap(problems_of), st.sampled_from(MISTAKES), st.integers(0, 2**32))
+def test_the_first_flaw_is_where_a_mistake_was_put(problem, kind, seed):
+    assert isinstance(TASK, FindsFlaws)
+    clean = clean_trace(problem)
+    assert TASK.first_flaw(problem, clean) == 0
+    if kind not in possible_mistakes(problem):
+        return
+    flawed = flawed_trace(problem, kind, np.random.default_rng(seed))
+    pairs = zip(clean.split(";"), flawed.split(";"), strict=False)
+    number = next(number for number, (right, written) in enumerate(pairs, 1) if right != written)
+    assert TASK.first_flaw(problem, flawed) == number
+    if kind in ("wrong_sum", "wrong_operand", "swapped_operand"):
+        assert number == 1 + np.random.default_rng(seed).integers(len(problem.metadata["terms"]) - 1)
+    if kind == "wrong_answer":
+        assert number == len(problem.metadata["terms"])
+
+
+# A text of the second kind is one that changes a few characters of a flawless solution.
+TEXTS = st.text(alphabet="0123456789+=;A ", max_size=40) | st.lists(
+    st.tuples(st.integers(0, 25), st.sampled_from("0123456789")), max_size=3
+).map(lambda changes: "".join(dict(changes).get(place, c) for place, c in enumerate(clean_trace(PROBLEM))))
+
+
+@settings(deadline=None)
+@given(TEXTS)
+def test_the_first_flaw_agrees_with_the_grade(text):
+    grade, number = TASK.grade(PROBLEM, text), TASK.first_flaw(PROBLEM, text)
+    assert (number == 0) == (grade.note == "")
+    assert number or grade.correct
+    if "in step" in grade.note and grade.well_formed:
+        assert number == int(grade.note.rpartition(" ")[2])
+    if not grade.well_formed:
+        assert number == 1
+
+
+def test_two_mistakes_that_cancel_out_are_a_flaw_of_a_correct_solution():
+    text = "7+5=2;2+3=5;5+8=3;3+6=9;A9"
+    assert TASK.grade(PROBLEM, text).correct
+    assert TASK.first_flaw(PROBLEM, text) == 2
