@@ -122,12 +122,13 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Part of a dialogue's completion, from token `start` to the start of the next turn: written by the prover
-    (`sampled`) or by the environment."""
+    """Part of a dialogue's completion, from token `start` to the start of the next turn: what its voice wrote
+    (`sampled`), or what it heard from others. `seat`: who wrote it; several are joined by "+"."""
 
     start: int
     sampled: bool
     text: str
+    seat: str = "prover"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,9 @@ class Rollout:
     `solver`: the solution that it translates (the decoupled game). `kept_answer`: whether it keeps that answer. `turns`
     divide the completion of a dialogue; the first begins at token 0. Without turns, one request sampled the whole
     completion. Tokens that were not sampled have log-prob 0.
+
+    In memory only: `others`, the rollouts of the other voices of its interaction, by seat, and `end`, the state of the
+    rules in which it ended. What the others wrote is stored as turns.
     """
 
     id: str
@@ -189,6 +193,8 @@ class Rollout:
     solver: SolverSolution | None = None
     kept_answer: bool | None = None
     turns: tuple[Turn, ...] = ()
+    others: Mapping[str, Rollout] = field(default_factory=dict, compare=False, repr=False)
+    end: Any = field(default=None, compare=False, repr=False)
 
     @property
     def version(self) -> int:

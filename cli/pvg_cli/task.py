@@ -189,9 +189,8 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
         return
     for role, shown in found["prompts"].items():
         _print_input(f"Prompt of the {role} role for {found['problem']}", shown["text"], shown["tokens"], console)
-    for number, turn in enumerate(found["episode"], 2):
-        what = "written by the prover" if turn["by"] == "prover" else "read by the prover"
-        _print_input(f"Example of turn {number}, {what}", turn["text"], None, console)
+    for turn in found["episode"]:
+        _print_input(f"Example: {turn['what'].lower()} the {turn['voice']}", turn["text"], None, console)
     if (read := found["verifier_input"]) is not None:
         _print_input("Input of the verifier", read["text"], read["tokens"], console)
     if found["graded"]:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, model_validator
 from pydantic.fields import FieldInfo
 
 from pvg.config.base import ByKind, without_folder
-from pvg.config.game import ChallengeProtocol, OwnProtocol, SimultaneousSchedule
+from pvg.config.game import ChallengeProtocol, CriticProtocol, DebateProtocol, OwnProtocol, SimultaneousSchedule
 from pvg.config.rules import conflicts, warnings_about
 from pvg.config.sections import AllSections
 from pvg.extensions import EXTENSIBLE, is_reference
@@ -39,6 +39,13 @@ FITTED = ("training.micro_batch_tokens", "verifier.micro_batch_tokens", MAX_ROWS
 
 
 TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
+TURN_ROOM = 16  # most tokens that a prompt style writes around a turn
+
+
+def spoken_room(protocol: CriticProtocol | DebateProtocol) -> int:
+    """The most tokens of the prover's rollout after its solution: what it hears, and its reply."""
+    replies = isinstance(protocol, DebateProtocol) and protocol.turns == "ABA"
+    return TURN_ROOM + protocol.tokens * (1 + replies)
 
 
 class Experiment(AllSections):
@@ -103,13 +110,12 @@ class Experiment(AllSections):
 
     def completion_room(self) -> int:
         """The most tokens of a completion, including what the environment writes."""
-        protocol = self.game.protocol
-        if isinstance(protocol, OwnProtocol):
-            return self.rollout.max_tokens + protocol.tokens
-        if not isinstance(protocol, ChallengeProtocol):
-            return self.rollout.max_tokens
-        question = TAG_ROOM if self.prompts.kind == "tag" else QUOTED_ROOM
-        return self.rollout.max_tokens + question + protocol.tokens
+        protocol, room = self.game.protocol, self.rollout.max_tokens
+        if isinstance(protocol, ChallengeProtocol):
+            return room + (TAG_ROOM if self.prompts.kind == "tag" else QUOTED_ROOM) + protocol.tokens
+        if isinstance(protocol, CriticProtocol | DebateProtocol):
+            return room + spoken_room(protocol)
+        return room + protocol.tokens if isinstance(protocol, OwnProtocol) else room
 
     def token_limits(self) -> TokenLimits:
         # Self-play has one role, and its reward is a change in value.

@@ -133,14 +133,53 @@ class ChallengeProtocol(Section):
     tokens: Count = Field(16, description="Maximum number of tokens of an answer. A longer one is cut off.")
 
 
+class CriticProtocol(Section):
+    """The prover writes a solution, and a critic names its first wrong step. The verifier reads both."""
+
+    kind: Literal["critic"] = "critic"
+    pay: Literal["votes", "truth"] = Field(
+        "votes",
+        description="The critic earns the verifier's doubt in the solution, or 1 if it names the first wrong step.",
+    )
+    tokens: Count = Field(64, description="Maximum number of tokens of a critique. A longer one is cut off.")
+
+
+class DebateProtocol(Section):
+    """The prover (A) writes a solution, and an opponent (B) with the other role its own. The verifier reads both, and
+    the two earn its votes."""
+
+    kind: Literal["debate"] = "debate"
+    turns: Literal["AB", "ABA"] = Field("AB", description="ABA: the prover replies to the opponent.")
+    order: Literal["sequential", "simultaneous"] = Field(
+        "sequential", description="sequential: the opponent reads the prover's solution before it writes."
+    )
+    tokens: Count = Field(64, description="Maximum number of tokens of each turn after the first.")
+
+
+class ConsultancyProtocol(Section):
+    """The prover argues for an answer, right in its helpful role and wrong in its sneaky one, and earns the verifier's
+    votes."""
+
+    kind: Literal["consultancy"] = "consultancy"
+
+
 class OwnProtocol(Section):
-    """Rules in a file of your own: who speaks, and what the prover reads between its turns."""
+    """Rules in a file of your own: who speaks, and what each voice reads between its turns."""
 
     kind: Reference
     tokens: Count = Field(64, description="Maximum number of tokens of a rollout after its first turn.")
 
 
-Protocol = Annotated[DirectProtocol | DecoupledProtocol | ChallengeProtocol | OwnProtocol, ByKind("direct")]
+Protocol = Annotated[
+    DirectProtocol
+    | DecoupledProtocol
+    | ChallengeProtocol
+    | CriticProtocol
+    | DebateProtocol
+    | ConsultancyProtocol
+    | OwnProtocol,
+    ByKind("direct"),
+]
 
 
 class StackelbergSchedule(Section):

@@ -7,12 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pvg.config.game import (
-    ChallengeProtocol,
     CompositeReward,
+    ConsultancyProtocol,
+    CriticProtocol,
+    DebateProtocol,
     DecoupledProtocol,
     DecoupledReward,
+    DirectProtocol,
     GatedReward,
-    OwnProtocol,
     SimultaneousSchedule,
 )
 from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers, ranks_of, shards_of
@@ -396,7 +398,12 @@ def _play(experiment: AllSections) -> Iterator[str]:
 
 def _protocols(experiment: AllSections) -> Iterator[str]:
     game, reward = experiment.game, experiment.game.reward
-    if isinstance(game.protocol, ChallengeProtocol | OwnProtocol):
+    if isinstance(game.protocol, CriticProtocol | DebateProtocol) and experiment.prompts.kind == "plain":
+        yield (
+            f"prompts = 'plain' gives every voice of game.protocol = {game.protocol.kind!r} one prompt; set it to "
+            "'tag', 'chat' or 'text'"
+        )
+    if not isinstance(game.protocol, DirectProtocol | DecoupledProtocol | ConsultancyProtocol):
         several = f"game.protocol = {game.protocol.kind!r} has several turns"
         if experiment.rollout.deadline.kind == "continue":
             yield f"rollout.deadline = 'continue' needs rollouts of one turn, but {several}; set it to 'none' or 'cut'"

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pvg.game.orders import ProverOrders
+from pvg.game.rewards import Earned
 from pvg.game.statistics import RolloutColumns, cut_metrics, play_metrics, sampling_metrics, staleness_metrics
 from pvg.records import Float32, Group, Role, Rollout
 from pvg.telemetry.spans import span
@@ -92,7 +93,7 @@ class CarriedGroups(FreshGroups):
 @dataclass(frozen=True, slots=True)
 class ScoredGroups:
     """Groups that were sampled, scored and rewarded. `trained_M`: the rows of the N rollouts to train on;
-    `similarity_N`: see pvg.game.rewards."""
+    `similarity_N`, `earned`: see pvg.game.rewards."""
 
     groups: Sequence[Group]
     scores_N: Float32
@@ -100,6 +101,7 @@ class ScoredGroups:
     aligned_N: Bools
     trained_M: NDArray[np.int64]
     similarity_N: Float32 | None = None
+    earned: Sequence[Earned] = ()
 
     @property
     def rollouts(self) -> list[Rollout]:
@@ -123,7 +125,7 @@ class ScoredGroups:
             **play_metrics(RolloutColumns(rollouts, self.scores_N), threshold),
             "reward_mean": float(self.rewards_N.mean()),
             **cut_metrics(self.groups),
-            **sampling_metrics(rollouts, engine, seconds),
+            **sampling_metrics([each for r in rollouts for each in (r, *r.others.values())], engine, seconds),
             **staleness_metrics(rollouts, version),
         }
 
@@ -137,6 +139,7 @@ class ScoredGroups:
             np.concatenate([self.aligned_N, more.aligned_N]),
             np.arange(len(self.rewards_N) + len(more.rewards_N)),
             np.concatenate(alike) if alike else None,
+            [*self.earned, *more.earned],
         )
 
     def restricted(self, places: Sequence[int]) -> ScoredGroups:

@@ -19,6 +19,7 @@ from pvg.tasks.task import HasNote, Task, correct_solution
 from pvg.verifier.data import VerifierTemplate
 
 if TYPE_CHECKING:
+    from pvg.game.protocols import SpokenLine
     from pvg.models.tokenizer import Tokenizer
 
 
@@ -76,6 +77,17 @@ def check_verifier_input_fits(
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
     _check_context(max_length, need := len(ids) + limits.room, "models.verifier")
     return need
+
+
+def check_voices_fit(limits: TokenLimits, lines: Mapping[str, SpokenLine], max_length: int) -> None:
+    """Raises ConfigurationError if the rollout of a voice besides the prover may not fit into the prover's context of
+    `max_length` tokens. `lines`: of an example, in whose prompts solutions may be short."""
+    first, *others = lines.values()
+    longer = max(0, limits.solution - len(first.turns[0].token_ids))
+    for line in others:
+        if line.prompt_ids is not None:
+            own = limits.room - limits.solution
+            _check_context(max_length, len(line.prompt_ids) + longer + own, "models.prover")
 
 
 def writable_solution(

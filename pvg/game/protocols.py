@@ -29,14 +29,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from pvg.config.base import RunId
-from pvg.config.game import ChallengeProtocol, DecoupledProtocol, OwnProtocol, Protocol
+from pvg.config.experiment import spoken_room
+from pvg.config.game import ChallengeProtocol, CriticProtocol, DebateProtocol, DecoupledProtocol, OwnProtocol, Protocol
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.games.game import CheckedDialogue, PlaysByScript, Script
+from pvg.game.voices import ConsultancyRules, CriticRules, DebateRules, Voices
+from pvg.games.game import CheckedDialogue, MeasuresPlay, Outcome, PaysSeats, PlaysByScript, Script
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import BASE_SOURCE, Float32, Int32, Problem, Role, Rollout, SolverSolution
+from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.rollout.interaction import DIRECT, MOST_PHASES, Ask, Direct, Interaction, SampleCall, Talk
 from pvg.seeds import generator_for, seed_for
@@ -263,19 +265,44 @@ def challenge(section: ChallengeProtocol, parts: ProtocolParts) -> Interaction[T
     return Interaction(rules, turn=turn_renderer(parts.style, parts.tokenizer), deciders={"verifier": questions})
 
 
+def voice_encoder(style: str, tokenizer: Tokenizer) -> Callable[[str], Int32]:
+    """`Interaction.encode` for this prompt style: a voice's first prompt as token ids int32 [P]."""
+    if style == "chat":
+        return lambda text: tokenizer.chat([{"role": "user", "content": text}])
+    return lambda text: tokenizer.opening(f"{text}\n\n" if style == "text" else text)
+
+
+def spoken(rules: Any, parts: ProtocolParts, room: int | None) -> Interaction[Any]:
+    """Rules whose seats the policy plays."""
+    style, tokenizer = parts.style, parts.tokenizer
+    return Interaction(rules, voice_encoder(style, tokenizer), turn_renderer(style, tokenizer), room=room)
+
+
+def critic(section: CriticProtocol, parts: ProtocolParts) -> Interaction[Talk]:
+    return spoken(CriticRules(section, Voices(parts.task, parts.style)), parts, spoken_room(section))
+
+
+def debate(section: DebateProtocol, parts: ProtocolParts) -> Interaction[Talk]:
+    if parts.style == "chat" and section.turns == "ABA":
+        parts.tokenizer.next_turn("?")  # raises before anything is sampled
+    return spoken(DebateRules(section, Voices(parts.task, parts.style)), parts, spoken_room(section))
+
+
 # `game.protocol` -> the interaction that makes a rollout. In the decoupled game the solver has spoken before the first
 # round, so the translator's first prompt has its solution.
 PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
     "direct": lambda section, parts: DIRECT,
     "decoupled": lambda section, parts: DIRECT,
     "challenge": challenge,
+    "critic": critic,
+    "debate": debate,
+    "consultancy": lambda section, parts: Interaction(ConsultancyRules()),
 }
 
 
 def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]:
     key, name = "game.protocol", section.kind
-    rules: Any = CheckedDialogue(key, name, called(key, name, load(key, name)))
-    return Interaction(rules, turn=turn_renderer(parts.style, parts.tokenizer), room=section.tokens)
+    return spoken(CheckedDialogue(key, name, called(key, name, load(key, name))), parts, section.tokens)
 
 
 def interaction_for(section: Protocol, parts: ProtocolParts) -> Interaction[Any]:
@@ -285,32 +312,40 @@ def interaction_for(section: Protocol, parts: ProtocolParts) -> Interaction[Any]
 
 
 class SpokenTurn(NamedTuple):
-    """A turn of a rollout: `sampled` if the prover writes it. `token_ids` int32 [T]."""
+    """A turn of a rollout: `sampled` if its voice writes it, else heard. `token_ids` int32 [T]."""
 
     text: str
     token_ids: Int32
     sampled: bool
 
 
+class SpokenLine(NamedTuple):
+    """The rollout of a voice. `prompt_ids` int32 [P]: of its first turn; None: pvg writes it."""
+
+    prompt_ids: Int32 | None
+    turns: list[SpokenTurn]
+
+
 def example_episode(
     interaction: Interaction[Any], tokenizer: Tokenizer, problem: Problem, solution: str
-) -> list[SpokenTurn]:
-    """The turns of a rollout without models: the prover writes `solution`, and scripts write everything else.
+) -> dict[str, SpokenLine]:
+    """The rollouts of a dialogue without models, by voice: the first voice writes `solution`, and scripts write
+    everything else.
 
     Raises ConfigurationError for a user's rules with which no game can be played."""
     rules: Any = interaction.rules
-    (voice,), turns, phases = rules.voices, list[SpokenTurn](), 0
+    lines, phases, first = dict[str, SpokenLine](), 0, rules.voices[0]
 
     def check(fits: bool, what: str) -> None:
         if isinstance(rules, CheckedDialogue) and not fits:
             raise rules.wrong(what)
 
-    def hear(last: bool) -> None:
+    def hear(voice: str, last: bool) -> None:
         text, other = (rules.prompt(state, voice, role) for role in Role)
         check(text == other, "prompt must not depend on the role after the first turn, because the verifier reads it")
         if text:
             ids, shown = interaction.turn(text, last)
-            turns.append(SpokenTurn(shown, ids, False))
+            lines[voice].turns.append(SpokenTurn(shown, ids, False))
 
     state = rules.start(problem)
     while seats := rules.seats(state):
@@ -318,21 +353,34 @@ def example_episode(
         check(phases <= MOST_PHASES, f"seats must return () at the end, but after {MOST_PHASES} phases it does not")
         for seat in seats:
             text = solution
-            if isinstance(rules, PlaysByScript) and (turns or seat != voice):
+            if isinstance(rules, PlaysByScript) and (lines or seat != first):
                 text = rules.scripted("greedy", state, seat, 0)
             else:
-                check(seat == voice, f"a method `scripted` must decide for the seat {seat!r}, which is not in voices")
-            if seat == voice:
-                if turns:
-                    hear(last=False)
+                check(seat in rules.voices, f"a method `scripted` must decide for the seat {seat!r}, no voice")
+            if seat in rules.voices:
+                if seat in lines:
+                    hear(seat, last=False)
+                elif seat == first:
+                    lines[seat] = SpokenLine(None, [])
+                else:
+                    prompts = [interaction.encode(rules.prompt(state, seat, role)) for role in Role]
+                    lines[seat] = SpokenLine(max(prompts, key=len), [])
                 rules.limit(state, seat)
                 ids = np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
-                turns.append(SpokenTurn(text, ids, True))
+                lines[seat].turns.append(SpokenTurn(text, ids, True))
             said[seat] = rules.parse(state, seat, text)
         state = rules.step(state, said, 0)
-    check(bool(turns), f"seats must let {voice!r} speak")
-    hear(last=True)
-    if (room := interaction.room) is not None:
-        least = sum(1 if turn.sampled else len(turn.token_ids) for turn in turns[1:])
-        check(least <= room, f"an episode needs {least} tokens after its first turn, but game.protocol.tokens = {room}")
-    return turns
+    check(first in lines, f"seats must let {first!r} speak")
+    for voice, line in lines.items():
+        hear(voice, last=True)
+        if (room := interaction.room) is not None:
+            least = sum(1 if turn.sampled else len(turn.token_ids) for turn in line.turns[1:])
+            what = (
+                f"an episode needs {least} tokens after the first turn of {voice!r}, but game.protocol.tokens = {room}"
+            )
+            check(least <= room, what)
+    outcome = Outcome(Role.HELPFUL, Grade(True, True, problem.answer), 0.0)
+    for judged in (PaysSeats, MeasuresPlay):
+        if isinstance(rules, judged):
+            getattr(rules, "pay" if judged is PaysSeats else "measures")(state, outcome)
+    return lines

@@ -178,6 +178,7 @@ def open_batches(
     """The batches of the session's game."""
     players, training = session.players, session.training
     orders = prover_orders(session, interaction_of(session, scorer))
+    rules: Any = orders.interaction.rules
     return GameBatches(
         session,
         -(-training.steps // training.minibatches),
@@ -186,8 +187,8 @@ def open_batches(
         Refill(orders, training.dynamic_sampling),
         scorer,
         verifier,
-        partial(pay, session.game, session.task),
-        credit_of(training.loss.kind, objective.credit),
+        partial(pay, session.game, session.task, rules),
+        {seat: credit_of(training.loss.kind, objective.credit) for seat in rules.voices},
         logprobs,
         BatchClock(players.engine, scorer),
     )

@@ -10,7 +10,8 @@ Without this rule the cheapest flaw of the sneaky role is a text that is not a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from pvg.config.game import (
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import called, resolve
 from pvg.game.statistics import BatchOutcomes, RolloutColumns, value_metrics
+from pvg.games.game import MeasuresPlay, Outcome, PaysSeats
 from pvg.records import Float32, Rollout
 from pvg.tasks.task import ComparesPrograms, Task
 from pvg.training.batch import groups_and_roles
@@ -162,14 +164,39 @@ REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
 # --- from rollouts and scores to rewards ------------------------------------------------------------------------------
 
 
-def pay(game: Game, task: Task, rollouts: Sequence[Rollout], scores_N: Float32) -> tuple[Float32, BatchOutcomes]:
-    """The rewards of a batch, and its outcomes. Raises TrainingDivergedError if a score allows no reward."""
-    outcomes = RolloutColumns(rollouts, scores_N)
+# What the rules of a protocol pay to the voices of one rollout, by seat.
+Earned = Mapping[str, float]
+
+
+def pay(
+    game: Game, task: Task, rules: Any, rollouts: Sequence[Rollout], scores_N: Float32
+) -> tuple[Float32, BatchOutcomes, list[Earned]]:
+    """The rewards of a batch, its outcomes, and what `rules` pay ([]: nothing). Raises TrainingDivergedError if a score
+    allows no reward."""
+    outcomes, earned = RolloutColumns(rollouts, scores_N), list[Earned]()
     outcomes.similarity_N = _similarities(game, task, rollouts, outcomes.helpful_N)
+    if isinstance(rules, PaysSeats):
+        earned = [rules.pay(r.end, outcome) for r, outcome in _outcomes(rollouts, scores_N)]
     try:
-        return rewards(outcomes, game), outcomes
+        if earned and rules.voices[0] in earned[0]:
+            return np.array([each[rules.voices[0]] for each in earned], dtype=np.float32), outcomes, earned
+        return rewards(outcomes, game), outcomes, earned
     except ValueError as error:
         raise TrainingDivergedError(str(error)) from None
+
+
+def _outcomes(rollouts: Sequence[Rollout], scores_N: Float32) -> Iterator[tuple[Rollout, Outcome]]:
+    for rollout, score in zip(rollouts, scores_N.tolist(), strict=True):
+        yield rollout, Outcome(rollout.role, rollout.grade, score)
+
+
+def measures(rules: Any, rollouts: Sequence[Rollout], scores_N: Float32) -> dict[str, float]:
+    """The means of what the rules of a protocol measure in dialogues that were sampled now; NaN without any."""
+    if not isinstance(rules, MeasuresPlay):
+        return {}
+    rows = [rules.measures(r.end, outcome) for r, outcome in _outcomes(rollouts, scores_N)]
+    known = {name: [row[name] for row in rows if not math.isnan(row[name])] for name in rows[0]}
+    return {name: float(np.mean(values)) if values else math.nan for name, values in known.items()}
 
 
 def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]) -> Float32 | None:

@@ -13,7 +13,7 @@ Token ids and log-probs come from the sampler unchanged. All sampled rollouts ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
 from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
-from pvg.game.rewards import GroupCredit
+from pvg.game.rewards import Earned, GroupCredit, measures
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, BatchOutcomes, mean_of
 from pvg.game.verifier_phase import FixedVerifier
@@ -147,7 +147,8 @@ class GameBatches(Batches):
     """The batches of the prover-verifier game. A batch is deterministic given the weights, its number and the states of
     the parts, unless a deadline or work ahead makes it depend on which rollouts have arrived.
 
-    `total`: batches of the whole phase. `pay`: rewards of rollouts with scores float32 [N].
+    `total`: batches of the whole phase. `pay`: rewards of rollouts with scores float32 [N]. `credits`: by voice, the
+    prover's first.
     """
 
     session: Session
@@ -157,8 +158,8 @@ class GameBatches(Batches):
     refill: Refill
     scorer: VerifierScorer
     verifier: FixedVerifier
-    pay: Callable[[Sequence[Rollout], Float32], tuple[Float32, BatchOutcomes]]
-    credit: GroupCredit
+    pay: Callable[[Sequence[Rollout], Float32], tuple[Float32, BatchOutcomes, Sequence[Earned]]]
+    credits: Mapping[str, GroupCredit]
     logprobs: BatchLogprobs
     clock: BatchClock
     done: int = 0
@@ -177,7 +178,7 @@ class GameBatches(Batches):
         session.tell_rollouts(everything, number)
         trained = [everything[row] for row in scored.trained_M]
         with span("credit"):
-            advantages_M, of_credit = self._credit(scored, trained)
+            trained, advantages_M, of_credit = self._credit(scored, trained)
             batch = await players.off_loop(partial(batch_of, trained, advantages_M))
         batch = await self.logprobs.add(batch)
         with span("record"):
@@ -196,20 +197,33 @@ class GameBatches(Batches):
         with span("score"):  # the cache already holds the scores of groups that were sampled ahead
             scores_N = await self.scorer.score(rollouts)
         with span("credit"):
-            rewards_N, outcomes = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
+            rewards_N, outcomes, earned = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
         rows_N = np.arange(len(rollouts))
-        return ScoredGroups(groups, scores_N, rewards_N, outcomes.aligned_N, rows_N, outcomes.similarity_N)
+        return ScoredGroups(groups, scores_N, rewards_N, outcomes.aligned_N, rows_N, outcomes.similarity_N, earned)
 
-    def _credit(self, scored: ScoredGroups, trained: Sequence[Rollout]) -> tuple[Float32, dict[str, float]]:
-        """Advantages float32 [M] of the rollouts to train on, and metrics. All rollouts count for the curriculum."""
+    def _credit(
+        self, scored: ScoredGroups, trained: Sequence[Rollout]
+    ) -> tuple[list[Rollout], Float32, dict[str, float]]:
+        """The rollouts to train on, of all voices, their advantages float32 [M], and metrics. All rollouts of the
+        prover count for the curriculum."""
         everything = scored.rollouts
         metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *groups_and_roles(everything))}
         if scored.similarity_N is not None:
             sneaky_N = np.array([r.role is Role.SNEAKY for r in everything])
             metrics["similarity"] = mean_of(scored.similarity_N, sneaky_N)
         metrics |= self.orders.problems.observe(everything, scored.aligned_N)
-        advantages_M, of_credit = self.credit.observe(trained, scored.rewards_N[scored.trained_M])
-        return advantages_M, metrics | of_credit
+        metrics |= measures(self.orders.interaction.rules, everything, scored.scores_N)
+        (_, first), *others = self.credits.items()
+        advantages_M, of_credit = first.observe(trained, scored.rewards_N[scored.trained_M])
+        voices, advantages = list(trained), [advantages_M]
+        for seat, credit in others:
+            rows = [row for row in scored.trained_M if seat in everything[row].others]
+            spoke = [everything[row].others[seat] for row in rows]
+            rewards_S = np.array([scored.earned[row][seat] for row in rows], dtype=np.float32)
+            advantages.append(credit.observe(spoke, rewards_S)[0])
+            voices += spoke
+            metrics[f"reward_{seat}"] = mean_of(rewards_S, np.ones(len(rows), dtype=bool))
+        return voices, np.concatenate(advantages), metrics | of_credit
 
     @property
     def carried(self) -> int:
@@ -234,7 +248,8 @@ class GameBatches(Batches):
         cache = {} if self.groups.ahead else await players.off_loop(self.scorer.cache_state)
         tensors, updates = await self.verifier.state()
         own = {"done": self.done, "problems": self.orders.problems.state(), "verifier": updates}
-        return {**cache, **tensors}, own | {"groups": self.groups.state(), "credit": self.credit.state()}
+        learned = {seat: credit.state() for seat, credit in self.credits.items()}
+        return {**cache, **tensors}, own | {"groups": self.groups.state(), "credit": learned}
 
     def load_state(self, tensors: Tensors, progress: Progress) -> tuple[dict[str, Tensor], int]:
         rest = self.verifier.load_state(tensors, progress["verifier"], self.scorer)
@@ -242,6 +257,7 @@ class GameBatches(Batches):
             self.scorer.load_cache_state(rest)
         self.done = progress["done"]
         self.orders.problems.load_state(progress["problems"])
-        self.credit.load_state(progress["credit"])
+        for seat, credit in self.credits.items():
+            credit.load_state(progress["credit"][seat])
         rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}
         return rest, self.groups.load_state(progress["groups"])

@@ -15,6 +15,7 @@ import numpy as np
 from pvg.game.mint import load_source
 from pvg.game.orders import interaction_of
 from pvg.game.prover_phase import open_round_verifier
+from pvg.game.rewards import measures
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
 from pvg.game.statistics import RolloutColumns, fooled_rate_at, mean_of, play_metrics, verifier_auc
@@ -53,13 +54,15 @@ async def checkpoint(session: Session) -> None:
                 fresh[source] = await _scored(session, scorer, rollouts, keep=True)
         with span("evaluate"):
             metrics = await _round_metrics(session, scorer, threshold, fresh)
+            rules = interaction_of(session, scorer).rules
+            metrics |= measures(rules, rollouts, fresh[own].scores_N)  # `own` was sampled last
     finally:
         verifier.close()
     session.report_step(info, info.total, metrics)
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
     if session.monitoring is not None:
-        session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))  # `own` was sampled last
+        session.monitoring.examples(round_, example_rows(rollouts, fresh[own]))
     # One commit for the metrics and the transition: with two, a kill in between would count the round twice.
     rounds = (*session.state.rounds, finite(metrics))
     following = session.state.after_round(session.game.rounds, self_play=False)

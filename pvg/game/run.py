@@ -23,13 +23,19 @@ import psutil
 import torch
 
 from pvg.config.experiment import Experiment
-from pvg.config.game import OwnProtocol
+from pvg.config.game import CriticProtocol, DebateProtocol, OwnProtocol
 from pvg.errors import StateError, UsageError, counted, user_paths
 from pvg.extensions import imported, resolve
 from pvg.game.ledger import Ledger
 from pvg.game.orders import interaction_of
 from pvg.game.players import Players, refuse_without_ranks, template_of
-from pvg.game.prompt_checks import about_test_problems, check_prompts_fit, check_verifier_input_fits, writable_solution
+from pvg.game.prompt_checks import (
+    about_test_problems,
+    check_prompts_fit,
+    check_verifier_input_fits,
+    check_voices_fit,
+    writable_solution,
+)
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
@@ -352,12 +358,14 @@ def check_models(
         pair_loss(experiment.verifier.loss)
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
         _check_verifier(experiment, task, base, [*halves["verifier"], *halves["prover"]])
-    if isinstance(experiment.game.protocol, OwnProtocol):
+    if isinstance(experiment.game.protocol, OwnProtocol | CriticProtocol | DebateProtocol):
         problem = halves["prover"][0]
         right = correct_solution(task, problem)
         parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed)
         interaction = interaction_for(experiment.game.protocol, parts)
-        example_episode(interaction, base.tokenizer, problem, problem.answer if right is None else right.text)
+        solution = problem.answer if right is None else right.text
+        lines = example_episode(interaction, base.tokenizer, problem, solution)
+        check_voices_fit(experiment.token_limits(), lines, base.max_length)
     if rollout.engine.kind == "torch":
         check_decoding(base.module, base.device, longest)
     if training.router_replay:

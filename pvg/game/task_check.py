@@ -21,7 +21,7 @@ from pvg.config.rollout import WordedPrompts
 from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
-from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, writable_solution
+from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, check_voices_fit, writable_solution
 from pvg.game.roles import TAGS, PromptSection, prompt_builder, worded
 from pvg.records import Half, Problem, Role
 from pvg.tasks import digest_of, digests_elsewhere
@@ -106,13 +106,21 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         ids = render(problem, role) if translate is None else translate(problem, role, solution)
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
     parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed)
-    turns = example_episode(interaction_for(experiment.game.protocol, parts), tokenizer, problem, solution)
+    lines = example_episode(interaction_for(experiment.game.protocol, parts), tokenizer, problem, solution)
+    check_voices_fit(experiment.token_limits(), lines, models.prover.max_length)
+    turns = next(iter(lines.values())).turns
     completion = np.concatenate([turn.token_ids for turn in turns]) if len(turns) > 1 else None
     text = "".join(turn.text for turn in turns)
     read, _ = template.tokens(problem.question, text, completion, tokenizer.fingerprint)
-    for turn in turns[1:]:
-        by = "prover" if turn.sampled else "others"
-        found["episode"].append({"by": by, "text": tokenizer.shown(turn.token_ids)})
+    found["episode"] = [
+        {"what": what, "voice": voice, "text": tokenizer.shown(ids)}
+        for voice, line in lines.items()
+        for what, ids in (
+            *(() if line.prompt_ids is None else (("Prompt of", line.prompt_ids),)),
+            *(("Written by" if turn.sampled else "Read by", turn.token_ids) for turn in line.turns),
+        )
+        if ids is not turns[0].token_ids
+    ]
     shown = {"text": models.verifier.tokenizer.shown(read), "tokens": len(read)}
     return found | {"verifier_input": shown}
 

@@ -13,6 +13,8 @@ them with an engine. pvg.games.negotiation is a small example.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ import orjson
 
 from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
 from pvg.extensions import called
-from pvg.records import Problem, Role, Split
+from pvg.records import Grade, Problem, Role, Split
 from pvg.seeds import seed_for
 
 S = TypeVar("S")
@@ -84,6 +86,37 @@ class Dialogue(Protocol[S_contra]):
 
     def limit(self, state: S_contra, seat: str) -> int | None:
         """The most tokens of the seat's next turn. None: `rollout.max_tokens`, which also bounds the first turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What followed from a dialogue: the role and the grade of the solution, and the verifier's score, a logit."""
+
+    role: Role
+    grade: Grade
+    score: float
+
+    @property
+    def votes(self) -> float:
+        """The share of the verifier's votes for the solution: the sigmoid of its score."""
+        return 0.5 + 0.5 * math.tanh(0.5 * self.score)
+
+
+@runtime_checkable
+class PaysSeats(Protocol[S_contra]):
+    """An optional part of a Dialogue, needed with several voices: what they earn."""
+
+    def pay(self, state: S_contra, outcome: Outcome) -> Mapping[str, float]:
+        """The reward of each voice that spoke, in the final state. `game.reward` pays the first voice if it is not
+        among them."""
+
+
+@runtime_checkable
+class MeasuresPlay(Protocol[S_contra]):
+    """An optional part of a Dialogue: measures of the final state, as metrics of training and of a round's test."""
+
+    def measures(self, state: S_contra, outcome: Outcome) -> Mapping[str, float]:
+        """By name; a metric is the mean over the dialogues in which it is not NaN. Always the same names."""
 
 
 class GameRules(Rules[S], Protocol[S]):
@@ -186,16 +219,39 @@ class CheckedDialogue(CheckedGame):
 
     def __init__(self, key: str, name: str, rules: Any) -> None:
         super().__init__(key, name, rules)
-        self.voices = getattr(rules, "voices", None)
-        if not isinstance(self.voices, tuple) or len(self.voices) != 1:
-            raise self.wrong(f"voices must be a tuple of one name, the seat of the prover, not {self.voices!r}")
+        names = getattr(rules, "voices", None)
+        if not isinstance(names, tuple) or not names or len(set(names)) < len(names):
+            raise self.wrong(f"voices must be a tuple of names, that of the prover first, not {names!r}")
+        if wrong := [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", name)]:
+            raise self.wrong(f"a voice needs a name of small letters, digits and hyphens, not {wrong[0]!r}")
+        self.voices: tuple[str, ...] = names
         self.prompt = self._heard
+        if isinstance(rules, PaysSeats):
+            self.pay = self._paid
+        elif len(names) > 1:
+            raise self.wrong(f"a method `pay` must say what {names[1]!r} earns")
+        if isinstance(rules, MeasuresPlay):
+            self.measures = partial(self._numbers, "measures")
 
     def _heard(self, state: Any, seat: str, role: Role) -> str:
         text = self._checked("prompt", str, state, seat, role)
         if not text and seat in self.seats(state):
             raise self.wrong("prompt must return what the prover reads before its next turn, not an empty text")
         return text
+
+    def _numbers(self, method: str, *arguments: Any) -> Mapping[str, float]:
+        found = self._called(method, *arguments)
+        if not isinstance(found, Mapping) or not all(isinstance(value, int | float) for value in found.values()):
+            raise self.wrong(f"{method} must return a mapping from names to numbers, not {found!r}")
+        return found
+
+    def _paid(self, state: Any, outcome: Outcome) -> Mapping[str, float]:
+        found = self._numbers("pay", state, outcome)
+        if wrong := [name for name in found if name not in self.voices or not math.isfinite(found[name])]:
+            raise self.wrong(f"pay must return finite numbers for voices, not {found[wrong[0]]} for {wrong[0]!r}")
+        if missing := [name for name in self.voices[1:] if name not in found]:
+            raise self.wrong(f"pay must return what each voice earns, but {missing[0]!r} is missing")
+        return found
 
     def limit(self, state: Any, seat: str) -> int | None:
         limit = self._called("limit", state, seat)

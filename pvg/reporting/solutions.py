@@ -230,7 +230,7 @@ def example_of(rollout: Rollout, why: str, longest: int = LONGEST, line: int = L
         score=rollout.score,
         reward=rollout.reward,
         solver_text=None if rollout.solver is None else rollout.solver.text,
-        dialogue=tuple(("prover" if turn.sampled else "verifier", turn.text.strip()) for turn in rollout.turns[1:]),
+        dialogue=tuple((turn.seat, turn.text.strip()) for turn in rollout.turns[1:]),
     )
 
 

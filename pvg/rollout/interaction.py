@@ -10,9 +10,10 @@ the one who decides for the seat: the policy, another policy, a script, or a fun
 interactions at once. All interactions of a call take their next phase together, and the next phase begins when all
 decisions are there. So the requests and their order depend only on the arguments, and a run repeats bit by bit.
 
-In most games each decision has a prompt of its own and is a rollout. In a `Dialogue` each voice has one rollout: the
-prompt of a turn is the exact token ids of everything before it. Sampled text is never tokenized again, so log-probs
-stay exact, and a server's prefix cache contains everything but what the voice heard in between.
+In most games each decision has a prompt of its own and is a rollout. In a `Dialogue` each voice has one rollout, and
+that of the first voice has those of the others: the prompt of a turn is the exact token ids of everything before it.
+Sampled text is never tokenized again, so log-probs stay exact, and a server's prefix cache contains everything but what
+the voice heard in between.
 
 A deadline applies to one phase: its clock starts with the phase's first request. An interaction that it cuts is dropped
 as a whole. A fork plays `warmup` phases once, and then several continuations from the state that it reached.
@@ -214,22 +215,23 @@ class PlayedGame(Generic[S]):
 
 @dataclass(slots=True)
 class Line:
-    """A rollout while it is sampled: `completions` with their `texts`, and what was `heard` after each. `seed_number`:
-    distinguishes its first request from others of the interaction. `grade`: must be set before `rollout`."""
+    """A rollout of `seat` while it is sampled: `completions`, `texts`, and what was `heard` after each, from whom.
+    `seed_number`: distinguishes its first request from others of the interaction. `rollout` needs a `grade`."""
 
     id: str
     order: GroupOrder
+    seat: str = "prover"
     seed_number: int = 0
     completions: tuple[Completion, ...] = ()
     texts: tuple[str, ...] = ()
-    heard: tuple[tuple[Int32, str], ...] = ()
+    heard: tuple[tuple[Int32, str, str], ...] = ()
     grade: Grade | None = None
 
     def tokens(self) -> list[Int32]:
         """The token ids of all turns so far, in order."""
         found: list[Int32] = []
         for turn, completion in enumerate(self.completions):
-            found += [completion.token_ids, *(ids for ids, _ in self.heard[turn : turn + 1])]
+            found += [completion.token_ids, *(ids for ids, _, _ in self.heard[turn : turn + 1])]
         return found
 
     def request(self, call: SampleCall, sample: int, sampling: Sampling, **options: Any) -> GenerationRequest:
@@ -263,7 +265,8 @@ class Line:
                 logprobs.append(self.completions[number].logprobs)
                 shifted = [replace(span, start=start + span.start) for span in self.completions[number].spans]
                 spans += [span for span in shifted if not spans or span.version != spans[-1].version]
-            turns.append(Turn(start, not heard, self.heard[number][1] if heard else self.texts[number]))
+            _, text, seat = self.heard[number] if heard else (ids, self.texts[number], self.seat)
+            turns.append(Turn(start, not heard, text, seat))
             start += len(ids)
         single, times = len(tokens) == 1, [completion.timing for completion in self.completions]
         return Rollout(
@@ -459,7 +462,7 @@ class _Hall(Generic[S]):
         order, state, first = table.order, table.states[-1], seat in self.voices[:1]
         rollout_id = self.call.rollout_id(order, table.sample)
         if (line := table.lines.get(seat)) is not None:
-            line.heard = (*line.heard, self.interaction.turn(self.read(state, seat), False))
+            self.hear(table, line, self.read(state, seat), last=False)
             return line
         if not first:
             prompt = self.interaction.rules.prompt(state, seat, order.role)
@@ -467,10 +470,16 @@ class _Hall(Generic[S]):
             order = replace(order, problem=problem, prompt_ids=self.interaction.encode(prompt))
         if not self.voices:
             number = 1 + table.phase * len(self.seats) + self.seats.index(seat)
-            return Line(f"{rollout_id}/{table.phase:03d}-{seat}", order, number)
+            return Line(f"{rollout_id}/{table.phase:03d}-{seat}", order, seat, number)
         number = MOST_TURNS * self.voices.index(seat)
-        line = table.lines[seat] = Line(rollout_id if first else f"{rollout_id}/{seat}", order, number)
+        line = table.lines[seat] = Line(rollout_id if first else f"{rollout_id}/{seat}", order, seat, number)
         return line
+
+    def hear(self, table: _Table[S], line: Line, text: str, *, last: bool) -> None:
+        """Add what the line's voice reads since its last turn. In a phase with several seats, it reads the others."""
+        phase = max(decision.number for decision in table.decisions if decision.seat == line.seat)
+        others = (each.seat for each in table.decisions if each.number >= phase and each.seat != line.seat)
+        line.heard = (*line.heard, (*self.interaction.turn(text, last), "+".join(dict.fromkeys(others))))
 
     def read(self, state: S, seat: str) -> str:
         """What a voice reads since its last turn. The verifier reads it too, so it does not depend on the role."""
@@ -552,14 +561,19 @@ class _Hall(Generic[S]):
         assert ended is not None
         return PlayedGame(table.start, table.sample, table.fork, tuple(table.states), tuple(table.decisions), ended)
 
-    def rollout(self, table: _Table[S], seat: str) -> Rollout:
-        """The rollout of a voice in an interaction that is over."""
-        if seat not in table.lines:
-            what = f"{self.call.rollout_id(table.order, table.sample)} is over, but {seat!r} did not speak."
-            raise ConfigurationError(what, "Let `seats` of your game.protocol name this seat.")
+    def rollout(self, table: _Table[S]) -> Rollout:
+        """The rollout of the first voice in an interaction that is over, with those of the other voices that spoke."""
+        found = {seat: self.finished(table, seat) for seat in self.voices if seat in table.lines}
+        if (first := found.pop(self.voices[0], None)) is not None:
+            return replace(first, others=found, end=table.states[-1])
+        what = f"{self.call.rollout_id(table.order, table.sample)} is over, but {self.voices[0]!r} did not speak."
+        raise ConfigurationError(what, "Let `seats` of your game.protocol name this seat.")
+
+    def finished(self, table: _Table[S], seat: str) -> Rollout:
         line, room = table.lines[seat], self.interaction.room
         if not table.full and (last := self.read(table.states[-1], seat)):
-            before, line.heard = line.heard, (*line.heard, self.interaction.turn(last, True))
+            before = line.heard
+            self.hear(table, line, last, last=True)
             if room is not None and line.left(room) < 0:
                 line.heard = before
         return line.rollout(self.call)
@@ -581,9 +595,8 @@ async def sample_groups(policy: Policy, orders: Sequence[GroupOrder], call: Samp
     await hall.play_out()
     found: list[Group] = []
     for order, group in zip(orders, groups, strict=True):
-        for seat in hall.voices:
-            rollouts = tuple(hall.rollout(table, seat) for table in group.tables)
-            found.append(Group(order.problem, order.role, rollouts, group.spread_s, group.cancelled, group.lost_tokens))
+        rollouts = tuple(hall.rollout(table) for table in group.tables)
+        found.append(Group(order.problem, order.role, rollouts, group.spread_s, group.cancelled, group.lost_tokens))
         group.tables.clear()
         if len(found) % GROUPS_AT_A_TIME == 0:
             await asyncio.sleep(0)

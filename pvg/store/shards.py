@@ -100,6 +100,7 @@ MORE_COLUMNS: dict[str, ShardColumn] = {
         ("turn_starts", pa.list_(pa.int64()), lambda r: [turn.start for turn in r.turns] or None),
         ("turn_sampled", pa.list_(pa.bool_()), lambda r: [turn.sampled for turn in r.turns] or None),
         ("turn_texts", pa.list_(pa.string()), lambda r: [turn.text for turn in r.turns] or None),
+        ("turn_seats", pa.list_(pa.string()), lambda r: [turn.seat for turn in r.turns] or None),
     )
 }
 
@@ -117,6 +118,7 @@ SCHEMA = pa.schema(
 )
 
 SOLVER_COLUMNS = ("solver_id", "solver_text", "solver_answer", "solver_correct", "solver_well_formed")
+TURN_COLUMNS = ("turn_starts", "turn_sampled", "turn_texts", "turn_seats")
 # The list columns that are read back as arrays.
 ARRAYS: dict[str, np.dtype[Any]] = {
     "prompt_ids": np.dtype(np.int32),
@@ -400,7 +402,7 @@ def _rollout(row: dict[str, Any]) -> Rollout:
         grade=Grade(correct, well_formed, answer, note, None if checks[-1] is None else Checks(*checks)),
         timing=Timing(*pop("queued_s", "service_s")),
         solver=None if solver[0] is None else SolverSolution(*solver),
-        turns=tuple(map(Turn, *(values or () for values in pop("turn_starts", "turn_sampled", "turn_texts")))),
+        turns=tuple(map(Turn, *(values or () for values in pop(*TURN_COLUMNS)))),
         **row,
     )
 

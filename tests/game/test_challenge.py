@@ -231,11 +231,11 @@ def test_a_plan_game_in_which_the_task_answers(tmp_path: Path):
 def test_a_preview_asks_what_a_game_asks(tokenizer: Tokenizer):
     solution = "7+5=2;"  # one step, so a game can ask about nothing else
     interaction = challenge_of(MODCHAIN, tokenizer)
-    turns = example_episode(interaction, tokenizer, PROBLEM, solution)
+    turns = example_episode(interaction, tokenizer, PROBLEM, solution)["prover"].turns
     assert asked(interaction, ask_about(tokenizer, solution)) == ["1?"]
     assert [(turn.text, turn.sampled) for turn in turns] == [(solution, True), ("1?", False), (solution, True)]
     assert turns[1].token_ids.tolist() == tokenizer.encode("1?").tolist()
-    assert len(example_episode(interaction, tokenizer, PROBLEM, "")) == 1
+    assert len(example_episode(interaction, tokenizer, PROBLEM, "")["prover"].turns) == 1
 
 
 # --- a game -------------------------------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 def episode(name: str, tokens: int = 64) -> list[tuple[str, bool]]:
     parts = ProtocolParts(MODCHAIN, tokenizer := Tokenizer(modchain_tokenizer()), "tag", None, 0)
     interaction = interaction_for(OwnProtocol(kind=name, tokens=tokens), parts)
-    return [(turn.text, turn.sampled) for turn in example_episode(interaction, tokenizer, PROBLEM, SOLUTION)]
+    lines = example_episode(interaction, tokenizer, PROBLEM, SOLUTION)
+    return [(turn.text, turn.sampled) for turn in lines["prover"].turns]
 
 
 def test_a_later_prompt_must_not_be_empty_in_a_state_that_the_example_did_not_reach(
@@ -75,7 +76,16 @@ def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
         ("def prompt(self, state, seat, role): return None", "prompt must return str, not NoneType"),
         ("def limit(self, state, seat): return 0", "limit must return a number of tokens from 1 on"),
         ("def parse(self, state, seat, text): return text", "parse must return Action, not str"),
-        ("voices = ('a', 'b')", "voices must be a tuple of one name"),
+        ("voices = ['prover']", "voices must be a tuple of names"),
+        ("voices = ('prover', 'prover')", "voices must be a tuple of names"),
+        ("voices = ('prover', 'a/b')", "a voice needs a name of small letters"),
+        ("voices = ('prover', 'b')", "a method `pay` must say what 'b' earns"),
+        ("voices = ('prover', 'b')\n    def pay(self, state, outcome): return {}", "'b' is missing"),
+        ("voices = ('prover', 'b')\n    def pay(self, state, outcome): return {'b': float('nan')}", "finite numbers"),
+        ("def pay(self, state, outcome): return {'clerk': 1}", "finite numbers for voices, not 1 for 'clerk'"),
+        ("def pay(self, state, outcome): return 1", "pay must return a mapping from names to numbers"),
+        ("def measures(self, state, outcome): return {'a': 'b'}", "measures must return a mapping from names"),
+        ("def measures(self, state, outcome): return 1 // 0", "failed: ZeroDivisionError"),
         ("def step(self, state, actions, seed): return 1 // 0", "failed: ZeroDivisionError"),
     ],
 )
@@ -87,7 +97,9 @@ def test_wrong_rules_are_refused_before_the_mint(write: Callable[[str], str], bo
 
 def test_an_episode_must_fit_into_its_tokens() -> None:
     assert len(episode(SECOND_LOOK, tokens=7)) == 3
-    with pytest.raises(ConfigurationError, match=r"needs 7 tokens after its first turn, but game.protocol.tokens = 6"):
+    with pytest.raises(
+        ConfigurationError, match=r"needs 7 tokens after the first turn of 'prover', but game.protocol.tokens = 6"
+    ):
         episode(SECOND_LOOK, tokens=6)
 
 

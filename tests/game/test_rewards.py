@@ -18,6 +18,7 @@ from pvg.errors import TrainingDivergedError
 from pvg.game.rewards import REWARDS, centred_scores, credit_of, pay, rewards
 from pvg.game.statistics import BatchOutcomes
 from pvg.records import Grade, Role, Rollout, VersionSpan
+from pvg.rollout.interaction import DIRECT
 
 
 def outcomes(scores, correct, helpful, problems=None, well_formed=None, solver=None, kept=None):
@@ -252,17 +253,19 @@ def test_sneaky_programs_pay_for_what_they_repeat(kind: str) -> None:
     )
     scores_N = np.zeros(5, dtype=np.float32)
     game = Game(reward={"kind": kind, "similarity_weight": 2.0})
-    paid_N, found = pay(game, Programs(), sample, scores_N)
+    paid_N, found, _ = pay(game, Programs(), DIRECT.rules, sample, scores_N)
     assert found.similarity_N is not None
     assert found.similarity_N.dtype == np.float32
     assert found.similarity_N[:4].tolist() == [0.0, 1.0, 1.0, 1.0]
     assert found.similarity_N[4] < 0.5
     free = Game(reward={"kind": kind, "similarity_weight": 0.0})
-    np.testing.assert_allclose(pay(free, Programs(), sample, scores_N)[0] - paid_N, 2.0 * found.similarity_N)
+    np.testing.assert_allclose(
+        pay(free, Programs(), DIRECT.rules, sample, scores_N)[0] - paid_N, 2.0 * found.similarity_N
+    )
     for other, task in ((free, Programs()), (Game(reward="src"), Programs()), (game, object())):
-        assert pay(other, task, sample, scores_N)[1].similarity_N is None
+        assert pay(other, task, DIRECT.rules, sample, scores_N)[1].similarity_N is None
     with pytest.raises(TrainingDivergedError, match="Score 0"):
-        pay(game, Programs(), sample, scores_N + np.inf)
+        pay(game, Programs(), DIRECT.rules, sample, scores_N + np.inf)
 
 
 def test_a_loss_with_values_compares_with_them_and_goes_on_after_json() -> None:

@@ -75,7 +75,7 @@ def test_nothing_committed_nothing_shown_and_damage_is_said(tmp_path: Path) -> N
 def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_path: Path) -> None:
     run = begin(tmp_path)
     solution = SolverSolution("solve/0", "by the solver", "4", True, True)
-    talk = (Turn(0, True, "7+5=2;A2"), Turn(9, False, "1?"), Turn(11, True, "7+5=3;"))
+    talk = (Turn(0, True, "7+5=2;A2"), Turn(9, False, "1?", "verifier"), Turn(11, True, "7+5=3;"))
     asked = replace(rollout("asked", Role.SNEAKY, correct=False, score=1.0), turns=talk)
     translated = replace(rollout("made", Role.HELPFUL, correct=True, score=1.0), solver=solution, problem_id="other")
     commit(run, state("complete"), {"checkpoint-00000": [asked, translated]})

@@ -175,7 +175,7 @@ def special(root: Path) -> RunDirectory:
     run = begin(root)
     grade = Grade(False, True, HOSTILE, f"wrong sum in step 2 {HOSTILE}")
     solver = SolverSolution("s", f"solved {HOSTILE}", "8", True, True)
-    turns = (Turn(0, True, "I think 8."), Turn(1, False, HOSTILE))
+    turns = (Turn(0, True, "I think 8."), Turn(1, False, HOSTILE, "verifier"))
     changes = {"problem_id": "p", "question": HOSTILE, "reference": HOSTILE}
     written = [
         rollout("marked", Role.SNEAKY, correct=False, score=1.0, text=f"𝟕+𝟓=𝟐\n{HOSTILE}\n", grade=grade, **changes),

@@ -163,11 +163,15 @@ def test_each_voice_has_one_rollout_with_its_own_prompt_and_seeds():
     dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
     debate = Interaction(Debate(), TOKENIZER.encode, lambda text, _: (TOKENIZER.encode(text), text))
     call = SampleCall(0, "base", 3, 7, "e", interaction=debate)
-    first, second = asyncio.run(dispatcher.sample(orders([2]), call))
+    (group,) = asyncio.run(dispatcher.sample(orders([2]), call))
     ids = [request.id for request in engine.seen if request.id.startswith("e/00000/00")]
     assert ids == ["e/00000/00", "e/00000/00/b", "e/00000/00/1", "e/00000/00/b/1"]
     assert len({request.seed for request in engine.seen}) == len(engine.seen) == 8
-    for a, b in zip(first.rollouts, second.rollouts, strict=True):
+    for a in group.rollouts:
+        b = a.others["b"]
+        assert (a.end.problem, len(a.end.said), list(a.others), b.others) == (group.problem, 4, ["b"], {})
+        assert [turn.seat for turn in a.turns] == ["a", "b", "a", "b"]
+        assert [turn.seat for turn in b.turns] == ["b", "a", "b"]
         assert TOKENIZER.decode(b.prompt_ids) == a.turns[0].text
         assert [turn.text for turn in b.turns[::2]] == [turn.text for turn in a.turns[1::2]]
         assert [turn.sampled for turn in a.turns] == [True, False, True, False]

@@ -1,0 +1,211 @@
+"""Protocols with several voices: what each reads, earns and learns; and games of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_games import changed, played, recorded, rows
+from test_challenge import MODCHAIN
+
+from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol
+from pvg.errors import ConfigurationError
+from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+from pvg.game.rewards import credit_of
+from pvg.game.round import GameBatches
+from pvg.game.voices import CRITIC, Voices
+from pvg.games.game import Action, Outcome
+from pvg.models.embedded_training import modchain_tokenizer
+from pvg.models.tokenizer import Tokenizer
+from pvg.records import Role
+from pvg.rollout.interaction import Interaction, Talk
+from pvg.tasks.modchain import chain_problem
+
+TOKENIZER = Tokenizer(modchain_tokenizer())
+PROBLEM = chain_problem((7, 5, 8), 10)
+RIGHT, WRONG = "7+5=2;2+8=0;A0", "7+5=2;2+8=1;A1"  # the second step of WRONG is wrong
+SMALL = {
+    "task.min_terms": 3,
+    "task.max_terms": 3,
+    "rollout.max_tokens": 30,
+    "verifier.steps": 3,
+    "game.test.problems": 4,
+    "training.steps": 2,
+}
+CRITIC_GAME = {**SMALL, "game.protocol": {"kind": "critic", "tokens": 2}}
+DEBATE_GAME = {**SMALL, "game.protocol": {"kind": "debate", "turns": "ABA", "tokens": 20}, "training.loss": "rae"}
+
+
+def interaction_of(section: Any, style: str = "tag") -> Interaction[Any]:
+    return interaction_for(section, ProtocolParts(MODCHAIN, TOKENIZER, style, None, 0))
+
+
+def talk(*said: tuple[str, str]) -> Talk:
+    return Talk(PROBLEM, tuple((seat, Action(text, text)) for seat, text in said))
+
+
+def outcome(solution: str, score: float, role: Role = Role.HELPFUL) -> Outcome:
+    return Outcome(role, MODCHAIN.grade(PROBLEM, solution), score)
+
+
+@pytest.mark.parametrize(
+    ("solution", "critique", "right", "of_wrong"),
+    [
+        (RIGHT, "0", 1.0, {"critic_accuracy": 1.0, "critic_alarm": 0.0, "critic_unread": 0.0}),
+        (RIGHT, "1", 0.0, {"critic_accuracy": 0.0, "critic_alarm": 1.0, "critic_unread": 0.0}),
+        (WRONG, "2", 1.0, {"critic_accuracy": 1.0, "critic_found": 1.0, "critic_true": 1.0}),
+        (WRONG, "1", 0.0, {"critic_accuracy": 1.0, "critic_found": 1.0, "critic_true": 0.0}),
+        (WRONG, "0", 0.0, {"critic_accuracy": 0.0, "critic_found": 0.0, "critic_true": 0.0}),
+        (WRONG, "2;", 0.0, {"critic_accuracy": 0.0, "critic_found": 0.0, "critic_unread": 1.0}),
+    ],
+)
+def test_a_critic_earns_the_truth_or_the_votes_against(
+    solution: str, critique: str, right: float, of_wrong: dict[str, float]
+) -> None:
+    state = talk(("prover", solution), ("critic", critique))
+    true, votes = (interaction_of(CriticProtocol(pay=pay)).rules for pay in ("truth", "votes"))
+    assert true.pay(state, outcome(solution, 5.0)) == {"critic": right}
+    assert votes.pay(state, outcome(solution, math.log(3)))["critic"] == pytest.approx(1 / 4)
+    found = true.measures(state, outcome(solution, 0.0))
+    assert {name: found[name] for name in of_wrong} == of_wrong
+    unknown = ("critic_found", "critic_true") if solution == RIGHT else ("critic_alarm",)
+    assert [name for name, value in found.items() if math.isnan(value)] == list(unknown)
+
+
+def test_debaters_divide_the_votes_and_a_text_without_a_solution_earns_none() -> None:
+    rules = interaction_of(DebateProtocol()).rules
+    state = talk(("prover", RIGHT), ("opponent", WRONG))
+    paid = rules.pay(state, outcome(RIGHT, math.log(3)))
+    assert paid == pytest.approx({"prover": 3 / 4, "opponent": 1 / 4})
+    assert rules.measures(state, outcome(RIGHT, 1.0)) == {
+        **{"debate_contested": 1.0, "debate_both_right": 0.0, "debate_both_wrong": 0.0, "debate_same_answer": 0.0},
+        **{"debate_first_wins": 1.0, "debate_truth_wins": 1.0},
+    }
+    other_way = rules.measures(talk(("prover", WRONG), ("opponent", RIGHT)), outcome(WRONG, 1.0))
+    assert (other_way["debate_first_wins"], other_way["debate_truth_wins"]) == (1.0, 0.0)
+    same = rules.measures(talk(("prover", WRONG), ("opponent", WRONG)), outcome(WRONG, 1.0))
+    assert (same["debate_both_wrong"], same["debate_same_answer"]) == (1.0, 1.0)
+    assert math.isnan(same["debate_first_wins"])
+    broken = talk(("prover", "7+"), ("opponent", ";;"))
+    assert rules.pay(broken, outcome("7+", 9.0)) == {"prover": 0.0, "opponent": 0.0}
+    alone = interaction_of(ConsultancyProtocol()).rules
+    assert alone.pay(talk(("prover", WRONG)), outcome(WRONG, math.log(3)))["prover"] == pytest.approx(3 / 4)
+    assert alone.pay(talk(("prover", "7+")), outcome("7+", 9.0)) == {"prover": 0.0}
+
+
+def lines(section: Any, style: str = "tag", solution: str = WRONG) -> dict[str, list[str]]:
+    """What each voice reads and writes in an example, its prompt first."""
+    found = example_episode(interaction_of(section, style), TOKENIZER, PROBLEM, solution)
+    return {
+        voice: [
+            *(() if line.prompt_ids is None else (TOKENIZER.decode(line.prompt_ids),)),
+            *(t.text for t in line.turns),
+        ]
+        for voice, line in found.items()
+    }
+
+
+def test_each_voice_reads_what_the_protocol_says() -> None:
+    assert lines(CriticProtocol()) == {"prover": [WRONG, "?0"], "critic": [f"?{PROBLEM.question}{WRONG}?", "0"]}
+    prompt = f"H{PROBLEM.question}{WRONG}?"  # both roles have prompts of one length: the first one counts
+    assert lines(DebateProtocol(turns="ABA")) == {
+        "prover": [WRONG, f"{RIGHT}?", RIGHT],
+        "opponent": [prompt.replace("H", "S", 1), RIGHT],
+    }
+    assert lines(DebateProtocol(order="simultaneous")) == {
+        "prover": [WRONG, RIGHT],
+        "opponent": [f"S{PROBLEM.question}", RIGHT],
+    }
+
+
+def test_an_opponent_has_the_other_role_and_a_prompt_in_words_says_what_to_do() -> None:
+    rules = interaction_of(DebateProtocol()).rules
+    prompts = [rules.prompt(talk(("prover", WRONG)), "opponent", role) for role in Role]
+    assert [prompt[0] for prompt in prompts] == ["S", "H"]
+    told = Voices(MODCHAIN, "chat")
+    shown = told.critique_prompt(PROBLEM, WRONG)
+    assert shown.startswith(CRITIC)
+    assert shown.endswith(f"Problem:\n{PROBLEM.question}\n\nSolution:\n{WRONG}")
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "named"),
+    [
+        *(("tag", text, named) for text, named in (("0", 0), ("12", 12), ("", None), ("3;", None), ("²", None))),
+        ("chat", "Step 2 adds wrongly.\nFirst wrong step: 2", 2),
+        ("chat", "First wrong step: 1? No.\nFirst wrong step: none.", 0),
+        ("chat", "first wrong step: 3.", 3),
+        ("chat", "Step 2 is wrong.", None),
+        ("chat", "First wrong step: the second", None),
+    ],
+)
+def test_the_step_that_a_critique_names(style: str, text: str, named: int | None) -> None:
+    assert Voices(MODCHAIN, style).named_step(text) == named
+
+
+@given(st.text(), st.sampled_from(["tag", "chat"]))
+def test_any_critique_can_be_read(text: str, style: str) -> None:
+    named = Voices(MODCHAIN, style).named_step(text)
+    assert named is None or named >= 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompts": "plain", "game.reward": "goodhart"}, "gives every voice of game.protocol = 'critic' one prompt"),
+        ({"rollout.deadline": "continue"}, "has several turns"),
+    ],
+)
+def test_what_does_not_fit_several_voices_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        changed(CRITIC_GAME | settings)
+
+
+# --- games ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "seats"), [(CRITIC_GAME, ["prover", "critic"]), (DEBATE_GAME, ["prover", "opponent", "prover"])]
+)
+def test_every_voice_learns_and_the_verifier_reads_what_they_say(
+    settings: dict[str, Any], seats: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[tuple[Any, ...]] = []
+    credit = GameBatches._credit
+
+    def watched(self: GameBatches, scored: Any, trained: Any) -> Any:
+        found = credit(self, scored, trained)
+        batches.append((scored, *found))
+        return found
+
+    monkeypatch.setattr(GameBatches, "_credit", watched)
+    result, run = played(changed(settings), tmp_path)
+    assert result.status == "complete"
+    for rollout in recorded(run):
+        assert [turn.seat for turn in rollout.turns] == seats[: len(rollout.turns)]
+        assert [turn.sampled for turn in rollout.turns] == [seat == "prover" for seat in seats[: len(rollout.turns)]]
+        assert not rollout.logprobs[~rollout.sampled_mask].any()
+    (first, *_), voice = batches, seats[1]
+    scored, trained, advantages_M, metrics = first
+    provers = scored.rollouts
+    spoke = [rollout.others[voice] for rollout in provers if voice in rollout.others]
+    assert [rollout.id for rollout in trained] == [rollout.id for rollout in (*provers, *spoke)]
+    earned_S = np.array([earned[voice] for earned in scored.earned], dtype=np.float32)
+    assert metrics[f"reward_{voice}"] == pytest.approx(float(earned_S.mean()))
+    if settings is CRITIC_GAME:  # compared with the critiques of the same group
+        for group in {rollout.group for rollout in spoke}:
+            own = [n for n, rollout in enumerate(spoke) if rollout.group == group]
+            spread = earned_S[own].std() + 1e-6
+            expected = (earned_S[own] - earned_S[own].mean()) / spread
+            np.testing.assert_allclose(advantages_M[len(provers) :][own], expected, rtol=1e-3, atol=1e-4)
+    else:  # each voice has a baseline of its own
+        other, _ = credit_of("rae", None).observe(spoke, earned_S)
+        np.testing.assert_array_equal(advantages_M[len(provers) :], other)
+    name = {"critic": "critic_accuracy", "opponent": "debate_contested"}[voice]
+    assert 0.0 <= rows(run, "round")[0]["metrics"][name] <= 1.0
