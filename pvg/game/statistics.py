@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pvg.records import Float32, Group, Rollout
 from pvg.store.samples import SampleColumns
 from pvg.store.shards import columns_in_memory
-from pvg.verifier.calibration import acceptance_threshold, auc
+from pvg.verifier.calibration import acceptance_threshold, auc, matthews
 
 if TYPE_CHECKING:
     from pvg.rollout.engine import Engine, EngineStats
@@ -128,6 +128,7 @@ def play_metrics(columns: RolloutColumns, threshold: float) -> dict[str, float]:
         "sneaky_error_rate": mean_of(c.flaws_N, ~c.helpful_N),
         "fooled_rate": mean_of(accepted_N, c.flaws_N),
         "accepted_helpful": mean_of(accepted_N, c.solved_N),
+        "verifier_mcc": matthews(accepted_N, c.correct_N),
         "score_gap": metrics["score_helpful_correct"] - metrics["score_sneaky_incorrect"],
         "malformed": float((~c.well_formed_N).mean()),
         "truncated": float(c.truncated_N.mean()),

@@ -17,17 +17,21 @@ GOODHART_RISE = 0.15  # rise of the fooled rate over its lowest EMA, while the s
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
 # Alerts about a metric that some steps do not have. Such a step does not end the alert.
 OF_ONE_METRIC = {"weights_queue": "weights_queue_s", "verifier_at_chance": "verifier_auc"}
-AVERAGED = (*OF_ROLES, "fooled_rate", "score_gap", "zero_signal", "truncated", "legal")
+OF_DEBATES = ("debate_contested", "debate_both_wrong", "debate_first_wins")
+AVERAGED = (*OF_ROLES, *OF_DEBATES, "fooled_rate", "score_gap", "zero_signal", "truncated", "legal", "verifier_mcc")
 
 
 AlertKind = Literal[
+    "agreement",
     "calibration",
     "collapse",
     "goodharting",
+    "judge_decay",
     "loop_lag_max",
     "loop_lag_p90",
     "loop_lag_p99",
     "nan",
+    "seat_bias",
     "source_excluded",
     "stall",
     "truncation",
@@ -40,6 +44,10 @@ AlertKind = Literal[
 # sees hardly any examples of one kind. With more groups of equal rewards than ZERO_SIGNAL, the prover learns nearly
 # nothing. With more rollouts at the length limit than TRUNCATION, most have no final answer.
 COLLAPSE, ZERO_SIGNAL, TRUNCATION = 0.1, 0.9, 0.5
+# Debates: with fewer contested ones than CONTESTED, the verifier has hardly anything to decide. A seat that wins
+# SEAT_BIAS more or less than half of the contested debates wins by its place.
+CONTESTED, SEAT_BIAS = 0.1, 0.3
+DECAY = 0.2  # fall of the verifier's Matthews correlation below its highest average
 WEIGHTS_QUEUE_MS = 1000.0  # an update that waits longer waits behind generation requests
 CHANCE_AUC = 0.55  # 0.5 is chance; the difference is the noise of a few hundred held-out solutions
 
@@ -59,6 +67,7 @@ class Alerts:
     two_roles: bool
     averages: dict[str, float] = field(default_factory=dict)
     lowest_fooled: float = math.inf
+    highest_mcc: float = -1.0
     active: set[str] = field(default_factory=set)
 
     def check(self, metrics: Mapping[str, float], *, new_batch: bool = True) -> list[Alert]:
@@ -74,11 +83,13 @@ class Alerts:
 
     def state(self) -> dict[str, Any]:
         lowest = None if math.isinf(self.lowest_fooled) else self.lowest_fooled
-        return {"averages": self.averages, "lowest_fooled": lowest, "active": sorted(self.active)}
+        state = {"averages": self.averages, "lowest_fooled": lowest, "highest_mcc": self.highest_mcc}
+        return state | {"active": sorted(self.active)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.averages = dict(state["averages"])
         self.lowest_fooled = math.inf if state["lowest_fooled"] is None else state["lowest_fooled"]
+        self.highest_mcc = state["highest_mcc"]
         self.active = set(state["active"])
 
     def _average(self, metrics: Mapping[str, float]) -> None:
@@ -89,6 +100,7 @@ class Alerts:
                 self.averages[name] = EMA_DECAY * before + (1 - EMA_DECAY) * value
         if "fooled_rate" in self.averages:
             self.lowest_fooled = min(self.lowest_fooled, self.averages["fooled_rate"])
+        self.highest_mcc = max(self.highest_mcc, self.averages.get("verifier_mcc", -1.0))
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, Alert]:
         """The alerts whose conditions hold now, by condition: both roles can collapse, one after the other."""
@@ -117,6 +129,16 @@ class Alerts:
         if mean.get("score_gap", 1.0) <= 0.0 and rise > GOODHART_RISE:
             message = f"The score gap closed while the fooled rate rose by {rise:.2f}: the prover beats the verifier."
             found["goodharting"] = Alert("goodharting", message)
+        if mean.get("debate_contested", 1.0) < CONTESTED:
+            says = f"Only {mean['debate_contested']:.0%} of the debates are contested"
+            message = f"{says}; in {mean['debate_both_wrong']:.0%} both sides are wrong."
+            found["agreement"] = Alert("agreement", message)
+        if abs((first := mean.get("debate_first_wins", 0.5)) - 0.5) > SEAT_BIAS:
+            message = f"The side that speaks first wins {first:.0%} of the contested debates."
+            found["seat_bias"] = Alert("seat_bias", message)
+        if (mcc := mean.get("verifier_mcc", 1.0)) < self.highest_mcc - DECAY:
+            says = f"The verifier's correlation with the truth fell from {self.highest_mcc:.2f} to {mcc:.2f}"
+            found["judge_decay"] = Alert("judge_decay", f"{says}: the prover learns to mislead it.")
         for alert in (weights_queue(metrics), verifier_at_chance(metrics)):
             if alert is not None:
                 found[alert.name] = alert

@@ -38,6 +38,15 @@ def auc(scores_pos: NDArray[Any], scores_neg: NDArray[Any]) -> float:
     return float((below.sum() + not_above.sum()) / (2 * scores_pos.size * scores_neg.size))
 
 
+def matthews(accepted_N: NDArray[np.bool_], correct_N: NDArray[np.bool_]) -> float:
+    """The Matthews correlation of two bool arrays [N], in [-1, 1]: 0 is chance. NaN if one of them has one value."""
+    shares = np.array([accepted_N.mean(), correct_N.mean()]) if len(accepted_N) else np.zeros(2)
+    spread = float(np.prod(shares * (1.0 - shares)))
+    if not spread:
+        return math.nan
+    return float(((accepted_N & correct_N).mean() - np.prod(shares)) / math.sqrt(spread))
+
+
 def acceptance_threshold(correct_scores: NDArray[Any], share: float) -> float:
     """The highest score that at least `share` (0 < share <= 1) of the correct solutions [n] reach.
 

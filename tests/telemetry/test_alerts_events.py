@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -53,6 +54,12 @@ def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
         ({"verifier_auc": 0.55}, ["verifier_at_chance"]),
         ({"verifier_auc": 0.56}, []),
         ({"verifier_auc": math.nan}, []),
+        ({"debate_contested": 0.05, "debate_both_wrong": 0.9}, ["agreement"]),
+        ({"debate_contested": 0.15, "debate_both_wrong": 0.85}, []),
+        ({"debate_first_wins": 0.85}, ["seat_bias"]),
+        ({"debate_first_wins": 0.15}, ["seat_bias"]),
+        ({"debate_first_wins": 0.75}, []),
+        ({"verifier_mcc": -0.9}, []),
     ],
 )
 def test_one_metric_out_of_its_bounds_is_one_alert(changes, found):
@@ -63,6 +70,14 @@ def test_goodharting_is_a_prover_that_beats_the_verifier():
     alerts = Alerts(two_roles=True)
     assert names(alerts, HEALTHY) == []
     assert "goodharting" in names_of_many(alerts, HEALTHY | {"fooled_rate": 0.95, "score_gap": -1.0})
+
+
+def test_a_judge_decays_below_its_own_best():
+    alerts = Alerts(two_roles=True)
+    assert names_of_many(alerts, HEALTHY | {"verifier_mcc": 0.6}) == []
+    assert names_of_many(alerts, HEALTHY | {"verifier_mcc": 0.45}) == []
+    alerts.load_state(json.loads(json.dumps(alerts.state())))
+    assert names_of_many(alerts, HEALTHY | {"verifier_mcc": 0.35}) == ["judge_decay"]
 
 
 def test_further_steps_on_a_batch_move_no_average_and_end_no_alert():

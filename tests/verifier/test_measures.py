@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.verifier.calibration import acceptance_threshold, auc
+from pvg.verifier.calibration import acceptance_threshold, auc, matthews
 
 SCORES = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 0.5, 3.0]) | st.floats(-1e30, 1e30), max_size=30).map(np.array)
 
@@ -53,3 +53,16 @@ def test_at_least_the_share_is_accepted_and_no_higher_threshold_would_do(scores,
     higher = scores[scores > threshold]
     if higher.size:
         assert np.mean(scores >= higher.min()) < share
+
+
+def test_the_matthews_correlation_by_hand_and_as_a_correlation():
+    accepted_N = np.array([True] * 6 + [False] * 4)
+    correct_N = np.array(
+        [True] * 4 + [False] * 2 + [True] + [False] * 3
+    )  # 4 hits, 2 false alarms, 1 miss, 3 rejections
+    assert matthews(accepted_N, correct_N) == pytest.approx((4 * 3 - 2 * 1) / np.sqrt(6 * 5 * 5 * 4))
+    assert matthews(correct_N, ~correct_N) == pytest.approx(-1.0)
+    assert np.isnan(matthews(np.ones(3, bool), np.array([True, False, True])))
+    assert np.isnan(matthews(np.zeros(0, bool), np.zeros(0, bool)))
+    random_2N = np.random.default_rng(0).random((2, 50)) < 0.3
+    assert matthews(*random_2N) == pytest.approx(np.corrcoef(random_2N)[0, 1])
