@@ -24,6 +24,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
-from pvg.game.voices import ConsultancyRules, CriticRules, DebateRules, Voices
+from pvg.game.voices import ConsultancyRules, CriticRules, DebateRules
 from pvg.games.game import CheckedDialogue, MeasuresPlay, Outcome, PaysSeats, PlaysByScript, Script
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import BASE_SOURCE, Float32, Grade, Int32, Problem, Role, Rollout, SolverSolution
@@ -279,13 +280,13 @@ def spoken(rules: Any, parts: ProtocolParts, room: int | None) -> Interaction[An
 
 
 def critic(section: CriticProtocol, parts: ProtocolParts) -> Interaction[Talk]:
-    return spoken(CriticRules(section, Voices(parts.task, parts.style)), parts, spoken_room(section))
+    return spoken(CriticRules(parts.task, parts.style, section), parts, spoken_room(section))
 
 
 def debate(section: DebateProtocol, parts: ProtocolParts) -> Interaction[Talk]:
     if parts.style == "chat" and section.turns == "ABA":
         parts.tokenizer.next_turn("?")  # raises before anything is sampled
-    return spoken(DebateRules(section, Voices(parts.task, parts.style)), parts, spoken_room(section))
+    return spoken(DebateRules(parts.task, parts.style, section), parts, spoken_room(section))
 
 
 # `game.protocol` -> the interaction that makes a rollout. In the decoupled game the solver has spoken before the first
@@ -301,8 +302,16 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
 
 
 def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]:
+    """Rules in a user's file. Their constructor gets the `task` and the `style` (prompts.kind) if it has such
+    parameters."""
     key, name = "game.protocol", section.kind
-    return spoken(CheckedDialogue(key, name, called(key, name, load(key, name))), parts, section.tokens)
+    found, given = load(key, name), {"task": parts.task, "style": parts.style}
+
+    def made() -> Any:
+        wanted = signature(found).parameters
+        return found(**{parameter: value for parameter, value in given.items() if parameter in wanted})
+
+    return spoken(CheckedDialogue(key, name, called(key, name, made)), parts, section.tokens)
 
 
 def interaction_for(section: Protocol, parts: ProtocolParts) -> Interaction[Any]:

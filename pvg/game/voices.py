@@ -75,8 +75,8 @@ class CriticRules(Direct):
 
     voices = ("prover", "critic")
 
-    def __init__(self, section: CriticProtocol, told: Voices) -> None:
-        self._pay, self._tokens, self._told = section.pay, section.tokens, told
+    def __init__(self, task: Task, style: str, section: CriticProtocol | None = None) -> None:
+        self._section, self._told = section or CriticProtocol(), Voices(task, style)
 
     def seats(self, state: Talk) -> Sequence[str]:
         return self.voices[len(state.said) : len(state.said) + 1]
@@ -88,7 +88,7 @@ class CriticRules(Direct):
         return f"A critic says: {critique}" if self._told.in_words else f"?{critique}"
 
     def limit(self, state: Talk, seat: str) -> int | None:
-        return self._tokens if state.said else None
+        return self._section.tokens if state.said else None
 
     def scripted(self, script: Script, state: Talk, seat: str, seed: int) -> str:
         return "First wrong step: none" if self._told.in_words else "0"
@@ -96,7 +96,7 @@ class CriticRules(Direct):
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
         """votes: the share of the verifier's votes against the solution (Kenton et al. 2026). truth: 1 for a
         critique that is right, else 0."""
-        if self._pay == "votes":
+        if self._section.pay == "votes":
             return {"critic": 1.0 - outcome.votes}
         return {"critic": float(self._right(state, outcome))}
 
@@ -122,8 +122,8 @@ class DebateRules(Direct):
 
     voices = ("prover", "opponent")
 
-    def __init__(self, section: DebateProtocol, told: Voices) -> None:
-        self._section, self._told = section, told
+    def __init__(self, task: Task, style: str, section: DebateProtocol | None = None) -> None:
+        self._section, self._told = section or DebateProtocol(), Voices(task, style)
 
     def seats(self, state: Talk) -> Sequence[str]:
         said, at_once = len(state.said), self._section.order == "simultaneous"

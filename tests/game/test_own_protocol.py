@@ -12,10 +12,10 @@ from test_challenge import MODCHAIN, PROBLEM, TALKING
 from pvg.config.game import OwnProtocol
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
-from pvg.games.game import Action
+from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Role
+from pvg.records import Grade, Role
 from pvg.rollout.interaction import Talk
 from pvg.store.run_directory import RunDirectory
 
@@ -93,6 +93,21 @@ def test_wrong_rules_are_refused_before_the_mint(write: Callable[[str], str], bo
     with pytest.raises(ConfigurationError, match=r"^game\.protocol = '.*mine\.py:Mine'") as refused:
         episode(write(body))
     assert message in refused.value.message
+
+
+def test_rules_derive_from_those_of_pvg_and_get_the_task(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from pvg.game.voices import CriticRules\n\nclass Mine(CriticRules):\n"
+        "    def pay(self, state, outcome): return {'critic': 2.0 * self.measures(state, outcome)['critic_accuracy']}\n"
+    )
+    parts = ProtocolParts(MODCHAIN, Tokenizer(modchain_tokenizer()), "tag", None, 0)
+    rules = interaction_for(OwnProtocol(kind=f"{path}:Mine", tokens=8), parts).rules
+    said = Talk(PROBLEM, (("prover", Action(SOLUTION, SOLUTION)), ("critic", Action("0", "0"))))
+    assert rules.voices == ("prover", "critic")
+    assert rules.prompt(Talk(PROBLEM, said.said[:1]), "critic", Role.HELPFUL) == f"?{PROBLEM.question}{SOLUTION}?"
+    assert rules.pay(said, Outcome(Role.HELPFUL, Grade(True, True), 0.0)) == {"critic": 2.0}
+    assert rules.measures(said, Outcome(Role.HELPFUL, Grade(True, True), 0.0))["critic_alarm"] == 0.0
 
 
 def test_an_episode_must_fit_into_its_tokens() -> None:
