@@ -123,12 +123,14 @@ class VersionSpan:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Part of a dialogue's completion, from token `start` to the start of the next turn: what its voice wrote
-    (`sampled`), or what it heard from others. `seat`: who wrote it; several are joined by "+"."""
+    (`sampled`), or what it heard from others. `seat`: who wrote it; several are joined by "+". `score`: the verifier's
+    after this turn, in the test of a round; None: it is not known."""
 
     start: int
     sampled: bool
     text: str
     seat: str = "prover"
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

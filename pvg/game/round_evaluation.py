@@ -24,7 +24,7 @@ from pvg.rollout.dispatcher import SampleCall
 from pvg.seeds import draw_cyclic, seed_for
 from pvg.telemetry.spans import span
 from pvg.verifier.calibration import ACCEPTANCE, auc
-from pvg.verifier.scorer import VerifierScorer
+from pvg.verifier.scorer import TextSolution, VerifierScorer
 
 EXAMPLES = 8  # of each kind, in a round's table of examples
 
@@ -97,13 +97,34 @@ async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollo
     with span("score"):
         scores_N = await scorer.score(rollouts)
     if keep:
-        session.ledger.keep(
-            [
-                replace(r, score=float(s), verifier_version=scorer.version)
-                for r, s in zip(rollouts, scores_N, strict=True)
-            ]
-        )
+        scored = [
+            replace(r, score=float(s), verifier_version=scorer.version) for r, s in zip(rollouts, scores_N, strict=True)
+        ]
+        session.ledger.keep(await _turns_scored(scorer, scored))
     return RolloutColumns(rollouts, scores_N)
+
+
+async def _turns_scored(scorer: VerifierScorer, rollouts: list[Rollout]) -> list[Rollout]:
+    """Scored rollouts with the verifier's score after each turn: what a reader learns from the turn."""
+    parts = [
+        TextSolution(
+            f"{r.id}/before-{turn.start}",
+            r.question,
+            "".join(before.text for before in r.turns[:number]),
+            r.completion_ids[: turn.start],
+        )
+        for r in rollouts
+        for number, turn in enumerate(r.turns)
+        if number
+    ]
+    with span("score"):
+        scores = iter((await scorer.score(parts)).tolist() if parts else [])
+    found = []
+    for r in rollouts:
+        after = [*(next(scores) for _ in r.turns[1:]), r.score]
+        turns = tuple(replace(turn, score=score) for turn, score in zip(r.turns, after, strict=False))
+        found.append(replace(r, turns=turns))
+    return found
 
 
 async def _round_metrics(

@@ -48,17 +48,26 @@ class ShownSolution:
 
 def shown_solution(example: Example, threshold: float | None, longest: int = LONGEST) -> ShownSolution:
     """An example as a page shows it, with at most `longest` characters of each text."""
-    score = ""
-    if example.score is not None:
-        score = ", ".join(filter(None, [f"score {example.score:+.3f}", verdict_word(example.score, threshold)]))
+    score = "" if example.score is None else _scored_line(example.score, threshold)
     pieces, wrong = text_pieces(example.text, example.note, longest)
     verdict = "correct" if example.correct else ("wrong" if example.well_formed else "malformed")
     answer = f"answer {example.answer}" if example.answer is not None else "no answer"
     note = example.note.removeprefix("malformed: ")
     grade = f"{verdict}: {answer}" + (f", {note}" if note else "")
     before = [] if example.solver_text is None else [f"solver: {shortened(example.solver_text, longest)}"]
-    after = [f"{role}: {shortened(text, longest)}" for role, text in example.dialogue]
+    after = [_turn_line(turn, threshold, longest) for turn in example.dialogue[1:]]
+    if example.dialogue and example.dialogue[0][2] is not None:
+        after.insert(0, f"after the solution: {_scored_line(example.dialogue[0][2], threshold)}")
     return ShownSolution(example, score, grade, pieces, wrong, before, after)
+
+
+def _scored_line(score: float, threshold: float | None) -> str:
+    return ", ".join(filter(None, [f"score {score:+.3f}", verdict_word(score, threshold)]))
+
+
+def _turn_line(turn: tuple[str, str, float | None], threshold: float | None, longest: int) -> str:
+    seat, text, score = turn
+    return f"{seat}: {shortened(text, longest)}" + ("" if score is None else f" ({_scored_line(score, threshold)})")
 
 
 def text_pieces(text: str, note: str, longest: int = LONGEST) -> tuple[list[str], int]:
@@ -110,7 +119,7 @@ class Example:
     score: float | None
     reward: float | None
     solver_text: str | None = None  # what a translation was made of
-    dialogue: tuple[tuple[str, str], ...] = ()  # the turns after the solution: writer and text
+    dialogue: tuple[tuple[str, str, float | None], ...] = ()  # the turns: writer, text, the score after it
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -230,7 +239,7 @@ def example_of(rollout: Rollout, why: str, longest: int = LONGEST, line: int = L
         score=rollout.score,
         reward=rollout.reward,
         solver_text=None if rollout.solver is None else rollout.solver.text,
-        dialogue=tuple((turn.seat, turn.text.strip()) for turn in rollout.turns[1:]),
+        dialogue=tuple((turn.seat, turn.text.strip(), turn.score) for turn in rollout.turns),
     )
 
 

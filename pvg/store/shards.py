@@ -101,6 +101,7 @@ MORE_COLUMNS: dict[str, ShardColumn] = {
         ("turn_sampled", pa.list_(pa.bool_()), lambda r: [turn.sampled for turn in r.turns] or None),
         ("turn_texts", pa.list_(pa.string()), lambda r: [turn.text for turn in r.turns] or None),
         ("turn_seats", pa.list_(pa.string()), lambda r: [turn.seat for turn in r.turns] or None),
+        ("turn_scores", pa.list_(pa.float64()), lambda r: [turn.score for turn in r.turns] or None),
     )
 }
 
@@ -118,7 +119,7 @@ SCHEMA = pa.schema(
 )
 
 SOLVER_COLUMNS = ("solver_id", "solver_text", "solver_answer", "solver_correct", "solver_well_formed")
-TURN_COLUMNS = ("turn_starts", "turn_sampled", "turn_texts", "turn_seats")
+TURN_COLUMNS = ("turn_starts", "turn_sampled", "turn_texts", "turn_seats", "turn_scores")
 # The list columns that are read back as arrays.
 ARRAYS: dict[str, np.dtype[Any]] = {
     "prompt_ids": np.dtype(np.int32),

@@ -191,6 +191,12 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
         assert [turn.seat for turn in rollout.turns] == seats[: len(rollout.turns)]
         assert [turn.sampled for turn in rollout.turns] == [seat == "prover" for seat in seats[: len(rollout.turns)]]
         assert not rollout.logprobs[~rollout.sampled_mask].any()
+    tested = [rollout for rollout in recorded(run) if "/evaluation/" in rollout.id]
+    assert tested
+    for rollout in tested:  # what the verifier thinks after each turn
+        assert rollout.turns[-1].score == rollout.score
+        assert None not in [turn.score for turn in rollout.turns]
+    assert any(rollout.turns[0].score != rollout.score for rollout in tested)
     (first, *_), voice = batches, seats[1]
     scored, trained, advantages_M, metrics = first
     provers = scored.rollouts

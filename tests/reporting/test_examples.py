@@ -75,12 +75,17 @@ def test_nothing_committed_nothing_shown_and_damage_is_said(tmp_path: Path) -> N
 def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_path: Path) -> None:
     run = begin(tmp_path)
     solution = SolverSolution("solve/0", "by the solver", "4", True, True)
-    talk = (Turn(0, True, "7+5=2;A2"), Turn(9, False, "1?", "verifier"), Turn(11, True, "7+5=3;"))
+    talk = (
+        Turn(0, True, "7+5=2;A2", score=2.0),
+        Turn(9, False, "1?", "verifier"),
+        Turn(11, True, "7+5=3;", score=-1.0),
+    )
     asked = replace(rollout("asked", Role.SNEAKY, correct=False, score=1.0), turns=talk)
     translated = replace(rollout("made", Role.HELPFUL, correct=True, score=1.0), solver=solution, problem_id="other")
     commit(run, state("complete"), {"checkpoint-00000": [asked, translated]})
     first, second = choose_examples(run)
-    assert (first.text, first.dialogue) == ("7+5=2;A2", (("verifier", "1?"), ("prover", "7+5=3;")))
+    turns = (("prover", "7+5=2;A2", 2.0), ("verifier", "1?", None), ("prover", "7+5=3;", -1.0))
+    assert (first.text, first.dialogue) == ("7+5=2;A2", turns)
     assert (second.solver_text, second.dialogue) == ("by the solver", ())
     assert "verifier: 1?" in markup.solution(shown_solution(first, None))
     assert "by the solver" in markup.solution(shown_solution(second, None))
@@ -88,4 +93,6 @@ def test_a_dialogue_shows_its_turns_and_a_translation_what_it_was_made_of(tmp_pa
     console.print(examples_list([first, second]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "verifier: 1?" in shown
+    assert "after the solution: score +2.000" in shown
+    assert "prover: 7+5=3; (score -1.000)" in shown
     assert "solver: by the solver" in shown
