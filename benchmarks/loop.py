@@ -44,9 +44,9 @@ from pvg.bench.workloads.rollout import check_work, digest_of, model_facts
 from pvg.config.base import Count, Positive, Section
 from pvg.config.experiment import Experiment
 from pvg.config.training import Kl
-from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.ledger import Ledger
 from pvg.game.orders import prover_orders
+from pvg.game.parts import BatchLogprobs
 from pvg.game.players import Players
 from pvg.game.prover_phase import open_batches
 from pvg.game.roles import prompt_builder

@@ -23,7 +23,7 @@ from pvg.bench.runner import on_loop
 from pvg.bench.workloads.e2e import open_bench_session
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
-from pvg.game.batch_logprobs import BatchLogprobs
+from pvg.game.parts import BatchLogprobs
 from pvg.game.prover_phase import open_batches
 from pvg.game.round import GameBatches
 from pvg.game.verifier_phase import FixedVerifier

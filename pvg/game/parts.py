@@ -1,4 +1,4 @@
-"""The parts of a training phase (pvg.game.round): batches, a rule that ends it, and processes that help.
+"""The parts of a training phase (pvg.game.round): batches, log-probs, a rule that ends it, and processes that help.
 
 pvg.game.prover_phase chooses and opens them. An optional part that is off is an object that does nothing, so the loop
 asks for no part whether it is there.
@@ -7,12 +7,22 @@ asks for no part whether it is there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import numpy as np
+
+from pvg.models.language_model import LanguageModel
+from pvg.records import Float32
+from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
+from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from pvg.game.players import Players
+    from pvg.workers.training import ModelInWorkers
 
 Progress = Mapping[str, Any]  # JSON data of a commit
 Tensors = Mapping[str, "Tensor"]  # of a commit
@@ -72,3 +82,63 @@ class Helper(Protocol):
     async def prepare(self) -> None: ...
 
     async def close(self) -> None: ...
+
+
+# The log-probs that a batch's loss needs besides the sampler's: of the reference, and of the policy in training.
+
+
+class BatchLogprobs:
+    """Adds to a batch the log-probs that its loss needs. `learner`: the policy in training. `workers`: compute in its
+    place, if given. `recomputed`: instead of the sampler's (`rollout.logprobs`)."""
+
+    def __init__(
+        self,
+        players: Players,
+        objective: PolicyObjective,
+        learner: LanguageModel,
+        *,
+        workers: ModelInWorkers[PolicyBatch] | None = None,
+        recomputed: bool = False,
+    ) -> None:
+        self._players, self._objective, self._learner, self._workers = players, objective, learner, workers
+        self._recomputed = recomputed
+
+    async def add(self, batch: PolicyBatch) -> PolicyBatch:
+        """`batch` with log-probs:
+
+        - The reference's, if the loss has a KL term.
+        - The current policy's, if the loss clips around them and the batch has several steps.
+        - Recomputed ones instead of the sampler's, with `rollout.logprobs = "recomputed"`.
+        """
+        objective = self._objective
+        if objective.needs_reference:
+            batch = replace(batch, reference_logprobs=await self._compute("reference", batch))
+        if self._recomputed:
+            batch = replace(batch, sampled_logprobs=await self._compute("recompute", batch))
+        if objective.needs_start:
+            return replace(batch, proximal_logprobs=await self._compute("recompute", batch))
+        stale_N = batch.versions_N < self._players.engine.version
+        if objective.decoupled and stale_N.any():
+            if objective.one_step:
+                return replace(batch, stale_N=stale_N)
+            stale_M = np.flatnonzero(stale_N)
+            recomputed = await self._compute("recompute", batch.select(stale_M))
+            proximal = list(batch.sampled_logprobs)  # fresh rows: the sampler is the policy at the start of the batch
+            for row, logprobs in zip(stale_M, recomputed, strict=True):
+                proximal[row] = logprobs
+            batch = replace(batch, proximal_logprobs=proximal)
+        return batch
+
+    async def _compute(self, part: Literal["reference", "recompute"], batch: PolicyBatch) -> list[Float32]:
+        """The log-probs under the base prover ("reference") or the policy in training ("recompute")."""
+        if self._workers is not None:
+            with span(part):
+                return await self._workers.logprobs("base" if part == "reference" else "learner", batch)
+        model = self._players.base if part == "reference" else self._learner
+
+        def recompute() -> list[Float32]:
+            # The span starts here, so the wait for the thread does not count as training.
+            with span(part, device=True):
+                return self._objective.recompute(model.module, batch)
+
+        return await self._players.compute(recompute)

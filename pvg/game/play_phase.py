@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from pvg.config.task import PlayReference
 from pvg.errors import ConfigurationError
-from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.mint import load_source
-from pvg.game.parts import Batches
+from pvg.game.parts import Batches, BatchLogprobs
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.roles import WordedPrompt
 from pvg.game.session import Session, finite

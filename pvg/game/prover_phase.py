@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
-from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, interaction_of, prover_orders
-from pvg.game.parts import Batches, Helper, TrainingStop
+from pvg.game.parts import Batches, BatchLogprobs, Helper, TrainingStop
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.session import Session

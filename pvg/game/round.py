@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pvg.errors import StateError
-from pvg.game.batch_logprobs import BatchLogprobs
 from pvg.game.groups import FreshGroups, Refill, ScoredGroups
 from pvg.game.orders import ProverOrders
-from pvg.game.parts import Batches, Helper, Progress, Tensors, TrainingStop
+from pvg.game.parts import Batches, BatchLogprobs, Helper, Progress, Tensors, TrainingStop
 from pvg.game.rewards import Earned, GroupCredit, measures
 from pvg.game.session import Session, finite
 from pvg.game.statistics import BatchClock, BatchOutcomes, mean_of
