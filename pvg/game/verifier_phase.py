@@ -137,20 +137,33 @@ async def train_verifier(session: Session) -> None:
     else:
         verifier = await _trained_ensemble(session, info)
     try:
-        with span("evaluate"):
-            metrics = await _calibrate(session, verifier)
-            metrics["pairs_available"] = float(_open_pairs(session).pairs_available)
-        name = verifier_weights_name(state.round)
-        with span("checkpoint"):
-            meta = {"round": state.round, "version": verifier.version(), "threshold": metrics["threshold"]}
-            if isinstance(verifier, VerifierEnsemble):
-                meta |= {"aggregation": verifier.aggregation, "members": finished_members(session)}
-            await session.ledger.save_weights(name, verifier.trainable_state(), meta)
-        session.finish_phase(info, metrics, time.perf_counter() - started)
-        entered = session.state.enter(Phase.TRAIN_PROVER)
-        await session.leave_phase(replace(entered, weights=(*entered.weights, name)))
+        await keep_verifier(session, info, verifier, started)
     finally:
         verifier.close()
+
+
+async def keep_verifier(
+    session: Session,
+    info: PhaseInfo,
+    verifier: VerifierModel | VerifierEnsemble,
+    started: float,
+    measured: Mapping[str, float] | None = None,
+) -> None:
+    """Calibrate and save the trained verifier, then enter TRAIN_PROVER. `started`: when the phase did, by
+    time.perf_counter. `measured`: further metrics of the phase."""
+    with span("evaluate"):
+        metrics = await _calibrate(session, verifier)
+        metrics |= {"pairs_available": float(open_pairs(session).pairs_available), **(measured or {})}
+    round_ = session.state.round
+    name = verifier_weights_name(round_)
+    with span("checkpoint"):
+        meta = {"round": round_, "version": verifier.version(), "threshold": metrics["threshold"]}
+        if isinstance(verifier, VerifierEnsemble):
+            meta |= {"aggregation": verifier.aggregation, "members": finished_members(session)}
+        await session.ledger.save_weights(name, verifier.trainable_state(), meta)
+    session.finish_phase(info, metrics, time.perf_counter() - started)
+    entered = session.state.enter(Phase.TRAIN_PROVER)
+    await session.leave_phase(replace(entered, weights=(*entered.weights, name)))
 
 
 # --- training: one verifier, or the members of an ensemble ------------------------------------------------------------
@@ -202,9 +215,9 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
         verifier = await players.compute(lambda: players.open_verifier(round_, member))
     try:
         with span("open_models"):
-            stream = _open_pairs(session, member)
+            stream = open_pairs(session, member)
             if session.state.step == 0:  # a resumed phase has already reported this
-                _tell_about_sources(session, stream)
+                tell_about_sources(session, stream)
             workers = players.verifier_workers(verifier)
             start, settings = session.state.step - member * steps, optimizer_settings(section, steps)
             source = players.pair_source(stream, verifier, start)
@@ -235,7 +248,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
     return verifier
 
 
-def _open_pairs(session: Session, member: int = 0) -> PairStream:
+def open_pairs(session: Session, member: int = 0) -> PairStream:
     """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member."""
     game, round_, section = session.game, session.state.round, session.verifier
     place = ("pairs", member) if member else ("pairs",)
@@ -272,7 +285,7 @@ class UnpairedStream(PairStream):
         return self.draw(step, problems)
 
 
-def _tell_about_sources(session: Session, stream: PairStream) -> None:
+def tell_about_sources(session: Session, stream: PairStream) -> None:
     if isinstance(stream, UnpairedStream):
         message = "No problem has both correct and incorrect solutions: each pair combines solutions of two problems."
         session.alert([Alert("unpaired", message)], 0)
