@@ -148,7 +148,7 @@ class Experiment(AllSections):
             micro_batch_rollouts=micro,
             accumulation_steps=-(-per_step // micro),
             completion_tokens_per_batch=rollouts * rollout.max_tokens,
-            mint_rollouts_per_round=self.game.mint_problems * self.game.mint_samples if first else 0,
+            mint_rollouts_per_round=0 if self.task.kind == "play" else self.game.mint_problems * self.game.mint_samples,
             verifier_pairs_per_round=first * self.verifier.pairs,
             prover_rollouts_per_round=rollouts * -(-training.steps // training.minibatches),
             verifier_update_steps_per_round=updates,

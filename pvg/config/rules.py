@@ -21,7 +21,7 @@ from pvg.config.operation import LocalCluster, RayCluster, Serving, has_workers,
 from pvg.config.rollout import TEXTS_FOR_A_TASK, WordedPrompts
 from pvg.config.sections import AllSections, value_of
 from pvg.config.task import PLAY_ONLY, PlayTask
-from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, Warmup
+from pvg.config.training import SOLUTIONS_PER_PROBLEM, Kl, VerdictHead, Verifier, Warmup
 
 # Sources of models that were not trained with the tags of prompts = "tag". A folder may hold one that was.
 WITHOUT_TAGS = ("hf:", "gguf:")
@@ -315,6 +315,34 @@ def _verifier_servers(experiment: AllSections) -> Iterator[str]:
 # --- the game --------------------------------------------------------------------------------------------------------
 
 
+def _verdicts(experiment: AllSections) -> Iterator[str]:
+    """What a generative verifier cannot do, and what only it can do."""
+    verifier, cluster = experiment.verifier, experiment.cluster.kind
+    if not isinstance(verifier.head, VerdictHead):
+        if not verifier.steps:
+            yield (
+                f"verifier.steps = 0 leaves verifier.head = {verifier.head.kind!r} untrained, and its scores mean "
+                "nothing; set it to 1 or more, or verifier.head to 'generative'"
+            )
+        return
+    without = "verifier.head = 'generative' cannot be combined with"
+    for key, value, off in (
+        ("verifier.engine", verifier.engine, "torch"),
+        ("verifier.ensemble", verifier.ensemble.kind, "none"),
+        ("game.schedule", experiment.game.schedule.kind, "stackelberg"),
+        ("rollout.engine", experiment.rollout.engine.kind, "torch"),
+        ("rollout.prefetch", experiment.rollout.prefetch.kind, "none"),
+        ("cluster", "none" if cluster == "auto" else cluster, "none"),
+    ):
+        if value != off:
+            yield f"{without} {key} = {value!r}; set {key} to {off!r}"
+    if experiment.rollout.group_size == 1 and verifier.steps:
+        yield f"{without} rollout.group_size = 1, because GRPO compares verdicts on a solution; set it to 2 or more"
+    for key in ("loss", "pairing", "score_penalty"):
+        if (value := getattr(verifier, key)) != getattr(Verifier(), key):
+            yield f"verifier.{key} = {value!r} has no effect with verifier.head = 'generative'; leave it out"
+
+
 def _roles(experiment: AllSections) -> Iterator[str]:
     if experiment.task.kind == "play":  # one role, whose reward is a change in value
         return
@@ -521,8 +549,8 @@ def _warmup(experiment: AllSections) -> Iterator[str]:
 
 
 IMPOSSIBLE = (
-    *(_batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers, _trained_layers),
-    *(_roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _protocols, _play, _workers),
+    *(_verdicts, _batch_sizes, _old_logprobs, _prefetch, _deadline, _prover_servers, _verifier_servers),
+    *(_trained_layers, _roles, prompt_conflicts, _dynamic_sampling, _code, _diplomacy, _protocols, _play, _workers),
     *(_warmup, _attacks),
 )
 

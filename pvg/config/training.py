@@ -268,13 +268,22 @@ class AnswerHead(Section):
     kind: Literal["yes_token"] = "yes_token"
 
 
+class VerdictHead(Section):
+    """The verifier writes a check and a verdict, and learns by GRPO whether its verdicts are right. The score is the
+    log-odds of the share of its votes for "correct"."""
+
+    kind: Literal["generative"] = "generative"
+    votes: Count = Field(4, description="Verdicts per score. More of them make finer scores, and take longer.")
+    tokens: Count = Field(16, description="Maximum number of tokens of a check with its verdict.")
+
+
 class OwnHead(Section):
     """A verifier in a file of your own."""
 
     kind: Reference
 
 
-Head = Annotated[LogprobHead | LastTokenHead | AnswerHead | OwnHead, ByKind("implicit")]
+Head = Annotated[LogprobHead | LastTokenHead | AnswerHead | VerdictHead | OwnHead, ByKind("implicit")]
 
 
 class SingleVerifier(Section):
@@ -320,15 +329,15 @@ class Verifier(Section):
     score_penalty: Weight = Field(
         0.005, description="Coefficient of the penalty on squared scores. Higher values keep scores nearer to 0."
     )
-    steps: Count = Field(
+    steps: Annotated[int, Field(ge=0)] = Field(
         100,
-        description="Optimizer steps of the verifier per round (if game.growing: of round 0). More of them learn more, "
-        "and take longer.",
+        description="Optimizer steps of the verifier per round (if game.growing: of round 0). More of them learn more. "
+        "0 (head generative): a frozen judge.",
     )
     pairs: Count = Field(
         64,
-        description="Pairs per optimizer step (pairing by problem: on average). More pairs make steadier, slower "
-        "steps.",
+        description="Pairs of solutions per optimizer step (pairing by problem: on average). More pairs make steadier, "
+        "slower steps.",
     )
     micro_batch_tokens: Count = Field(
         16_384,
@@ -344,3 +353,8 @@ class Verifier(Section):
     engine: Literal["torch", "vllm"] = Field(
         "torch", description="Where scores are computed: in this process, or on serving.verifier_servers."
     )
+
+    @property
+    def verdict_tokens(self) -> int:
+        """The most tokens that a generative verifier writes; 0 for others."""
+        return self.head.tokens if isinstance(self.head, VerdictHead) else 0

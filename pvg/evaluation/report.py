@@ -426,7 +426,9 @@ def notes(experiment: Experiment) -> list[str]:
         "Solutions are sampled from a part of the distribution (rollout.top_p, rollout.top_k), so the estimate of the "
         "KL is biased.": rollout.top_p < 1.0 or rollout.top_k > 0,
         f"verifier.loss = {loss!r} does not fix the offset of a score, so sigmoid(score) is not a probability. The "
-        "fitted calibration is one if the log-odds are linear in the score.": loss != "cross_entropy",
+        "fitted calibration is one if the log-odds are linear in the score.": (
+            loss != "cross_entropy" and not experiment.verifier.verdict_tokens
+        ),
         "verifier.ensemble combines scores of several members. No loss makes sigmoid of the result a probability.": (
             experiment.verifier.ensemble.kind != "none"
         ),

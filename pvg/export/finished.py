@@ -132,6 +132,7 @@ class FinishedRound:
                 executor=executor,
                 threshold=threshold,
                 owned=opened.pop_all(),
+                max_rows=self.experiment.rollout.chunk,
             )
 
 

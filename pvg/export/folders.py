@@ -35,7 +35,7 @@ from pvg.export.target import MARK, check_target, put, resolved
 from pvg.game.statistics import RolloutColumns
 from pvg.inputs import expanded
 from pvg.models import open_model
-from pvg.models.heads import ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
+from pvg.models.heads import GenerativeHead, ImplicitHead, ScalarHead, VerifierModel, YesTokenHead
 from pvg.models.language_model import LanguageModel, without_progress_bars
 from pvg.models.logprobs import finish_logits
 from pvg.models.tokenizer import Tokenizer
@@ -274,6 +274,8 @@ def _write_verifier(finished: FinishedRound, folder: Path) -> dict[str, Any]:
     try:
         if not isinstance(verifier, VerifierModel):
             raise _no_form("an ensemble of verifiers", "Set verifier.ensemble to none in the next run")
+        if isinstance(verifier, GenerativeHead):
+            raise _no_form("a generative verifier, whose scores are votes", "Score with pvg score or pvg serve")
         write = WRITERS.get(type(verifier))
         if write is None:
             raise _no_form("a verifier head from a file of your own", "Score with pvg score or pvg serve")

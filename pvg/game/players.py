@@ -7,6 +7,7 @@ never compete for the same cores. Two other threads have no pool: one scores rol
 
 from __future__ import annotations
 
+import copy
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -25,7 +26,7 @@ from pvg.game.roles import PromptSection, prompt_renderer
 from pvg.game.statistics import sync_metrics
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
-from pvg.models.heads import VerifierModel
+from pvg.models.heads import GenerativeHead, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.logprobs import refuse_without_head
 from pvg.models.sources import open_verifier, verifier_is_on_base
@@ -284,6 +285,21 @@ class Players:
         finally:
             await engine.close()
 
+    @asynccontextmanager
+    async def of_verifier(self, verifier: GenerativeHead, task: Task, rollout: Rollouts) -> AsyncIterator[Players]:
+        """Players whose policy is `verifier`, which samples on a torch engine of its own. `task` grades what it writes.
+        Everything else is shared. The caller still owns the verifier."""
+        found, policy, dtype = copy.copy(self), verifier.policy, self._experiment.sampling_dtype
+        found.base, found.task, found.rollout = policy, task, rollout
+        found.engine = open_engine(EngineSetup(rollout, policy, self.executor, SilentEvents(), dtype=dtype))
+        found.publisher = Publisher(found.engine, of="verifier")
+        sampling = Sampling(rollout.max_tokens, policy.tokenizer.end_ids, rollout.temperature)
+        found.dispatcher = Dispatcher(found.engine, task, policy.tokenizer, sampling, rollout.concurrency, self.grading)
+        try:
+            yield found
+        finally:
+            await found.engine.close()
+
     def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
         the random part of these weights. `like`: another member, with which it shares frozen tensors. Raises what
@@ -386,6 +402,7 @@ class Players:
             prover_fingerprint=self.base.tokenizer.fingerprint,
             backend=backend,
             reading=self.batching,
+            max_rows=self.rollout.chunk,
         )
 
     def _canary_prompts(self) -> list[Int32]:

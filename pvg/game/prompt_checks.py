@@ -70,12 +70,19 @@ def check_prompts_fit(
 
 
 def check_verifier_input_fits(
-    limits: TokenLimits, template: VerifierTemplate, problems: Sequence[Problem], max_length: int
+    limits: TokenLimits, template: VerifierTemplate, problems: Sequence[Problem], max_length: int, verdict: int = 0
 ) -> int:
-    """The most tokens of the verifier's input. Raises ConfigurationError if they do not fit into its context."""
+    """The most tokens of the verifier's input and of what it writes (`verdict`). Raises ConfigurationError if they do
+    not fit into its context of `max_length` tokens, or a verdict not into verifier.micro_batch_tokens."""
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
-    _check_context(max_length, need := len(ids) + limits.room, "models.verifier")
+    _check_context(max_length, need := len(ids) + limits.room + verdict, "models.verifier")
+    key = "verifier.micro_batch_tokens"
+    if verdict and (budget := limits.budgets[key]) < need:
+        raise ConfigurationError(
+            f"{key} = {budget} is too small: a solution with its verdict may have {need} tokens.",
+            f"Set it to at least {need}, or lower rollout.max_tokens or verifier.head.tokens.",
+        )
     return need
 
 

@@ -81,6 +81,8 @@ PHASES = {
     Phase.TRAIN_PROVER: "pvg.game.prover_phase:train_prover",
     Phase.CHECKPOINT: "pvg.game.round_evaluation:checkpoint",
 }
+# A generative verifier is a policy, and learns as one.
+VERDICTS = {**PHASES, Phase.TRAIN_VERIFIER: "pvg.game.verdict_phase:train_verifier"}
 # Self-play has no verifier.
 SELF_PLAY = {Phase.TRAIN_PROVER: "pvg.game.play_phase:train_player", Phase.CHECKPOINT: "pvg.game.play_phase:rate"}
 
@@ -218,7 +220,7 @@ def _first_phase(experiment: Experiment) -> Phase:
 async def _play_phases(experiment: Experiment, session: Session) -> None:
     ledger, self_play = session.ledger, experiment.task.kind == "play"
     await _enter_game(experiment, session, _first_phase(experiment))
-    phases = SELF_PLAY if self_play else PHASES
+    phases = SELF_PLAY if self_play else VERDICTS if experiment.verifier.verdict_tokens else PHASES
     while ledger.state.phase is not Phase.COMPLETE:
         await imported(phases[ledger.state.phase])(session)
 
@@ -380,9 +382,13 @@ def _check_verifier(experiment: Experiment, task: Task, base: LanguageModel, pro
     section, limits = experiment.verifier, experiment.token_limits()
     with closing(open_verifier(section, experiment.models, experiment.seed, base.device, base)) as verifier:
         template = template_of(experiment.prompts, task, verifier)
-        longest = check_verifier_input_fits(limits, template, problems, verifier.max_length)
+        context, verdict = verifier.max_length + section.verdict_tokens, section.verdict_tokens
+        longest = check_verifier_input_fits(limits, template, problems, context, verdict)
         module = cast("nn.Module", verifier.backbone)
-        check_rows(module, padded_width(longest, verifier.max_length), limits.solution, "models.verifier")
+        check_rows(module, padded_width(longest, context), verdict or limits.solution, "models.verifier")
+        if verdict:
+            check_layers(module)
+            check_decoding(module, base.device, longest)
         if experiment.training.gradient_checkpointing:
             checkpoint_layers(verifier)
         if experiment.warmup.path is None:

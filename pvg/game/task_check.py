@@ -85,7 +85,8 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         longest = check_prompts_fit(experiment.token_limits(), prompts, halves, test, models.prover.max_length)
     if models is not None and not plays:
         template = verifier_template_of(experiment, task, models.verifier)
-        check_verifier_input_fits(experiment.token_limits(), template, train, models.verifier.max_length)
+        limits, verdict = experiment.token_limits(), experiment.verifier.verdict_tokens
+        check_verifier_input_fits(limits, template, train, models.verifier.max_length, verdict)
     if models is not None:
         found["notices"] = _tried_models(experiment, task, halves, longest)
     if plays:

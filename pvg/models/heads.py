@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pvg.config.training import LogprobHead, Verifier
+from pvg.config.training import LogprobHead, VerdictHead, Verifier
 from pvg.errors import ConfigurationError, UsageError
 from pvg.extensions import called, resolve
 from pvg.models.language_model import LanguageModel, ModelClosedError, digest_weights
@@ -47,7 +47,7 @@ class VerifierModel(nn.Module, ABC):
 
     needs_reference = False
     packs = False
-    reads: Literal["scalar", "implicit", "yes_token"] = (
+    reads: Literal["scalar", "implicit", "yes_token", "generative"] = (
         "scalar"  # the format in which pvg.verifier.data presents solutions
     )
     _packed = False  # see `forward`
@@ -320,6 +320,35 @@ class YesTokenHead(VerifierModel):
         return logits_B2[:, 0] - logits_B2[:, 1]
 
 
+class GenerativeHead(VerifierModel):
+    """Writes a check and a verdict. Its scores are votes, which pvg.verifier.scorer samples: it has no `forward`."""
+
+    reads = "generative"
+
+    def __init__(self, language_model: LanguageModel, head: VerdictHead) -> None:
+        super().__init__(language_model)
+        refuse_without_head(language_model.module)
+        self.head = head
+
+    @property
+    def policy(self) -> LanguageModel:
+        """The language model that writes and learns. The verifier owns it."""
+        self._open_backbone()
+        return self._language_model
+
+    @property
+    def max_length(self) -> int:
+        return self._language_model.max_length - self.head.tokens
+
+    def _scores(
+        self, input_ids_BL: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, reference_B: Tensor | None
+    ) -> Tensor:
+        raise ConfigurationError(
+            "verifier.head = 'generative' samples verdicts, but this work needs a score per forward pass.",
+            "Set verifier.head to 'implicit', 'scalar' or 'yes_token'.",
+        )
+
+
 def answer_tokens(tokenizer: Tokenizer, name: str) -> tuple[int, int]:
     """The ids of "yes" and "no" in the first spelling of ANSWERS where both are single tokens.
 
@@ -343,10 +372,16 @@ def _implicit(section: Verifier, language_model: LanguageModel) -> VerifierModel
     return ImplicitHead(language_model, section.head.beta)
 
 
+def _generative(section: Verifier, language_model: LanguageModel) -> VerifierModel:
+    assert isinstance(section.head, VerdictHead)
+    return GenerativeHead(language_model, section.head)
+
+
 HEADS: dict[str, Callable[[Verifier, LanguageModel], VerifierModel]] = {
     "scalar": lambda section, language_model: ScalarHead(language_model),
     "implicit": _implicit,
     "yes_token": lambda section, language_model: YesTokenHead(language_model),
+    "generative": _generative,
 }
 
 

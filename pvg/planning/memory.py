@@ -484,11 +484,12 @@ def _on_base(experiment: Experiment) -> bool:
 
 def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """What training the verifier needs besides the trained weights: under adapters the frozen model, for the implicit
-    head the initial weights, which give the reference."""
-    weights = float(verifier.shape.parameters * BYTES[verifier.dtype])
+    head the initial weights, which give the reference, and for a generative one the weights that sample."""
+    weights, kind = float(verifier.shape.parameters * BYTES[verifier.dtype]), experiment.verifier.head.kind
+    sampler = weights if kind == "generative" else 0.0
     if verifier.rank:
-        return 0.0 if _on_base(experiment) else weights
-    return weights if experiment.verifier.head.kind == "implicit" else 0.0
+        return sampler + (0.0 if _on_base(experiment) else weights)
+    return weights if kind == "implicit" else sampler
 
 
 def _scoring_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:

@@ -352,6 +352,9 @@ def not_modelled(experiment: Experiment) -> list[str]:
         "game.schedule = 'simultaneous' is not modelled: the verifier's updates take longer than planned": (
             experiment.game.schedule.kind == "simultaneous"
         ),
+        "verifier.head = 'generative' is not modelled: its training and its scores take longer than planned": (
+            experiment.verifier.verdict_tokens > 0
+        ),
         f"game.protocol = {protocol!r} is not modelled: a rollout is one request here": protocol != "direct",
     }
     return [text for text, there in found.items() if there]

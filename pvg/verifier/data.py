@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
@@ -27,11 +29,34 @@ from pvg.telemetry.spans import run_in, span
 # The verifier's input: a problem and a solution as token ids.
 
 Style = Literal["tag", "chat", "text", "plain"]
-Head = Literal["scalar", "implicit", "yes_token"]
+Head = Literal["scalar", "implicit", "yes_token", "generative"]
 
 # Part of every key. Increase it when the tokens of any style change, so that old scores do not match.
 FORM = 1
 PROMPTS_KEPT = 4096  # cached questions as token ids; a few MB
+
+# What a generative verifier is asked and answers.
+VERDICT_INSTRUCTIONS = (
+    "You are given a problem and a solution of it. Check the solution step by step. Then end with a line that is "
+    "'Verdict: correct', or 'Verdict: wrong, step N', where N is the number of the first wrong step."
+)
+VERDICT_TAG = "?"
+WORDED_VERDICT, TAG_VERDICT = re.compile(r"Verdict: (?:correct|wrong, step ([1-9][0-9]{0,3}))"), re.compile("([0-9])")
+
+
+def read_verdict(text: str, style: Style) -> int | None:
+    """The first wrong step that a verdict names, from 1; 0 if it says correct; None if it is not readable. With words,
+    the verdict is the last line, after any check. Otherwise it is a digit, and nothing else."""
+    worded = style in ("chat", "text")
+    line = text.rstrip().rpartition("\n")[2] if worded else text
+    found = (WORDED_VERDICT if worded else TAG_VERDICT).fullmatch(line)
+    return None if found is None else int(found[1] or 0)
+
+
+def log_odds(verdicts: Sequence[int | None]) -> float:
+    """The logit of (votes for correct + 1/2) / (readable votes + 1); 0 without a readable one."""
+    correct, wrong = verdicts.count(0), sum(bool(verdict) for verdict in verdicts)
+    return math.log((correct + 0.5) / (wrong + 0.5))
 
 
 class VerifierTemplate:
@@ -43,7 +68,9 @@ class VerifierTemplate:
 
     - implicit: at the solution's tokens, which in `chat` are the assistant's message;
     - scalar: at the last token; in `chat` the user's message is FRAME with problem and solution;
-    - yes_token: as scalar, but with YES_NO_QUESTION instead of the end token at the end.
+    - yes_token: as scalar, but with YES_NO_QUESTION instead of the end token at the end;
+    - generative: nowhere, because the verifier writes (`read_verdict`). The problem and the solution are between two
+      VERDICT_TAG, or in words in FRAME after VERDICT_INSTRUCTIONS.
     """
 
     def __init__(
@@ -53,7 +80,7 @@ class VerifierTemplate:
         encoded from text, because otherwise the tokenization would reveal which ones were cut.
 
         Raises ConfigurationError for style "chat" without a chat template."""
-        self._tokenizer, self._style, self._head = tokenizer, style, head
+        self._tokenizer, self.style, self._head = tokenizer, style, head
         self._asks = YES_NO_QUESTION if head == "yes_token" else ""
         # Cached: solutions of a problem share its question, and training repeats problems.
         self._prompt = lru_cache(PROMPTS_KEPT)(self._opening)
@@ -62,6 +89,8 @@ class VerifierTemplate:
             rules.append(tokenizer.chat([{"role": "user", "content": "problem"}]).tolist())
         if style == "text":
             rules.append("blank line")
+        if head == "generative":
+            rules += [style, VERDICT_INSTRUCTIONS]
         self._shown = shown
         if shown is not None:
             rules.append("shown")
@@ -97,20 +126,26 @@ class VerifierTemplate:
     def _render(self, question: str, text: str, ids: Int32 | None) -> tuple[Int32, Int32]:
         """What is before the solution, and the rest."""
         tokenizer = self._tokenizer
-        if self._style == "chat" and self._head != "implicit":
+        if self.style == "chat" and self._head != "implicit":
             content = framed(question, text)
             content += f"\n\n{self._asks}" if self._asks else ""
-            return tokenizer.chat([{"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
-        if ids is None or not tokenizer.has_only_turns(ids := tokenizer.without_end(ids), self._style == "chat"):
+            system = [{"role": "system", "content": VERDICT_INSTRUCTIONS}] if self._head == "generative" else []
+            return tokenizer.chat([*system, {"role": "user", "content": content}]), np.zeros(0, dtype=np.int32)
+        if self.style == "text" and self._head == "generative":
+            opening_ids = tokenizer.opening(f"{VERDICT_INSTRUCTIONS}\n\n")
+            return opening_ids, np.concatenate([tokenizer.plain(framed(question, text)), tokenizer.encode("\n\n")])
+        if ids is None or not tokenizer.has_only_turns(ids := tokenizer.without_end(ids), self.style == "chat"):
             ids = tokenizer.plain(text)
         end_ids = tokenizer.encode(f"\n{self._asks}\n") if self._asks else np.array([tokenizer.eos_id], dtype=np.int32)
+        if self._head == "generative":
+            question, end_ids = VERDICT_TAG + question, tokenizer.encode(VERDICT_TAG)
         return self._prompt(question), np.concatenate([ids, end_ids])
 
     def _opening(self, question: str) -> Int32:
         """What is before the solution; callers must not change the array."""
-        if self._style == "chat":  # the user's message, followed by the start of the assistant's message
+        if self.style == "chat":  # the user's message, followed by the start of the assistant's message
             return self._tokenizer.chat([{"role": "user", "content": question}])
-        plain = self._tokenizer.plain(f"{question}\n\n" if question and self._style == "text" else question)
+        plain = self._tokenizer.plain(f"{question}\n\n" if question and self.style == "text" else question)
         return np.concatenate([np.asarray(self._tokenizer.begin_ids, dtype=np.int32), plain])
 
 

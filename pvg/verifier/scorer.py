@@ -25,12 +25,16 @@ from torch import Tensor
 
 from pvg.errors import Closing, ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError, counted
 from pvg.models.compute import scoring_autocast
-from pvg.models.heads import VerifierEnsemble, VerifierModel
+from pvg.models.heads import GenerativeHead, VerifierEnsemble, VerifierModel
+from pvg.models.language_model import UNLIMITED
 from pvg.models.packing import WIDTH, PaddedBatch, batches, pad_batch, padded_width
 from pvg.records import Float32, Int32, Scorable
+from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.rollout.gathering import request_seed
+from pvg.rollout.torch_engine import TorchEngine
 from pvg.telemetry.spans import run_in, span, submit_in
 from pvg.telemetry.waits import run_to_end
-from pvg.verifier.data import VerifierTemplate
+from pvg.verifier.data import Style, VerifierTemplate, log_odds, read_verdict
 
 # The parts of `VerifierScorer`: the `ScoreBackend` protocol below its queue, `TorchBackend`, and the score cache.
 
@@ -216,6 +220,57 @@ class TorchBackend:
         return reference_B
 
 
+class VerdictBackend:
+    """Samples the votes of a generative verifier (pvg.verifier.data.log_odds), from a copy of its weights. `style`: of
+    the verdicts. `max_rows`: verdicts that are decoded together.
+
+    The random numbers of a vote depend only on the solution's tokens and the vote's number, so scores repeat."""
+
+    def __init__(
+        self, verifier: GenerativeHead, style: Style, *, token_budget: int, executor: Executor, max_rows: int
+    ) -> None:
+        self.references = ScoreCache(1)  # none
+        self._verifier, self._style, self._executor = verifier, style, executor
+        self._token_budget, self._max_rows = token_budget, max_rows
+        self._engine: TorchEngine | None = None
+
+    def batches(self, lengths: Sequence[int]) -> list[NDArray[np.int64]]:
+        return batches(lengths, self._token_budget, self._verifier.max_length)
+
+    def weights_changed(self) -> None:
+        self._engine = None
+
+    def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
+        return asyncio.ensure_future(self._sample(inputs))
+
+    async def _sample(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
+        if self._engine is None:
+            self._engine = await run_in(self._executor, self._open)
+        head, tokenizer, engine = self._verifier.head, self._verifier.tokenizer, self._engine
+        sampling = Sampling(head.tokens, tokenizer.end_ids)
+        requests = [
+            GenerationRequest(f"{entry.rollout_id}, vote {vote}", entry.ids, sampling, _seed_of(entry, vote), group=row)
+            for row, entry in enumerate(inputs)
+            for vote in range(head.votes)
+        ]
+        with span("score_service"):
+            completions = await asyncio.gather(*map(engine.generate, requests))
+        votes = [read_verdict(tokenizer.decode(each.token_ids), self._style) for each in completions]
+        scores = [log_odds(votes[first : first + head.votes]) for first in range(0, len(votes), head.votes)]
+        return ScoredBatch(np.array(scores, dtype=np.float32))
+
+    def _open(self) -> TorchEngine:
+        model, most = self._verifier.trained_model(), self._max_rows
+        on_cpu = model.device.type == "cpu"
+        return TorchEngine(
+            model, max_rows=most, max_in_flight=UNLIMITED, executor=self._executor, continuous=not on_cpu
+        )
+
+
+def _seed_of(entry: ScoreInput, vote: int) -> int:
+    return request_seed(int.from_bytes(entry.digest[:8]), vote, 0)
+
+
 CACHE_ENTRIES = 100_000  # scores in memory, so that a solution is scored once
 
 
@@ -281,9 +336,10 @@ class VerifierScorer(Scorer, Closing):
         reading: Executor | None = None,
         threshold: float | None = None,
         owned: AbstractContextManager[object] | None = None,
+        max_rows: int = 256,
     ) -> None:
-        """`threshold`: the verifier accepts a solution whose score reaches it; None where it is not known. `owned`:
-        what `close` closes, such as the model."""
+        """`max_rows`: verdicts of a generative verifier that are decoded together. `threshold`: the verifier accepts a
+        solution whose score reaches it; None where it is not known. `owned`: what `close` closes, such as the model."""
         self._model = model
         self._template = template
         self._version = version
@@ -291,6 +347,10 @@ class VerifierScorer(Scorer, Closing):
         self._prover_fingerprint = prover_fingerprint
         self._reading = reading
         self._cache = ScoreCache(cache_entries)
+        if backend is None and isinstance(model, GenerativeHead):
+            backend = VerdictBackend(
+                model, template.style, token_budget=token_budget, executor=executor, max_rows=max_rows
+            )
         self._backend: ScoreBackend = backend or TorchBackend(
             model,
             template.key,

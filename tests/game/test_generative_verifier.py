@@ -1,0 +1,177 @@
+"""Games whose verifier writes verdicts: it learns which are right, scores by votes, resumes, and is measured."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kill_drill import differences, fingerprint
+from small_games import changed, completed, played, recorded, rows, state_of
+
+from pvg.api import Run
+from pvg.config.experiment import Experiment
+from pvg.errors import ConfigurationError, PvgError
+from pvg.records import Rollout
+from pvg.store.pairs import is_held_out
+from pvg.store.run_directory import RunDirectory
+from pvg.telemetry.catalogue import metric as catalogued
+from pvg.verifier.data import log_odds, read_verdict
+
+HEAD = {"kind": "generative", "votes": 3, "tokens": 3}
+
+
+def experiment(**settings: Any) -> Experiment:
+    plain = {"models.verifier": {"source": "embedded:modchain-prover"}, "verifier.head": HEAD, "verifier.held_out": 0.3}
+    return changed({**plain, **settings})
+
+
+def verdicts(run: RunDirectory) -> list[Rollout]:
+    return [rollout for rollout in recorded(run) if "/train_verifier/" in rollout.id]
+
+
+# --- verdicts and votes -----------------------------------------------------------------------------------------------
+
+
+def test_a_score_is_the_log_odds_of_the_readable_votes() -> None:
+    assert log_odds([0, 0, 0, 2]) == pytest.approx(math.log(3.5 / 1.5))  # (3 + 1/2) / (4 + 1) against the rest
+    assert log_odds([1, 7]) == pytest.approx(math.log(0.5 / 2.5))
+    assert log_odds([0, None, 3, None]) == 0.0
+    assert log_odds([None, None]) == 0.0
+    assert log_odds([0]) == pytest.approx(math.log(3.0))
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "verdict"),
+    [
+        ("tag", "0", 0),
+        ("tag", "4", 4),
+        ("tag", "", None),
+        ("tag", "04", None),
+        ("tag", "4 ", None),
+        ("tag", "٣", None),
+        ("chat", "Step 1 is right.\nVerdict: correct\n", 0),
+        ("text", "Verdict: correct\nNo.\nVerdict: wrong, step 12", 12),
+        ("chat", "Verdict: wrong, step 0", None),
+        ("chat", "Verdict: wrong", None),
+        ("chat", "verdict: correct", None),
+        ("chat", "Verdict: correct\nVerdict: wrong, step", None),
+        ("chat", "0", None),
+    ],
+)
+def test_only_the_asked_form_of_a_verdict_is_readable(style: Any, text: str, verdict: int | None) -> None:
+    assert read_verdict(text, style) == verdict
+
+
+@given(check=st.text(max_size=200), step=st.integers(0, 9999), style=st.sampled_from(["tag", "chat", "text", "plain"]))
+def test_any_text_has_a_verdict_or_none(check: str, step: int, style: Any) -> None:
+    found = read_verdict(check, style)
+    assert found is None or 0 <= found <= 9999
+    line = f"Verdict: wrong, step {step}" if step else "Verdict: correct"
+    assert read_verdict(f"{check}\n{line}", "chat") == step
+
+
+# --- games ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def game(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return completed(experiment(**{"game.rounds": 2}), tmp_path_factory.mktemp("game"))
+
+
+@pytest.mark.slow
+def test_verdicts_are_paid_for_being_right_and_never_about_held_out_problems(game: RunDirectory) -> None:
+    minted = {(r.round, r.problem_id): r for r in recorded(game) if "/mint/" in r.id}
+    trained = [r for r in verdicts(game) if "held-out" not in r.id]
+    assert len(trained) == 2 * 7 * 8 * 4
+    for verdict in trained:
+        named = read_verdict(verdict.text, "tag")
+        assert verdict.grade.well_formed == (named is not None)
+        right = named is not None and (named == 0) == (verdict.reference == "0")
+        assert (verdict.grade.correct, verdict.reward) == (right, float(right))
+        assert (verdict.round, verdict.problem_id) in minted
+        assert not is_held_out(verdict.problem_id, 0.3)
+    batch = [r for r in trained if r.round == 0 and r.step == 0]
+    assert sum(r.reference == "0" for r in batch) == len(batch) / 2
+    assert all(is_held_out(r.problem_id, 0.3) for r in verdicts(game) if "held-out" in r.id)
+
+
+@pytest.mark.slow
+def test_the_phase_tells_accuracy_and_wrong_reasons(game: RunDirectory) -> None:
+    for row in rows(game, "step") + rows(game, "phase"):
+        if row["phase"] == "train_verifier":
+            assert [name for name in row["metrics"] if not catalogued(f"train_verifier/{name}")] == []
+    (phase,) = (r for r in rows(game, "phase") if (r["phase"], r["round"]) == ("train_verifier", 0))
+    held_out = [r for r in verdicts(game) if r.round == 0 and "held-out" in r.id]
+    assert phase["metrics"]["verdict_accuracy"] == np.mean([r.grade.correct for r in held_out])
+    assert phase["metrics"]["unreadable"] == np.mean([not r.grade.well_formed for r in held_out])
+    blamed = [r for r in held_out if r.reference.isdecimal() and r.reference != "0" and r.grade.correct]
+    expected = np.mean([r.grade.answer != r.reference for r in blamed]) if blamed else None
+    assert phase["metrics"]["wrong_reason"] == expected
+
+
+@pytest.mark.slow
+def test_a_run_opens_the_scores_that_its_game_had(game: RunDirectory) -> None:
+    sampled = [r for r in recorded(game) if r.round == 1 and "/train_prover/" in r.id][:20]
+    with Run(game.path).open_scorer(1) as scorer:
+        again = [float(scorer.score_texts(r.question, [r.text])[0]) for r in sampled]
+    assert again == [r.score for r in sampled]
+    possible = {np.float32(log_odds([0] * yes + [1] * no)) for yes in range(4) for no in range(4 - yes)}
+    assert set(map(np.float32, again)) <= possible
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("stop_at", [("train_verifier", 4), ("train_verifier", 8), ("train_prover", 4)])
+def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(stop_at: tuple[str, int], tmp_path: Path) -> None:
+    """Event 8 of the verifier's phase is its last step, after which it has yet to judge held-out solutions."""
+    whole, stopped, settings = tmp_path / "whole", tmp_path / "stopped", experiment()
+    completed(settings, whole)
+    outcome, run = played(settings, stopped, stop_at=stop_at)
+    assert (outcome.status, state_of(run)["phase"]) == ("interrupted", stop_at[0])
+    played(settings, stopped, resume=True)
+    assert differences(fingerprint(stopped), fingerprint(whole)) == []
+
+
+@pytest.mark.slow
+def test_without_steps_a_frozen_model_judges(tmp_path: Path) -> None:
+    run = completed(experiment(**{"verifier.steps": 0, "training.steps": 1}), tmp_path)
+    assert {"/held-out/" in r.id for r in verdicts(run)} == {True}
+    (phase,) = (r for r in rows(run, "phase") if r["phase"] == "train_verifier")
+    assert phase["metrics"]["held_out"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"verifier.ensemble": "mean"}, "verifier.ensemble"),
+        ({"verifier.engine": "vllm"}, "verifier.engine"),
+        ({"game.schedule": "simultaneous"}, "game.schedule"),
+        ({"rollout.prefetch": "fresh"}, "rollout.prefetch"),
+        ({"cluster": {"kind": "local", "workers": 2}}, "cluster"),
+        ({"verifier.loss": "cross_entropy"}, "verifier.loss"),
+        ({"rollout.group_size": 1, "training.loss": "spo"}, "rollout.group_size"),
+        ({"verifier.head": "implicit", "verifier.steps": 0}, "verifier.steps = 0"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        experiment(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"verifier.head": {**HEAD, "tokens": 110}}, "models.verifier takes at most 128 tokens"),
+        ({"verifier.micro_batch_tokens": 30}, "verifier.micro_batch_tokens = 30"),
+        ({"prompts": "text"}, "cannot express"),
+    ],
+)
+def test_a_verdict_that_does_not_fit_is_refused_before_the_mint(
+    settings: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PvgError, match=says):
+        played(experiment(**settings), tmp_path)
