@@ -31,7 +31,7 @@ from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.pairs import PairStream
 from pvg.store.samples import SolutionRow
-from pvg.tasks.task import LocatesFlaws
+from pvg.tasks.task import FindsFlaws
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import advantages, zero_signal_groups
@@ -101,7 +101,8 @@ class Verdicts:
     """A task whose problems are solutions, and whose completions are verdicts on them."""
 
     def __init__(self, session: Session, verifier: GenerativeHead) -> None:
-        self._task = session.task
+        # In a dialogue, the text has more than the solution.
+        self._critic: object = session.task if session.game.protocol.kind in ("direct", "decoupled") else None
         self._template = session.players.template(verifier)
         self._source = session.players.base.tokenizer.fingerprint
         self._problems = {problem.id: problem for problem in session.problems("verifier")}
@@ -133,10 +134,9 @@ class Verdicts:
 
     def _problem(self, row: SolutionRow, correct: bool) -> Problem:
         flaw = None
-        if isinstance(self._task, LocatesFlaws) and not correct:
-            found = self._task.flaw(self._problems[row.problem_id], row.text)
-            flaw = None if found is None else found + 1
-        answer = "0" if correct else "wrong" if flaw is None else str(flaw)
+        if isinstance(self._critic, FindsFlaws) and not correct:
+            flaw = self._critic.first_flaw(self._problems[row.problem_id], row.text) or None
+        answer = "0" if correct else str(flaw or "wrong")
         return Problem(row.problem_id, framed(row.question, row.text), answer, {TRUTH: correct, FLAW: flaw})
 
 
