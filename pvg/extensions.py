@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from traceback import walk_tb
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -225,20 +225,21 @@ def _failure(what: str, error: BaseException) -> ConfigurationError:
 
 def failure_of(error: BaseException) -> ConfigurationError | None:
     """The error to show for an exception that passed through a user's file; None if no frame of it is in one."""
-    frames = [
-        (frame, line)
-        for frame, line in walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").startswith(MODULES)
-    ]
-    if not frames:
+    if (place := _place(error)) is None:
         return None
-    frame, line = frames[-1]
-    return _failure(f"{frame.f_code.co_filename}, line {line}, failed", error)
+    code, line = place
+    return _failure(f"{code.co_filename}, line {line}, failed", error)
 
 
-def called(key: str, name: str, function: Callable[..., R], *args: Any) -> R:
-    """`function(*args)`. An exception of the user's function becomes a ConfigurationError; pvg's errors pass
-    through."""
+def _place(error: BaseException) -> tuple[CodeType, int] | None:
+    """The last function of a user's file that an exception passed through, and the line in it."""
+    tops = [each for each in walk_tb(error.__traceback__) if each[0].f_globals.get("__name__", "").startswith(MODULES)]
+    return (tops[-1][0].f_code, tops[-1][1]) if tops else None
+
+
+def called(key: str, name: str, function: Callable[..., R], *args: Any, method: str = "") -> R:
+    """`function(*args)`. An exception of the user's function, or of the call of its `method`, becomes a
+    ConfigurationError; pvg's errors pass through."""
     try:
         return function(*args)
     except (PvgError, KeyboardInterrupt):
@@ -246,4 +247,7 @@ def called(key: str, name: str, function: Callable[..., R], *args: Any) -> R:
     except BaseException as error:
         if not is_reference(name):
             raise
-        raise _failure(f"{key} = {name!r} failed", error) from error
+        where = method
+        if (place := _place(error)) is not None:
+            where = f"{place[0].co_qualname}, line {place[1]}"
+        raise _failure(f"{key} = {name!r} failed{where and f' in {where}'}", error) from error

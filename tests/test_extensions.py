@@ -305,7 +305,7 @@ def test_the_optional_parts_of_a_task_of_ones_own_are_found() -> None:
     assert task.written(Problem("0", "1+1?", "2"), True) == "2"
     assert task.steps("2") == [(0, 1)]
     assert task.first_flaw(Problem("0", "1+1?", "2"), "3") == 1
-    with pytest.raises(ConfigurationError, match="failed: ZeroDivisionError"):
+    with pytest.raises(ConfigurationError, match=r"failed in Mine\.shown, line 18: ZeroDivisionError"):
         task.shown("2")
 
 

@@ -189,8 +189,10 @@ def print_preview(found: dict[str, Any], console: Console) -> None:
         return
     for role, shown in found["prompts"].items():
         _print_input(f"Prompt of the {role} role for {found['problem']}", shown["text"], shown["tokens"], console)
-    for turn in found["episode"]:
-        _print_input(f"Example: {turn['what'].lower()} the {turn['voice']}", turn["text"], None, console)
+    for number, turn in enumerate(found["episode"], 1):
+        seat, others = turn["seat"], " and ".join(turn["by"])
+        did = "writes" if others == seat else f"reads what {others or 'the protocol'} says"
+        _print_input(f"Turn {number} of an example: {seat} {did}", turn["text"], turn["tokens"], console)
     if (read := found["verifier_input"]) is not None:
         _print_input("Input of the verifier", read["text"], read["tokens"], console)
     if found["graded"]:

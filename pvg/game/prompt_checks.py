@@ -58,13 +58,13 @@ def check_prompts_fit(
     if not test:
         raise ConfigurationError("The task has no test problems.", "Raise task.test_problems or task.limit.")
     need = longest + limits.room
-    _check_context(max_length, need, "models.prover")
+    _check_context(limits, max_length, need, "models.prover")
     for key, budget in limits.budgets.items():
         if budget < need:
             raise ConfigurationError(
                 f"{key} = {budget} is too small: the longest prompt has {longest} tokens, and a completion may have up "
                 f"to {limits.room}.",
-                f"Set it to at least {need}, or lower rollout.max_tokens.",
+                f"Set it to at least {need}, or lower {_raising(limits)}.",
             )
     return need
 
@@ -76,7 +76,7 @@ def check_verifier_input_fits(
     not fit into its context of `max_length` tokens, or a verdict not into verifier.micro_batch_tokens."""
     problem = max(problems, key=lambda p: len(p.question))
     ids, _ = template.tokens(problem.question, "", np.zeros(0, dtype=np.int32), None)
-    _check_context(max_length, need := len(ids) + limits.room + verdict, "models.verifier")
+    _check_context(limits, max_length, need := len(ids) + limits.room + verdict, "models.verifier")
     key = "verifier.micro_batch_tokens"
     if verdict and (budget := limits.budgets[key]) < need:
         raise ConfigurationError(
@@ -94,7 +94,7 @@ def check_voices_fit(limits: TokenLimits, lines: Mapping[str, SpokenLine], max_l
     for line in others:
         if line.prompt_ids is not None:
             own = limits.room - limits.solution
-            _check_context(max_length, len(line.prompt_ids) + longer + own, "models.prover")
+            _check_context(limits, max_length, len(line.prompt_ids) + longer + own, "models.prover")
 
 
 def writable_solution(
@@ -162,11 +162,16 @@ def _check_roles_differ(rendered: Sequence[Int32]) -> None:
         )
 
 
-def _check_context(max_length: int, need: int, key: str) -> None:
+def _raising(limits: TokenLimits) -> str:
+    """The settings that make completions long."""
+    return "rollout.max_tokens or game.protocol.tokens" if limits.room > limits.solution else "rollout.max_tokens"
+
+
+def _check_context(limits: TokenLimits, max_length: int, need: int, key: str) -> None:
     if max_length < need:
         raise ConfigurationError(
             f"{key} takes at most {max_length} tokens; the longest problem and completion may need {need}.",
-            "Lower rollout.max_tokens, or choose a model with a longer context.",
+            f"Lower {_raising(limits)}, or choose a model with a longer context.",
         )
 
 

@@ -23,8 +23,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -236,10 +238,8 @@ def turn_renderer(style: str, tokenizer: Tokenizer) -> Callable[[str, bool], tup
     """`Interaction.turn` for this prompt style. What is heard last gets no answer, so it is no message of a chat."""
 
     def turn(text: str, last: bool) -> tuple[Int32, str]:
-        if last:
+        if last or style == "tag":
             return tokenizer.plain(text), text
-        if style == "tag":
-            return tokenizer.encode(text), text
         shown = f"\n{text}\n"
         return tokenizer.next_turn(text) if style == "chat" else tokenizer.plain(shown), shown
 
@@ -305,13 +305,15 @@ def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]
     """Rules in a user's file. Their constructor gets the `task` and the `style` (prompts.kind) if it has such
     parameters."""
     key, name = "game.protocol", section.kind
-    found, given = load(key, name), {"task": parts.task, "style": parts.style}
+    maker, given = load(key, name), {"task": parts.task, "style": parts.style}
 
     def made() -> Any:
-        wanted = signature(found).parameters
-        return found(**{parameter: value for parameter, value in given.items() if parameter in wanted})
+        wanted = signature(maker).parameters
+        return maker(**{parameter: value for parameter, value in given.items() if parameter in wanted})
 
-    return spoken(CheckedDialogue(key, name, called(key, name, made)), parts, section.tokens)
+    rules: Any = CheckedDialogue(key, name, called(key, name, made))
+    found = spoken(rules, parts, section.tokens)
+    return replace(found, encode=partial(rules.rendered, found.encode), turn=partial(rules.rendered, found.turn))
 
 
 def interaction_for(section: Protocol, parts: ProtocolParts) -> Interaction[Any]:
@@ -321,29 +323,40 @@ def interaction_for(section: Protocol, parts: ProtocolParts) -> Interaction[Any]
 
 
 class SpokenTurn(NamedTuple):
-    """A turn of a rollout: `sampled` if its voice writes it, else heard. `token_ids` int32 [T]."""
+    """A turn of a rollout: `sampled` if its voice writes it, else heard. `token_ids` int32 [T]. `phase`: of the
+    dialogue, from 1. `by`: who spoke; empty if only the rules did."""
 
     text: str
     token_ids: Int32
     sampled: bool
+    phase: int
+    by: Sequence[str]
 
 
 class SpokenLine(NamedTuple):
-    """The rollout of a voice. `prompt_ids` int32 [P]: of its first turn; None: pvg writes it."""
+    """The rollout of a voice. `prompt_ids` int32 [P]: of its first turn, after `by` spoke; None: pvg writes it."""
 
     prompt_ids: Int32 | None
     turns: list[SpokenTurn]
+    by: Sequence[str] = ()
 
 
 def example_episode(
-    interaction: Interaction[Any], tokenizer: Tokenizer, problem: Problem, solution: str
+    interaction: Interaction[Any],
+    tokenizer: Tokenizer,
+    problem: Problem,
+    solution: str,
+    later: str | None = None,
+    cut: bool = False,
 ) -> dict[str, SpokenLine]:
     """The rollouts of a dialogue without models, by voice: the first voice writes `solution`, and scripts write
-    everything else.
+    everything else. `later`: what the voices write in all other turns, in place of scripts. `cut`: their texts reach
+    the length limit.
 
     Raises ConfigurationError for a user's rules with which no game can be played."""
     rules: Any = interaction.rules
     lines, phases, first = dict[str, SpokenLine](), 0, rules.voices[0]
+    spoke = list[tuple[int, str]]()  # phases and seats
 
     def check(fits: bool, what: str) -> None:
         if isinstance(rules, CheckedDialogue) and not fits:
@@ -354,15 +367,19 @@ def example_episode(
         check(text == other, "prompt must not depend on the role after the first turn, because the verifier reads it")
         if text:
             ids, shown = interaction.turn(text, last)
-            lines[voice].turns.append(SpokenTurn(shown, ids, False))
+            since = lines[voice].turns[-1].phase
+            by = tuple(dict.fromkeys(seat for phase, seat in spoke if phase >= since and seat != voice))
+            lines[voice].turns.append(SpokenTurn(shown, ids, False, phases + last, by))
 
     state = rules.start(problem)
     while seats := rules.seats(state):
         phases, said = phases + 1, {}
         check(phases <= MOST_PHASES, f"seats must return () at the end, but after {MOST_PHASES} phases it does not")
         for seat in seats:
-            text = solution
-            if isinstance(rules, PlaysByScript) and (lines or seat != first):
+            text, opening = solution, seat == first and not lines
+            if later is not None and seat in rules.voices and not opening:
+                text = later
+            elif isinstance(rules, PlaysByScript) and not opening:
                 text = rules.scripted("greedy", state, seat, 0)
             else:
                 check(seat in rules.voices, f"a method `scripted` must decide for the seat {seat!r}, no voice")
@@ -373,11 +390,13 @@ def example_episode(
                     lines[seat] = SpokenLine(None, [])
                 else:
                     prompts = [interaction.encode(rules.prompt(state, seat, role)) for role in Role]
-                    lines[seat] = SpokenLine(max(prompts, key=len), [])
+                    by = tuple(dict.fromkeys(other for _, other in spoke))
+                    lines[seat] = SpokenLine(max(prompts, key=len), [], by)
                 rules.limit(state, seat)
                 ids = np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
-                lines[seat].turns.append(SpokenTurn(text, ids, True))
-            said[seat] = rules.parse(state, seat, text)
+                lines[seat].turns.append(SpokenTurn(text, ids, True, phases, (seat,)))
+            said[seat] = replace(rules.parse(state, seat, text), cut=cut and seat in rules.voices)
+        spoke += [(phases, seat) for seat in seats]
         state = rules.step(state, said, 0)
     check(first in lines, f"seats must let {first!r} speak")
     for voice, line in lines.items():
@@ -388,8 +407,28 @@ def example_episode(
                 f"an episode needs {least} tokens after the first turn of {voice!r}, but game.protocol.tokens = {room}"
             )
             check(least <= room, what)
-    outcome = Outcome(Role.HELPFUL, Grade(True, True, problem.answer), 0.0)
-    for judged in (PaysSeats, MeasuresPlay):
-        if isinstance(rules, judged):
-            getattr(rules, "pay" if judged is PaysSeats else "measures")(state, outcome)
+    for role, correct in product(Role, (True, False)):
+        outcome = Outcome(role, Grade(correct, True, problem.answer), 0.0)
+        for judged in (PaysSeats, MeasuresPlay):
+            if isinstance(rules, judged):
+                getattr(rules, "pay" if judged is PaysSeats else "measures")(state, outcome)
     return lines
+
+
+# What a model may write at any time, as far as its vocabulary has it.
+ODD_TEXTS = ("", "\n", "0", "?", "<answer>", "\\boxed{", "9" * 50)
+
+
+def check_rules(interaction: Interaction[Any], tokenizer: Tokenizer, problem: Problem, solution: str) -> None:
+    """Raises ConfigurationError for a user's rules that fail in an example episode, in one with other texts that a
+    model may write, or whose methods are not pure."""
+    rules = interaction.rules
+    if not isinstance(rules, CheckedDialogue):
+        return
+    episodes = (example_episode(interaction, tokenizer, problem, solution) for _ in range(2))
+    first, second = ([[turn.text for turn in line.turns] for line in lines.values()] for lines in episodes)
+    if first != second:
+        raise rules.wrong("all methods must be pure, but the same episode has other turns when it is played again")
+    for odd in (text for text in ODD_TEXTS if not tokenizer.lacking(text)):
+        for opening, cut in product((odd, solution), (False, True)):
+            example_episode(replace(interaction, room=None), tokenizer, problem, opening, odd, cut)

@@ -36,7 +36,7 @@ from pvg.game.prompt_checks import (
     check_voices_fit,
     writable_solution,
 )
-from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for
 from pvg.game.rewards import REWARDS
 from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.session import InterruptedByUser, Session, sample_chunks
@@ -366,6 +366,7 @@ def check_models(
         parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed)
         interaction = interaction_for(experiment.game.protocol, parts)
         solution = problem.answer if right is None else right.text
+        check_rules(interaction, base.tokenizer, problem, solution)
         lines = example_episode(interaction, base.tokenizer, problem, solution)
         check_voices_fit(experiment.token_limits(), lines, base.max_length)
     if rollout.engine.kind == "torch":

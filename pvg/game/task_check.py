@@ -99,7 +99,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     if models is None or prompts is None:
         found["prompts"] = {role.value: _untokenized_prompt(experiment.prompts, problem, role) for role in Role}
         return found
-    from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+    from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for
 
     tokenizer = models.prover.tokenizer
     for role in Role:  # in the decoupled game, the prompt for the translation of the solution
@@ -107,20 +107,20 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         ids = render(problem, role) if translate is None else translate(problem, role, solution)
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
     parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed)
-    lines = example_episode(interaction_for(experiment.game.protocol, parts), tokenizer, problem, solution)
+    interaction = interaction_for(experiment.game.protocol, parts)
+    check_rules(interaction, tokenizer, problem, solution)
+    lines = example_episode(interaction, tokenizer, problem, solution)
     check_voices_fit(experiment.token_limits(), lines, models.prover.max_length)
     turns = next(iter(lines.values())).turns
     completion = np.concatenate([turn.token_ids for turn in turns]) if len(turns) > 1 else None
     text = "".join(turn.text for turn in turns)
     read, _ = template.tokens(problem.question, text, completion, tokenizer.fingerprint)
+    episode = [(turn.phase, voice, turn.by, turn.token_ids) for voice in lines for turn in lines[voice].turns]
+    begun = [(line.turns[0].phase, voice, line.by, line.prompt_ids) for voice, line in lines.items()]
     found["episode"] = [
-        {"what": what, "voice": voice, "text": tokenizer.shown(ids)}
-        for voice, line in lines.items()
-        for what, ids in (
-            *(() if line.prompt_ids is None else (("Prompt of", line.prompt_ids),)),
-            *(("Written by" if turn.sampled else "Read by", turn.token_ids) for turn in line.turns),
-        )
-        if ids is not turns[0].token_ids
+        {"seat": seat, "by": by, "text": tokenizer.shown(ids), "tokens": len(ids)}
+        for _, seat, by, ids in sorted([*begun, *episode], key=lambda turn: turn[0])
+        if ids is not None
     ]
     shown = {"text": models.verifier.tokenizer.shown(read), "tokens": len(read)}
     return found | {"verifier_input": shown}

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import orjson
 
-from pvg.errors import ConfigurationError, ServerUnavailableError, StateError
+from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, UsageError
 from pvg.extensions import called
 from pvg.records import Grade, Problem, Role, Split
 from pvg.seeds import seed_for
@@ -166,6 +166,9 @@ RESULTS: dict[str, type] = {
 }
 
 
+LONGEST_TEXT = 1_000_000  # characters
+
+
 class CheckedGame:
     """The game of `FILE.py:NAME` for the setting `key`. An exception in the user's code and a result of a wrong type
     become a ConfigurationError. Errors of pvg pass through."""
@@ -200,12 +203,15 @@ class CheckedGame:
         return values
 
     def _called(self, method: str, *arguments: Any) -> Any:
-        return called(self._key, self._name, lambda: getattr(self._game, method)(*arguments))
+        return called(self._key, self._name, lambda: getattr(self._game, method)(*arguments), method=method)
 
     def _checked(self, method: str, kind: type[R], *arguments: Any) -> R:
         found = self._called(method, *arguments)
-        if not isinstance(found, kind):
-            raise self.wrong(f"{method} must return {kind.__name__}, not {type(found).__name__}")
+        if found is None or not isinstance(found, kind):
+            wanted = "a state" if kind is object else kind.__name__
+            raise self.wrong(f"{method} must return {wanted}, not {type(found).__name__}")
+        if isinstance(found, str) and len(found) > LONGEST_TEXT:  # rules without an end may double it each time
+            raise self.wrong(f"{method} returned a text of {len(found):,} characters; the most are {LONGEST_TEXT:,}")
         if isinstance(found, str) and found.encode(errors="replace").decode() != found:
             raise self.wrong(f"{method} must return Unicode text, without a lone surrogate, not {found!a}")
         return found
@@ -219,7 +225,7 @@ class CheckedDialogue(CheckedGame):
 
     def __init__(self, key: str, name: str, rules: Any) -> None:
         super().__init__(key, name, rules)
-        names = getattr(rules, "voices", None)
+        names = called(key, name, lambda: getattr(rules, "voices", None), method="voices")
         if not isinstance(names, tuple) or not names or len(set(names)) < len(names):
             raise self.wrong(f"voices must be a tuple of names, that of the prover first, not {names!r}")
         if wrong := [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", name)]:
@@ -238,6 +244,14 @@ class CheckedDialogue(CheckedGame):
         if not text and seat in self.seats(state):
             raise self.wrong("prompt must return what the prover reads before its next turn, not an empty text")
         return text
+
+    def rendered(self, render: Callable[..., R], *arguments: Any) -> R:
+        """`render` of a text of the rules, as token ids."""
+        try:
+            return render(*arguments)
+        except UsageError as error:
+            wrong = self.wrong(f"prompt must return what the model can read. {error.message.rstrip('.')}")
+            raise ConfigurationError(wrong.message, error.remedy) from None
 
     def _numbers(self, method: str, *arguments: Any) -> Mapping[str, float]:
         found = self._called(method, *arguments)

@@ -131,7 +131,7 @@ def test_a_dry_run_shows_prompts_the_verifiers_input_and_grades() -> None:
     found = pvg("train", "--dry-run", "--json").document["preview"]
     assert found["prompts"]["helpful"] == {"text": "H0+0+9+3+9?", "tokens": 11}
     assert found["verifier_input"]["text"].startswith("0+0+9+3+9?0+0=0;")
-    assert found["episode"] == []
+    assert [(turn["seat"], turn["by"], turn["tokens"]) for turn in found["episode"]] == [("prover", ["prover"], 27)]
     graded = [(each["correct"], each["expected_correct"]) for each in found["graded"]]
     assert graded[:2] == [(True, True), (False, False)]
 
@@ -141,10 +141,13 @@ def test_a_dry_run_of_a_challenge_shows_the_question_and_its_answer_as_the_verif
     overrides = [part for setting in ("game.protocol=challenge", *dialogue) for part in ("-s", setting)]
     called = pvg("train", "--dry-run", *overrides)
     assert called.code == 0
-    assert "Example of turn 2, read by the prover\n  | 1?" in called.out
-    assert "Example of turn 3, written by the prover\n  | 0+0=0;" in called.out
+    assert "Turn 2 of an example: prover reads what verifier says (2 tokens)\n  | 1?" in called.out
+    assert "Turn 3 of an example: prover writes (7 tokens)\n  | 0+0=0;" in called.out
     found = pvg("train", "--dry-run", "--json", *overrides).document["preview"]
-    assert found["episode"] == [{"by": "others", "text": "1?"}, {"by": "prover", "text": "0+0=0;<eos>"}]
+    assert found["episode"][1:] == [
+        {"seat": "prover", "by": ["verifier"], "text": "1?", "tokens": 2},
+        {"seat": "prover", "by": ["prover"], "text": "0+0=0;<eos>", "tokens": 7},
+    ]
     assert found["verifier_input"]["text"].endswith(";A1<eos>1?0+0=0;<eos>")
 
 

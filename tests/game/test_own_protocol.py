@@ -11,7 +11,7 @@ from test_challenge import MODCHAIN, PROBLEM, TALKING
 
 from pvg.config.game import OwnProtocol
 from pvg.errors import ConfigurationError
-from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 def episode(name: str, tokens: int = 64) -> list[tuple[str, bool]]:
     parts = ProtocolParts(MODCHAIN, tokenizer := Tokenizer(modchain_tokenizer()), "tag", None, 0)
     interaction = interaction_for(OwnProtocol(kind=name, tokens=tokens), parts)
+    check_rules(interaction, tokenizer, PROBLEM, SOLUTION)
     lines = example_episode(interaction, tokenizer, PROBLEM, SOLUTION)
     return [(turn.text, turn.sampled) for turn in lines["prover"].turns]
 
@@ -85,8 +86,25 @@ def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
         ("def pay(self, state, outcome): return {'clerk': 1}", "finite numbers for voices, not 1 for 'clerk'"),
         ("def pay(self, state, outcome): return 1", "pay must return a mapping from names to numbers"),
         ("def measures(self, state, outcome): return {'a': 'b'}", "measures must return a mapping from names"),
-        ("def measures(self, state, outcome): return 1 // 0", "failed: ZeroDivisionError"),
-        ("def step(self, state, actions, seed): return 1 // 0", "failed: ZeroDivisionError"),
+        ("def measures(self, state, outcome): return 1 // 0", "failed in Mine.measures, line 33: ZeroDivisionError"),
+        ("def measures(self, state, outcome): return {'a': 1 // outcome.grade.correct}", "failed in Mine.measures"),
+        ("def step(self, state, actions, seed): return 1 // 0", "failed in Mine.step, line 33: ZeroDivisionError"),
+        ("def limit(self): return 40", "failed in limit: TypeError"),
+        ("def step(self, state, actions, seed): return None", "step must return a state, not NoneType"),
+        (
+            "def seats(self, state): return ('clerk',) if state.said else ('prover',)\n"
+            "    def scripted(self, _, state, seat, seed): return '1' + ''.join(said.text for _, said in state.said)",
+            "scripted returned a text of",
+        ),
+        (
+            "def scripted(self, *_): self.number = getattr(self, 'number', 0) + 1; return str(self.number % 10)",
+            "all methods must be pure",
+        ),
+        ("def parse(self, state, seat, text): return Direct.parse(self, state, seat, text + text[0])", "IndexError"),
+        (
+            "def prompt(self, state, seat, role): return 'Look again'",
+            "prompt must return what the model can read. The tokenizer of tokenizer cannot express 'L'",
+        ),
     ],
 )
 def test_wrong_rules_are_refused_before_the_mint(write: Callable[[str], str], body: str, message: str) -> None:
@@ -108,6 +126,29 @@ def test_rules_derive_from_those_of_pvg_and_get_the_task(tmp_path: Path) -> None
     assert rules.prompt(Talk(PROBLEM, said.said[:1]), "critic", Role.HELPFUL) == f"?{PROBLEM.question}{SOLUTION}?"
     assert rules.pay(said, Outcome(Role.HELPFUL, Grade(True, True), 0.0)) == {"critic": 2.0}
     assert rules.measures(said, Outcome(Role.HELPFUL, Grade(True, True), 0.0))["critic_alarm"] == 0.0
+
+
+@pytest.mark.parametrize("wrong", ["not text", "text == '9' * 50", "state.said and text != state.said[0][1].text"])
+def test_rules_are_tried_with_texts_that_a_model_may_write(write: Callable[[str], str], wrong: str) -> None:
+    name = write(
+        f"def parse(self, state, seat, text):\n        if seat == 'prover' and ({wrong}): raise ValueError('odd')\n"
+        "        return super().parse(state, seat, text)"
+    )
+    with pytest.raises(ConfigurationError, match=r"failed in Mine\.parse, line 34: ValueError: odd"):
+        episode(name)
+
+
+def test_rules_are_tried_with_solutions_that_reach_their_length_limit(write: Callable[[str], str]) -> None:
+    name = write("def step(self, *all): return 1 // (not all[1]['prover'].cut) and super().step(*all)")
+    with pytest.raises(ConfigurationError, match=r"failed in Mine\.step, line 33"):
+        episode(name)
+
+
+def test_control_tokens_in_a_text_of_the_rules_do_not_end_the_turn(write: Callable[[str], str]) -> None:
+    name = write("def prompt(self, state, seat, role): return '1<eos>2' if len(state.said) == 2 else ''")
+    tokenizer = Tokenizer(modchain_tokenizer())
+    turn = interaction_for(OwnProtocol(kind=name), ProtocolParts(MODCHAIN, tokenizer, "tag", None, 0)).turn
+    assert tokenizer.eos_id not in turn("1<eos>2", False)[0]
 
 
 def test_an_episode_must_fit_into_its_tokens() -> None:

@@ -49,14 +49,14 @@ def test_a_right_game_is_played_and_keeps_its_optional_parts(write: Callable[[st
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("    def step(self, state, actions, seed): return 1 // 0", "failed: ZeroDivisionError"),
+        ("    def step(self, state, actions, seed): return 1 // 0", "failed in Mine.step, line"),
         ("    def parse(self, state, seat, text): return text", "parse must return Action, not str"),
         ("    def seats(self, state): return 'left'", "seats must return a tuple of names, not 'left'"),
         ("    def values(self, state): return {'left': 0.0}", "values must have every seat, but 'right' is missing"),
         ("    def values(self, state): return [0.0, 0.0]", "values must return a mapping, not list"),
         ("    def prompt(self, state, seat, role): return None", "prompt must return str, not NoneType"),
         ("    def opening(self, split, number): return split", "opening must return Problem, not str"),
-        ("    phase = None", "failed: TypeError"),
+        ("    phase = None", "failed in phase: TypeError"),
     ],
 )
 def test_a_wrong_game_is_the_users_error(write: Callable[[str], str], body: str, message: str) -> None:
