@@ -4,8 +4,9 @@
     python -m pvg.models.embedded_training prover --steps 600 --out /tmp/models
 
 Each is a small Llama that imitates written solutions, of modchain or of the plan game. The prover's solutions contain
-deliberate flaws, more of them under the sneaky tag, which leaves headroom for reinforcement learning. The verifiers saw
-only flawless solutions without tags.
+deliberate flaws, more of them under the sneaky tag, which leaves headroom for reinforcement learning. The critic also
+names the first wrong step of a solution; some of its labels are wrong for the same reason. The verifiers saw only
+flawless solutions without tags.
 
 Invariant: no model is trained on the default task's test problems. tests/models/test_embedded_models.py measures the
 shipped models on these.
@@ -132,6 +133,12 @@ def _row(mask_P: NDArray[np.bool_], rng: np.random.Generator) -> int:
     return int(rng.choice(np.flatnonzero(mask_P)))
 
 
+CRITIC = "?"  # the first character of a prompt that asks for a verdict
+# A label per solution teaches verdicts too slowly. While the critic trains, linear probes learn parts of the verdict
+# from its hidden states: the true sum at each stated one; the digit that belongs at each operand, sum and answer, and
+# whether another one is there; the verdict so far after each step. They are not saved. name: (layer, classes)
+VERDICTS = ModchainTask().max_terms + 1
+PROBES = {"sum": (1, 10), "expected": (2, 10), "wrong": (2, 2), "verdict": (3, VERDICTS)}
 IGNORED = -100  # cross_entropy ignores positions with this target
 MAX_POSITIONS = 128
 TERMS, MODULUS = ModchainTask().max_terms, ModchainTask().modulus
@@ -143,8 +150,9 @@ class EmbeddedModelRecipe:
 
     `dialogues`: one third of the rows are solutions, one third translate a solver's solution, and one third answer a
     question about a step (see `translation` and `answered_step`). `unfaithful` maps each tag to its share of unfaithful
-    translations. `start`: the embedded model that training starts from; "": random weights. `game`: the task whose
-    solutions it imitates.
+    translations. `mistaken`: two thirds of the rows are verdicts on solutions (see `verdict`), and this share of
+    those on "clean" and on "flawed" solutions is wrong; empty: no verdicts. `start`: the embedded model that training
+    starts from; "": random weights. `game`: the task whose solutions it imitates.
     """
 
     name: str
@@ -156,6 +164,7 @@ class EmbeddedModelRecipe:
     flawed: Mapping[str, float]
     unfaithful: Mapping[str, float] = field(default_factory=dict)
     dialogues: bool = False
+    mistaken: Mapping[str, float] = field(default_factory=dict)
     start: str = ""
     batch: int = 128
     learning_rate: float = 3e-3
@@ -179,6 +188,19 @@ RECIPES = {
         unfaithful={"H": 0.30, "S": 0.60},
         dialogues=True,
         start="modchain-prover",
+        learning_rate=2e-3,
+    ),
+    "critic": EmbeddedModelRecipe(
+        "modchain-critic",
+        3,
+        128,
+        192,
+        4,
+        steps=1400,
+        flawed={"H": 0.35, "S": 0.60},
+        mistaken={"clean": 0.05, "flawed": 0.28},
+        start="modchain-prover",
+        batch=36,
         learning_rate=2e-3,
     ),
     "verifier": EmbeddedModelRecipe("modchain-verifier", 3, 96, 192, 4, steps=800, flawed={"": 0.0}),
@@ -213,25 +235,25 @@ def draw_solution(problem: Problem, flawed_share: float, rng: np.random.Generato
     return flawed_trace(problem, kinds[int(rng.integers(len(kinds)))], rng)
 
 
-def training_batch(
-    recipe: EmbeddedModelRecipe, tokenizer: Tokenizer, rng: np.random.Generator, excluded: frozenset[str]
-) -> tuple[Tensor, Tensor]:
-    """(ids_BL, targets_BL) int64. Targets are the next tokens inside the solution, and IGNORED elsewhere."""
+def training_rows(recipe: EmbeddedModelRecipe, rng: np.random.Generator, excluded: frozenset[str]) -> list[Row]:
+    """The rows of one batch."""
     if recipe.game == "plans":
-        return rows_to_tensors(rows_of(recipe.flawed, recipe.batch, rng), tokenizer)
+        return rows_of(recipe.flawed, recipe.batch, rng)
     tags = list(recipe.flawed)
     rows = []
     for index in range(recipe.batch):
         tag = tags[index % len(tags)]
         problem = draw_problem(rng, excluded)
-        kind = index // len(tags) % 3 if recipe.dialogues else 0
+        kind = index // len(tags) % 3 if recipe.dialogues or recipe.mistaken else 0
         if kind == 0:
             rows.append((tag + problem.question, draw_solution(problem, recipe.flawed[tag], rng)))
+        elif recipe.mistaken:
+            rows.append(verdict(problem, index % 2 == 1, recipe, rng))
         elif kind == 1:
             rows.append(translation(problem, tag, recipe, rng))
         else:
             rows.append(answered_step(problem, tag, recipe, rng))
-    return rows_to_tensors(rows, tokenizer)
+    return rows
 
 
 def translation(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> tuple[str, str]:
@@ -253,6 +275,42 @@ def answered_step(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: 
     steps = solution.split(";")[:-1]
     number = int(rng.integers(len(steps)))
     return f"{tag}{problem.question}{solution}{EOS}{number + 1}?", f"{steps[number]};"
+
+
+def verdict(problem: Problem, flawed: bool, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> Row:
+    """(prompt, completion): a written solution, and the number of its first wrong step from 1 on, 0 without one."""
+    solution = draw_solution(problem, float(flawed), rng)
+    number = Modchain(ModchainTask()).first_flaw(problem, solution)
+    if rng.random() < recipe.mistaken["flawed" if flawed else "clean"]:
+        number = (number + int(rng.integers(1, VERDICTS))) % VERDICTS
+    return f"{CRITIC}{problem.question}{solution}?", str(number)
+
+
+def probe_targets(rows: Sequence[Row], length: int) -> dict[str, Tensor]:
+    """int64 [rows, `length`] for each of PROBES, IGNORED where it learns nothing. A place in a text is one in its
+    tokens, because a token is a character."""
+    found = {name: np.full((len(rows), length), IGNORED, dtype=np.int64) for name in PROBES}
+
+    def learn(row: int, place: int, written: str, expected: int) -> bool:
+        found["expected"][row, place] = expected
+        found["wrong"][row, place] = wrong = int(written) != expected
+        return wrong
+
+    for row, prompt in enumerate(prompt for prompt, _ in rows):
+        if prompt[0] != CRITIC:
+            continue
+        question, solution, _ = prompt[1:].split("?")
+        *steps, answer = solution.split(";")
+        operands, running, place, number = list(map(int, question.split("+"))), 0, len(question) + 2, 0
+        for index, step in enumerate(steps, 1):
+            total = (int(step[0]) + int(step[2])) % MODULUS
+            found["sum"][row, place + 4] = total
+            wrong = [learn(row, place + 2, step[2], operands[index]), learn(row, place + 4, step[4], total)]
+            found["verdict"][row, place + 5] = number = number or index * any(wrong)
+            place, running = place + len(step) + 1, int(step[4])
+        wrong = [learn(row, place + 1, answer[1], running), len(steps) < len(operands) - 1]
+        found["verdict"][row, place + 2] = number or (len(steps) + 1) * any(wrong)
+    return {name: torch.from_numpy(targets_BL) for name, targets_BL in found.items()}
 
 
 def rows_to_tensors(rows: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
@@ -302,20 +360,31 @@ def train(recipe: EmbeddedModelRecipe) -> LanguageModel:
         with open_model(ModelSection(source=f"embedded:{recipe.start}"), torch.device("cpu")) as start:
             module.load_state_dict(start.module.state_dict())
     excluded = frozenset(problem.id for problem in held_out_problems())
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay
+    probes = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(recipe.width, classes) for name, (_, classes) in PROBES.items() if recipe.mistaken}
     )
+    trained = [*module.parameters(), *probes.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, recipe))
     for _ in track(range(recipe.steps), recipe.name):
-        ids_BL, targets_BL = training_batch(recipe, tokenizer, rng, excluded)
-        logits_BLV = module(input_ids=ids_BL, use_cache=False).logits
-        loss = functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
+        rows = training_rows(recipe, rng, excluded)
+        ids_BL, targets_BL = rows_to_tensors(rows, tokenizer)
+        output = module(input_ids=ids_BL, use_cache=False, output_hidden_states=bool(probes))
+        loss = cross_entropy(output.logits, targets_BL)
+        for name, probed_BL in probe_targets(rows, ids_BL.shape[1]).items() if probes else ():
+            hidden_BLE = module.model.norm(output.hidden_states[PROBES[name][0]])
+            loss = loss + cross_entropy(probes[name](hidden_BLE), probed_BL)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(module.parameters(), recipe.gradient_clip)
         optimizer.step()
         schedule.step()
     return LanguageModel(module.half().float(), tokenizer, recipe.name)
+
+
+def cross_entropy(logits_BLV: Tensor, targets_BL: Tensor) -> Tensor:
+    """Mean over the targets that are not IGNORED."""
+    return functional.cross_entropy(logits_BLV.flatten(0, 1), targets_BL.flatten(), ignore_index=IGNORED)
 
 
 def learning_rate_factor(step: int, recipe: EmbeddedModelRecipe) -> float:

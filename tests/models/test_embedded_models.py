@@ -14,13 +14,16 @@ from pvg.models import embedded_training as plans
 from pvg.models import open_model
 from pvg.models.embedded_training import (
     IGNORED,
+    PROBES,
     RECIPES,
     answered_step,
     held_out_problems,
     main,
+    probe_targets,
     rows_to_tensors,
     train,
     translation,
+    verdict,
 )
 from pvg.records import flaw_kind
 from pvg.tasks.diplomacy_mini import DiplomacyMini
@@ -62,13 +65,21 @@ def grades(model, tag, greedy=False):
 def test_every_recipe_is_shipped_and_the_package_stays_small():
     assert {recipe.name for recipe in RECIPES.values()} == set(embedded_names())
     assert {Models().prover.source, Models().verifier.source} <= {f"embedded:{name}" for name in embedded_names()}
-    assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) < 4_000_000
+    assert sum(path.stat().st_size for path in EMBEDDED.rglob("*") if path.is_file()) < 5_000_000
 
 
 # Standard error of a share of 256: 0.03.
-@pytest.mark.parametrize(("tag", "low", "high"), [("H", 0.50, 0.75), ("S", 0.33, 0.52)])
-def test_the_prover_has_headroom_in_both_roles(tag, low, high):
-    with open_embedded("modchain-prover") as prover:
+@pytest.mark.parametrize(
+    ("name", "tag", "low", "high"),
+    [
+        ("modchain-prover", "H", 0.50, 0.75),
+        ("modchain-prover", "S", 0.33, 0.52),
+        ("modchain-critic", "H", 0.50, 0.75),
+        ("modchain-critic", "S", 0.40, 0.63),
+    ],
+)
+def test_a_prover_has_headroom_in_both_roles(name, tag, low, high):
+    with open_embedded(name) as prover:
         found = grades(prover, tag)
     assert low <= np.mean([grade.correct for grade in found]) <= high
     assert np.mean([not grade.well_formed for grade in found]) < 0.03
@@ -134,6 +145,46 @@ def test_the_dialogue_model_solves_translates_and_answers():
     assert 0.45 < kept["H"] < 0.72
     assert 0.28 < kept["S"] < 0.58
     assert np.mean([answer == step for answer, (_, step) in zip(answers, asked, strict=True)]) > 0.25
+
+
+@pytest.mark.parametrize(("flawed", "low", "high"), [(True, 0.56, 0.75), (False, 0.77, 0.90)])
+def test_the_critic_names_the_first_wrong_step_and_has_headroom(flawed, low, high):
+    """Standard error of a share of 512: 0.02."""
+    task, rng = Modchain(ModchainTask()), np.random.default_rng(5)
+    exact = replace(RECIPES["critic"], mistaken={"clean": 0.0, "flawed": 0.0})
+    rows = [verdict(problem, flawed, exact, rng) for problem in held_out_problems()[:512]]
+    for problem, (prompt, number) in zip(held_out_problems(), rows, strict=False):
+        solution = prompt.removeprefix(f"?{problem.question}").removesuffix("?")
+        assert number == str(task.first_flaw(problem, solution))
+        assert (number != "0") == flawed
+    with open_embedded("modchain-critic") as model:
+        found = sampled_by_length(model, [prompt for prompt, _ in rows])
+    right = [text == number for text, (_, number) in zip(found, rows, strict=True)]
+    assert low < np.mean(right) < high
+    numbers = {number for _, number in rows}
+    for number in numbers:  # it knows each of them
+        assert np.mean([good for good, row in zip(right, rows, strict=True) if row[1] == number]) > 0.4
+    assert np.mean([text in {str(number) for number in range(6)} for text in found]) > 0.98
+
+
+def test_a_probe_learns_the_flaw_of_a_step_and_the_verdict_after_it():
+    rows = [("?7+5+8+3+6?7+5=2;2+8=1;1+3=4;4+6=0;A0?", "2"), ("?7+5+8+3+6?7+5=2;2+3=5;5+6=1;A2?", "2"), ("H1?", "A1")]
+    targets = {name: found_BL.tolist() for name, found_BL in probe_targets(rows, 40).items()}
+    first, second, solved = zip(*targets.values(), strict=True)
+    at = {
+        name: {place: n for place, n in enumerate(row) if n != IGNORED} for name, row in zip(PROBES, first, strict=True)
+    }
+    assert at["sum"] == {15: 2, 21: 0, 27: 4, 33: 0}
+    assert at["expected"] == {13: 5, 15: 2, 19: 8, 21: 0, 25: 3, 27: 4, 31: 6, 33: 0, 36: 0}
+    assert [place for place, wrong in at["wrong"].items() if wrong] == [21]
+    assert at["verdict"] == {16: 0, 22: 2, 28: 2, 34: 2, 37: 2}
+    at = {
+        name: {place: n for place, n in enumerate(row) if n != IGNORED}
+        for name, row in zip(PROBES, second, strict=True)
+    }
+    assert [place for place, wrong in at["wrong"].items() if wrong] == [19, 25, 30]  # a step is missing
+    assert at["verdict"] == {16: 0, 22: 2, 28: 2, 31: 2}
+    assert all(n == IGNORED for row in solved for n in row)
 
 
 # --- the plan game ------------------------------------------------------------------------------------------------
