@@ -238,10 +238,10 @@ def turn_renderer(style: str, tokenizer: Tokenizer) -> Callable[[str, bool], tup
     """`Interaction.turn` for this prompt style. What is heard last gets no answer, so it is no message of a chat."""
 
     def turn(text: str, last: bool) -> tuple[Int32, str]:
-        if last or style == "tag":
+        if style == "tag":
             return tokenizer.plain(text), text
         shown = f"\n{text}\n"
-        return tokenizer.next_turn(text) if style == "chat" else tokenizer.plain(shown), shown
+        return tokenizer.next_turn(text) if style == "chat" and not last else tokenizer.plain(shown), shown
 
     return turn
 
