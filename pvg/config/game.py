@@ -238,9 +238,10 @@ class Game(Section):
     mixture: Literal["equal", "latest", "base", "geometric", "window"] = Field(
         "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
-    stop: Literal["steps", "score_parity"] = Field(
+    stop: Literal["steps", "score_parity", "judge_decay"] = Field(
         "steps",
-        description="A prover phase ends after training.steps, or when wrong sneaky solutions score like correct ones.",
+        description="A prover phase ends after training.steps, when wrong sneaky solutions score like correct ones, or "
+        "when accepted solutions correlate less with correct ones: at the last commit before.",
     )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()

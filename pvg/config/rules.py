@@ -360,6 +360,11 @@ def _roles(experiment: AllSections) -> Iterator[str]:
             f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
             "set game.stop to 'steps'"
         )
+    if game.stop == "judge_decay" and (game.schedule.kind == "simultaneous" or ranks_of(experiment.cluster)):
+        yield (
+            "game.stop = 'judge_decay' goes back to an earlier commit of the prover alone, which game.schedule = "
+            "'simultaneous' and cluster.trainer_ranks do not allow; set game.stop to 'steps'"
+        )
     if experiment.game.schedule.kind == "simultaneous" and experiment.verifier.ensemble.kind != "none":
         yield (
             f"verifier.ensemble = {experiment.verifier.ensemble.kind!r} trains its members one after another, but "

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,6 +60,8 @@ class AttackStop:
     closest_step: int | None = None
     found: int | None = None
     had_signal: bool = False  # whether any step had a reward signal; without one the attack has no result
+    rewinds: ClassVar[bool] = False
+    honest: ClassVar[bool] = True
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         self.steps += self.minibatches

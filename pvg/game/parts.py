@@ -66,7 +66,13 @@ class Batches:
 
 class TrainingStop(Protocol):
     """Decides whether a training ends early (`pvg.game.prover_phase.StopRule`, or an attack's goal). Commits store its
-    state."""
+    state. `rewinds`: a training that ends early has the result of its last commit, and commits only while `honest`."""
+
+    @property
+    def rewinds(self) -> bool: ...
+
+    @property
+    def honest(self) -> bool: ...
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Called once per batch, after the last optimizer step on it."""

@@ -28,7 +28,7 @@ from pvg.models.sources import open_learner
 from pvg.rollout.dispatcher import partial_sampling
 from pvg.store.checkpoints import TENSORS_FILE
 from pvg.store.run_players import adapter_name, final_verifier_name, prover_weights_name, verifier_weights_name
-from pvg.telemetry.alerts import Alerts
+from pvg.telemetry.alerts import DECAY, Alerts
 from pvg.telemetry.events import PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import MinibatchSource, PolicyBatch
@@ -40,13 +40,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Batches before score_parity can end a phase: the averages need about as many (StopRule.decay).
+# Batches before a rule can end a phase: the averages need about as many (StopRule.decay).
 MIN_STEPS = 10
 
 
 @dataclass
 class StopRule:
     """`score_parity`: stop when the EMA of the mean sneaky-incorrect score reaches that of helpful-correct.
+    `judge_decay`: stop when the EMA of `verifier_mcc` is DECAY below its highest value; a policy is honest within half
+    of that.
 
     A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
     """
@@ -54,23 +56,39 @@ class StopRule:
     stop: str  # `game.stop`
     sneaky: float | None = None
     helpful: float | None = None
+    mcc: float | None = None
+    best: float = -1.0
     seen: int = 0
-    decay: float = 0.9  # of the averages: about the last ten batches, as many as score_parity waits for
+    decay: float = 0.9  # of the averages: about the last ten batches, as many as the rules wait for
+
+    @property
+    def rewinds(self) -> bool:
+        return self.stop == "judge_decay"
+
+    @property
+    def honest(self) -> bool:
+        return not self.rewinds or self.mcc is None or self.mcc >= self.best - DECAY / 2
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of a batch. Returns whether the phase ends now."""
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        if self.stop != "score_parity" or self.seen < MIN_STEPS:
+        self.mcc = self._ema(self.mcc, metrics.get("verifier_mcc", math.nan))
+        self.best = max(self.best, -1.0 if self.mcc is None else self.mcc)
+        if self.stop == "steps" or self.seen < MIN_STEPS:
             return False
+        if self.rewinds:
+            return self.mcc is not None and self.mcc < self.best - DECAY
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
     def state(self) -> dict[str, Any]:
-        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen}
+        judged = {"mcc": self.mcc, "best": self.best}
+        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen, **judged}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
+        self.mcc, self.best = state["mcc"], state["best"]
 
     def _ema(self, before: float | None, value: float) -> float | None:
         if not math.isfinite(value):

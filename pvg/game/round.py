@@ -61,17 +61,21 @@ class TrainingPhase:
 
     def __post_init__(self) -> None:
         self.version = self.session.state.version
-        checkpoint, progress = self.session.ledger.read_checkpoint(), self.session.state.progress
-        if checkpoint is None:
+        if (checkpoint := self.session.ledger.read_checkpoint()) is None:
             return
-        tensors, lost = self.batches.load_state(checkpoint[0], progress["batches"])
-        self.trainer.load_state(tensors, checkpoint[1])
+        progress, lost = self.session.state.progress, self._load(checkpoint)
         if lost:
             self.session.tell_lost(lost, self.done, "were unfinished when the run stopped and are lost")
         self.version, self.stopped = progress["version"], progress["stopped"]
         self.stop_rule.load_state(progress["stop_rule"])
         self.alerts.load_state(progress["alerts"])
         self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
+
+    def _load(self, checkpoint: tuple[dict[str, Tensor], dict[str, Any]]) -> int:
+        """Continue from the ledger's checkpoint. Returns the number of unfinished rollouts that are lost."""
+        tensors, lost = self.batches.load_state(checkpoint[0], self.session.state.progress["batches"])
+        self.trainer.load_state(tensors, checkpoint[1])
+        return lost
 
     @property
     def done(self) -> int:
@@ -86,6 +90,8 @@ class TrainingPhase:
                 await helper.prepare()
         self.batches.start(self.version)
         self.session.first_step()
+        if self.stop_rule.rewinds and not self.done:
+            await self._commit()
         try:
             while self.done < self.info.total and not self.stopped:
                 await self._step()
@@ -94,6 +100,19 @@ class TrainingPhase:
                 await self.batches.close()
             for helper in self.helpers:
                 await helper.close()
+        if self.stop_rule.rewinds and self.stopped:
+            await self._rewind()
+
+    async def _rewind(self) -> None:
+        """Go back to the policy of the last commit. Records and rollouts of the later steps stay, as evidence."""
+        stopped, checkpoint = self.done, self.session.ledger.read_checkpoint()
+        assert checkpoint is not None, "a phase that can go back begins with a commit"
+        await self.session.players.compute(partial(self._load, checkpoint))
+        self.session.ledger.log.event("train", event="rewound", step=stopped, to=self.done)
+        self.session.observer.noticed(
+            f"The prover phase ended at step {stopped}, because accepted solutions correlate less and less with "
+            f"correct ones. Its result is the prover of step {self.done}, of the last commit before."
+        )
 
     async def _step(self) -> None:
         session = self.session
@@ -113,8 +132,11 @@ class TrainingPhase:
             self.stopped = self.stop_rule.observe(metrics)
         # Only the record of a batch's first step has the batch's metrics, so that readers count them once.
         session.report_step(self.info, self.done, metrics if new_batch else of_step, whole=new_batch)
-        if whole_batch and (session.due(self.done, self.info.total) or self.stopped):
+        ends = self.stopped and not self.stop_rule.rewinds
+        if whole_batch and self.stop_rule.honest and (session.due(self.done, self.info.total) or ends):
             await self._commit()
+        elif whole_batch:
+            session.check_stop()  # without a commit: the steps since the last one are repeated
 
     async def _publish(self) -> dict[str, float]:
         with span("sync"):

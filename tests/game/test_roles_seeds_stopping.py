@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from itertools import permutations
@@ -107,3 +108,17 @@ def test_a_stop_rule_of_fixed_steps_never_stops_early_and_resumes_exactly():
     again = StopRule("steps")
     again.load_state(rule.state())
     assert again == rule
+
+
+def test_judge_decay_stops_below_the_verifiers_best_and_a_policy_on_the_way_is_not_honest(monkeypatch):
+    monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
+    rule = StopRule("judge_decay", decay=0.5)
+    found = []
+    for mcc in (0.6, 0.6, 0.3, math.nan, 0.4, 0.4, 0.3):  # EMA: 0.6, 0.6, 0.45, 0.45, 0.425, 0.4125, 0.35625
+        stops = rule.observe({"verifier_mcc": mcc})
+        again = StopRule("judge_decay", decay=0.5)
+        again.load_state(json.loads(json.dumps(rule.state())))
+        assert again == rule
+        found.append((stops, rule.honest))
+    assert found == [*[(False, True)] * 2, *[(False, False)] * 4, (True, False)]
+    assert StopRule("steps").honest

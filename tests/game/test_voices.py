@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_games import changed, played, recorded, rows
+from small_games import changed, completed, played, recorded, rows, trained_on
 from test_challenge import MODCHAIN
 
 from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol
 from pvg.errors import ConfigurationError
+from pvg.game import prover_phase
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
+from pvg.game.prover_phase import StopRule
 from pvg.game.rewards import credit_of
 from pvg.game.round import GameBatches
 from pvg.game.voices import CRITIC, Voices
@@ -24,6 +27,7 @@ from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Role
 from pvg.rollout.interaction import Interaction, Talk
+from pvg.store.checkpoints import read_checkpoint
 from pvg.tasks.modchain import chain_problem
 
 TOKENIZER = Tokenizer(modchain_tokenizer())
@@ -215,3 +219,24 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
         np.testing.assert_array_equal(advantages_M[len(provers) :], other)
     name = {"critic": "critic_accuracy", "opponent": "debate_contested"}[voice]
     assert 0.0 <= rows(run, "round")[0]["metrics"][name] <= 1.0
+
+
+@pytest.mark.slow
+def test_a_phase_whose_verifier_decays_ends_with_its_last_honest_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told of a fall after step 2, the phase ends at step 4 with the prover of step 2, and keeps the records of all."""
+    monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
+    told = iter([0.9, 0.9, -0.5, -0.9])
+    observe = StopRule.observe
+    monkeypatch.setattr(StopRule, "observe", lambda self, m: observe(self, {**m, "verifier_mcc": next(told)}))
+    settings = {**SMALL, "game.protocol": "direct", "game.stop": "judge_decay", "store.commit_every": 1}
+    settings |= {"training.steps": 9}
+    assert played(changed(settings), tmp_path / "decayed")[0].status == "complete"
+    decayed = played(changed(settings), tmp_path / "decayed", resume=True)[1]
+    assert len([row for row in rows(decayed, "step") if row["phase"] == "train_prover"]) == 4
+    assert len({rollout.step for rollout in trained_on(decayed)}) == 4
+    monkeypatch.undo()
+    short = completed(changed(settings | {"training.steps": 2, "game.stop": "steps"}), tmp_path / "short")
+    found, expected = (read_checkpoint(run.weights, "round-000-prover")[0] for run in (decayed, short))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
