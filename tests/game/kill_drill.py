@@ -2,8 +2,9 @@
 
     python tests/game/kill_drill.py --kills 12            # what the test suite runs
     python tests/game/kill_drill.py --kills 500 --seed 7  # the soak
-    python tests/game/kill_drill.py --kills 4 --play      # self-play with a cache of states
-    python tests/game/kill_drill.py --kills 4 --warm      # with a warm start
+    python tests/game/kill_drill.py --kills 4 --game play # self-play with a cache of states
+    python tests/game/kill_drill.py --kills 4 --game warm # with a warm start
+    python tests/game/kill_drill.py --kills 6 --game own  # with the protocol of a user's file
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds.
@@ -94,6 +95,23 @@ def warm_experiment(folder: Path) -> Experiment:
     plain["warmup"] = {"path": str(file), "steps": 12, "batch": 8}
     plain["game"]["rounds"] = 1
     return build_experiment(plain)
+
+
+def own_experiment() -> Experiment:
+    """Two rounds with two turns of the prover, which rules in a user's file connect."""
+    plain = small_experiment().plain()
+    file = Path(__file__).parents[2] / "examples" / "second_look.py"
+    plain["game"]["protocol"] = {"kind": f"{file}:SecondLook", "tokens": 24}
+    return build_experiment(plain)
+
+
+# The games of the drill, with the phases in which they are killed.
+GAMES: dict[str, tuple[Callable[[Path], Experiment], tuple[str, ...]]] = {
+    "small": (lambda _: small_experiment(), PHASES),
+    "play": (lambda _: play_experiment(), ("train_prover", "checkpoint")),
+    "warm": (warm_experiment, ("warmup", "train_prover")),
+    "own": (lambda _: own_experiment(), ("mint", "train_prover", "checkpoint")),
+}
 
 
 class Reporting(SilentObserver):
@@ -282,20 +300,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--play", action="store_true")
-    parser.add_argument("--warm", action="store_true")
+    parser.add_argument("--game", choices=GAMES, default="small")
     options = parser.parse_args()
 
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
-    if options.warm:
-        with tempfile.TemporaryDirectory() as folder:
-            result = drill(warm_experiment(Path(folder)), options.kills, options.seed, log, ("warmup", "train_prover"))
-    elif options.play:
-        result = drill(play_experiment(), options.kills, options.seed, log, ("train_prover", "checkpoint"))
-    else:
-        result = drill(small_experiment(), options.kills, options.seed, log)
+    experiment, phases = GAMES[options.game]
+    with tempfile.TemporaryDirectory() as folder:
+        result = drill(experiment(Path(folder)), options.kills, options.seed, log, phases)
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
     raise SystemExit(1 if result["problems"] else 0)
 

@@ -37,7 +37,7 @@ def test_a_run_killed_at_random_moments_ends_like_the_uninterrupted_run():
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_killed_self_play_ends_like_the_uninterrupted_run():
-    result = drilled("--kills", "4", "--play")
+    result = drilled("--kills", "4", "--game", "play")
     assert result["problems"] == []
     assert result["kills"] == {"train_prover": 2, "checkpoint": 2}
 
@@ -45,9 +45,17 @@ def test_killed_self_play_ends_like_the_uninterrupted_run():
 @pytest.mark.drill
 @pytest.mark.timeout(900)
 def test_a_run_killed_in_its_warm_start_and_after_it_ends_like_the_uninterrupted_run():
-    result = drilled("--kills", "4", "--warm")
+    result = drilled("--kills", "4", "--game", "warm")
     assert result["problems"] == []
     assert result["kills"] == {"warmup": 2, "train_prover": 2}
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)
+def test_a_killed_game_with_a_protocol_of_ones_own_ends_like_the_uninterrupted_run():
+    result = drilled("--kills", "6", "--game", "own")
+    assert result["problems"] == []
+    assert result["kills"] == {"mint": 2, "train_prover": 2, "checkpoint": 2}
 
 
 @pytest.mark.drill
