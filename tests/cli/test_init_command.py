@@ -63,3 +63,45 @@ def test_the_scaffold_passes_its_own_test_and_its_check_and_plays() -> None:
     played = pvg("train", "experiment.toml", *SMALL, "-s", "cluster=none", "--json")
     assert played.code == 0, played.err
     assert played.document["status"] == "complete"
+
+
+# --- pvg init --protocol ----------------------------------------------------------------------------------------------
+
+
+def test_the_scaffold_of_a_protocol_is_short_passes_its_own_test_and_its_check_and_plays(tmp_path: Path) -> None:
+    called = pvg("init", "--protocol", "two_questions")
+    assert called.code == 0
+    assert "train two_questions.toml" in called.out
+    names = ["test_two_questions.py", "two_questions.py", "two_questions.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert all(len(Path(name).read_text().splitlines()) <= 60 for name in names)
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(pytest_, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    checked = pvg("task", "check", "two_questions.toml", "--json")
+    assert checked.code == 0, checked.err
+    turns = checked.document["preview"]["episode"]
+    assert [turn["by"] for turn in turns] == [["prover"], ["examiner"], ["prover"], ["examiner"], ["prover"]]
+    assert {turn["seat"] for turn in turns} == {"prover"}
+    played = pvg("train", "two_questions.toml", *SMALL, "-s", "cluster=none", "--json")
+    assert played.code == 0, played.err
+    assert played.document["status"] == "complete"
+
+
+def test_a_protocol_replaces_no_file_and_joins_the_folder_of_a_task(tmp_path: Path) -> None:
+    assert pvg("init").code == 0
+    assert pvg("init", "--protocol", "mine").code == 0
+    texts = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert texts.keys() == {*FILES, "mine.py", "mine.toml", "test_mine.py"}
+    called = pvg("init", "--protocol", "mine", "--json")
+    assert called.code == 2
+    assert called.document["error"]["message"].startswith("This folder already has mine.py, mine.toml, test_mine.py")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == texts
+
+
+@pytest.mark.parametrize("name", ["", "My", "a-b", "../a", "class", "json", "numpy", "pvg"])
+def test_a_protocol_has_a_name_that_python_can_import_and_does_not_know_yet(name: str, tmp_path: Path) -> None:
+    called = pvg("init", "--protocol", name)
+    assert called.code == 2
+    assert "Choose another name" in called.err or "Use small letters" in called.err
+    assert list(tmp_path.iterdir()) == []
