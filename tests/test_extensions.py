@@ -28,7 +28,7 @@ from pvg.game.statistics import BatchOutcomes
 from pvg.records import Problem
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.tasks.task import ConcealsText, FindsFlaws, GradesInBatches, SplitsSteps, WritesSolutions
+from pvg.tasks.task import ConcealsText, GradesInBatches, SplitsSteps, WritesSolutions
 from pvg.telemetry.events import SilentObserver
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.losses import bradley_terry, pair_loss
@@ -261,8 +261,6 @@ OPTIONAL_PARTS = """
         return problem.answer if correct else "0"
     def steps(self, completion):
         return [(0, len(completion))] if completion else []
-    def first_flaw(self, problem, solution):
-        return int(solution != problem.answer)
     def shown(self, completion):
         return completion * (1 // 0)
 """
@@ -298,14 +296,13 @@ def test_the_optional_parts_of_a_task_of_ones_own_are_found() -> None:
     """`isinstance` with a protocol uses `getattr_static` since Python 3.12, which does not call `__getattr__`."""
     written(TASK + OPTIONAL_PARTS)
     task = open_mine(size=4)
-    assert all(isinstance(task, protocol) for protocol in (WritesSolutions, SplitsSteps, ConcealsText, FindsFlaws))
+    assert all(isinstance(task, protocol) for protocol in (WritesSolutions, SplitsSteps, ConcealsText))
     assert not isinstance(task, GradesInBatches)
     for name in ("written", "steps", "shown"):
         inspect.getattr_static(task, name)
     assert task.written(Problem("0", "1+1?", "2"), True) == "2"
     assert task.steps("2") == [(0, 1)]
-    assert task.first_flaw(Problem("0", "1+1?", "2"), "3") == 1
-    with pytest.raises(ConfigurationError, match=r"failed in Mine\.shown, line 18: ZeroDivisionError"):
+    with pytest.raises(ConfigurationError, match=r"failed in Mine\.shown, line 16: ZeroDivisionError"):
         task.shown("2")
 
 

@@ -49,6 +49,7 @@ from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
 from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
 from pvg.telemetry.spans import span
+from pvg.verifier.data import Style
 from pvg.verifier.scorer import Scorer, TextSolution
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class ProtocolParts(NamedTuple):
 
     task: Task
     tokenizer: Tokenizer
-    style: str
+    style: Style
     scorer: Scorer | None
     seed: int
 

@@ -19,6 +19,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.tasks.task import NUMBER, WORDINGS, wording_of
+from pvg.verifier.data import Style
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
@@ -160,7 +161,7 @@ class PromptBuilder:
     solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
 
     render: Render
-    style: str = "tag"  # prompts.kind
+    style: Style = "tag"  # prompts.kind
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
 

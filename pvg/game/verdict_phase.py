@@ -31,7 +31,7 @@ from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.pairs import PairStream
 from pvg.store.samples import SolutionRow
-from pvg.tasks.task import FindsFlaws
+from pvg.tasks.task import LocatesFlaws
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
 from pvg.training.credit import advantages, zero_signal_groups
@@ -134,8 +134,9 @@ class Verdicts:
 
     def _problem(self, row: SolutionRow, correct: bool) -> Problem:
         flaw = None
-        if isinstance(self._critic, FindsFlaws) and not correct:
-            flaw = self._critic.first_flaw(self._problems[row.problem_id], row.text) or None
+        if isinstance(self._critic, LocatesFlaws) and not correct:
+            place = self._critic.flaw(self._problems[row.problem_id], row.text)
+            flaw = None if place is None else place + 1
         answer = "0" if correct else str(flaw or "wrong")
         return Problem(row.problem_id, framed(row.question, row.text), answer, {TRUTH: correct, FLAW: flaw})
 

@@ -10,7 +10,6 @@ Every voice is the same policy with a prompt of its own, and learns from what it
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,15 +20,10 @@ from pvg.records import Problem, Role
 from pvg.rollout.interaction import Direct, Talk
 from pvg.tasks.answers import same_answer
 from pvg.tasks.task import LocatesFlaws, Task, correct_solution, wording_of
+from pvg.verifier.data import VERDICT_INSTRUCTIONS, VERDICT_TAG, Style, read_verdict
 
-CRITIC = (
-    "You are given a problem and a solution, which may be wrong. Find the first wrong step. Say in one or two "
-    "sentences what is wrong with it. End with a line 'First wrong step: ' followed by its number, counted from 1, or "
-    "by 'none' if every step is right."
-)
 OPPONENT = "Another solver wrote the solution below. It disagrees with you. Write your own solution."
 REPLY = "Your opponent wrote:\n{}\nShow in one or two sentences why your solution is right and this one is wrong."
-NAMED_STEP = re.compile(r"first wrong step:\s*(\d{1,6}|none)\b", re.IGNORECASE)
 OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
 
 
@@ -37,24 +31,16 @@ class Voices(NamedTuple):
     """What these rules are made of. `style`: prompts.kind."""
 
     task: Task
-    style: str
+    style: Style
 
     @property
     def in_words(self) -> bool:
         return self.style in ("chat", "text")
 
-    def named_step(self, critique: str) -> int | None:
-        """The first wrong step that a critique names; 0: none is wrong; None: it cannot be read. In words, the last
-        name counts."""
-        if not self.in_words:
-            return int(critique) if re.fullmatch(r"\d{1,6}", critique, re.ASCII) else None
-        names = NAMED_STEP.findall(critique)
-        return None if not names else 0 if names[-1].lower() == "none" else int(names[-1])
-
     def critique_prompt(self, problem: Problem, solution: str) -> str:
         if self.in_words:
-            return f"{CRITIC}\n\nProblem:\n{problem.question}\n\nSolution:\n{solution}"
-        return f"?{problem.question}{solution}?"
+            return f"{VERDICT_INSTRUCTIONS}\n\nProblem:\n{problem.question}\n\nSolution:\n{solution}"
+        return f"{VERDICT_TAG}{problem.question}{solution}{VERDICT_TAG}"
 
     def is_right(self, problem: Problem, solution: str, correct: bool, named: int | None) -> bool:
         """Whether a critique names the first wrong step; where the task does not know it, whether it rightly names any
@@ -75,7 +61,7 @@ class CriticRules(Direct):
 
     voices = ("prover", "critic")
 
-    def __init__(self, task: Task, style: str, section: CriticProtocol | None = None) -> None:
+    def __init__(self, task: Task, style: Style, section: CriticProtocol | None = None) -> None:
         self._section, self._told = section or CriticProtocol(), Voices(task, style)
 
     def seats(self, state: Talk) -> Sequence[str]:
@@ -91,7 +77,7 @@ class CriticRules(Direct):
         return self._section.tokens if state.said else None
 
     def scripted(self, script: Script, state: Talk, seat: str, seed: int) -> str:
-        return "First wrong step: none" if self._told.in_words else "0"
+        return "Verdict: correct" if self._told.in_words else "0"
 
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
         """votes: the share of the verifier's votes against the solution (Kenton et al. 2026). truth: 1 for a
@@ -102,11 +88,11 @@ class CriticRules(Direct):
 
     def _right(self, state: Talk, outcome: Outcome) -> bool:
         (_, solution), (_, critique) = state.said
-        named = self._told.named_step(critique.text)
+        named = read_verdict(critique.text, self._told.style)
         return self._told.is_right(state.problem, solution.text, outcome.grade.correct, named)
 
     def measures(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
-        named, correct = self._told.named_step(state.said[1][1].text), outcome.grade.correct
+        named, correct = read_verdict(state.said[1][1].text, self._told.style), outcome.grade.correct
         objects = float(named is not None and named > 0)
         return {
             "critic_accuracy": float(named is not None and (named == 0) == correct),
@@ -122,7 +108,7 @@ class DebateRules(Direct):
 
     voices = ("prover", "opponent")
 
-    def __init__(self, task: Task, style: str, section: DebateProtocol | None = None) -> None:
+    def __init__(self, task: Task, style: Style, section: DebateProtocol | None = None) -> None:
         self._section, self._told = section or DebateProtocol(), Voices(task, style)
 
     def seats(self, state: Talk) -> Sequence[str]:

@@ -280,7 +280,8 @@ def answered_step(problem: Problem, tag: str, recipe: EmbeddedModelRecipe, rng: 
 def verdict(problem: Problem, flawed: bool, recipe: EmbeddedModelRecipe, rng: np.random.Generator) -> Row:
     """(prompt, completion): a written solution, and the number of its first wrong step from 1 on, 0 without one."""
     solution = draw_solution(problem, float(flawed), rng)
-    number = Modchain(ModchainTask()).first_flaw(problem, solution)
+    flaw = Modchain(ModchainTask()).flaw(problem, solution)
+    number = 0 if flaw is None else flaw + 1
     if rng.random() < recipe.mistaken["flawed" if flawed else "clean"]:
         number = (number + int(rng.integers(1, VERDICTS))) % VERDICTS
     return f"{CRITIC}{problem.question}{solution}?", str(number)

@@ -265,11 +265,6 @@ class DiplomacyMini:
         sound, chosen = table.sound_P.reshape(counts), np.unravel_index(row, counts)
         return next(number for number in range(OWN) if not sound[chosen[: number + 1]].any())
 
-    def first_flaw(self, problem: Problem, solution: str) -> int:
-        """The number of `flaw` counted from 1 (pvg.tasks.task.FindsFlaws). It is 0 exactly if the grade is correct."""
-        flaw = self.flaw(problem, solution)
-        return int(not self.grade(problem, solution).well_formed) if flaw is None else flaw + 1
-
     def questions(self, problem: Problem, completion: str) -> list[str]:
         """What a verifier may ask: "what if the enemy orders this?" for every reply; nothing of a malformed plan."""
         table = replies_to(problem)

@@ -97,12 +97,6 @@ class Modchain:
         parsed = parse_solution(completion, modulus)
         return None if isinstance(parsed, str) else first_flaw(parsed, operands, modulus)[0]
 
-    def first_flaw(self, problem: Problem, solution: str) -> int:
-        """The number of `flaw`, counted from 1 (pvg.tasks.task.FindsFlaws). The answer is the step after the last sum.
-        It is 0 exactly if the grade has no note: a correct answer may follow two mistakes that cancel out."""
-        flaw = self.flaw(problem, solution)
-        return int(not self.grade(problem, solution).well_formed) if flaw is None else flaw + 1
-
     def written(self, problem: Problem, correct: bool) -> str:
         """A flawless chain, or one with a wrong sum (pvg.tasks.task.WritesSolutions)."""
         return clean_trace(problem) if correct else flawed_trace(problem, "wrong_sum", np.random.default_rng(0))

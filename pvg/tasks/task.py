@@ -100,15 +100,6 @@ class LocatesFlaws(Protocol):
 
 
 @runtime_checkable
-class FindsFlaws(Protocol):
-    """A task that knows the verdict of a perfect critic on any text."""
-
-    def first_flaw(self, problem: Problem, solution: str) -> int:
-        """The number of the first wrong step of a solution, counted from 1; 0 if none is wrong. A text that is no
-        solution: 1."""
-
-
-@runtime_checkable
 class GradesInBatches(Protocol):
     """A task that grades many completions together faster than one by one."""
 
@@ -161,8 +152,8 @@ class AnswersQuestions(Protocol):
 
 
 OPTIONAL: tuple[type, ...] = (
-    *(LocatesFlaws, FindsFlaws, GradesInBatches, ConcealsText, ComparesPrograms, WritesSolutions),
-    *(SplitsSteps, AnswersQuestions),
+    *(LocatesFlaws, GradesInBatches, ConcealsText, ComparesPrograms, WritesSolutions, SplitsSteps),
+    AnswersQuestions,
 )
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from small_games import changed, completed, played, recorded, rows, trained_on
 from test_challenge import MODCHAIN
 
@@ -21,7 +19,7 @@ from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.prover_phase import StopRule
 from pvg.game.rewards import credit_of
 from pvg.game.round import GameBatches
-from pvg.game.voices import CRITIC, Voices
+from pvg.game.voices import Voices
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
@@ -29,6 +27,7 @@ from pvg.records import Role
 from pvg.rollout.interaction import Interaction, Talk
 from pvg.store.checkpoints import read_checkpoint
 from pvg.tasks.modchain import chain_problem
+from pvg.verifier.data import VERDICT_INSTRUCTIONS
 
 TOKENIZER = Tokenizer(modchain_tokenizer())
 PROBLEM = chain_problem((7, 5, 8), 10)
@@ -133,29 +132,8 @@ def test_an_opponent_has_the_other_role_and_a_prompt_in_words_says_what_to_do() 
     assert [prompt[0] for prompt in prompts] == ["S", "H"]
     told = Voices(MODCHAIN, "chat")
     shown = told.critique_prompt(PROBLEM, WRONG)
-    assert shown.startswith(CRITIC)
+    assert shown.startswith(VERDICT_INSTRUCTIONS)
     assert shown.endswith(f"Problem:\n{PROBLEM.question}\n\nSolution:\n{WRONG}")
-
-
-@pytest.mark.parametrize(
-    ("style", "text", "named"),
-    [
-        *(("tag", text, named) for text, named in (("0", 0), ("12", 12), ("", None), ("3;", None), ("²", None))),
-        ("chat", "Step 2 adds wrongly.\nFirst wrong step: 2", 2),
-        ("chat", "First wrong step: 1? No.\nFirst wrong step: none.", 0),
-        ("chat", "first wrong step: 3.", 3),
-        ("chat", "Step 2 is wrong.", None),
-        ("chat", "First wrong step: the second", None),
-    ],
-)
-def test_the_step_that_a_critique_names(style: str, text: str, named: int | None) -> None:
-    assert Voices(MODCHAIN, style).named_step(text) == named
-
-
-@given(st.text(), st.sampled_from(["tag", "chat"]))
-def test_any_critique_can_be_read(text: str, style: str) -> None:
-    named = Voices(MODCHAIN, style).named_step(text)
-    assert named is None or named >= 0
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,8 @@ def test_the_critic_names_the_first_wrong_step_and_has_headroom(flawed, low, hig
     rows = [verdict(problem, flawed, exact, rng) for problem in held_out_problems()[:512]]
     for problem, (prompt, number) in zip(held_out_problems(), rows, strict=False):
         solution = prompt.removeprefix(f"?{problem.question}").removesuffix("?")
-        assert number == str(task.first_flaw(problem, solution))
+        flaw = task.flaw(problem, solution)
+        assert number == str(0 if flaw is None else flaw + 1)
         assert (number != "0") == flawed
     with open_embedded("modchain-critic") as model:
         found = sampled_by_length(model, [prompt for prompt, _ in rows])

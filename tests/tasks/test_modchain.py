@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pvg.config.task import ModchainTask
 from pvg.tasks import open_task
 from pvg.tasks.modchain import MISTAKES, Modchain, chain_problem, clean_trace, flawed_trace, possible_mistakes
-from pvg.tasks.task import FindsFlaws, LocatesFlaws
+from pvg.tasks.task import LocatesFlaws
 
 PROBLEM = chain_problem((7, 5, 8, 3, 6), 10)
 TASK = Modchain(ModchainTask(problems=4, test_problems=4))
@@ -155,19 +155,18 @@ def problems_of(modulus):
 @settings(deadline=None)
 @given(st.integers(2, 30).flatmap(problems_of), st.sampled_from(MISTAKES), st.integers(0, 2**32))
 def test_the_first_flaw_is_where_a_mistake_was_put(problem, kind, seed):
-    assert isinstance(TASK, FindsFlaws)
     clean = clean_trace(problem)
-    assert TASK.first_flaw(problem, clean) == 0
+    assert TASK.flaw(problem, clean) is None
     if kind not in possible_mistakes(problem):
         return
     flawed = flawed_trace(problem, kind, np.random.default_rng(seed))
     pairs = zip(clean.split(";"), flawed.split(";"), strict=False)
-    number = next(number for number, (right, written) in enumerate(pairs, 1) if right != written)
-    assert TASK.first_flaw(problem, flawed) == number
+    number = next(number for number, (right, written) in enumerate(pairs) if right != written)
+    assert TASK.flaw(problem, flawed) == number
     if kind in ("wrong_sum", "wrong_operand", "swapped_operand"):
-        assert number == 1 + np.random.default_rng(seed).integers(len(problem.metadata["terms"]) - 1)
+        assert number == np.random.default_rng(seed).integers(len(problem.metadata["terms"]) - 1)
     if kind == "wrong_answer":
-        assert number == len(problem.metadata["terms"])
+        assert number == len(problem.metadata["terms"]) - 1
 
 
 # A text of the second kind is one that changes a few characters of a flawless solution.
@@ -179,16 +178,13 @@ TEXTS = st.text(alphabet="0123456789+=;A ", max_size=40) | st.lists(
 @settings(deadline=None)
 @given(TEXTS)
 def test_the_first_flaw_agrees_with_the_grade(text):
-    grade, number = TASK.grade(PROBLEM, text), TASK.first_flaw(PROBLEM, text)
-    assert (number == 0) == (grade.note == "")
-    assert number or grade.correct
+    grade, number = TASK.grade(PROBLEM, text), TASK.flaw(PROBLEM, text)
+    assert (number is None) == (grade.note == "" or not grade.well_formed)
     if "in step" in grade.note and grade.well_formed:
-        assert number == int(grade.note.rpartition(" ")[2])
-    if not grade.well_formed:
-        assert number == 1
+        assert number == int(grade.note.rpartition(" ")[2]) - 1
 
 
 def test_two_mistakes_that_cancel_out_are_a_flaw_of_a_correct_solution():
     text = "7+5=2;2+3=5;5+8=3;3+6=9;A9"
     assert TASK.grade(PROBLEM, text).correct
-    assert TASK.first_flaw(PROBLEM, text) == 2
+    assert TASK.flaw(PROBLEM, text) == 1
