@@ -274,7 +274,10 @@ class RunDisplay(Display):
         return table
 
     def _number(self, name: str, style: str, width: int) -> tuple[Text, Text, Text]:
-        value = self.latest(name)
+        if (value := self.latest(name)) is None and (
+            other := self.latest(LIVE["otherwise"].get(name, name))
+        ) is not None:
+            name, value = LIVE["otherwise"][name], other
         return (
             Text(metric_display(name).label),
             Text(metric_text(name, value), style="bold" if value is not None else QUIET),
