@@ -107,6 +107,17 @@ def test_the_panel_is_a_whole_rectangle() -> None:
         assert lines[-1].endswith("╯")
 
 
+def test_the_panel_shows_right_verdicts_of_a_verifier_that_has_no_pairs() -> None:
+    shown = []
+    for metric in ("pair_accuracy", "verdict_accuracy"):
+        state, _ = display()
+        state.phase_started(info("train_verifier", 10))
+        state.progressed(Progress(1, {metric: 0.875}))
+        shown.append(next(line for line in drawn(state, 100) if "87.5 %" in line))
+    assert "verdict accuracy" not in shown[0]
+    assert "verdict accuracy" in shown[1]
+
+
 def test_the_panel_survives_a_run_that_tells_it_much_while_it_draws() -> None:
     stream = io.StringIO()
     shown = RunDisplay("modchain-2", 2, Console(file=stream, force_terminal=True, width=80, height=40))

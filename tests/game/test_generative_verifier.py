@@ -124,6 +124,32 @@ def test_a_run_opens_the_scores_that_its_game_had(game: RunDirectory) -> None:
     assert set(map(np.float32, again)) <= possible
 
 
+@pytest.mark.slow
+def test_the_shipped_critic_gives_more_right_verdicts_after_training(tmp_path: Path) -> None:
+    """Of 256 verdicts on 32 solutions per step; the rounds of the game begin from the same critic."""
+    settings = {
+        "models.prover": {"source": "embedded:modchain-prover"},
+        "models.verifier": {"source": "embedded:modchain-critic"},
+        "task": {"kind": "modchain", "min_terms": 5, "max_terms": 5, "problems": 512, "test_problems": 64},
+        "rollout.max_tokens": 40,
+        "rollout.group_size": 8,
+        "rollout.engine": {"max_rows": 256},
+        "verifier": {"head": {"kind": "generative", "votes": 8, "tokens": 2}, "steps": 24, "pairs": 16},
+        "verifier.learning_rate": 3e-4,
+        "game.rounds": 2,
+        "game.mint_problems": 48,
+        "training.steps": 1,
+    }
+    run = completed(changed(settings), tmp_path)
+    for round_ in range(2):
+        steps = [
+            r["metrics"]["verdict_accuracy"]
+            for r in rows(run, "step")
+            if (r["phase"], r["round"]) == ("train_verifier", round_)
+        ]
+        assert np.mean(steps[-6:]) > np.mean(steps[:6]) + 0.02, steps
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("stop_at", [("train_verifier", 4), ("train_verifier", 8), ("train_prover", 4)])
 def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(stop_at: tuple[str, int], tmp_path: Path) -> None:
