@@ -47,7 +47,7 @@ from pvg.rollout.interaction import DIRECT, MOST_PHASES, Ask, Direct, Interactio
 from pvg.seeds import generator_for, seed_for
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_players import find_player
-from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task
+from pvg.tasks.task import AnswersQuestions, SplitsSteps, Task, correct_solution
 from pvg.telemetry.spans import span
 from pvg.verifier.data import Style
 from pvg.verifier.scorer import Scorer, TextSolution
@@ -416,20 +416,25 @@ def example_episode(
     return lines
 
 
+RULES_TRIED = 20  # problems of example episodes
 # What a model may write at any time, as far as its vocabulary has it.
 ODD_TEXTS = ("", "\n", "0", "?", "<answer>", "\\boxed{", "9" * 50)
 
 
-def check_rules(interaction: Interaction[Any], tokenizer: Tokenizer, problem: Problem, solution: str) -> None:
-    """Raises ConfigurationError for a user's rules that fail in an example episode, in one with other texts that a
-    model may write, or whose methods are not pure."""
-    rules = interaction.rules
+def check_rules(interaction: Interaction[Any], parts: ProtocolParts, problems: Sequence[Problem]) -> None:
+    """Raises ConfigurationError for a user's rules that fail in example episodes of the first problems, in those with
+    other texts that a model may write, or whose methods are not pure."""
+    rules, free, tokenizer = interaction.rules, replace(interaction, room=None), parts.tokenizer
     if not isinstance(rules, CheckedDialogue):
         return
-    episodes = (example_episode(interaction, tokenizer, problem, solution) for _ in range(2))
-    first, second = ([[turn.text for turn in line.turns] for line in lines.values()] for lines in episodes)
-    if first != second:
-        raise rules.wrong("all methods must be pure, but the same episode has other turns when it is played again")
-    for odd in (text for text in ODD_TEXTS if not tokenizer.lacking(text)):
-        for opening, cut in product((odd, solution), (False, True)):
-            example_episode(replace(interaction, room=None), tokenizer, problem, opening, odd, cut)
+    for number, problem in enumerate(problems[:RULES_TRIED]):
+        right = correct_solution(parts.task, problem)
+        solution = problem.answer if right is None else right.text
+        solution = "" if tokenizer.lacking(solution) else solution
+        episodes = (example_episode(interaction, tokenizer, problem, solution) for _ in range(2))
+        first, second = ([[turn.text for turn in line.turns] for line in lines.values()] for lines in episodes)
+        if first != second:
+            raise rules.wrong("all methods must be pure, but the same episode has other turns when it is played again")
+        for odd in (text for text in ODD_TEXTS if number == 0 and not tokenizer.lacking(text)):
+            for opening, cut in product((odd, solution), (False, True)):
+                example_episode(free, tokenizer, problem, opening, odd, cut)

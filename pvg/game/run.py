@@ -366,7 +366,7 @@ def check_models(
         parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed)
         interaction = interaction_for(experiment.game.protocol, parts)
         solution = problem.answer if right is None else right.text
-        check_rules(interaction, base.tokenizer, problem, solution)
+        check_rules(interaction, parts, halves["prover"])
         lines = example_episode(interaction, base.tokenizer, problem, solution)
         check_voices_fit(experiment.token_limits(), lines, base.max_length)
     if rollout.engine.kind == "torch":

@@ -108,7 +108,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
     parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed)
     interaction = interaction_for(experiment.game.protocol, parts)
-    check_rules(interaction, tokenizer, problem, solution)
+    check_rules(interaction, parts, halves["prover"] or train)
     lines = example_episode(interaction, tokenizer, problem, solution)
     check_voices_fit(experiment.token_limits(), lines, models.prover.max_length)
     turns = next(iter(lines.values())).turns

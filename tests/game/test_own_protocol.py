@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,15 @@ from pvg.game.protocols import ProtocolParts, check_rules, example_episode, inte
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Grade, Role
+from pvg.records import Grade, Problem, Role
 from pvg.rollout.interaction import Talk
 from pvg.store.run_directory import RunDirectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "second_look.py"
 SECOND_LOOK = f"{EXAMPLE}:SecondLook"
 SOLUTION = "7+5=2;2+8=0;A0"
+TOLD = replace(PROBLEM, metadata={"terms": [7, 5, 8], "modulus": 10})
+OTHER = Problem("q", "1+2?", "3", {"terms": [1, 2], "modulus": 10})
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 def episode(name: str, tokens: int = 64) -> list[tuple[str, bool]]:
     parts = ProtocolParts(MODCHAIN, tokenizer := Tokenizer(modchain_tokenizer()), "tag", None, 0)
     interaction = interaction_for(OwnProtocol(kind=name, tokens=tokens), parts)
-    check_rules(interaction, tokenizer, PROBLEM, SOLUTION)
+    check_rules(interaction, parts, [TOLD, OTHER])
     lines = example_episode(interaction, tokenizer, PROBLEM, SOLUTION)
     return [(turn.text, turn.sampled) for turn in lines["prover"].turns]
 
@@ -89,6 +92,10 @@ def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
         ("def measures(self, state, outcome): return 1 // 0", "failed in Mine.measures, line 33: ZeroDivisionError"),
         ("def measures(self, state, outcome): return {'a': 1 // outcome.grade.correct}", "failed in Mine.measures"),
         ("def step(self, state, actions, seed): return 1 // 0", "failed in Mine.step, line 33: ZeroDivisionError"),
+        (
+            "def start(self, problem): return 1 // (problem.id == 'p') and super().start(problem)",
+            "failed in Mine.start",
+        ),
         ("def limit(self): return 40", "failed in limit: TypeError"),
         ("def step(self, state, actions, seed): return None", "step must return a state, not NoneType"),
         (
