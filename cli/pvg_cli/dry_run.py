@@ -75,8 +75,10 @@ def arithmetic_table(experiment: Experiment) -> Table:
     completions = f"{numbers.rollouts_per_batch:,} rollouts x {experiment.rollout.max_tokens}"
     mint = f"{game.mint_problems:,} problems x {game.mint_samples}{more}"
     pairs = f"{members}{counted(verifier.steps, 'step')} x {verifier.pairs}{more}"
+    of_groups = numbers.groups * numbers.group_size
+    voices = f" x {numbers.rollouts_per_batch // of_groups} voices" if numbers.rollouts_per_batch > of_groups else ""
     rows = [
-        ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}"),
+        ("rollouts per batch", numbers.rollouts_per_batch, f"{numbers.groups} groups x {numbers.group_size}{voices}"),
         ("optimizer steps per batch", numbers.optimizer_steps_per_batch, "training.minibatches"),
         ("rollouts per optimizer step", numbers.rollouts_per_optimizer_step, "batch / optimizer steps"),
         (

@@ -108,6 +108,12 @@ class Experiment(AllSections):
         in_turns = self.rollout.prefetch.kind == "none" and self.game.schedule.kind != "simultaneous"
         return served and in_turns and self.serving.tensor_parallel == 1
 
+    @property
+    def rollouts_per_batch(self) -> int:
+        """Of all voices of the policy. The number of voices in a user's protocol is not known here and counts as 1."""
+        voices = 2 if isinstance(self.game.protocol, CriticProtocol | DebateProtocol) else 1
+        return self.training.groups * self.rollout.group_size * voices
+
     def completion_room(self) -> int:
         """The most tokens of a completion, including what the environment writes."""
         protocol, room = self.game.protocol, self.rollout.max_tokens
@@ -134,7 +140,7 @@ class Experiment(AllSections):
             self.verifier_phase_steps(0),
             self.verifier_phase_steps(self.game.rounds - 1),
         )
-        rollouts = training.groups * rollout.group_size
+        rollouts = self.rollouts_per_batch
         per_step = rollouts // training.minibatches
         updates = self.verifier_update_steps(training.steps)
         longest = rollout.max_tokens + PROMPT_ALLOWANCE

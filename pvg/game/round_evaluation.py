@@ -51,13 +51,17 @@ async def checkpoint(session: Session) -> None:
                     await load_source(session, source, version)
                 with span("rollout"):
                     rollouts = await _sample(session, source, scorer)
-                fresh[source] = await _scored(session, scorer, rollouts, keep=True)
+                rollouts, fresh[source] = await _scored(scorer, rollouts)
+                session.ledger.keep(rollouts := await _turns_scored(scorer, rollouts))
         with span("evaluate"):
             metrics = await _round_metrics(session, scorer, threshold, fresh)
             rules = interaction_of(session, scorer).rules
             metrics |= measures(rules, rollouts, fresh[own].scores_N)  # `own` was sampled last
+            metrics |= _without_the_others(rollouts, fresh[own], metrics)
     finally:
         verifier.close()
+    if round_ == 0 and "critic_balanced" in metrics:
+        _tell_whether_a_critic_can_help(session, metrics)
     session.report_step(info, info.total, metrics)
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
@@ -93,15 +97,14 @@ async def _sample(session: Session, source: str, scorer: VerifierScorer) -> list
     return [rollout for group in groups for rollout in group.rollouts]
 
 
-async def _scored(session: Session, scorer: VerifierScorer, rollouts: list[Rollout], *, keep: bool) -> RolloutColumns:
+async def _scored(scorer: VerifierScorer, rollouts: list[Rollout]) -> tuple[list[Rollout], RolloutColumns]:
     with span("score"):
         scores_N = await scorer.score(rollouts)
-    if keep:
-        scored = [
-            replace(r, score=float(s), verifier_version=scorer.version) for r, s in zip(rollouts, scores_N, strict=True)
-        ]
-        session.ledger.keep(await _turns_scored(scorer, scored))
-    return RolloutColumns(rollouts, scores_N)
+    scored = [
+        replace(r, score=score, verifier_version=scorer.version)
+        for r, score in zip(rollouts, scores_N.tolist(), strict=True)
+    ]
+    return scored, RolloutColumns(rollouts, scores_N)
 
 
 async def _turns_scored(scorer: VerifierScorer, rollouts: list[Rollout]) -> list[Rollout]:
@@ -125,6 +128,32 @@ async def _turns_scored(scorer: VerifierScorer, rollouts: list[Rollout]) -> list
         turns = tuple(replace(turn, score=score) for turn, score in zip(r.turns, after, strict=False))
         found.append(replace(r, turns=turns))
     return found
+
+
+def _without_the_others(
+    rollouts: Sequence[Rollout], own: RolloutColumns, measured: Mapping[str, float]
+) -> dict[str, float]:
+    """How well the verifier ranks the solutions alone, and how well a critic classifies them: both are 0.5 by chance,
+    the second is the AUC of a classifier that says yes or no. Empty for solutions without other turns."""
+    if not any(rollout.turns for rollout in rollouts):
+        return {}
+    first = [rollout.turns[0].score if rollout.turns else rollout.score for rollout in rollouts]
+    alone_N = np.array(first, dtype=np.float32)
+    found = {"verifier_auc_alone": auc(alone_N[own.correct_N], alone_N[~own.correct_N])}
+    if "critic_found" in measured:
+        found["critic_balanced"] = (measured["critic_found"] + 1.0 - measured["critic_alarm"]) / 2.0
+    return found
+
+
+def _tell_whether_a_critic_can_help(session: Session, metrics: Mapping[str, float]) -> None:
+    """A critic helps a verifier only if it classifies better than the verifier alone (arXiv 2605.27483)."""
+    critic, alone = metrics["critic_balanced"], metrics["verifier_auc_alone"]
+    better = "better than" if critic > alone else "no better than"
+    advice = "" if critic > alone else " Such a critic rarely helps. Take a stronger prover or a smaller verifier."
+    session.observer.noticed(
+        f"On test problems the critic classifies solutions {better} the verifier alone: its balanced accuracy is "
+        f"{critic:.2f}, and the verifier's AUC without critiques {alone:.2f}.{advice}"
+    )
 
 
 async def _round_metrics(
@@ -176,4 +205,4 @@ def example_rows(rollouts: Sequence[Rollout], own: RolloutColumns) -> list[dict[
 async def _earlier(session: Session, scorer: VerifierScorer, round_: int, source: str) -> RolloutColumns:
     """The samples of `source` from an earlier checkpoint, scored by this round's verifier."""
     rollouts = await session.ledger.read_rollouts(round_, Phase.CHECKPOINT.value)
-    return await _scored(session, scorer, [r for r in rollouts if r.source == source], keep=False)
+    return (await _scored(scorer, [r for r in rollouts if r.source == source]))[1]

@@ -434,7 +434,7 @@ def memory_of(
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
-        rows = min(engine.max_rows, experiment.training.groups * rollout.group_size)
+        rows = min(engine.max_rows, experiment.rollouts_per_batch)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
         parts = {**frozen, **copy, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
         yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)

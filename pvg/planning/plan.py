@@ -245,7 +245,7 @@ class Inputs:
         flops = machine.flops * TRAINING_SHARE
         shared = shares_prompts(experiment, prover, math.ceil(prompt) + rollout.max_tokens)
         tokens = 1 + prompt / mean / (rollout.group_size if shared else 1)
-        rollouts = training.groups * rollout.group_size
+        rollouts = experiment.rollouts_per_batch
         scores = 0.0
         if experiment.verifier.engine == "torch":
             scores = rollouts * 2.0 * verifier.parameters * (prompt + mean) / flops / scorers
@@ -308,9 +308,9 @@ def overlaps(experiment: Experiment) -> bool:
 
 def work_of(experiment: Experiment, inputs: Inputs, *, workers: int | None = None) -> BatchWork:
     """The work of a batch of the experiment. `workers`: instead of the experiment's own."""
-    rollout, training = experiment.rollout, experiment.training
+    rollout = experiment.rollout
     configured, slots = workers_of(experiment)
-    rollouts = training.groups * rollout.group_size
+    rollouts = experiment.rollouts_per_batch
     lengths = lognormal_lengths(inputs["mean_tokens"], inputs["sigma"], rollout.max_tokens)
     ahead = isinstance(rollout.prefetch, SamplingAhead) and overlaps(experiment)
     return BatchWork(
@@ -355,7 +355,9 @@ def not_modelled(experiment: Experiment) -> list[str]:
         "verifier.head = 'generative' is not modelled: its training and its scores take longer than planned": (
             experiment.verifier.verdict_tokens > 0
         ),
-        f"game.protocol = {protocol!r} is not modelled: a rollout is one request here": protocol != "direct",
+        f"game.protocol = {protocol!r} is not modelled: the turns of a dialogue are sampled at once here": (
+            protocol not in ("direct", "consultancy")
+        ),
     }
     return [text for text, there in found.items() if there]
 

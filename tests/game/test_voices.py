@@ -195,8 +195,15 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
     else:  # each voice has a baseline of its own
         other, _ = credit_of("rae", None).observe(spoke, earned_S)
         np.testing.assert_array_equal(advantages_M[len(provers) :], other)
-    name = {"critic": "critic_accuracy", "opponent": "debate_contested"}[voice]
-    assert 0.0 <= rows(run, "round")[0]["metrics"][name] <= 1.0
+    found = rows(run, "round")[0]["metrics"]
+    own = [rollout for rollout in tested if rollout.source == "round-000"]
+    alone = {correct: [r.turns[0].score for r in own if r.grade.correct == correct] for correct in (True, False)}
+    won = np.mean([(right > wrong) + 0.5 * (right == wrong) for right in alone[True] for wrong in alone[False]])
+    assert found["verifier_auc_alone"] == pytest.approx(won)
+    if voice == "critic":
+        assert found["critic_balanced"] == pytest.approx((found["critic_found"] + 1 - found["critic_alarm"]) / 2)
+    else:
+        assert 0.0 <= found["debate_contested"] <= 1.0
 
 
 @pytest.mark.slow
