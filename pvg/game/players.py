@@ -289,7 +289,9 @@ class Players:
     async def of_verifier(self, verifier: GenerativeHead, task: Task, rollout: Rollouts) -> AsyncIterator[Players]:
         """Players whose policy is `verifier`, which samples on a torch engine of its own. `task` grades what it writes.
         Everything else is shared. The caller still owns the verifier."""
-        found, policy, dtype = copy.copy(self), verifier.policy, self._experiment.sampling_dtype
+        found, policy = copy.copy(self), verifier.policy
+        # Rounding would remove small updates of adapters.
+        dtype = None if self._experiment.verifier.adapters.rank else self._experiment.sampling_dtype
         found.base, found.task, found.rollout = policy, task, rollout
         found.engine = open_engine(EngineSetup(rollout, policy, self.executor, SilentEvents(), dtype=dtype))
         found.publisher = Publisher(found.engine, of="verifier")

@@ -24,7 +24,7 @@ from pvg.game.parts import Batches, BatchLogprobs
 from pvg.game.prover_phase import StopRule, open_phase
 from pvg.game.session import Session
 from pvg.game.statistics import sampling_metrics, staleness_metrics
-from pvg.game.verifier_phase import calibration_view, keep_verifier, open_pairs, phase_steps, tell_about_sources
+from pvg.game.verifier_phase import calibration_view, keep_verifier, open_pairs, phase_steps
 from pvg.models.heads import GenerativeHead
 from pvg.records import Grade, Group, Problem, Role, Split
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
@@ -58,11 +58,13 @@ async def train_verifier(session: Session) -> None:
         verdicts = Verdicts(session, verifier)
         rollout = verdict_rollouts(session.rollout, verifier.head.tokens)
         async with players.of_verifier(verifier, verdicts, rollout) as own_players:
-            own = replace(session, players=own_players, rollout=rollout, training=verdict_training(session, verifier))
+            longest = verdicts.longest_question + session.longest + rollout.max_tokens
+            training = verdict_training(session, verifier, longest)
+            own = replace(session, players=own_players, rollout=rollout, training=training)
             with span("open_models"):
                 stream = open_pairs(session)
                 if state.step == 0:
-                    tell_about_sources(session, stream)
+                    session.tell_about_excluded_sources(stream.excluded_singles)
                 batches = partial(VerdictBatches, own, verdicts, stream)
                 phase = open_phase(own, info, verifier.policy, batches, StopRule("steps"))
             if info.total:
@@ -80,8 +82,8 @@ def verdict_rollouts(rollout: Rollouts, tokens: int) -> Rollouts:
     return rollout.model_copy(update={**plain, "max_tokens": tokens})
 
 
-def verdict_training(session: Session, verifier: GenerativeHead) -> Training:
-    """The settings of the verifier's training, as a policy."""
+def verdict_training(session: Session, verifier: GenerativeHead, longest: int) -> Training:
+    """The settings of the verifier's training, as a policy. `longest`: the most tokens of a row."""
     section = session.verifier
     training = Training(
         loss=ClippedLoss(),
@@ -94,7 +96,7 @@ def verdict_training(session: Session, verifier: GenerativeHead) -> Training:
         gradient_checkpointing=session.training.gradient_checkpointing,
         shared_prompts=session.training.shared_prompts,
     )
-    return fitted(training, verifier.policy.module, session.longest + verifier.head.tokens)[0]
+    return fitted(training, verifier.policy.module, longest)[0]
 
 
 class Verdicts:
@@ -106,6 +108,12 @@ class Verdicts:
         self._template = session.players.template(verifier)
         self._source = session.players.base.tokenizer.fingerprint
         self._problems = {problem.id: problem for problem in session.problems("verifier")}
+
+    @property
+    def longest_question(self) -> int:
+        """The most tokens of the verifier's prompt without the solution."""
+        question = max((problem.question for problem in self._problems.values()), key=len)
+        return len(self._template.tokens(question, "", None, None)[0])
 
     def problems(self, split: Split) -> Iterable[Problem]:
         return ()

@@ -217,7 +217,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
         with span("open_models"):
             stream = open_pairs(session, member)
             if session.state.step == 0:  # a resumed phase has already reported this
-                tell_about_sources(session, stream)
+                _tell_about_sources(session, stream)
             workers = players.verifier_workers(verifier)
             start, settings = session.state.step - member * steps, optimizer_settings(section, steps)
             source = players.pair_source(stream, verifier, start)
@@ -285,7 +285,7 @@ class UnpairedStream(PairStream):
         return self.draw(step, problems)
 
 
-def tell_about_sources(session: Session, stream: PairStream) -> None:
+def _tell_about_sources(session: Session, stream: PairStream) -> None:
     if isinstance(stream, UnpairedStream):
         message = "No problem has both correct and incorrect solutions: each pair combines solutions of two problems."
         session.alert([Alert("unpaired", message)], 0)
