@@ -126,7 +126,7 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
                 context.tracer,
                 Session,
             )
-            yield session
+            yield replace(session, evaluates=True)
         finally:
             ledger.close()
 

@@ -204,7 +204,7 @@ def open_batches(
         Refill(orders, training.dynamic_sampling),
         scorer,
         verifier,
-        partial(pay, session.game, session.task, rules),
+        partial(pay, session.game, session.task, rules, by_rules=not session.evaluates),
         {seat: credit_of(training.loss.kind, objective.credit) for seat in rules.voices},
         logprobs,
         BatchClock(players.engine, scorer),

@@ -169,16 +169,16 @@ Earned = Mapping[str, float]
 
 
 def pay(
-    game: Game, task: Task, rules: Any, rollouts: Sequence[Rollout], scores_N: Float32
+    game: Game, task: Task, rules: Any, rollouts: Sequence[Rollout], scores_N: Float32, *, by_rules: bool = True
 ) -> tuple[Float32, BatchOutcomes, list[Earned]]:
-    """The rewards of a batch, its outcomes, and what `rules` pay ([]: nothing). Raises TrainingDivergedError if a score
-    allows no reward."""
+    """The rewards of a batch, its outcomes, and what `rules` pay ([]: nothing). `by_rules`: whether what they pay to
+    the prover replaces `game.reward`. Raises TrainingDivergedError if a score allows no reward."""
     outcomes, earned = RolloutColumns(rollouts, scores_N), list[Earned]()
     outcomes.similarity_N = _similarities(game, task, rollouts, outcomes.helpful_N)
     if isinstance(rules, PaysSeats):
         earned = [rules.pay(r.end, outcome) for r, outcome in _outcomes(rollouts, scores_N)]
     try:
-        if earned and rules.voices[0] in earned[0]:
+        if by_rules and earned and rules.voices[0] in earned[0]:
             return np.array([each[rules.voices[0]] for each in earned], dtype=np.float32), outcomes, earned
         return rewards(outcomes, game), outcomes, earned
     except ValueError as error:

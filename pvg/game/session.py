@@ -58,6 +58,7 @@ class Session:
     observer: Observer
     stop: asyncio.Event
     tracer: Tracer
+    evaluates: bool = False  # an attack or a reference: `game.reward` pays the prover, whatever the rules pay it
     longest: int = 0  # tokens of a prompt and its completion, at most
     monitoring: Monitoring | None = None
     phase_metrics: dict[str, float | None] = field(default_factory=dict)  # of the latest finished phase

@@ -12,18 +12,18 @@ import torch
 from small_games import changed, completed, played, recorded, rows, trained_on
 from test_challenge import MODCHAIN
 
-from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol
+from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
 from pvg.errors import ConfigurationError
 from pvg.game import prover_phase
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.prover_phase import StopRule
-from pvg.game.rewards import credit_of
+from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches
 from pvg.game.voices import Voices
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Role
+from pvg.records import Role, Rollout, VersionSpan
 from pvg.rollout.interaction import Interaction, Talk
 from pvg.store.checkpoints import read_checkpoint
 from pvg.tasks.modchain import chain_problem
@@ -32,6 +32,7 @@ from pvg.verifier.data import VERDICT_INSTRUCTIONS
 TOKENIZER = Tokenizer(modchain_tokenizer())
 PROBLEM = chain_problem((7, 5, 8), 10)
 RIGHT, WRONG = "7+5=2;2+8=0;A0", "7+5=2;2+8=1;A1"  # the second step of WRONG is wrong
+IDS = np.array([1], np.int32), np.array([1], np.int32), np.zeros(1, np.float32)
 SMALL = {
     "task.min_terms": 3,
     "task.max_terms": 3,
@@ -99,6 +100,38 @@ def test_debaters_divide_the_votes_and_a_text_without_a_solution_earns_none() ->
     alone = interaction_of(ConsultancyProtocol()).rules
     assert alone.pay(talk(("prover", WRONG)), outcome(WRONG, math.log(3)))["prover"] == pytest.approx(3 / 4)
     assert alone.pay(talk(("prover", "7+")), outcome("7+", 9.0)) == {"prover": 0.0}
+
+
+def test_an_attack_pays_the_prover_its_own_reward_and_the_others_as_in_the_game() -> None:
+    rules = interaction_of(DebateProtocol()).rules
+    said = [(("prover", text), ("opponent", WRONG)) for text in (RIGHT, WRONG)]
+    sample = [
+        Rollout(
+            f"r{n}",
+            PROBLEM.id,
+            PROBLEM.question,
+            "0",
+            Role.HELPFUL,
+            0,
+            "base",
+            0,
+            0,
+            *IDS,
+            (VersionSpan(0, 1),),
+            "stop",
+            text,
+            MODCHAIN.grade(PROBLEM, text),
+            end=talk(*turns),
+        )
+        for n, (text, turns) in enumerate(zip((RIGHT, WRONG), said, strict=True))
+    ]
+    scores_N = np.array([math.log(3), math.log(3)], dtype=np.float32)
+    game = Game(reward={"kind": "correctness"})
+    played_N, _, earned = pay(game, MODCHAIN, rules, sample, scores_N)
+    attacked_N, _, also = pay(game, MODCHAIN, rules, sample, scores_N, by_rules=False)
+    np.testing.assert_allclose(played_N, [0.75, 0.75])
+    assert attacked_N.tolist() == [1.0, 0.0]
+    assert earned == also
 
 
 def lines(section: Any, style: str = "tag", solution: str = WRONG) -> dict[str, list[str]]:
