@@ -257,7 +257,8 @@ async def save_prover(session: Session, learner: LanguageModel, steps: int) -> l
 
 async def save_policy(session: Session, learner: LanguageModel, name: str, meta: Mapping[str, Any]) -> list[str]:
     """Write a policy as `name`, with its adapter next to it if it has one; returns the names to commit."""
-    tensors, adapter = await session.players.compute(learner.policy)
+    policy, adapter = await session.players.compute(learner.policy)
+    tensors = await session.players.compute(lambda: {name: tensor.cpu() for name, tensor in policy.items()})
     files = await session.players.compute(lambda: learner.description(TENSORS_FILE))
     await session.ledger.save_weights(name, tensors, meta, files)
     if adapter is None:

@@ -315,7 +315,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
             metrics = {**progress["before"], **await losses("after")}
         metrics |= {"demonstrations": float(len(train)), "held_out": float(len(held_out))}
         with span("checkpoint"):
-            tensors = await players.compute(learner.weights)
+            tensors = await players.compute(lambda: {n: tensor.cpu() for n, tensor in learner.weights().items()})
             files = await players.compute(lambda: learner.description(TENSORS_FILE))
             meta = {"steps": section.steps, "demonstrations": demonstrations.digest}
             await session.ledger.save_weights(WARMED_PROVER, tensors, meta, files)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from torch.nn.functional import silu
 
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.installation import install_extra
-from pvg.models.language_model import LanguageModel, LowRankAdapter
+from pvg.models.language_model import LanguageModel, LazyWeights, LowRankAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,16 +99,14 @@ class AdaptedModel(LanguageModel):
             layer.lora_A[KEY].requires_grad_(True)
             layer.lora_B[KEY].requires_grad_(True)
 
-    def weights(self) -> dict[str, Tensor]:
-        """The whole model's weights under their own names. Weights of adapted layers are computed at each call and do
-        not change with further training. The others are the frozen model's."""
-        tensors = super().weights()
-        for name, layer in self._adapted():
-            tensors[f"{name}.weight"] = _merged(layer)
-        return tensors
+    def weights(self) -> Mapping[str, Tensor]:
+        """The whole model's weights under their own names, as `with_adapter` gives them. They do not change with
+        further training."""
+        return self.policy()[0]
 
-    def policy(self) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
-        return self.weights(), self.adapter()
+    def policy(self) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
+        adapter = self.adapter()
+        return with_adapter(self.start().weights(), adapter), adapter
 
     def adapter(self) -> LowRankAdapter:
         """A copy of the adapters, which does not change with further training."""
@@ -146,31 +145,19 @@ class AdaptedModel(LanguageModel):
 
     def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
         """An independent model with the adapters merged into its weights."""
-        module = copy.deepcopy(self.module)
-        for name in self._layers:
-            layer: Any = module.get_submodule(name)
-            layer.base_layer.weight.data = _merged(layer)
-            module.set_submodule(name, layer.base_layer)
-        module.requires_grad_(True)
-        return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
+        merged = self.start().copy()
+        merged.load_weights(self.weights())
+        merged.require_gradients()
+        merged.module.to(dtype=dtype)
+        return merged
 
     def _save_module(self, directory: Path) -> None:
         with self.copy() as merged:
             merged._save_module(directory)
 
     def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The frozen model's weights, under their names before peft wrapped the layers."""
-        own_names: dict[str, str] = {}
-        added: set[str] = set()
-        for name, layer in self._adapted():
-            for part, _ in layer.base_layer.named_parameters():
-                own_names[f"{name}.base_layer.{part}"] = f"{name}.{part}"
-            added |= {f"{name}.{side}.{KEY}.weight" for side in ("lora_A", "lora_B")}
-        weights, first_names = super()._named_weights()
-        return (
-            {own_names.get(name, name): tensor for name, tensor in weights.items() if name not in added},
-            {own_names.get(n, n): own_names.get(f, f) for n, f in first_names.items() if n not in added},
-        )
+        """The frozen model's."""
+        return self.start()._named_weights()
 
     def _adapted(self) -> Iterator[tuple[str, Any]]:
         """Names and wrapped layers, in the model's order."""
@@ -242,12 +229,23 @@ def _check(model: LanguageModel, rank: int, section: str) -> None:
         )
 
 
-def _merged(layer: Any) -> Tensor:
-    """W + (alpha / rank) B A of a layer that peft wrapped, in W's dtype."""
-    with torch.no_grad():
-        weight: Tensor = layer.base_layer.weight
-        delta: Tensor = layer.get_delta_weight(KEY)
-        return (weight.float() + delta).to(weight.dtype)
+def with_adapter(weights: Mapping[str, Tensor], adapter: LowRankAdapter) -> LazyWeights:
+    """The weights of the model with the adapter: W + (alpha / rank) B A in W's dtype, computed whenever it is read.
+    `weights`: of the frozen model."""
+    scaling = cast(float, adapter.config["lora_alpha"]) / cast(int, adapter.config["r"])
+
+    def merged(name: str) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        with torch.no_grad():
+            A_RI, B_OR = (
+                adapter.tensors[f"{PREFIX}{name}.{side}.weight"].to(weight.device, copy=True)
+                for side in ("lora_A", "lora_B")
+            )
+            return (B_OR @ A_RI).mul_(scaling).add_(weight).to(weight.dtype)
+
+    end = ".lora_A.weight"
+    names = [name.removeprefix(PREFIX).removesuffix(end) for name in adapter.tensors if name.endswith(end)]
+    return LazyWeights(weights, {f"{name}.weight": partial(merged, name) for name in names})
 
 
 def _plain_config(config: Any) -> dict[str, object]:

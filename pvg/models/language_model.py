@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,29 @@ class LowRankAdapter:
 
     tensors: Mapping[str, Tensor]
     config: Mapping[str, object]
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """Weights of which some are computed whenever they are read: read one at a time, they are in memory one at a time.
+    `kept`: a tensor of the same shape and dtype for each name, which is the weight unless `computed` has the name."""
+
+    def __init__(self, kept: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]) -> None:
+        self.kept, self._computed = kept, computed
+
+    def __getitem__(self, name: str) -> Tensor:
+        compute = self._computed.get(name)
+        return self.kept[name] if compute is None else compute()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+
+def in_memory(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors with the names, shapes, dtypes and ties of `weights`, without computing any."""
+    return weights.kept if isinstance(weights, LazyWeights) else weights
 
 
 UNLIMITED = 2**31 - 1  # tokens
@@ -73,7 +96,8 @@ def context_of(config: Any) -> int:
 
 def digest_weights(weights: Mapping[str, Tensor], digest: Any) -> None:
     """Add names, dtypes, shapes and bytes of the weights, sorted by name, to a digest of hashlib."""
-    for name, weight in sorted(weights.items()):
+    for name in sorted(weights):
+        weight = weights[name]
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
         # As bytes: numpy has no bfloat16.
         digest.update(weight.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -144,11 +168,11 @@ class LanguageModel(Closing):
         """The same weights with an additional owner. They are freed when all owners have closed."""
         return LanguageModel(self.module, self.tokenizer, self.name)
 
-    def policy(self) -> tuple[dict[str, Tensor], LowRankAdapter | None]:
+    def policy(self) -> tuple[Mapping[str, Tensor], LowRankAdapter | None]:
         """What to publish or save: the whole model's tensors, and the adapter if it has one."""
         return self.weights(), None
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> Mapping[str, Tensor]:
         """Every weight once, under its first name, detached but not copied: it changes with training."""
         return self._named_weights()[0]
 
@@ -163,16 +187,17 @@ class LanguageModel(Closing):
         unknown name, a different shape, and names of one tied weight that disagree.
         """
         weights, first_names = self._named_weights()
-        accepted: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
+        accepted: dict[str, str] = {}
+        known = in_memory(tensors)
+        for name, tensor in known.items():
             first = first_names.get(name)
             if first is None:
                 raise self._misfit(f"has no weight {name!r}")
             if tensor.shape != weights[first].shape:
                 raise self._misfit(f"needs {name!r} as {tuple(weights[first].shape)}, not {tuple(tensor.shape)}")
-            if first in accepted and not torch.equal(accepted[first], tensor):
+            if first in accepted and not torch.equal(known[accepted[first]], tensor):
                 raise self._misfit(f"ties {name!r} to {first!r}, but two different tensors were given")
-            accepted[first] = tensor
+            accepted[first] = name
         missing = sorted(weights.keys() - accepted.keys())
         if missing:
             raise self._misfit(f"also needs {missing[0]!r} ({len(missing)} weights are missing)")
@@ -181,7 +206,7 @@ class LanguageModel(Closing):
             storage.resize_(size)
         with torch.no_grad():
             for name, weight in weights.items():
-                weight.copy_(accepted[name])
+                weight.copy_(tensors[accepted[name]])
 
     def drop_weights(self, larger_than: int = 0) -> bool:
         """Free the memory of weights of more than `larger_than` bytes in all, until `load_weights`. Nobody may read

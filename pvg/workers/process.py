@@ -78,7 +78,6 @@ class Worker:
         self._executor = executor
         self._tasks: set[asyncio.Task[None]] = set()
         self._models: dict[int, TrainedModel | ScoringModel] = {}
-        self._adapted: LanguageModel | None = None  # the sampled policy, if it has adapters
         self._sampling: dict[str, asyncio.Task[Completion]] = {}  # by the request's id
         self._reported = EngineStats()
         self.base: LanguageModel
@@ -120,8 +119,6 @@ class Worker:
         for model in self._models.values():
             model.close()
         self._models.clear()
-        if self._adapted is not None:
-            self._adapted.close()
         self.base.close()
 
     async def _answer(self, handler: Callable[[Frame], Any], frame: Frame) -> None:
@@ -234,17 +231,16 @@ class Worker:
         timing = await self._engine.load_weights(WeightUpdate(frame.fields["version"], tensors, frame.fields["trace"]))
         return Frame("done", {"rpc_ms": timing.rpc_ms})
 
-    def _policy_of(self, frame: Frame) -> dict[str, torch.Tensor]:
-        """The whole policy's weights. Its adapters alone are merged into the base that this worker has."""
+    def _policy_of(self, frame: Frame) -> Mapping[str, torch.Tensor]:
+        """The whole policy's weights. Adapters that come alone are merged into those of the base that this worker has,
+        one layer at a time as the engine copies them."""
         tensors = MappedTensors(frame.fields["place"]).tensors
         if not frame.fields["adapted"]:
             return tensors
-        from pvg.models.adapters import AdaptedModel
+        from pvg.models.adapters import with_adapter
 
-        self._adapted = self._adapted or open_learner(self, 0)
-        assert isinstance(self._adapted, AdaptedModel)
-        self._adapted.load_adapter(LowRankAdapter(tensors, {}))
-        return self._adapted.weights()
+        config = {"r": self.adapters.rank, "lora_alpha": self.adapters.alpha}
+        return with_adapter(self.base.weights(), LowRankAdapter(tensors, config))
 
     async def _generate(self, frame: Frame) -> Frame:
         """Sample a block of requests. Completions are sent as they finish, those of one turn of the loop together."""

@@ -50,11 +50,13 @@ if TYPE_CHECKING:
 # Versions of weights as folders that servers read. A folder exists completely or not at all.
 
 
-def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without additional names of the same memory: a tied weight keeps only its first name."""
+def untied(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names without additional ones of the same memory: a tied weight keeps only its first name."""
+    from pvg.models.language_model import in_memory
+
     seen: set[Any] = set()
-    kept = {}
-    for name, tensor in tensors.items():
+    kept = []
+    for name, tensor in in_memory(tensors).items():
         memory = (
             tensor.untyped_storage().data_ptr(),
             tensor.storage_offset(),
@@ -65,7 +67,7 @@ def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.numel() and memory in seen:
             continue
         seen.add(memory)
-        kept[name] = tensor
+        kept.append(name)
     return kept
 
 
@@ -80,7 +82,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     from safetensors.torch import save_file
 
     cast = {}
-    for name, tensor in untied(tensors).items():
+    for name in untied(tensors):
+        tensor = tensors[name]
         host = tensor.detach().to(wire_dtype(tensor, dtype)).cpu().contiguous()
         is_part = host.untyped_storage().nbytes() > host.nbytes  # safetensors refuses views of one memory
         cast[name] = host.clone() if is_part else host

@@ -77,7 +77,8 @@ class TransferSource:
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors.clear()  # first, so that there are never two copies
-        for name, tensor in untied(tensors).items():
+        for name in untied(tensors):
+            tensor = tensors[name]
             copy = tensor.detach().to(self.device, wire_dtype(tensor, self._dtype), copy=True)
             self._tensors[name] = copy.contiguous()
         if self.device.type == "cuda":
