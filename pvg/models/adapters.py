@@ -143,9 +143,9 @@ class AdaptedModel(LanguageModel):
         self._frozen = None
         super().close()
 
-    def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
+    def copy(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LanguageModel:
         """An independent model with the adapters merged into its weights."""
-        merged = self.start().copy()
+        merged = self.start().copy(device=device)
         merged.load_weights(self.weights())
         merged.require_gradients()
         merged.module.to(dtype=dtype)

@@ -177,7 +177,7 @@ def allow_tf32(device: torch.device, precision: str) -> bool:
 
 class LiveBytes(TorchDispatchMode):
     """While it is entered, counts the bytes of living tensors that were made meanwhile: `now`, and the most since
-    `peak` was set. The weights and buffers of `module` do not count."""
+    `peak` was set. The weights and buffers of `module` do not count, nor tensors without memory."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -187,7 +187,9 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         made = operator(*arguments, **(named or {}))
         for tensor in tree_leaves(made):
-            if isinstance(tensor, Tensor) and (key := (storage := tensor.untyped_storage())._cdata) not in self._known:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            if (key := (storage := tensor.untyped_storage())._cdata) not in self._known:
                 self._known.add(key)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)

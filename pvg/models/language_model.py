@@ -9,7 +9,7 @@ import copy
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
 from pvg.errors import Closing, ConfigurationError
@@ -152,10 +153,22 @@ class LanguageModel(Closing):
         config = self.module.config.get_text_config()
         return f"{config.num_hidden_layers} layers of {config.hidden_size}, {config.vocab_size} tokens"
 
-    def copy(self, dtype: torch.dtype | None = None) -> LanguageModel:
-        """Independent weights on the same device in `dtype` (None: unchanged). The caller owns the copy."""
-        module = copy.deepcopy(self.module)
-        return LanguageModel(module if dtype is None else module.to(dtype), self.tokenizer, self.name)
+    def copy(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LanguageModel:
+        """Independent weights on `device` in `dtype` (None: unchanged). The caller owns the copy."""
+        device = device or self.device
+        copies: dict[int, Any] = {  # made here, because a copy on this device first would double its memory
+            id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=True), weight.requires_grad)
+            for weight in self.module.parameters()
+        }
+        module = copy.deepcopy(self.module, copies)
+        return LanguageModel(module.to(device=device, dtype=dtype), self.tokenizer, self.name)
+
+    def move(self, device: torch.device) -> None:
+        """Move the weights to `device`. Modules that share them move too."""
+        before = self.device
+        self.module.to(device)
+        if before.type == "cuda" != device.type:
+            torch.cuda.empty_cache()
 
     def start(self) -> LanguageModel:
         """This model in its current state, as frozen weights that training does not change. This is a copy, unless the
@@ -277,3 +290,46 @@ class LanguageModel(Closing):
         return ConfigurationError(
             f"The weights do not fit model {self.name!r}: it {what}.", "Load the weights of the same architecture."
         )
+
+
+class StreamedModel:
+    """The architecture of a model, which computes with any weights of its shapes. Those of a layer are on `device` only
+    while it computes, all others (embedding, norm and head) during the whole pass."""
+
+    def __init__(self, model: LanguageModel, device: torch.device) -> None:
+        """Keeps no weight of `model`."""
+        self.device, self.dtype = device, model.dtype
+        tensors: dict[int, Any] = {id(buffer): buffer.to(device, copy=True) for buffer in model.module.buffers()}
+        for weight in model.module.parameters():
+            tensors[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
+        self._module = copy.deepcopy(model.module, tensors)
+        first_names = model._named_weights()[1]
+        self._layers: dict[nn.Module, dict[str, str]] = {}  # the first name of each weight, by its name in the layer
+        inside: set[str] = set()
+        for place, part in self._module.named_modules():
+            names = {f"{place}.{name}": name for name in part.state_dict()}
+            if isinstance(part, GradientCheckpointingLayer) and not names.keys() & inside:  # no layer within another
+                self._layers[part] = {name: first_names[whole] for whole, name in names.items()}
+                inside |= names.keys()
+        self._outside = {name: first for name, first in first_names.items() if name not in inside}
+
+    @contextmanager
+    def given(self, weights: Mapping[str, Tensor], placed: Callable[[Tensor], Tensor]) -> Iterator[nn.Module]:
+        """Meanwhile, the module computes with `weights`. `placed`: makes one of them what lies on the device."""
+
+        def fill(part: nn.Module, *_: object) -> None:
+            names = self._layers.get(part, self._outside)
+            found = {first: placed(weights[first]) for first in dict.fromkeys(names.values())}
+            part.load_state_dict({name: found[first] for name, first in names.items()}, strict=False, assign=True)
+
+        with ExitStack() as stack:
+            for layer in self._layers:
+                stack.callback(layer.register_forward_pre_hook(fill).remove)
+                stack.callback(layer.register_forward_hook(_without_memory, always_call=True).remove)
+            stack.callback(_without_memory, self._module)
+            fill(self._module)
+            yield self._module
+
+
+def _without_memory(part: nn.Module, *_: object) -> None:
+    part.load_state_dict({name: tensor.to("meta") for name, tensor in part.state_dict().items()}, assign=True)

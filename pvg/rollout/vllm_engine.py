@@ -64,7 +64,7 @@ from pvg.telemetry.spans import run_in, span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pvg.models.language_model import LanguageModel
+    from pvg.models.language_model import LanguageModel, StreamedModel
 
 
 # `Canary`: a proof that a server has the published weights.
@@ -174,26 +174,22 @@ def greedy_sequences(model: LanguageModel, prompts: Sequence[Int32]) -> list[Int
 
 
 def reference_logprobs(
-    model: LanguageModel, dtype: str, tensors: Mapping[str, Tensor], sequences: Sequence[Int32]
+    model: StreamedModel, dtype: str, tensors: Mapping[str, Tensor], sequences: Sequence[Int32]
 ) -> list[Float32]:
-    """Log-probs of ids[1:] of each sequence under `tensors`, float32 [L - 1] each. Uses the architecture of `model`,
-    but neither uses nor changes its weights.
+    """Log-probs of ids[1:] of each sequence under `tensors`, float32 [L - 1] each.
 
     Tensors are first rounded to the servers' `dtype`, so remaining differences come only from the computation.
     """
     import torch
-    from torch.func import functional_call
+
+    from pvg.models.logprobs import completion_logprobs
+    from pvg.models.packing import pad_right
 
     served = getattr(torch, dtype)
-    placed = {name: tensor.to(served).to(model.device, model.dtype) for name, tensor in tensors.items()}
-    found = []
-    with torch.inference_mode():
-        for sequence in sequences:
-            ids_L = torch.from_numpy(sequence.astype(np.int64)).to(model.device)
-            logits_LV = functional_call(model.module, placed, (), {"input_ids": ids_L[None]}).logits[0].float()
-            chosen_L = logits_LV[:-1].log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]
-            found.append(chosen_L.cpu().numpy())
-    return found
+    ids_BL, lengths_B = pad_right(sequences, 0, model.device)
+    with torch.inference_mode(), model.given(tensors, lambda t: t.to(served).to(model.device, model.dtype)) as module:
+        logprobs_BL = completion_logprobs(module, ids_BL, lengths_B, torch.ones_like(lengths_B)).cpu().numpy()
+    return [row_L[1 : len(sequence)] for row_L, sequence in zip(logprobs_BL, sequences, strict=True)]
 
 
 def _largest(a: Sequence[Float32], b: Sequence[Float32]) -> float:
@@ -216,6 +212,8 @@ def open_vllm_engine(
     prompts: Callable[[], list[Int32]],
 ) -> VllmEngine:
     """Sends no request yet. Servers that pvg starts on a cluster are added later (`engine.served.add`)."""
+    from pvg.models.language_model import StreamedModel
+
     serving, weights, rollout = experiment.serving, experiment.weights, experiment.rollout
     assert isinstance(rollout.engine, ServerSampling)
     dtype = experiment.sampling_dtype
@@ -227,7 +225,7 @@ def open_vllm_engine(
     if weights.canary_prompts:
         canary = Canary(
             lambda: greedy_sequences(base, prompts()),
-            partial(reference_logprobs, base, dtype),
+            partial(reference_logprobs, StreamedModel(base, base.device), dtype),
             executor,
             weights.canary_tolerance or TOLERANCE[dtype],
         )

@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.errors import TrainingDivergedError, WeightsNotArrivedError
+from pvg.models.compute import LiveBytes
 from pvg.models.embedded_training import modchain_tokenizer
-from pvg.models.language_model import LanguageModel
+from pvg.models.language_model import LanguageModel, StreamedModel
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Float32, Int32
 from pvg.rollout.vllm_engine import Canary, reference_logprobs
@@ -23,19 +24,23 @@ SEQUENCES = [np.array([3, 4, 5, 6], dtype=np.int32), np.array([7, 8], dtype=np.i
 SERVER = "http://server"
 
 
-def model(tied: bool = True, seed: int = 0) -> LanguageModel:
+def model(tied: bool = True, seed: int = 0, layers: int = 1) -> LanguageModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=20,
         hidden_size=16,
         intermediate_size=24,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=32,
         initializer_range=0.3,
         tie_word_embeddings=tied,
     )
     return LanguageModel(LlamaForCausalLM(config), Tokenizer(modchain_tokenizer(), "tiny"), "tiny")
+
+
+def streamed(base: LanguageModel) -> StreamedModel:
+    return StreamedModel(base, torch.device("cpu"))
 
 
 def canary(
@@ -56,7 +61,7 @@ def canary(
 def test_the_reference_is_the_model_under_the_given_tensors_and_leaves_its_own_alone(tied: bool) -> None:
     base, other = model(tied), model(tied, seed=1)
     before = base.fingerprint()
-    found = reference_logprobs(base, "float32", other.weights(), SEQUENCES)
+    found = reference_logprobs(streamed(base), "float32", other.weights(), SEQUENCES)
     assert base.fingerprint() == before
     for sequence, logprobs in zip(SEQUENCES, found, strict=True):
         ids = torch.from_numpy(sequence.astype(np.int64))
@@ -69,13 +74,43 @@ def test_the_reference_is_the_model_under_the_given_tensors_and_leaves_its_own_a
 def test_the_reference_rounds_the_weights_as_the_servers_do() -> None:
     base = model()
     rounded = {name: tensor.to(torch.bfloat16).float() for name, tensor in base.weights().items()}
-    served = reference_logprobs(base, "bfloat16", base.weights(), SEQUENCES)
-    for logprobs, expected in zip(served, reference_logprobs(base, "float32", rounded, SEQUENCES), strict=True):
+    streams = streamed(base)
+    served = reference_logprobs(streams, "bfloat16", base.weights(), SEQUENCES)
+    for logprobs, expected in zip(served, reference_logprobs(streams, "float32", rounded, SEQUENCES), strict=True):
         np.testing.assert_array_equal(logprobs, expected)
     assert any(
         np.abs(a - b).max() > 1e-4
-        for a, b in zip(served, reference_logprobs(base, "float32", base.weights(), SEQUENCES), strict=True)
+        for a, b in zip(served, reference_logprobs(streams, "float32", base.weights(), SEQUENCES), strict=True)
     )
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_reference_has_one_layer_of_the_weights_in_memory(adapters: bool) -> None:
+    """Also of weights with adapters, which are merged then. The numbers are those of the whole model."""
+    base = model(tied=False, layers=24)
+    policy: LanguageModel = base
+    if adapters:
+        pytest.importorskip("peft", reason="needs peft: pip install '.[lora]'")
+        from pvg.models.adapters import attach_adapters
+
+        policy = attach_adapters(base, 2, 4.0, 0)
+        with torch.no_grad():
+            for name, weight in policy.module.named_parameters():
+                if "lora_B" in name:
+                    weight.copy_(0.1 * torch.sin(torch.arange(weight.numel()).reshape(weight.shape)))
+    streams, sequences = streamed(base), [np.arange(9, dtype=np.int32), np.arange(3, dtype=np.int32)]
+    reference_logprobs(streams, "bfloat16", base.weights(), sequences)  # checks, once
+    weights, whole = policy.weights(), sum(weight.nbytes for weight in base.weights().values())
+    with LiveBytes(base.module) as live:
+        found = reference_logprobs(streams, "bfloat16", weights, sequences)
+    assert live.peak < whole / 3
+    rounded = policy.copy()
+    rounded.load_weights({name: weight.to(torch.bfloat16).float() for name, weight in policy.weights().items()})
+    for sequence, logprobs in zip(sequences, found, strict=True):
+        ids = torch.from_numpy(sequence.astype(np.int64))
+        with torch.no_grad():
+            expected = rounded.module(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-5)
 
 
 def test_the_gap_is_the_largest_and_beyond_the_tolerance_the_error_names_server_and_version() -> None:
