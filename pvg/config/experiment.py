@@ -102,6 +102,16 @@ class Experiment(AllSections):
         return found
 
     @property
+    def verifier_is_on_base(self) -> bool:
+        """Whether the verifier is adapters on the base prover's own weights."""
+        return self.verifier.adapters.rank > 0 and self.models.verifier == self.models.prover
+
+    @property
+    def prover_needs_base(self) -> bool:
+        """Whether training the prover computes with the base prover: below adapters, or as the reference of the KL."""
+        return self.training.adapters.rank > 0 or self.training.kl.coefficient > 0
+
+    @property
     def servers_rest(self) -> bool:
         """Whether a server on the trainer's GPU sleeps while the trainer works: it has nothing to do then."""
         served = self.rollout.engine.kind == "vllm" and self.server_cluster is None and self.models.on_gpu

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pvg.models.heads import VerifierModel
     from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 
@@ -105,8 +105,11 @@ class FinishedRound:
     def read_verifier(self, device: torch.device) -> tuple[ScoringModel, float]:
         """The verifier and its acceptance threshold. The caller closes the verifier."""
         from pvg.game.verifier_phase import read_verifier
+        from pvg.models.sources import open_verifier
 
-        return read_verifier(_Verifiers(self.experiment, device), self.read_weights, self.verifier_name)
+        experiment = self.experiment
+        opened = partial(open_verifier, experiment.verifier, experiment.models, experiment.seed, device, None)
+        return read_verifier(opened, self.read_weights, self.verifier_name)
 
     def scorer(self) -> VerifierScorer:
         """The scorer of the round's verifier, computed by torch in this process. The caller closes it."""
@@ -134,19 +137,6 @@ class FinishedRound:
                 owned=opened.pop_all(),
                 max_rows=self.experiment.rollout.chunk,
             )
-
-
-class _Verifiers:
-    """Opens a run's verifiers without its prover."""
-
-    def __init__(self, experiment: Experiment, device: torch.device) -> None:
-        self._experiment, self._device = experiment, device
-
-    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        from pvg.models.sources import open_verifier
-
-        section, models, seed = self._experiment.verifier, self._experiment.models, self._experiment.seed
-        return open_verifier(section, models, seed, self._device, None, round_, member, like)
 
 
 # Scores the rows of a JSONL file with a run's verifier, in constant memory.

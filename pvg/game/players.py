@@ -23,13 +23,14 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.game.roles import PromptSection, prompt_renderer
+from pvg.game.states import Phase
 from pvg.game.statistics import sync_metrics
 from pvg.models import open_model, pick_device
 from pvg.models.compute import ComputeExecutor, allow_tf32, compute_executor, width_of
 from pvg.models.heads import GenerativeHead, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
 from pvg.models.logprobs import refuse_without_head
-from pvg.models.sources import open_verifier, verifier_is_on_base
+from pvg.models.sources import open_verifier
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Role
 from pvg.rollout import EngineSetup, open_engine
@@ -220,7 +221,7 @@ class Players:
         ahead = (
             self._experiment.rollout.prefetch.kind != "none" and self.verifier_serving is None and self.workers is None
         )
-        if not ahead or self.verifier_is_on_base or self.threads >= usable_cores():
+        if not ahead or self._experiment.verifier_is_on_base or self.threads >= usable_cores():
             return None
         return ThreadPoolExecutor(1, "pvg-score", initializer=torch.set_num_threads, initargs=(1,))
 
@@ -279,6 +280,7 @@ class Players:
     async def base_policy(self) -> AsyncIterator[Dispatcher]:
         """The base prover, which samples on a torch engine of its own."""
         rollout, sampling, dtype = self._experiment.rollout, self.dispatcher.sampling, self._experiment.sampling_dtype
+        await self.compute(partial(self.base.module.to, self.device))
         engine = open_engine(EngineSetup(rollout, self.base, self.executor, SilentEvents(), dtype=dtype))
         try:
             yield Dispatcher(engine, self.task, self.base.tokenizer, sampling, rollout.concurrency)
@@ -302,17 +304,31 @@ class Players:
         finally:
             await found.engine.close()
 
-    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
-        """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
-        the random part of these weights. `like`: another member, with which it shares frozen tensors. Raises what
-        `attach_adapters` and `build_verifier` raise."""
-        section, models = self._experiment.verifier, self._experiment.models
-        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like)
-
     @property
-    def verifier_is_on_base(self) -> bool:
-        """Whether the verifier is adapters on the base prover's own weights."""
-        return verifier_is_on_base(self._experiment.verifier, self._experiment.models)
+    def learner_device(self) -> torch.device:
+        """Where a prover whose weights all train has them. The GPUs of ranks have only parts of them."""
+        return self.device if ranks_of(self._experiment.cluster) is None else torch.device("cpu")
+
+    async def place_base(self, phase: Phase) -> None:
+        """Keep the base prover's weights on the CPU in a phase in which this process does not compute with them."""
+        experiment = self._experiment
+        needed = experiment.verifier_is_on_base or (phase is Phase.TRAIN_PROVER and experiment.prover_needs_base)
+        await self.compute(partial(self.base.module.to, self.device if needed and self.workers is None else "cpu"))
+
+    def open_verifier(
+        self, round_: int = 0, member: int = 0, like: VerifierModel | None = None, device: torch.device | None = None
+    ) -> VerifierModel:
+        """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
+        the random part of these weights. `like`: another member, with which it shares frozen tensors. `device`: None is
+        that of the players. Raises what `attach_adapters` and `build_verifier` raise."""
+        section, models = self._experiment.verifier, self._experiment.models
+        return open_verifier(section, models, self.seed, device or self.device, self.base, round_, member, like)
+
+    def open_frozen_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
+        """One for the scores of a prover phase: on the CPU if workers or servers compute them."""
+        elsewhere = self.workers is not None or self.verifier_serving is not None
+        trains = self._experiment.game.schedule.kind == "simultaneous"
+        return self.open_verifier(like=like, device=torch.device("cpu") if elsewhere and not trains else None)
 
     def divided_workers(self) -> AbstractContextManager[None]:
         """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts
@@ -342,16 +358,14 @@ class Players:
     def prover_ranks(
         self, training: Training, rollout: Rollouts, learner: nn.Module, optimizer: OptimizerSettings
     ) -> ModelInRanks | None:
-        """Trains `learner` in the ranks; None without ranks. The weights that they train move to the CPU, unless they
-        are adapters. The caller closes it."""
+        """Trains `learner` in the ranks; None without ranks. The caller closes it."""
         refuse_without_ranks(self._experiment, self._ranks)
         if ranks_of(self._experiment.cluster) is None or self._ranks is None:
             return None
         from pvg.workers.ranks import ModelInRanks, rank_fields
 
         fields = rank_fields(training, rollout, self.models, optimizer, self.device)
-        whole = trainable_parameters(learner if training.adapters.rank else learner.cpu())
-        return ModelInRanks(self._ranks, self.executor, fields, whole, self._events)
+        return ModelInRanks(self._ranks, self.executor, fields, trainable_parameters(learner), self._events)
 
     def verifier_workers(self, verifier: VerifierModel) -> ModelInWorkers[VerifierBatch] | None:
         """As `prover_workers`, for a verifier in training."""

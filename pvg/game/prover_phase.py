@@ -232,18 +232,16 @@ def open_round_learner(session: Session, *, from_previous: bool) -> LanguageMode
     """The prover at the start of the round's training: the base prover, or the previous round's if there is one. The
     caller closes it."""
     round_, read = session.state.round, session.ledger.read_weights
+    learner = open_learner(session.players, round_, session.players.learner_device)
     if not from_previous or round_ == 0:
-        return open_learner(session.players, round_)
+        return learner
     name = prover_weights_name(round_ - 1)
     if not session.training.adapters.rank:
-        tensors, _ = read(name)
-        learner = open_learner(session.players, round_)
-        learner.load_weights(tensors)
+        learner.load_weights(read(name)[0])
         return learner
     from pvg.models.adapters import AdaptedModel
 
     low_rank, meta = read(adapter_name(name))
-    learner = open_learner(session.players, round_)
     assert isinstance(learner, AdaptedModel)
     learner.load_adapter(LowRankAdapter(low_rank, meta["config"]))
     return learner
@@ -286,4 +284,4 @@ async def open_round_verifier(session: RunWithPlayers, round_: int) -> tuple[Sco
     players, read = session.players, session.ledger.read_weights
     final = final_verifier_name(round_)  # exists if the verifier trained during the prover phase, and that has ended
     name = final if final in session.ledger.state.weights else verifier_weights_name(round_)
-    return await players.compute(lambda: read_verifier(players, read, name))
+    return await players.compute(lambda: read_verifier(players.open_frozen_verifier, read, name))

@@ -222,6 +222,7 @@ async def _play_phases(experiment: Experiment, session: Session) -> None:
     await _enter_game(experiment, session, _first_phase(experiment))
     phases = SELF_PLAY if self_play else VERDICTS if experiment.verifier.verdict_tokens else PHASES
     while ledger.state.phase is not Phase.COMPLETE:
+        await session.players.place_base(ledger.state.phase)
         await imported(phases[ledger.state.phase])(session)
 
 
@@ -374,7 +375,7 @@ def check_models(
     if training.router_replay:
         routers_of(base.module)
     if training.adapters.rank or training.gradient_checkpointing:
-        with open_learner(players, round_=0) as learner:
+        with open_learner(players, 0, torch.device("cpu")) as learner:  # which computes nothing
             if training.gradient_checkpointing:
                 checkpoint_layers(learner.module)
 

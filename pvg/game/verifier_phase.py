@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,12 +52,8 @@ if TYPE_CHECKING:
 # A round's verifier on disk: one model or an ensemble.
 
 
-class VerifierOpener(Protocol):
-    """Opens a verifier at its initial weights: the players of a run (pvg.game.players.Players)."""
-
-    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel: ...
-
-
+# Opens a verifier at its initial weights, as Players.open_verifier does.
+OpenVerifier = Callable[..., VerifierModel]
 ReadWeights = Callable[[str], tuple[Mapping[str, "Tensor"], Mapping[str, Any]]]
 
 
@@ -66,27 +62,27 @@ def member_weights_name(round_: int, member: int) -> str:
     return f"{verifier_weights_name(round_)}-member-{member}"
 
 
-def read_verifier(players: VerifierOpener, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
+def read_verifier(open_: OpenVerifier, read_weights: ReadWeights, name: str) -> tuple[ScoringModel, float]:
     """The frozen verifier that was saved as `name`, and its acceptance threshold; the caller closes it. Runs in the
     compute thread. `read_weights` returns what `Ledger.save_weights` stored under a name."""
     tensors, meta = read_weights(name)
     threshold = float(meta["threshold"])
     if "members" not in meta:
-        verifier = players.open_verifier()
+        verifier = open_()
         verifier.load_trainable_state(tensors)
         return verifier, threshold
     scales = ScoreScales(tensors["slopes_K"].numpy(), tensors["offsets_K"].numpy())
-    members = read_members(players, read_weights, meta["members"])
+    members = read_members(open_, read_weights, meta["members"])
     return VerifierEnsemble(members, meta["aggregation"], scales), threshold
 
 
-def read_members(players: VerifierOpener, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
+def read_members(open_: OpenVerifier, read_weights: ReadWeights, names: Sequence[str]) -> list[VerifierModel]:
     """The members of an ensemble, one model each; they share the tensors that training never changes."""
     members: list[VerifierModel] = []
     with ExitStack() as opened:
         for name in names:
             tensors, _ = read_weights(name)
-            member = players.open_verifier(like=members[0] if members else None)
+            member = open_(like=members[0] if members else None)
             opened.callback(member.close)
             member.load_trainable_state(tensors)
             members.append(member)
@@ -203,7 +199,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
         )
     with span("open_models"):
         read, names = session.ledger.read_weights, finished_members(session)
-        members = await players.compute(lambda: read_members(players, read, names))
+        members = await players.compute(lambda: read_members(players.open_frozen_verifier, read, names))
     return VerifierEnsemble(members, section.ensemble.kind, ScoreScales.none(len(members)))
 
 

@@ -236,12 +236,10 @@ def with_adapter(weights: Mapping[str, Tensor], adapter: LowRankAdapter) -> Lazy
 
     def merged(name: str) -> Tensor:
         weight = weights[f"{name}.weight"]
+        A_RI, B_OR = (adapter.tensors[f"{PREFIX}{name}.lora_{side}.weight"] for side in "AB")
         with torch.no_grad():
-            A_RI, B_OR = (
-                adapter.tensors[f"{PREFIX}{name}.{side}.weight"].to(weight.device, copy=True)
-                for side in ("lora_A", "lora_B")
-            )
-            return (B_OR @ A_RI).mul_(scaling).add_(weight).to(weight.dtype)
+            delta_OI = B_OR.to(weight.device, copy=True) @ A_RI.to(weight.device, copy=True)
+            return delta_OI.mul_(scaling).add_(weight).to(weight.dtype)
 
     end = ".lora_A.weight"
     names = [name.removeprefix(PREFIX).removesuffix(end) for name in adapter.tensors if name.endswith(end)]

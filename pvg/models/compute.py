@@ -186,9 +186,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         made = operator(*arguments, **(named or {}))
-        for tensor in tree_leaves(made):
-            if not isinstance(tensor, Tensor) or tensor.is_meta:
-                continue
+        for tensor in (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor) and not leaf.is_meta):
             if (key := (storage := tensor.untyped_storage())._cdata) not in self._known:
                 self._known.add(key)
                 self.now += storage.nbytes()

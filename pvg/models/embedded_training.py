@@ -81,14 +81,9 @@ def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
 Row = tuple[str, str]  # prompt, completion
 
 
-def held_out_plans() -> list[Problem]:
-    """The default task's test split. No embedded model was trained on it."""
-    return list(DiplomacyMini(DiplomacyMiniTask()).problems("test"))
-
-
 @cache
 def training_problems() -> list[Problem]:
-    """All problems that are not held out."""
+    """All problems that are not in the default task's test split."""
     section = DiplomacyMiniTask()
     count = len(listed_problems()) - section.test_problems
     return list(DiplomacyMini(section.model_copy(update={"problems": count})).problems("train"))

@@ -41,27 +41,22 @@ class LowRankAdapter:
     config: Mapping[str, object]
 
 
+@dataclass(frozen=True, eq=False)
 class LazyWeights(Mapping[str, Tensor]):
     """Weights of which some are computed whenever they are read: read one at a time, they are in memory one at a time.
     `kept`: a tensor of the same shape and dtype for each name, which is the weight unless `computed` has the name."""
 
-    def __init__(self, kept: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]]) -> None:
-        self.kept, self._computed = kept, computed
+    kept: Mapping[str, Tensor]
+    computed: Mapping[str, Callable[[], Tensor]]
 
     def __getitem__(self, name: str) -> Tensor:
-        compute = self._computed.get(name)
-        return self.kept[name] if compute is None else compute()
+        return self.computed[name]() if name in self.computed else self.kept[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.kept)
 
     def __len__(self) -> int:
         return len(self.kept)
-
-
-def in_memory(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Tensors with the names, shapes, dtypes and ties of `weights`, without computing any."""
-    return weights.kept if isinstance(weights, LazyWeights) else weights
 
 
 UNLIMITED = 2**31 - 1  # tokens
@@ -156,19 +151,10 @@ class LanguageModel(Closing):
     def copy(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> LanguageModel:
         """Independent weights on `device` in `dtype` (None: unchanged). The caller owns the copy."""
         device = device or self.device
-        copies: dict[int, Any] = {  # made here, because a copy on this device first would double its memory
-            id(weight): nn.Parameter(weight.detach().to(device, dtype, copy=True), weight.requires_grad)
-            for weight in self.module.parameters()
-        }
+        weights = self.module.parameters()  # never both on one device in both dtypes, as deepcopy and `to` would
+        copies = {id(w): nn.Parameter(w.detach().to(device, dtype, copy=True), w.requires_grad) for w in weights}
         module = copy.deepcopy(self.module, copies)
         return LanguageModel(module.to(device=device, dtype=dtype), self.tokenizer, self.name)
-
-    def move(self, device: torch.device) -> None:
-        """Move the weights to `device`. Modules that share them move too."""
-        before = self.device
-        self.module.to(device)
-        if before.type == "cuda" != device.type:
-            torch.cuda.empty_cache()
 
     def start(self) -> LanguageModel:
         """This model in its current state, as frozen weights that training does not change. This is a copy, unless the
@@ -201,7 +187,7 @@ class LanguageModel(Closing):
         """
         weights, first_names = self._named_weights()
         accepted: dict[str, str] = {}
-        known = in_memory(tensors)
+        known = tensors.kept if isinstance(tensors, LazyWeights) else tensors
         for name, tensor in known.items():
             first = first_names.get(name)
             if first is None:
@@ -303,15 +289,12 @@ class StreamedModel:
         for weight in model.module.parameters():
             tensors[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=False)
         self._module = copy.deepcopy(model.module, tensors)
-        first_names = model._named_weights()[1]
-        self._layers: dict[nn.Module, dict[str, str]] = {}  # the first name of each weight, by its name in the layer
-        inside: set[str] = set()
+        # The first name in the model of each weight, by its name in its layer, and those of the other weights.
+        self._layers, self._outside = dict[nn.Module, dict[str, str]](), dict(model._named_weights()[1])
         for place, part in self._module.named_modules():
-            names = {f"{place}.{name}": name for name in part.state_dict()}
-            if isinstance(part, GradientCheckpointingLayer) and not names.keys() & inside:  # no layer within another
-                self._layers[part] = {name: first_names[whole] for whole, name in names.items()}
-                inside |= names.keys()
-        self._outside = {name: first for name, first in first_names.items() if name not in inside}
+            own = [name for name in part.state_dict() if f"{place}.{name}" in self._outside]
+            if isinstance(part, GradientCheckpointingLayer) and own:  # not within another layer
+                self._layers[part] = {name: self._outside.pop(f"{place}.{name}") for name in own}
 
     @contextmanager
     def given(self, weights: Mapping[str, Tensor], placed: Callable[[Tensor], Tensor]) -> Iterator[nn.Module]:
@@ -322,14 +305,13 @@ class StreamedModel:
             found = {first: placed(weights[first]) for first in dict.fromkeys(names.values())}
             part.load_state_dict({name: found[first] for name, first in names.items()}, strict=False, assign=True)
 
+        def empty(part: nn.Module, *_: object) -> None:
+            part.load_state_dict({name: tensor.to("meta") for name, tensor in part.state_dict().items()}, assign=True)
+
         with ExitStack() as stack:
             for layer in self._layers:
                 stack.callback(layer.register_forward_pre_hook(fill).remove)
-                stack.callback(layer.register_forward_hook(_without_memory, always_call=True).remove)
-            stack.callback(_without_memory, self._module)
+                stack.callback(layer.register_forward_hook(empty, always_call=True).remove)
+            stack.callback(empty, self._module)
             fill(self._module)
             yield self._module
-
-
-def _without_memory(part: nn.Module, *_: object) -> None:
-    part.load_state_dict({name: tensor.to("meta") for name, tensor in part.state_dict().items()}, assign=True)

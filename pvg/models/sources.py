@@ -327,12 +327,12 @@ class BaseProver(Protocol):
     base: LanguageModel
 
 
-def open_learner(players: BaseProver, round_: int) -> LanguageModel:
-    """The prover at the start of a round's training: a copy of the base, or adapters on the base's own weights. The
-    caller closes it. Raises what `attach_adapters` raises."""
+def open_learner(players: BaseProver, round_: int, device: torch.device | None = None) -> LanguageModel:
+    """The prover at the start of a round's training: a copy of the base on `device` (None: where the base is), or
+    adapters on the base's own weights. The caller closes it. Raises what `attach_adapters` raises."""
     adapters = players.adapters
     if not adapters.rank:
-        return players.base.copy()
+        return players.base.copy(device=device)
     from pvg.models.adapters import attach_adapters
 
     return attach_adapters(players.base, adapters.rank, adapters.alpha, seed_for(players.seed, round_, "adapters"))
@@ -353,7 +353,7 @@ def open_verifier(
     head_seed, seed = seed_for(seed, "verifier-head"), seed_for(seed, round_, "verifier-start", member)
     if not section.adapters.rank:
         model = open_source(models.verifier, device, models.dtype)
-    elif base is not None and verifier_is_on_base(section, models):
+    elif base is not None and models.verifier == models.prover:
         model = _with_adapters(section, base, seed)
     else:
         with open_source(models.verifier, device, models.dtype) if like is None else like.start_model() as start:
@@ -368,11 +368,6 @@ def open_verifier(
     if member:  # the first member equals a verifier without an ensemble
         verifier.start_elsewhere(seed)
     return verifier
-
-
-def verifier_is_on_base(section: Verifier, models: Models) -> bool:
-    """Whether the verifier is adapters on the base prover's own weights."""
-    return section.adapters.rank > 0 and models.verifier == models.prover
 
 
 def _with_adapters(section: Verifier, start: LanguageModel, seed: int) -> LanguageModel:

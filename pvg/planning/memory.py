@@ -61,6 +61,13 @@ class ModelShape:
         """Bytes of the KV cache per token."""
         return 2 * self.layers * self.keys * number_bytes
 
+    def streamed(self, layers: int) -> float:
+        """Parameters of some layers, and of what is outside of the layers."""
+        ends = self.vocabulary * self.width
+        if self.config is not None and not self.config.tie_word_embeddings:
+            ends *= 2
+        return ends + layers * (self.parameters - ends) / self.layers
+
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of low-rank adapters on all linear layers but the head."""
         return rank * self.sides
@@ -292,7 +299,7 @@ STAGES = ("train the prover", "train the verifier", "sample")
 class MemoryPlan:
     """The peak of one stage. `parts`: bytes by what they are for. `place`: the process that takes them. In a stage that
     trains, a micro-batch has `positions`. In a stage that samples, `rows` rollouts have a KV cache of `kv_row_bytes`
-    each."""
+    each. `canary`: bytes of the proof that published weights have arrived, which take less than a step."""
 
     stage: str
     place: Place
@@ -300,6 +307,7 @@ class MemoryPlan:
     positions: int = 0
     rows: int = 0
     kv_row_bytes: float = 0.0
+    canary: float = 0.0
 
     @property
     def total(self) -> float:
@@ -307,8 +315,8 @@ class MemoryPlan:
 
     @property
     def between_steps(self) -> float:
-        """What stays of a stage that trains while its next batch is sampled."""
-        return self.total - sum(self.parts[part] for part in (ACTIVATIONS, GRADIENTS, CASTS))
+        """What a stage that trains takes while its next batch is sampled and its weights are published."""
+        return self.total - sum(self.parts[part] for part in (ACTIVATIONS, GRADIENTS, CASTS)) + self.canary
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,11 +337,7 @@ class ModelInTraining:
     @property
     def gathered(self) -> float:
         """The most bytes of weights that one of several GPUs has gathered: two layers, and what is outside of them."""
-        ends = self.shape.vocabulary * self.shape.width
-        if self.shape.config is not None and not self.shape.config.tie_word_embeddings:
-            ends *= 2
-        layer = (self.shape.parameters - ends) / self.shape.layers
-        return (ends + 2 * layer) * BYTES[self.precision] if self.gpus > 1 else 0.0
+        return self.shape.streamed(2) * BYTES[self.precision] if self.gpus > 1 else 0.0
 
     @property
     def trained(self) -> int:
@@ -407,7 +411,9 @@ def memory_of(
         copy = {"weights of the sampler": float(prover.parameters * sampling)}
     on_cpu = gpu_bytes is None
     context = {"Python and libraries": float(LIBRARY_BYTES)} if on_cpu else {"GPU context (assumed)": CONTEXT_BYTES}
-    frozen = {"base prover": float(base), **context}
+    # On a GPU, a process without workers has the base only in the phases that compute with it (Players.place_base).
+    always = on_cpu or has_workers(experiment.cluster) or experiment.verifier_is_on_base
+    frozen = {"base prover": float(base) if always or experiment.prover_needs_base else 0.0, **context}
     # While players train, a large engine in this process rests (TorchEngine.rest), unless it samples before it gets new
     # weights.
     rests = on_cpu and not has_workers(experiment.cluster) and sum(copy.values()) > KEPT_BYTES
@@ -417,19 +423,25 @@ def memory_of(
     if gpu_bytes is not None:  # the ranks of CPUs share a machine, whose memory they do not divide
         policy = replace(policy, gpus=ranks_of(experiment.cluster) or 1)
     verifier_bytes = _scoring_bytes(experiment, scoring)
+    if not on_cpu and experiment.verifier.engine == "vllm" and experiment.game.schedule.kind != "simultaneous":
+        verifier_bytes = 0.0
     numbers = experiment.arithmetic()
     batch = numbers.rollouts_per_optimizer_step * length
     lengths = (prompt_tokens, rollout.max_tokens)
     positions = max(length, min(experiment.training.micro_batch_tokens, batch))
     training = training_parts(policy, positions, *lengths, gpu_bytes, accumulates=positions < batch)
     held = {**frozen, **(copy if samples_on else {}), "verifier": verifier_bytes}
-    yield MemoryPlan("train the prover", "trainer", {**held, **training}, positions)
+    canary = 0.0  # pvg.rollout.vllm_engine.reference_logprobs
+    if not isinstance(engine, TorchSampling) and (prompts := experiment.weights.canary_prompts):
+        logits = FLOAT32 * LOGITS_COPIES * prompts * prompt_tokens * prover.vocabulary
+        canary = prover.streamed(1) * BYTES[models.dtype] + logits
+    yield MemoryPlan("train the prover", "trainer", {**held, **training}, positions, canary=canary)
 
     pairs = 2 * experiment.verifier.pairs * length
     positions = max(length, min(experiment.verifier.micro_batch_tokens, pairs))
     own = training_parts(scoring, positions, *lengths, gpu_bytes, accumulates=positions < pairs)
     start = {"verifier's initial weights": _frozen_verifier_bytes(experiment, scoring)}
-    held = {**frozen, **({} if rests else copy), **start}
+    held = {**frozen, **({} if rests else copy), **start, "base prover": float(base) if always else 0.0}
     yield MemoryPlan("train the verifier", "trainer", {**held, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))
@@ -477,18 +489,13 @@ def _packs(shape: ModelShape) -> bool:
         return False
 
 
-def _on_base(experiment: Experiment) -> bool:
-    """As pvg.models.sources.verifier_is_on_base."""
-    return bool(experiment.verifier.adapters.rank) and experiment.models.verifier == experiment.models.prover
-
-
 def _frozen_verifier_bytes(experiment: Experiment, verifier: ModelInTraining) -> float:
     """What training the verifier needs besides the trained weights: under adapters the frozen model, for the implicit
     head the initial weights, which give the reference, and for a generative one the weights that sample."""
     weights, kind = float(verifier.shape.parameters * BYTES[verifier.dtype]), experiment.verifier.head.kind
     sampler = weights if kind == "generative" else 0.0
     if verifier.rank:
-        return sampler + (0.0 if _on_base(experiment) else weights)
+        return sampler + (0.0 if experiment.verifier_is_on_base else weights)
     return weights if kind == "implicit" else sampler
 
 

@@ -117,7 +117,9 @@ def test_the_verifier_of_the_samples_round_asks(challenged: RunDirectory) -> Non
 
 def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: list[Rollout]) -> float:
     """The share of questions that round `round_`'s verifier would have asked too."""
-    verifier, _ = read_verifier(players, lambda name: read_checkpoint(run.weights, name), verifier_weights_name(round_))
+    verifier, _ = read_verifier(
+        players.open_verifier, lambda name: read_checkpoint(run.weights, name), verifier_weights_name(round_)
+    )
     problems = {problem.id: problem for split in ("train", "test") for problem in players.task.problems(split)}
     asked = [rollout for rollout in rollouts if rollout.turns]
     asks = []

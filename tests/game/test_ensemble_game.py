@@ -97,7 +97,9 @@ def test_whoever_opens_the_round_gets_the_whole_ensemble(whole: RunDirectory) ->
         players = Players(experiment, open_task(experiment.task))
         try:
             read = lambda name: read_checkpoint(whole.weights, name)  # noqa: E731
-            verifier, threshold = await players.compute(lambda: read_verifier(players, read, "round-000-verifier"))
+            verifier, threshold = await players.compute(
+                lambda: read_verifier(players.open_verifier, read, "round-000-verifier")
+            )
             assert isinstance(verifier, VerifierEnsemble)
             scores_N = await players.scorer(verifier).score(held_out)
             version = verifier.version()

@@ -16,8 +16,11 @@ import torch
 from pvg.config.load import build_experiment
 from pvg.errors import MissingRequirementError
 from pvg.game import players
+from pvg.game.states import Phase
 from pvg.models import compute
 from pvg.models.compute import ComputeExecutor
+from pvg.models.sources import open_learner
+from pvg.planning.memory import memory_of, read_shape
 from pvg.tasks import open_task
 
 pytestmark = pytest.mark.slow
@@ -113,3 +116,49 @@ def test_the_trainer_on_a_ray_cluster_uses_the_gpu_that_ray_has_reserved(
     with pytest.raises(MissingRequirementError, match="no GPU"):
         players.Players(experiment, open_task(experiment.task))
     assert opened == [torch.device("cuda", 3)]
+
+
+@pytest.mark.parametrize("ranks", [None, 4])
+@pytest.mark.parametrize(("kl", "adapters"), [(0.0, 0), (0.02, 0), (0.0, 2)], ids=["alone", "kl", "verifier on base"])
+def test_a_gpu_has_the_models_that_the_plan_counts(ranks: int | None, kl: float, adapters: int) -> None:
+    """In each phase that trains. "meta", whose tensors have no memory, stands for the GPU; it unties the head."""
+    models = {player: {"source": "embedded:modchain-prover"} for player in ("prover", "verifier")}
+    data = {
+        "models": {**models, "device": "cpu"},
+        "training": {"kl": {"coefficient": kl}},
+        "verifier": {"head": "scalar", "adapters": {"rank": adapters}},
+        "cluster": {"kind": "none"} if ranks is None else {"kind": "local", "workers": 0, "trainer_ranks": ranks},
+    }
+    experiment = build_experiment(data)
+    shape = read_shape("embedded:modchain-prover", print)
+    memory = list(memory_of(experiment, shape, shape, prompt_tokens=16, slots=16, gpu_bytes=80e9))
+    counted = {plan.stage: plan.parts for plan in memory}
+
+    def held(*modules: torch.nn.Module) -> int:
+        weights = {weight for module in modules for weight in module.parameters() if weight.is_meta}
+        return sum(weight.nbytes for weight in weights)
+
+    async def play(phase: Phase) -> None:
+        found = players.Players(experiment, open_task(experiment.task))
+        found.device = torch.device("meta")
+        try:
+            learner = open_learner(found, 0, found.learner_device)  # now: nothing can be read from "meta"
+            await found.place_base(phase)
+            if phase is Phase.TRAIN_PROVER:
+                parts, verifier = counted["train the prover"], found.open_frozen_verifier()
+                weights = held(found.base.module, learner.module, verifier)
+                # The parts of ranks are not the learner's.
+                trained = parts["trained weights"] if ranks is None else 0
+                assert weights == pytest.approx(parts["base prover"] + parts["verifier"] + trained, rel=0.01)
+            else:
+                parts, verifier = counted["train the verifier"], found.open_verifier()
+                names = ("base prover", "verifier's initial weights", "trained weights")
+                expected = sum(parts[name] for name in names)
+                assert held(found.base.module, verifier) == pytest.approx(expected, rel=0.01)
+            verifier.close()
+            learner.close()
+        finally:
+            await found.close()
+
+    for phase in (Phase.TRAIN_VERIFIER, Phase.TRAIN_PROVER):
+        asyncio.run(play(phase))

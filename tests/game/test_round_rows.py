@@ -51,7 +51,7 @@ def _judged(
     players: Players, run: RunDirectory, round_: int, samples: dict[str, list[Rollout]]
 ) -> tuple[dict[str, Scored], float]:
     name = verifier_weights_name(round_)
-    verifier, threshold = read_verifier(players, lambda name: read_checkpoint(run.weights, name), name)
+    verifier, threshold = read_verifier(players.open_verifier, lambda name: read_checkpoint(run.weights, name), name)
 
     async def scored() -> dict[str, Scored]:
         scorer = players.scorer(verifier)

@@ -5,7 +5,7 @@ import orjson
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_llama import tiny_llama
 
 from pvg.config.experiment import Experiment
@@ -13,7 +13,9 @@ from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
 from pvg.models import open_model
 from pvg.models.adapters import AdaptedModel, attach_adapters
+from pvg.models.compute import LiveBytes
 from pvg.models.language_model import LanguageModel
+from pvg.servers.transports.files import write_tensors
 from pvg.training.trainer import checkpoint_layers
 
 pytestmark = pytest.mark.slow
@@ -125,6 +127,30 @@ def test_what_samples_has_the_first_updates_of_adapters() -> None:
         sampler.load_weights(wanted)
         for name, weight in sampler.weights().items():
             torch.testing.assert_close(weight.float() - before[name], wanted[name] - before[name], rtol=1e-2, atol=1e-9)
+
+
+def test_merged_layers_are_in_memory_one_at_a_time() -> None:
+    """While a sampler copies them, with the values that they had when the weights were taken."""
+    model = tiny_llama(layers=24)
+    adapted, sampler, expected = learnt(model), model.copy(), learnt(model).copy()
+    weights = adapted.weights()
+    with torch.no_grad():
+        adapted.load_weights(model.weights())  # it starts over
+    with LiveBytes(sampler.module) as live:
+        sampler.load_weights(weights)
+    assert live.peak < sum(weight.nbytes for weight in model.weights().values()) / 12
+    assert sampler.fingerprint() == expected.fingerprint() != model.fingerprint()
+
+
+def test_a_file_has_all_merged_layers(tmp_path: Path) -> None:
+    """Also if they have had the same memory, one after the other."""
+    model = tiny_llama(layers=24)
+    adapted = learnt(model)
+    write_tensors(tmp_path / "f", adapted.weights(), torch.bfloat16)
+    written = load_file(tmp_path / "f")
+    assert written.keys() == model.weights().keys()
+    for name, weight in adapted.copy(torch.bfloat16).weights().items():
+        assert torch.equal(weight, written[name])
 
 
 def test_copy_and_save_give_the_merged_model(model: LanguageModel, tmp_path: Path) -> None:

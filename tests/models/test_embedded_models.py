@@ -194,7 +194,7 @@ def test_a_probe_learns_the_flaw_of_a_step_and_the_verdict_after_it():
 def test_the_rows_of_the_plan_game_are_what_the_task_says_and_none_is_of_a_test_problem():
     task, rng = DiplomacyMini(DiplomacyMiniTask()), np.random.default_rng(6)
     known = {problem.question: problem for problem in plans.training_problems()}
-    assert not known.keys() & {problem.question for problem in plans.held_out_plans()}
+    assert not known.keys() & {problem.question for problem in task.problems("test")}
     flawed = {"H": 0.4, "S": 0.7}
     flaws = {"H": 0, "S": 0}
     rows = plans.rows_of(flawed, 200, rng)
@@ -229,7 +229,8 @@ def test_the_plan_verifier_learns_sound_plans_and_the_adjudicators_answers():
 # Standard error of a share of 192: 0.035.
 @pytest.mark.parametrize(("tag", "low", "high"), [("H", 0.2, 0.45), ("S", 0.12, 0.4)])
 def test_the_plan_prover_has_headroom_in_both_roles(tag, low, high):
-    task, problems = DiplomacyMini(DiplomacyMiniTask()), plans.held_out_plans()
+    task = DiplomacyMini(DiplomacyMiniTask())
+    problems = list(task.problems("test"))
     with open_embedded("diplomacy-prover") as prover:
         texts = sample(prover, [tag + problem.question for problem in problems], seed=7)
     found = [task.grade(problem, text) for problem, text in zip(problems, texts, strict=True)]

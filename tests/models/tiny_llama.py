@@ -1,4 +1,4 @@
-"""A Llama with 2 layers of width 32 and random weights, and the tokenizer of modchain."""
+"""A Llama with 2 or more layers of width 32 and random weights, and the tokenizer of modchain."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pvg.models.language_model import LanguageModel
 from pvg.models.tokenizer import Tokenizer
 
 
-def tiny_llama(seed: int = 0, name: str = "tiny", tied: bool = True, **changes: Any) -> LanguageModel:
+def tiny_llama(seed: int = 0, name: str = "tiny", tied: bool = True, layers: int = 2, **changes: Any) -> LanguageModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=19,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tied,

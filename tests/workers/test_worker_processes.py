@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pvg.game.players import Players
 from pvg.game.roles import prompt_builder
 from pvg.models import open_model
 from pvg.models.adapters import attach_adapters
+from pvg.models.compute import LiveBytes
 from pvg.records import Role
 from pvg.rollout.dispatcher import SampleCall
 from pvg.rollout.engine import GenerationRequest, Sampling
@@ -44,7 +46,8 @@ from pvg.workers.engine import WorkerEngine
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.local import LocalMember, LocalSupply
 from pvg.workers.pool import WorkerPool
-from pvg.workers.shared import SharedBuffers
+from pvg.workers.process import Worker
+from pvg.workers.shared import SharedBuffers, SharedTensors
 from pvg.workers.training import ModelInWorkers, policy_shards
 
 pytestmark = pytest.mark.slow
@@ -293,6 +296,39 @@ def test_of_a_policy_with_adapters_only_these_travel():
     asyncio.run(asyncio.wait_for(play(), 120))
     small, whole = supply.bytes
     assert small == sum(tensor.nbytes for tensor in adapter.tensors.values()) < whole / 5
+
+
+def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
+    chosen = experiment(1, rank=2)
+    alpha = chosen.training.adapters.alpha
+    with open_model(chosen.models.prover, torch.device("cpu")) as base, attach_adapters(base, 2, alpha, 1) as policy:
+        whole = sum(weight.nbytes for weight in base.weights().values())
+        layers = sum(weight.nbytes for name, weight in base.weights().items() if ".layers." in name)
+        shared = SharedTensors(policy.adapter().tensors)
+    answers: list[Frame] = []
+
+    async def load(executor: ThreadPoolExecutor) -> int:
+        worker = Worker(answers.append, executor)
+
+        async def ask(kind: str, **fields: Any) -> None:
+            worker.take(Frame(kind, {**fields, "id": kind}))
+            while not any(answer.fields.get("id") == kind for answer in answers):  # noqa: ASYNC110 - no other sign
+                await asyncio.sleep(0.001)
+            assert answers[-1].kind == "done", answers[-1].fields
+
+        await ask("start", experiment=chosen.plain(), device="cpu", number=0)
+        live = LiveBytes(worker.base.module)
+        await asyncio.wrap_future(executor.submit(live.__enter__))
+        await ask("policy", version=1, trace="t", adapted=True, place=shared.place)
+        await asyncio.wrap_future(executor.submit(live.__exit__, None, None, None))
+        await worker.leave()
+        return live.peak
+
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            assert asyncio.run(load(executor)) < whole + layers / 2  # the weights of the engine count
+    finally:
+        shared.close()
 
 
 async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEvents, expected: list[bytes]) -> None:

@@ -52,23 +52,13 @@ if TYPE_CHECKING:
 
 def untied(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names without additional ones of the same memory: a tied weight keeps only its first name."""
-    from pvg.models.language_model import in_memory
+    from pvg.models.language_model import LazyWeights
 
-    seen: set[Any] = set()
-    kept = []
-    for name, tensor in in_memory(tensors).items():
-        memory = (
-            tensor.untyped_storage().data_ptr(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-        )
-        if tensor.numel() and memory in seen:
-            continue
-        seen.add(memory)
-        kept.append(name)
-    return kept
+    kept: dict[Any, str] = {}
+    for name, one in (tensors.kept if isinstance(tensors, LazyWeights) else tensors).items():
+        memory = (one.untyped_storage().data_ptr(), one.storage_offset(), one.dtype, one.shape, one.stride())
+        kept.setdefault(memory if one.numel() else name, name)
+    return list(kept.values())
 
 
 def wire_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
