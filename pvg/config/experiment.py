@@ -107,11 +107,6 @@ class Experiment(AllSections):
         return self.verifier.adapters.rank > 0 and self.models.verifier == self.models.prover
 
     @property
-    def prover_needs_base(self) -> bool:
-        """Whether training the prover computes with the base prover: below adapters, or as the reference of the KL."""
-        return self.training.adapters.rank > 0 or self.training.kl.coefficient > 0
-
-    @property
     def servers_rest(self) -> bool:
         """Whether a server on the trainer's GPU sleeps while the trainer works: it has nothing to do then."""
         served = self.rollout.engine.kind == "vllm" and self.server_cluster is None and self.models.on_gpu

@@ -83,7 +83,7 @@ class TrainingStop(Protocol):
 
 
 class Helper(Protocol):
-    """Other processes that train or score (pvg.workers)."""
+    """What a phase opens before its first batch, such as other processes that train or score (pvg.workers)."""
 
     async def prepare(self) -> None: ...
 
@@ -93,9 +93,9 @@ class Helper(Protocol):
 # The log-probs that a batch's loss needs besides the sampler's: of the reference, and of the policy in training.
 
 
-class BatchLogprobs:
+class BatchLogprobs(Helper):
     """Adds to a batch the log-probs that its loss needs. `learner`: the policy in training. `workers`: compute in its
-    place, if given. `recomputed`: instead of the sampler's (`rollout.logprobs`)."""
+    place, if given. `recomputed`: instead of the sampler's (`rollout.logprobs`). `reference`: of the KL penalty."""
 
     def __init__(
         self,
@@ -108,6 +108,29 @@ class BatchLogprobs:
     ) -> None:
         self._players, self._objective, self._learner, self._workers = players, objective, learner, workers
         self._recomputed = recomputed
+        self.reference = players.base
+
+    async def prepare(self) -> None:
+        """Open the reference, if the base prover is not where the trainer computes (Players.place_base)."""
+        players = self._players
+        if self._objective.needs_reference and self._workers is None and players.base.device != players.device:
+            self.reference = await players.compute(self._open_reference)
+
+    async def close(self) -> None:
+        if self.reference is not self._players.base:
+            self.reference.close()
+
+    def _open_reference(self) -> LanguageModel:
+        """A copy of the base prover, with linear layers in the precision of passes, which would round them alike."""
+        import torch
+
+        from pvg.models.adapters import linear_layers
+
+        reference = self._players.base.copy()
+        for layer in linear_layers(reference.module).values():
+            layer.to(getattr(torch, self._players.models.compute_dtype))
+        reference.module.to(self._players.device)
+        return reference
 
     async def add(self, batch: PolicyBatch) -> PolicyBatch:
         """`batch` with log-probs:
@@ -140,7 +163,7 @@ class BatchLogprobs:
         if self._workers is not None:
             with span(part):
                 return await self._workers.logprobs("base" if part == "reference" else "learner", batch)
-        model = self._players.base if part == "reference" else self._learner
+        model = self.reference if part == "reference" else self._learner
 
         def recompute() -> list[Float32]:
             # The span starts here, so the wait for the thread does not count as training.

@@ -310,25 +310,22 @@ class Players:
         return self.device if ranks_of(self._experiment.cluster) is None else torch.device("cpu")
 
     async def place_base(self, phase: Phase) -> None:
-        """Keep the base prover's weights on the CPU in a phase in which this process does not compute with them."""
-        experiment = self._experiment
-        needed = experiment.verifier_is_on_base or (phase is Phase.TRAIN_PROVER and experiment.prover_needs_base)
+        """Keep the base prover's weights on the CPU in a phase in which no adapters of this process are on them."""
+        needed = self._experiment.verifier_is_on_base or (phase is Phase.TRAIN_PROVER and self.adapters.rank > 0)
         await self.compute(partial(self.base.module.to, self.device if needed and self.workers is None else "cpu"))
 
-    def open_verifier(
-        self, round_: int = 0, member: int = 0, like: VerifierModel | None = None, device: torch.device | None = None
-    ) -> VerifierModel:
+    def open_verifier(self, round_: int = 0, member: int = 0, like: VerifierModel | None = None) -> VerifierModel:
         """A verifier at its initial weights; the caller closes it. `member`: its number in an ensemble, which varies
-        the random part of these weights. `like`: another member, with which it shares frozen tensors. `device`: None is
-        that of the players. Raises what `attach_adapters` and `build_verifier` raise."""
+        the random part of these weights. `like`: another member, with which it shares frozen tensors. Raises what
+        `attach_adapters` and `build_verifier` raise."""
         section, models = self._experiment.verifier, self._experiment.models
-        return open_verifier(section, models, self.seed, device or self.device, self.base, round_, member, like)
+        return open_verifier(section, models, self.seed, self.device, self.base, round_, member, like)
 
     def open_frozen_verifier(self, like: VerifierModel | None = None) -> VerifierModel:
-        """One for the scores of a prover phase: on the CPU if workers or servers compute them."""
-        elsewhere = self.workers is not None or self.verifier_serving is not None
-        trains = self._experiment.game.schedule.kind == "simultaneous"
-        return self.open_verifier(like=like, device=torch.device("cpu") if elsewhere and not trains else None)
+        """One for a prover phase: on the CPU if workers or servers compute its scores, and this process nothing."""
+        elsewhere, experiment = self.workers is not None or self.verifier_serving is not None, self._experiment
+        device = torch.device("cpu") if elsewhere and experiment.game.schedule.kind != "simultaneous" else self.device
+        return open_verifier(experiment.verifier, experiment.models, self.seed, device, self.base, like=like)
 
     def divided_workers(self) -> AbstractContextManager[None]:
         """Divides the duties of the workers (`cluster.trainers`): for a phase in which the prover trains on rollouts

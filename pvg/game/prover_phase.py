@@ -181,7 +181,7 @@ def open_phase(
         trainer,
         StopRule(session.game.stop) if stop_rule is None else stop_rule,
         Alerts(two_roles=0 < session.game.sneaky_share < 1),
-        [*helpers, *(helper for helper in (workers, ranks) if helper is not None)],
+        [*helpers, *(helper for helper in (logprobs, workers, ranks) if helper is not None)],
     )
 
 

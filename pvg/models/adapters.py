@@ -151,9 +151,9 @@ class AdaptedModel(LanguageModel):
         merged.module.to(dtype=dtype)
         return merged
 
-    def _save_module(self, directory: Path) -> None:
+    def save(self, directory: Path) -> None:
         with self.copy() as merged:
-            merged._save_module(directory)
+            merged.save(directory)
 
     def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The frozen model's."""

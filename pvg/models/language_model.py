@@ -227,7 +227,7 @@ class LanguageModel(Closing):
     def save(self, directory: Path) -> None:
         """Write a Hugging Face directory (safetensors, config, tokenizer) that `open_model` can read."""
         with without_progress_bars():
-            self._save_module(directory)
+            self.module.save_pretrained(directory)
         self.tokenizer.save(directory)
 
     def description(self, weights_file: str) -> dict[str, bytes]:
@@ -253,9 +253,6 @@ class LanguageModel(Closing):
         if on_cuda:
             torch.cuda.empty_cache()
 
-    def _save_module(self, directory: Path) -> None:
-        self.module.save_pretrained(directory)
-
     def _named_weights(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The distinct weights by first name, and for every name the first name of the same weight."""
         weights: dict[str, Tensor] = {}
@@ -279,11 +276,10 @@ class LanguageModel(Closing):
 
 
 class StreamedModel:
-    """The architecture of a model, which computes with any weights of its shapes. Those of a layer are on `device` only
+    """The architecture of a model, which computes with any weights that fit. Those of a layer are on `device` only
     while it computes, all others (embedding, norm and head) during the whole pass."""
 
     def __init__(self, model: LanguageModel, device: torch.device) -> None:
-        """Keeps no weight of `model`."""
         self.device, self.dtype = device, model.dtype
         tensors: dict[int, Any] = {id(buffer): buffer.to(device, copy=True) for buffer in model.module.buffers()}
         for weight in model.module.parameters():

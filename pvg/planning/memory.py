@@ -45,7 +45,8 @@ EMBEDDED = Path(pvg.__file__).parent / "models" / "embedded"
 class ModelShape:
     """The sizes of a model, without its weights. `width`: of the hidden states. `keys`: columns of the projection of
     keys, or of values. `sides`: the sum of both sides of all linear layers but the head. `config`: of its text model;
-    None: activations are not counted. `packed`: the most tokens of rows that can share prompts; 0: none can."""
+    None: activations are not counted. `packed`: the most tokens of rows that can share prompts; 0: none can.
+    `linear`: the weights of all linear layers but the head."""
 
     name: str
     layers: int
@@ -56,6 +57,7 @@ class ModelShape:
     sides: int
     config: PreTrainedConfig | None = field(default=None, compare=False, repr=False)
     packed: int = sys.maxsize
+    linear: int = 0
 
     def kv_bytes(self, number_bytes: int) -> int:
         """Bytes of the KV cache per token."""
@@ -129,6 +131,7 @@ def shape_from(config: PreTrainedConfig, name: str) -> ModelShape:
         sum(sum(layer.weight.shape) for layer in linear_layers(module).values()),
         text,
         longest_by_structure(module),
+        sum(layer.weight.numel() for layer in linear_layers(module).values()),
     )
 
 
@@ -411,9 +414,11 @@ def memory_of(
         copy = {"weights of the sampler": float(prover.parameters * sampling)}
     on_cpu = gpu_bytes is None
     context = {"Python and libraries": float(LIBRARY_BYTES)} if on_cpu else {"GPU context (assumed)": CONTEXT_BYTES}
-    # On a GPU, a process without workers has the base only in the phases that compute with it (Players.place_base).
+    # On a GPU, a process without workers has the base only below adapters (Players.place_base). KL: BatchLogprobs.
     always = on_cpu or has_workers(experiment.cluster) or experiment.verifier_is_on_base
-    frozen = {"base prover": float(base) if always or experiment.prover_needs_base else 0.0, **context}
+    copied = base - prover.linear * (BYTES[models.dtype] - BYTES[models.compute_dtype])
+    copied *= experiment.training.kl.coefficient > 0
+    frozen = {"base prover": float(base if always or experiment.training.adapters.rank else copied), **context}
     # While players train, a large engine in this process rests (TorchEngine.rest), unless it samples before it gets new
     # weights.
     rests = on_cpu and not has_workers(experiment.cluster) and sum(copy.values()) > KEPT_BYTES

@@ -6,7 +6,7 @@ mapped = MappedTensors(shared.place)        # a worker
 mapped.tensors["weight"]                    # a view of the shared memory: copy it before the next `write`
 
 layout, data = packed_tensors(parameters)   # for a process on another machine: `data` is an array
-unpacked_tensors(layout, data)["weight"]
+MappedTensors({"memory": data, "layout": layout}).tensors["weight"]
 """
 
 from __future__ import annotations
@@ -71,11 +71,6 @@ class SharedTensors:
         """Where a worker finds the memory and what is in it, as JSON data."""
         return {"path": self.memory.path, "size": self.memory.size, "layout": self._layout}
 
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Views of the memory. They keep it after `close`."""
-        return self._views
-
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors in. No worker may read meanwhile."""
         with torch.no_grad():
@@ -134,11 +129,6 @@ def packed_tensors(tensors: Mapping[str, Tensor]) -> tuple[Layout, Bytes]:
         for name, view in _views(data, layout).items():
             view.copy_(tensors[name])
     return layout, data
-
-
-def unpacked_tensors(layout: Layout, data: Bytes) -> dict[str, Tensor]:
-    """The inverse of `packed_tensors`: views of `data`, which must be writable."""
-    return _views(data, layout)
 
 
 def _layout_of(tensors: Mapping[str, Tensor]) -> tuple[Layout, int]:

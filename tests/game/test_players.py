@@ -10,18 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pvg.config.load import build_experiment
 from pvg.errors import MissingRequirementError
 from pvg.game import players
+from pvg.game.parts import BatchLogprobs
 from pvg.game.states import Phase
 from pvg.models import compute
 from pvg.models.compute import ComputeExecutor
 from pvg.models.sources import open_learner
 from pvg.planning.memory import memory_of, read_shape
 from pvg.tasks import open_task
+from pvg.training.batch import PolicyBatch
+from pvg.training.losses import PolicyObjective
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +128,7 @@ def test_a_gpu_has_the_models_that_the_plan_counts(ranks: int | None, kl: float,
     """In each phase that trains. "meta", whose tensors have no memory, stands for the GPU; it unties the head."""
     models = {player: {"source": "embedded:modchain-prover"} for player in ("prover", "verifier")}
     data = {
-        "models": {**models, "device": "cpu"},
+        "models": {**models, "device": "cpu", "precision": "bfloat16"},
         "training": {"kl": {"coefficient": kl}},
         "verifier": {"head": "scalar", "adapters": {"rank": adapters}},
         "cluster": {"kind": "none"} if ranks is None else {"kind": "local", "workers": 0, "trainer_ranks": ranks},
@@ -146,7 +150,11 @@ def test_a_gpu_has_the_models_that_the_plan_counts(ranks: int | None, kl: float,
             await found.place_base(phase)
             if phase is Phase.TRAIN_PROVER:
                 parts, verifier = counted["train the prover"], found.open_frozen_verifier()
-                weights = held(found.base.module, learner.module, verifier)
+                objective = PolicyObjective(experiment.training, experiment.rollout, 0)
+                logprobs = BatchLogprobs(found, objective, learner)
+                await logprobs.prepare()
+                weights = held(found.base.module, learner.module, verifier, logprobs.reference.module)
+                await logprobs.close()
                 # The parts of ranks are not the learner's.
                 trained = parts["trained weights"] if ranks is None else 0
                 assert weights == pytest.approx(parts["base prover"] + parts["verifier"] + trained, rel=0.01)
@@ -162,3 +170,41 @@ def test_a_gpu_has_the_models_that_the_plan_counts(ranks: int | None, kl: float,
 
     for phase in (Phase.TRAIN_VERIFIER, Phase.TRAIN_PROVER):
         asyncio.run(play(phase))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_reference_in_the_precision_of_passes_gives_the_same_bits(shared: bool) -> None:
+    data = {"models": {"device": "cpu", "precision": "bfloat16"}, "training": {"shared_prompts": shared}}
+    experiment = build_experiment(data)
+    rows, prompt = [(np.arange(30 + row) % 12).astype(np.int32) for row in range(6)], 8
+    batch = PolicyBatch(
+        sequences=rows,
+        prompt_lengths=np.full(len(rows), prompt, np.int32),
+        sampled_logprobs=[np.zeros(len(row) - prompt, np.float32) for row in rows],
+        reference_logprobs=None,
+        advantages_N=np.ones(len(rows), np.float32),
+        role_ids_N=np.zeros(len(rows), np.int8),
+        group_ids_N=np.zeros(len(rows), np.int32),
+        versions_N=np.zeros(len(rows), np.int32),
+    )
+
+    async def play() -> list[PolicyBatch]:
+        found = players.Players(experiment, open_task(experiment.task))
+        try:
+            objective = PolicyObjective(experiment.training, experiment.rollout, 0, "bfloat16")
+            logprobs = BatchLogprobs(found, objective, found.base)
+            plain = await logprobs.add(batch)
+            found.device = torch.device("cpu", 0)  # another one than the base's
+            await logprobs.prepare()
+            assert logprobs.reference is not found.base
+            copied = await logprobs.add(batch)
+            await logprobs.close()
+            return [plain, copied]
+        finally:
+            await found.close()
+
+    plain, copied = asyncio.run(play())
+    assert plain.reference_logprobs is not None
+    assert copied.reference_logprobs is not None
+    for expected, logprobs in zip(plain.reference_logprobs, copied.reference_logprobs, strict=True):
+        np.testing.assert_array_equal(logprobs, expected)

@@ -168,7 +168,9 @@ def test_ranks_divide_what_is_trained_and_gather_a_layer_at_a_time(tmp_path: Pat
     one, eight = parts
     for name in ("trained weights", "optimizer"):
         assert eight[name] == one[name] / 8
-    assert eight["base prover"] == one["base prover"] == 4 * found.parameters  # the reference of the KL
+    # The reference of the KL penalty: its layers are in bfloat16.
+    assert eight["base prover"] == one["base prover"] == 4 * found.parameters - 2 * found.linear
+    assert found.linear == pytest.approx(found.parameters - 2 * found.vocabulary * found.width, rel=1e-3)
     ends = 2 * found.vocabulary * found.width
     layer = (found.parameters - ends) / found.layers
     assert eight["gathered weights"] == 2 * (ends + 2 * layer)  # bfloat16
@@ -188,7 +190,7 @@ def test_stages_of_an_experiment() -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("adapters", [0, 16])
 def test_full_training_of_7b_fits_four_gpus(ranks: int, adapters: int, tmp_path: Path) -> None:
-    """Without a KL penalty beside a verifier of 1.5B with all weights, or beside one with adapters on the base."""
+    """With a KL penalty, beside a verifier of 1.5B with all weights, or beside one with adapters on the base."""
     small = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_key_value_heads": 2}
     prover = verifier = shape(QWEN_7B, tmp_path)
     if not adapters:
@@ -201,7 +203,7 @@ def test_full_training_of_7b_fits_four_gpus(ranks: int, adapters: int, tmp_path:
             "device": "cuda",
             "precision": "bfloat16",
         },
-        "training": {"gradient_checkpointing": True, **({} if adapters else {"kl": {"coefficient": 0.0}})},
+        "training": {"gradient_checkpointing": True},
         "verifier": {"head": "scalar", "adapters": {"rank": adapters}},
         "rollout": {"engine": "vllm", "max_tokens": 1024},
         "serving": {"servers": ["http://10.0.0.9:8000"]},
@@ -213,8 +215,8 @@ def test_full_training_of_7b_fits_four_gpus(ranks: int, adapters: int, tmp_path:
     plan = plan_of(experiment, inputs, prover, verifier, memory_gb=80, gpus=ranks)
     assert [plan.fits(stage) for stage in plan.memory] == [True, True, True]
     training, scoring, _ = plan.memory
-    base = 4 * prover.parameters if adapters else 0
-    assert training.parts["base prover"] == scoring.parts["base prover"] == base
+    bases = [4 * prover.parameters] * 2 if adapters else [4 * prover.parameters - 2 * prover.linear, 0]
+    assert [training.parts["base prover"], scoring.parts["base prover"]] == bases
     # Between two steps, the canary has the embedding, the head, one layer and some logits on the GPU.
     of_steps = sum(training.parts[part] for part in (ACTIVATIONS, GRADIENTS, CASTS))
     assert 0 < training.canary < min(of_steps, 8e9)
