@@ -246,5 +246,7 @@ class Store(Section):
 
     root: Folder = Field(Path("runs"), description="Folder of the runs.")
     commit_every: Count = Field(
-        10, description="Optimizer steps between two commits. A killed run repeats at most that many."
+        10,
+        description="Optimizer steps between two commits. A killed run repeats at most that many, and the steps "
+        "that ran while a commit was written.",
     )

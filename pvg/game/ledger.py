@@ -9,7 +9,7 @@ Without a state the ledger deletes nothing. It refuses a run whose state files a
 commits (`RunDirectory.load_state`). It commits only to the folder that this process opened (`RunDirectory.unchanged`).
 
 The ledger's thread does the whole commit: encoding, writing and every fsync. Meanwhile the event loop serves engines,
-servers and the display.
+servers and the display, and a training phase takes its next steps (`begin_commit`, `settled`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +46,7 @@ from pvg.store.state import FileStateStore, JournalMark, JsonLines, JsonLinesRea
 from pvg.tasks.data import files_of
 from pvg.telemetry.device import larger, peak_memory
 from pvg.telemetry.events import EventLog
-from pvg.telemetry.spans import Span, run_in, submit_in
+from pvg.telemetry.spans import Span, run_in, span
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +62,9 @@ MOST_MARKS = 64  # marks per journal in a state; they narrow down which lines of
 
 
 class Ledger:
-    """The durable side of one run. `state` is the last committed state; only `commit` changes it. `steps_before`:
-    committed steps of earlier processes. Call all methods but `close` from one event loop, one commit at a time."""
+    """The durable side of one run. `state`: the last committed state, and `newest`: the last one of which a commit has
+    begun. Only `begin_commit` and `settled` change them, so code that does not call these finds the same state all the
+    time. `steps_before`: committed steps of earlier processes. Call all methods but `close` from one event loop."""
 
     @user_paths()
     def __init__(
@@ -75,9 +78,11 @@ class Ledger:
         self._store = FileStateStore(directory.state, self._unchanged)
         self._shards = RolloutShards(directory.path, self._unchanged)
         self._pending: list[Rollout] = []
+        self._in_flight: Future[GameState] | None = None
+        self._begun = 0  # rollouts of the commit in flight
         self._unchanged()  # recovery removes files
         self._disk = ThreadPoolExecutor(1, "pvg-disk") if disk is None else disk
-        self.state = self._recover(experiment, code_version)
+        self.state = self.newest = self._recover(experiment, code_version)
         self._metrics = JsonLines(directory.metrics)
         self._spans = JsonLines(directory.spans)
         records = self._processes_after(self.state.offsets.get("metrics", 0))
@@ -89,7 +94,8 @@ class Ledger:
 
     def record_machine(self, machine: str) -> str | None:
         """Record the machine of this process. Returns a notice if the run started on another kind of machine."""
-        before, self.state = self.state.machine, replace(self.state, machine=machine)
+        before = self.state.machine
+        self.state = self.newest = replace(self.state, machine=machine)
         if before in ("", machine):
             return None
         return f"This run started with {before} and continues with {machine}: the last bits of the weights may differ."
@@ -101,10 +107,10 @@ class Ledger:
         self._metrics.append({"kind": kind, "time": time.time(), **fields})
 
     def record_spans(self, spans: Sequence[Span], **place: Any) -> None:
-        for span in spans:
-            row = {"name": span.name, "start_s": span.start_s, "end_s": span.end_s, "depth": span.depth}
-            device = {} if span.device_s is None else {"device_s": span.device_s}
-            self._spans.append({**row, "track": span.track, **device, **place})
+        for one in spans:
+            row = {"name": one.name, "start_s": one.start_s, "end_s": one.end_s, "depth": one.depth}
+            device = {} if one.device_s is None else {"device_s": one.device_s}
+            self._spans.append({**row, "track": one.track, **device, **place})
 
     def keep(self, rollouts: Sequence[Rollout]) -> None:
         """Add rollouts to the next commit."""
@@ -112,21 +118,21 @@ class Ledger:
 
     # --- committing --------------------------------------------------------------------------------------------
 
-    async def commit(
+    def begin_commit(
         self,
         state: GameState,
         checkpoint: Checkpoint | None = None,
         *,
         finished: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Make `state` and everything kept since the last commit durable.
+        """Begin to make `state` and everything kept since the last commit durable. `settled` waits for the end.
 
         `checkpoint` (tensors, meta) replaces the trainer's; without one the state keeps its checkpoint name.
-        `finished`: metrics of the phase that this commit ends, for its manifest.
-
-        Cancelling waits for the thread and keeps its result, so `state` always equals the state on disk.
+        `finished`: metrics of the phase that this commit ends, for its manifest. Until the end, nothing may change the
+        tensors or the data of `state`. The end of the commit in flight must have been awaited before `state` was
+        derived from the ledger's.
         """
-        started = time.perf_counter()
+        assert self._in_flight is None, "the state lacks what the commit in flight adds"
         self._unchanged()
         label = f"{state.phase.value}-{state.step:05d}"
         rollouts = tuple(self._pending)
@@ -137,24 +143,44 @@ class Ledger:
             offsets={name: mark.bytes for name, mark in marks.items()},
             marks={name: self._marks(name, mark) for name, mark in marks.items()},
         )
-        running = submit_in(self._disk, self._save, state, label, rollouts, checkpoint, finished)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            if running.exception() is None:
-                self._committed(running.result(), len(rollouts))
-            raise
-        self._committed(running.result(), len(rollouts))
-        await run_in(self._disk, self._prune)
-        self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
+        save = partial(self._save, time.perf_counter(), state, label, rollouts, checkpoint, finished)
+        # As pvg.telemetry.spans.submit_in, but `close` needs the thread's own future.
+        self._in_flight = self._disk.submit(partial(copy_context().run, save))
+        self.newest, self._begun = state, len(rollouts)
 
-    def _committed(self, state: GameState, rollouts: int) -> None:
-        self.state = state
-        del self._pending[:rollouts]
+    async def settled(self) -> None:
+        """Wait until the commit in flight, if any, is on the disk. Raises its error; then `state`, and what the next
+        commit writes, are those before it. Cancelling waits for the thread and keeps its result, so that `state` is
+        the one on the disk."""
+        if self._in_flight is None:
+            return
+        waiting = asyncio.wrap_future(self._in_flight)
+        try:
+            await asyncio.wait([waiting])
+        except asyncio.CancelledError:
+            await asyncio.wait([waiting])
+            raise  # `close` raises the error of the commit
+        finally:
+            if waiting.done() and waiting.exception() is None:
+                self.state, self._in_flight = waiting.result(), None
+                del self._pending[: self._begun]
+        self._in_flight, self.newest = None, self.state
+        waiting.result()
+
+    async def commit(
+        self,
+        state: GameState,
+        checkpoint: Checkpoint | None = None,
+        *,
+        finished: Mapping[str, float | None] | None = None,
+    ) -> None:
+        """`begin_commit`, and wait for the end."""
+        self.begin_commit(state, checkpoint, finished=finished)
+        await self.settled()
 
     def _save(
         self,
+        started: float,
         state: GameState,
         label: str,
         rollouts: Sequence[Rollout],
@@ -162,19 +188,18 @@ class Ledger:
         finished: Mapping[str, float | None] | None,
     ) -> GameState:
         """The whole commit in order, in the disk thread. Returns the committed state."""
-        state = self._write(state, label, rollouts, checkpoint)
-        state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
-        self._metrics.sync()
-        self._spans.sync()
-        if finished is not None:
-            self._write_manifest(state, finished)
-        self._store.save(state.plain())
+        with span("write_commit"):
+            state = self._write(state, label, rollouts, checkpoint)
+            state = replace(state, peak_memory=larger(self.state.peak_memory, peak_memory()))
+            self._metrics.sync()
+            self._spans.sync()
+            if finished is not None:
+                self._write_manifest(state, finished)
+            self._store.save(state.plain())
+            self._unchanged()  # another driver that has taken over keeps its checkpoints
+            prune(self.directory.checkpoints, checkpoints_of(self._store))
+        self.log.event("ckpt", event="write.done", write_ms=(time.perf_counter() - started) * 1e3, label=label)
         return state
-
-    def _prune(self) -> None:
-        """Runs in the disk thread, after a commit. Another driver that has taken over keeps its checkpoints."""
-        self._unchanged()
-        prune(self.directory.checkpoints, checkpoints_of(self._store))
 
     def _write(
         self, state: GameState, label: str, rollouts: Sequence[Rollout], checkpoint: Checkpoint | None
@@ -276,10 +301,13 @@ class Ledger:
         return self._shards
 
     def close(self) -> None:
+        """Waits for the commit in flight, and raises its error: after another error nothing else awaits it."""
         self._disk.shutdown(wait=True)
         self._metrics.close()
         self._spans.close()
         self.log.close()
+        if self._in_flight is not None:
+            self._in_flight.result()
 
     # --- recovering --------------------------------------------------------------------------------------------
 

@@ -95,6 +95,7 @@ class TrainingPhase:
         try:
             while self.done < self.info.total and not self.stopped:
                 await self._step()
+            await self.session.settled()
         finally:
             with span("rollout"):
                 await self.batches.close()
@@ -144,6 +145,7 @@ class TrainingPhase:
             return await self.session.players.publish(tensors, self.version, adapter)
 
     async def _commit(self) -> None:
+        await self.session.settled()  # before the batches copy a trainer's state
         tensors, progress = await self.batches.state()
         progress = {
             "batches": progress,

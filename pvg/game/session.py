@@ -14,7 +14,7 @@ from pvg.config.game import Game
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training, Verifier
 from pvg.errors import counted
-from pvg.game.ledger import Checkpoint, Ledger
+from pvg.game.ledger import Ledger
 from pvg.game.players import Players
 from pvg.game.roles import PromptBuilder
 from pvg.game.states import GameState
@@ -214,37 +214,45 @@ class Session:
     def due(self, step: int, total: int) -> bool:
         """Whether to commit after this step: by the schedule, or because the user asked to stop."""
         # Counts from the last commit, because a commit waits for the end of a sampled batch.
-        waited = step - self.state.step
+        waited = step - self.ledger.newest.step
         return self.stop.is_set() or waited >= self.commit_every or step >= total
 
-    async def commit(self, checkpoint: Checkpoint | None = None, **changes: Any) -> None:
+    async def commit(self, **changes: Any) -> None:
         """Commit the state with `changes`, then raise InterruptedByUser if the user asked to stop."""
-        with span("checkpoint"):
-            await self.ledger.commit(replace(self.state, **changes), checkpoint)
-        self.check_stop()
+        await self.commit_state(replace(self.state, **changes))
 
     async def commit_trainer(
         self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any
     ) -> None:
-        """Commit a trainer after its newest step, with `extra` tensors next to its own. The phase's step becomes the
-        trainer's unless `changes` set another. The time counts for the next step, because this step's budget is closed
-        (the commit contains its metrics)."""
+        """Begin to commit a trainer after its newest step, with `extra` tensors next to its own. The phase's step
+        becomes the trainer's unless `changes` set another. The commit is written beside the next steps, so nothing may
+        change `extra` and `changes`; `settled` waits for it. The time of this call counts for the next step, because
+        this step's budget is closed (the commit contains its metrics)."""
+        await self.settled()
         with span("checkpoint"):
             tensors, meta = await self.players.compute(trainer.state)
-        await self.commit(({**tensors, **(extra or {})}, meta), **{"step": trainer.steps_done, **changes})
+        state = replace(self.state, **{"step": trainer.steps_done, **changes})
+        self.ledger.begin_commit(state, ({**tensors, **(extra or {})}, meta))
+        if self.stop.is_set():
+            await self.settled()
+        self.check_stop()
 
-    async def commit_state(self, state: GameState) -> None:
-        """Commit a state made by `GameState.enter`."""
+    async def settled(self) -> None:
+        """Wait for the commit in flight. Call it before anything that the commit adds to the state is read, and before
+        the trainer's state is copied again, because memory has room for one copy."""
         with span("checkpoint"):
-            await self.ledger.commit(state)
+            await self.ledger.settled()
+
+    async def commit_state(self, state: GameState, finished: Mapping[str, float | None] | None = None) -> None:
+        """Commit a state made by `GameState.enter`; `finished`: see Ledger.begin_commit."""
+        self.ledger.begin_commit(state, finished=finished)  # outside of the span, which keeps all the waiting
+        await self.settled()
         self.check_stop()
 
     async def leave_phase(self, state: GameState) -> None:
         """Commit the `state` that enters the next phase, together with the manifest of the finished phase."""
-        with span("checkpoint"):
-            await self.ledger.commit(state, finished=self.phase_metrics)
+        await self.commit_state(state, self.phase_metrics)
         gc.collect()  # the phase's models may be in reference cycles, and full collections are rare (CalmCollector)
-        self.check_stop()
 
     def check_stop(self) -> None:
         if self.stop.is_set():

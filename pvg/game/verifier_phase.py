@@ -235,6 +235,7 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
                 session.report_step(info, done, metrics)
                 if session.due(done, info.total):
                     await session.commit_trainer(trainer, step=done)
+            await session.settled()
         finally:
             if workers is not None:
                 await workers.close()

@@ -311,6 +311,7 @@ async def warm_up(session: Session, section: Warmup, following: Phase) -> None:
             session.report_step(info, trainer.steps_done, report.metrics)
             if session.due(trainer.steps_done, info.total):
                 await session.commit_trainer(trainer, progress=progress)
+        await session.settled()
         with span("evaluate"):
             metrics = {**progress["before"], **await losses("after")}
         metrics |= {"demonstrations": float(len(train)), "held_out": float(len(held_out))}

@@ -347,6 +347,11 @@ class ModelInTraining:
         """Parameters with a gradient."""
         return self.shape.adapter_parameters(self.rank) if self.rank else self.shape.parameters
 
+    @property
+    def copy(self) -> dict[str, float]:
+        """The copy of weights and moments, in the memory of the host, that is written while the next steps run."""
+        return {"copy for commits": 3.0 * FLOAT32 * self.trained}
+
 
 def training_parts(
     model: ModelInTraining,
@@ -435,7 +440,7 @@ def memory_of(
     lengths = (prompt_tokens, rollout.max_tokens)
     positions = max(length, min(experiment.training.micro_batch_tokens, batch))
     training = training_parts(policy, positions, *lengths, gpu_bytes, accumulates=positions < batch)
-    held = {**frozen, **(copy if samples_on else {}), "verifier": verifier_bytes}
+    held = {**frozen, **(copy if samples_on else {}), "verifier": verifier_bytes, **(policy.copy if on_cpu else {})}
     canary = 0.0  # pvg.rollout.vllm_engine.reference_logprobs
     if not isinstance(engine, TorchSampling) and (prompts := experiment.weights.canary_prompts):
         logits = FLOAT32 * LOGITS_COPIES * prompts * prompt_tokens * prover.vocabulary
@@ -447,12 +452,14 @@ def memory_of(
     own = training_parts(scoring, positions, *lengths, gpu_bytes, accumulates=positions < pairs)
     start = {"verifier's initial weights": _frozen_verifier_bytes(experiment, scoring)}
     held = {**frozen, **({} if rests else copy), **start, "base prover": float(base) if always else 0.0}
+    held |= scoring.copy if on_cpu else {}
     yield MemoryPlan("train the verifier", "trainer", {**held, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
         rows = min(engine.max_rows, experiment.rollouts_per_batch)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
+        resident |= policy.copy if on_cpu else {}
         parts = {**frozen, **copy, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
         yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)
     else:
@@ -460,6 +467,13 @@ def memory_of(
         weights = prover.parameters * sampling / share
         parts = {"weights of the server": weights, **context, "KV cache": slots * kv_row / share}
         yield MemoryPlan("sample", "server", parts, 0, slots, kv_row / share)
+
+
+def host_bytes(experiment: Experiment, prover: ModelShape, verifier: ModelShape) -> float:
+    """What the process of a GPU keeps in the memory of the host: the larger copy for commits."""
+    length = experiment.rollout.max_tokens
+    players = _policy(experiment, prover, length), _verifier(experiment, verifier, length)
+    return max(value for player in players for value in player.copy.values())
 
 
 def _policy(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:

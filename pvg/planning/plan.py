@@ -25,6 +25,7 @@ from pvg.planning.memory import (
     STAGES,
     MemoryPlan,
     ModelShape,
+    host_bytes,
     memory_of,
     read_shape,
     shares_prompts,
@@ -473,13 +474,16 @@ def plan_of(
         gpu_bytes=memory_gb * GB if memory_gb and gpus else None,
     )
     bounds = bounds_of(work)
+    notes = [*warm_start(experiment, inputs), *not_modelled(experiment)]
+    if gpus and (host_gb := host_bytes(experiment, prover, verifier) / GB) >= 1:
+        notes.append(f"commits keep a copy of {host_gb:.3g} GB in the memory of the host, which no stage includes")
     found = ExperimentPlan(
         experiment,
         inputs,
         work,
         bounds,
         [] if in_process else list(_advice(experiment, work)),
-        [f"{note}." for note in (*warm_start(experiment, inputs), *not_modelled(experiment))],
+        [f"{note}." for note in notes],
         list(memory),
         [],
         memory_gb,

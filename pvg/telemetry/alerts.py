@@ -83,7 +83,7 @@ class Alerts:
 
     def state(self) -> dict[str, Any]:
         lowest = None if math.isinf(self.lowest_fooled) else self.lowest_fooled
-        state = {"averages": self.averages, "lowest_fooled": lowest, "highest_mcc": self.highest_mcc}
+        state = {"averages": dict(self.averages), "lowest_fooled": lowest, "highest_mcc": self.highest_mcc}
         return state | {"active": sorted(self.active)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

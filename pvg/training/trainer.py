@@ -244,6 +244,7 @@ class Trainer(Generic[BatchT]):
         self._parameters = trainable_parameters(module)
         self._device = next(iter(self._parameters.values())).device
         self._optimizer = build_optimizer(self._parameters, optimizer) if ranks is None else None
+        self._copies: dict[str, Tensor] = {}  # what `state` returns
         self._steps = 0
         autocast(precision, self._device)  # raises now, not in the first step, for an unknown precision
         if gradient_checkpointing:
@@ -355,7 +356,7 @@ class Trainer(Generic[BatchT]):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A copy on the CPU, ready for safetensors: the trained weights ("model.") and the optimizer's moments
-        ("optimizer."), and the rest as JSON data."""
+        ("optimizer."), and the rest as JSON data. Its memory belongs to the trainer: the next call overwrites it."""
         tensors: dict[str, Tensor] = {MODEL_PREFIX + name: weight for name, weight in self._parameters.items()}
         if self._ranks is not None:
             moments = self._ranks.moments()
@@ -364,12 +365,19 @@ class Trainer(Generic[BatchT]):
             moments = optimizer_tensors(self._optimizer, self._parameters)
         for name, moment in moments.items():
             tensors[OPTIMIZER_PREFIX + name] = moment
-        return_freed_memory(sum(tensor.nbytes for tensor in tensors.values()))
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        if not self._copies:
+            return_freed_memory(sum(tensor.nbytes for tensor in tensors.values()))
+        on_gpu = self._device.type == "cuda"
+        for name, tensor in tensors.items():
+            if name not in self._copies:  # a GPU copies to pinned memory several times as fast
+                self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+            self._copies[name].copy_(tensor.detach(), non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
         meta: dict[str, Any] = {"step": self._steps}
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
-        return copies, meta
+        return {name: self._copies[name] for name in tensors}, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises StateError, before any change, if it belongs to another model."""

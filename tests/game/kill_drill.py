@@ -5,6 +5,7 @@
     python tests/game/kill_drill.py --kills 4 --game play # self-play with a cache of states
     python tests/game/kill_drill.py --kills 4 --game warm # with a warm start
     python tests/game/kill_drill.py --kills 6 --game own  # with the protocol of a user's file
+    python tests/game/kill_drill.py --kills 10 --slow-disk  # during training, mostly while a commit is written
 
 Prints one JSON document. Exit code 1 when anything differs: the final weights (bit by bit), the rollouts (ids and every
 field but their timing), the metrics of the finished rounds.
@@ -22,6 +23,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -199,6 +201,24 @@ def finish(pid: int, pipe: int) -> None:
         raise SystemExit(f"the child failed with status {status}")
 
 
+def slow_disk() -> None:
+    """Make the fsyncs of commits so slow that the game makes several steps meanwhile."""
+    fsync = os.fsync
+
+    def slow(descriptor: int) -> None:
+        if threading.current_thread().name.startswith("pvg-disk"):
+            time.sleep(0.04)
+        fsync(descriptor)
+
+    os.fsync = slow
+
+
+def in_flight(run: Path) -> bool:
+    """Whether a killed run has a checkpoint that no commit names."""
+    named = {commit["checkpoint"] for commit in FileStateStore(run / "state.json").commits()}
+    return any(path.name not in named for path in run.glob("checkpoints/*"))
+
+
 def children_of(pid: int) -> list[int]:
     try:
         found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -280,8 +300,10 @@ def drill(
 ) -> dict[str, Any]:
     """Kill runs until there are `kills` kills, each of `phases` having its share, and compare every finished run."""
     dice = random.Random(seed)
+    found = 0
 
     def play_one(root: Path, died: Counter[str]) -> None:
+        nonlocal found
         begun = False
         while sum(died.values()) < kills:
             wanted = min(phases, key=lambda phase: (died[phase], dice.random()))
@@ -291,9 +313,10 @@ def drill(
             died[phase or "before the first phase"] += 1
             log(f"kill {sum(died.values())}/{kills} in {phase or 'start'}")
             begun = (root / "drill").exists()
+            found += begun and in_flight(root / "drill")
         finish(*start(experiment, root, resume=begun))
 
-    return compared_with_a_whole_run(experiment, kills, play_one)
+    return {**compared_with_a_whole_run(experiment, kills, play_one), "in_flight": found}
 
 
 def main() -> None:
@@ -301,12 +324,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--game", choices=GAMES, default="small")
+    parser.add_argument("--slow-disk", action="store_true")
     options = parser.parse_args()
 
     def log(line: str) -> None:
         print(line, file=sys.stderr)
 
     experiment, phases = GAMES[options.game]
+    if options.slow_disk:
+        slow_disk()
+        phases = tuple(phase for phase in phases if phase.startswith("train"))
     with tempfile.TemporaryDirectory() as folder:
         result = drill(experiment(Path(folder)), options.kills, options.seed, log, phases)
     sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")

@@ -6,14 +6,16 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.gpu.sizes import SMALL, random_model
 from benchmarks.gpu.steps import RepeatedBatch, batch_of
@@ -21,16 +23,18 @@ from pvg.config.load import build_experiment
 from pvg.models.compute import allow_tf32
 from pvg.telemetry.device import gpu_number, peak_memory
 from pvg.telemetry.spans import CudaClock
+from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import OptimizerSettings, StepReport, Trainer
 
 CPU = torch.device("cpu")
 
 
-def trained(
+@contextmanager
+def trainer_on(
     device: torch.device, precision: str = "float32", **training: Any
-) -> tuple[dict[str, Tensor], list[StepReport]]:
-    """The weights after three steps."""
+) -> Iterator[tuple[Trainer[PolicyBatch], nn.Module]]:
+    """A trainer whose batches are all the same, and its model."""
     allow_tf32(device, "float32")
     experiment = build_experiment(
         {"training": {"kl": {"coefficient": 0.0}, **training}, "rollout": {"max_tokens": SMALL.tokens}}
@@ -38,22 +42,48 @@ def trained(
     with ThreadPoolExecutor(1) as executor, random_model(SMALL.whole, CPU, torch.float32) as model:
         module = model.module.to(device).requires_grad_(True)
         objective = PolicyObjective(experiment.training, experiment.rollout, model.tokenizer.pad_id, precision)
-        trainer = Trainer(
+        yield (
+            Trainer(
+                module,
+                objective,
+                OptimizerSettings(learning_rate=1e-3),
+                RepeatedBatch(batch_of(SMALL)),
+                executor=executor,
+                precision=precision,
+                waits_for="batches",
+            ),
             module,
-            objective,
-            OptimizerSettings(learning_rate=1e-3),
-            RepeatedBatch(batch_of(SMALL)),
-            executor=executor,
-            precision=precision,
-            waits_for="batches",
         )
 
-        async def steps() -> list[StepReport]:
-            found = [await trainer.step() for _ in range(3)]
-            return [report for report in found if report is not None]
 
-        reports = asyncio.run(steps())
-        return {name: weight.detach().cpu().clone() for name, weight in module.named_parameters()}, reports
+async def steps(trainer: Trainer[PolicyBatch], count: int) -> list[StepReport]:
+    found = [await trainer.step() for _ in range(count)]
+    return [report for report in found if report is not None]
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.detach().cpu().clone() for name, weight in module.named_parameters()}
+
+
+def trained(
+    device: torch.device, precision: str = "float32", **training: Any
+) -> tuple[dict[str, Tensor], list[StepReport]]:
+    """The weights after three steps."""
+    with trainer_on(device, precision, **training) as (trainer, module):
+        reports = asyncio.run(steps(trainer, 3))
+        return weights_of(module), reports
+
+
+def test_a_copy_of_the_state_is_that_of_its_step_and_its_memory_is_used_again(device: torch.device) -> None:
+    with trainer_on(device) as (trainer, module):
+        for copied in ({}, trainer.state()[0]):
+            asyncio.run(steps(trainer, 1))
+            expected = weights_of(module)
+            found, _ = trainer.state()
+            asyncio.run(steps(trainer, 1))
+            assert all(torch.equal(found[f"model.{name}"], weight) for name, weight in expected.items())
+            assert all(found[name] is tensor for name, tensor in copied.items())
+            assert all(tensor.is_pinned() == (device.type == "cuda") for tensor in found.values())
 
 
 @pytest.mark.parametrize("shared_prompts", [True, False])
