@@ -137,7 +137,7 @@ class TrainingPhase:
         if whole_batch and self.stop_rule.honest and (session.due(self.done, self.info.total) or ends):
             await self._commit()
         elif whole_batch:
-            session.check_stop()  # without a commit: the steps since the last one are repeated
+            await session.check_stop()  # without a commit: the steps since the last one are repeated
 
     async def _publish(self) -> dict[str, float]:
         with span("sync"):

@@ -233,9 +233,7 @@ class Session:
             tensors, meta = await self.players.compute(trainer.state)
         state = replace(self.state, **{"step": trainer.steps_done, **changes})
         self.ledger.begin_commit(state, ({**tensors, **(extra or {})}, meta))
-        if self.stop.is_set():
-            await self.settled()
-        self.check_stop()
+        await self.check_stop()
 
     async def settled(self) -> None:
         """Wait for the commit in flight. Call it before anything that the commit adds to the state is read, and before
@@ -247,15 +245,17 @@ class Session:
         """Commit a state made by `GameState.enter`; `finished`: see Ledger.begin_commit."""
         self.ledger.begin_commit(state, finished=finished)  # outside of the span, which keeps all the waiting
         await self.settled()
-        self.check_stop()
+        await self.check_stop()
 
     async def leave_phase(self, state: GameState) -> None:
         """Commit the `state` that enters the next phase, together with the manifest of the finished phase."""
         await self.commit_state(state, self.phase_metrics)
         gc.collect()  # the phase's models may be in reference cycles, and full collections are rare (CalmCollector)
 
-    def check_stop(self) -> None:
+    async def check_stop(self) -> None:
+        """Raise InterruptedByUser if the user asked to stop, as soon as the commit in flight is on the disk."""
         if self.stop.is_set():
+            await self.settled()
             raise InterruptedByUser
 
 
