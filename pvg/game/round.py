@@ -83,16 +83,17 @@ class TrainingPhase:
 
     async def play(self) -> None:
         # The start weights get a new version: the engine may hold those of the last mint or evaluation.
-        self.version += self.done == 0
+        begins = self.session.state.checkpoint is None
+        self.version += begins
         await self._publish()
         with span("open_models"):
             for helper in self.helpers:
                 await helper.prepare()
         self.batches.start(self.version)
         self.session.first_step()
-        if self.stop_rule.rewinds and not self.done:
-            await self._commit()
         try:
+            if self.stop_rule.rewinds and begins:
+                await self._commit()
             while self.done < self.info.total and not self.stopped:
                 await self._step()
             await self.session.settled()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_games import changed, completed, played, recorded, rows, trained_on
+from small_games import changed, completed, played, recorded, rows, state_of, trained_on
 from test_challenge import MODCHAIN
 
 from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
@@ -257,4 +257,16 @@ def test_a_phase_whose_verifier_decays_ends_with_its_last_honest_commit(
     monkeypatch.undo()
     short = completed(changed(settings | {"training.steps": 2, "game.stop": "steps"}), tmp_path / "short")
     found, expected = (read_checkpoint(run.weights, "round-000-prover")[0] for run in (decayed, short))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_phase_that_can_go_back_is_resumed_from_its_first_commit(tmp_path: Path) -> None:
+    experiment = changed({**SMALL, "game.protocol": "direct", "game.stop": "judge_decay", "training.steps": 2})
+    stopped = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 1))[1]
+    assert (state_of(stopped)["step"], state_of(stopped)["checkpoint"]) == (0, "round-000-train_prover-00000")
+    assert played(experiment, tmp_path / "stopped", resume=True)[0].status == "complete"
+    whole = completed(experiment, tmp_path / "whole")
+    assert state_of(stopped)["version"] == state_of(whole)["version"]
+    found, expected = (read_checkpoint(run.weights, "round-000-prover")[0] for run in (stopped, whole))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
