@@ -137,9 +137,9 @@ class CriticProtocol(Section):
     """The prover writes a solution, and a critic names its first wrong step. The verifier reads both."""
 
     kind: Literal["critic"] = "critic"
-    pay: Literal["votes", "truth"] = Field(
-        "votes",
-        description="The critic earns the verifier's doubt in the solution, or 1 if it names the first wrong step.",
+    pay: Literal["truth", "votes"] = Field(
+        "truth",
+        description="The critic earns 1 if it names the first wrong step, or the verifier's doubt in the solution.",
     )
     tokens: Count = Field(64, description="Maximum number of tokens of a critique. A longer one is cut off.")
 

@@ -80,8 +80,8 @@ class CriticRules(Direct):
         return "Verdict: correct" if self._told.in_words else "0"
 
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
-        """votes: the share of the verifier's votes against the solution (Kenton et al. 2026). truth: 1 for a
-        critique that is right, else 0."""
+        """truth: 1 for a critique that is right, else 0. votes: the share of the verifier's votes against the solution
+        (Kenton et al. 2026)."""
         if self._section.pay == "votes":
             return {"critic": 1.0 - outcome.votes}
         return {"critic": float(self._right(state, outcome))}
