@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kill_drill import differences, fingerprint
 from small_games import changed, completed, played, recorded, rows, state_of
+from tiny_chat import chatting
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pvg.api import Run
 from pvg.config.experiment import Experiment
@@ -168,6 +171,47 @@ def test_without_steps_a_frozen_model_judges(tmp_path: Path) -> None:
     assert {"/held-out/" in r.id for r in verdicts(run)} == {True}
     (phase,) = (r for r in rows(run, "phase") if r["phase"] == "train_verifier")
     assert phase["metrics"]["held_out"] > 0
+
+
+COIN = """
+from pvg.records import Grade, Problem
+class Coin:
+    def problems(self, split):
+        return [Problem(f"{split}-{number}", f"Toss coin {number}.", "") for number in range(40)]
+    def grade(self, problem, completion):
+        return Grade(correct=len(completion) % 2 == 0, well_formed=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["chat", "text"])
+def test_a_model_that_writes_no_verdict_is_paid_nothing_and_gives_even_odds(style: str, tmp_path: Path) -> None:
+    (tmp_path / "coin.py").write_text(COIN)
+    folder, tokenizer = tmp_path / "model", chatting()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=2048, eos_token_id=0, **sizes)
+    ).save_pretrained(folder)
+    tokenizer.save(folder)
+    settings = {
+        "task": {"kind": "custom", "source": f"{tmp_path / 'coin.py'}:Coin"},
+        "prompts": style,
+        "models.prover": {"source": f"{folder}"},
+        "models.verifier": {"source": f"{folder}"},
+        "verifier.steps": 2,
+        "verifier.pairs": 2,
+        "training.steps": 1,
+    }
+    run = completed(experiment(**settings), tmp_path / "runs")
+    assert all("Verdict: wrong, step N" in tokenizer.decode(r.prompt_ids) for r in verdicts(run))
+    assert not any(r.grade.well_formed or r.reward for r in verdicts(run))
+    assert {r.score for r in recorded(run) if "/train_prover/" in r.id} == {0.0}
+    (phase,) = (r for r in rows(run, "phase") if r["phase"] == "train_verifier")
+    found = {
+        name: phase["metrics"][name] for name in ("unreadable", "verdict_accuracy", "wrong_reason", "verifier_auc")
+    }
+    assert found == {"unreadable": 1.0, "verdict_accuracy": 0.0, "wrong_reason": None, "verifier_auc": 0.5}
 
 
 @pytest.mark.parametrize(
