@@ -240,8 +240,8 @@ class Game(Section):
     )
     stop: Literal["steps", "score_parity", "judge_decay"] = Field(
         "steps",
-        description="A prover phase ends after training.steps, when wrong sneaky solutions score like correct ones, or "
-        "when accepted solutions correlate less with correct ones: at the last commit before.",
+        description="What ends a prover phase early: flaws that score like correct solutions, or a verifier that "
+        "judges worse (at the last commit before).",
     )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()

@@ -225,14 +225,16 @@ class Session:
         self, trainer: Trainer[Any], extra: Mapping[str, Tensor] | None = None, **changes: Any
     ) -> None:
         """Begin to commit a trainer after its newest step, with `extra` tensors next to its own. The phase's step
-        becomes the trainer's unless `changes` set another. The commit is written beside the next steps, so nothing may
-        change `extra` and `changes`; `settled` waits for it. The time of this call counts for the next step, because
-        this step's budget is closed (the commit contains its metrics)."""
+        becomes the trainer's unless `changes` set another. If the trainer copies its state, the commit is written
+        beside the next steps, so nothing may change `extra` and `changes`; `settled` waits for it. The time of this
+        call counts for the next step, because this step's budget is closed (the commit contains its metrics)."""
         await self.settled()
         with span("checkpoint"):
             tensors, meta = await self.players.compute(trainer.state)
         state = replace(self.state, **{"step": trainer.steps_done, **changes})
         self.ledger.begin_commit(state, ({**tensors, **(extra or {})}, meta))
+        if not trainer.copies_state:
+            await self.settled()
         await self.check_stop()
 
     async def settled(self) -> None:

@@ -227,7 +227,8 @@ class VerifierUpdates(FixedVerifier):
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """For the prover's checkpoint: tensors named "verifier.*", and JSON data."""
         tensors, meta = await self._session.players.compute(self._trainer.state)
-        named = {PREFIX + name: tensor for name, tensor in tensors.items()}
+        copied = self._trainer.copies_state  # otherwise the next update would change what is being written
+        named = {PREFIX + name: tensor if copied else tensor.clone() for name, tensor in tensors.items()}
         return named, {"done": self._done, "threshold": self.threshold, "trainer": meta}
 
     def load_state(

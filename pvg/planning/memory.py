@@ -15,6 +15,7 @@ hold for every architecture, with and without adapters, in both precisions.
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -347,10 +348,11 @@ class ModelInTraining:
         """Parameters with a gradient."""
         return self.shape.adapter_parameters(self.rank) if self.rank else self.shape.parameters
 
-    @property
-    def copy(self) -> dict[str, float]:
-        """The copy of weights and moments, in the memory of the host, that is written while the next steps run."""
-        return {"copy for commits": 3.0 * FLOAT32 * self.trained}
+    def copy(self, most: float = math.inf) -> dict[str, float]:
+        """The copy of weights and moments, in the memory of the host, that is written while the next steps run. None
+        with more than `most` bytes (Trainer.state)."""
+        size = 3.0 * FLOAT32 * self.trained
+        return {"copy for commits": size} if size <= most else {}
 
 
 def training_parts(
@@ -440,7 +442,12 @@ def memory_of(
     lengths = (prompt_tokens, rollout.max_tokens)
     positions = max(length, min(experiment.training.micro_batch_tokens, batch))
     training = training_parts(policy, positions, *lengths, gpu_bytes, accumulates=positions < batch)
-    held = {**frozen, **(copy if samples_on else {}), "verifier": verifier_bytes, **(policy.copy if on_cpu else {})}
+    held = {
+        **frozen,
+        **(copy if samples_on else {}),
+        "verifier": verifier_bytes,
+        **(policy.copy(KEPT_BYTES) if on_cpu else {}),
+    }
     canary = 0.0  # pvg.rollout.vllm_engine.reference_logprobs
     if not isinstance(engine, TorchSampling) and (prompts := experiment.weights.canary_prompts):
         logits = FLOAT32 * LOGITS_COPIES * prompts * prompt_tokens * prover.vocabulary
@@ -452,14 +459,14 @@ def memory_of(
     own = training_parts(scoring, positions, *lengths, gpu_bytes, accumulates=positions < pairs)
     start = {"verifier's initial weights": _frozen_verifier_bytes(experiment, scoring)}
     held = {**frozen, **({} if rests else copy), **start, "base prover": float(base) if always else 0.0}
-    held |= scoring.copy if on_cpu else {}
+    held |= scoring.copy(KEPT_BYTES) if on_cpu else {}
     yield MemoryPlan("train the verifier", "trainer", {**held, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
         rows = min(engine.max_rows, experiment.rollouts_per_batch)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
-        resident |= policy.copy if on_cpu else {}
+        resident |= policy.copy(KEPT_BYTES) if on_cpu else {}
         parts = {**frozen, **copy, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
         yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)
     else:
@@ -473,7 +480,7 @@ def host_bytes(experiment: Experiment, prover: ModelShape, verifier: ModelShape)
     """What the process of a GPU keeps in the memory of the host: the larger copy for commits."""
     length = experiment.rollout.max_tokens
     players = _policy(experiment, prover, length), _verifier(experiment, verifier, length)
-    return max(value for player in players for value in player.copy.values())
+    return max(value for player in players for value in player.copy().values())
 
 
 def _policy(experiment: Experiment, shape: ModelShape, length: int) -> ModelInTraining:

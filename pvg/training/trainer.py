@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from pvg.errors import ConfigurationError, MissingRequirementError, StateError, TrainingDivergedError
-from pvg.models.compute import autocast, return_freed_memory
+from pvg.models.compute import KEPT_BYTES, autocast, return_freed_memory
 from pvg.models.shared_prompts import same_attention
 from pvg.telemetry.metrics import Metrics
 from pvg.telemetry.spans import run_whole, span
@@ -354,9 +354,16 @@ class Trainer(Generic[BatchT]):
             "The weights are those before this step. Lower the learning rate, or check the batch's rewards.",
         )
 
+    @property
+    def copies_state(self) -> bool:
+        """Whether the next step leaves what `state` returns as it is. On a CPU, a copy of more than KEPT_BYTES would
+        cost more memory than its time is worth."""
+        numbers = sum(parameter.numel() for parameter in self._parameters.values())
+        return self._device.type == "cuda" or 3 * torch.float32.itemsize * numbers <= KEPT_BYTES
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A copy on the CPU, ready for safetensors: the trained weights ("model.") and the optimizer's moments
-        ("optimizer."), and the rest as JSON data. Its memory belongs to the trainer: the next call overwrites it."""
+        """On the CPU, ready for safetensors: the trained weights ("model.") and the optimizer's moments ("optimizer."),
+        and the rest as JSON data. If `copies_state`, in memory that the next call overwrites."""
         tensors: dict[str, Tensor] = {MODEL_PREFIX + name: weight for name, weight in self._parameters.items()}
         if self._ranks is not None:
             moments = self._ranks.moments()
@@ -365,19 +372,20 @@ class Trainer(Generic[BatchT]):
             moments = optimizer_tensors(self._optimizer, self._parameters)
         for name, moment in moments.items():
             tensors[OPTIMIZER_PREFIX + name] = moment
-        if not self._copies:
+        on_gpu, copies = self._device.type == "cuda", self.copies_state
+        if copies and not self._copies:
             return_freed_memory(sum(tensor.nbytes for tensor in tensors.values()))
-        on_gpu = self._device.type == "cuda"
-        for name, tensor in tensors.items():
+        for name, tensor in tensors.items() if copies else ():
             if name not in self._copies:  # a GPU copies to pinned memory several times as fast
                 self._copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
             self._copies[name].copy_(tensor.detach(), non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize(self._device)
+        found = {name: self._copies[name] if copies else tensor.detach() for name, tensor in tensors.items()}
         meta: dict[str, Any] = {"step": self._steps}
         if isinstance(self._objective, AdaptsCoefficients) and (adapted := self._objective.state()):
             meta["adapted"] = adapted
-        return {name: self._copies[name] for name in tensors}, meta
+        return found, meta
 
     def load_state(self, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises StateError, before any change, if it belongs to another model."""

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -91,6 +92,25 @@ def test_a_commit_of_a_slow_disk_holds_the_step_at_which_it_began(
             found.append(Watched(patched, before))
             watched(experiment, RunDirectory.create(tmp_path, f"slow-{slow}", experiment), found[-1])
     assert [step for phase, step, _ in found[0].states if phase == "train_prover"] == [0, 3, 6, 7]
+    assert found[1].states == found[0].states
+    assert found[1].written == found[0].written
+
+
+@pytest.mark.slow
+def test_a_trainer_too_large_for_a_copy_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = changed({})
+    found: list[Watched] = []
+    for most in (1 << 28, 0):
+
+        def before(phase: str, step: int, most: int = most) -> None:
+            if not most:
+                time.sleep(0.1)  # a step that did not wait would be taken now
+                assert found[-1].steps[phase] == step
+
+        with monkeypatch.context() as patched:
+            patched.setattr("pvg.training.trainer.KEPT_BYTES", most)
+            found.append(Watched(patched, before))
+            watched(experiment, RunDirectory.create(tmp_path, f"at-most-{most}", experiment), found[-1])
     assert found[1].states == found[0].states
     assert found[1].written == found[0].written
 
