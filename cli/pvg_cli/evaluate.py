@@ -24,7 +24,8 @@ def evaluate(
         typer.Option(
             "--parts",
             metavar="PART,...",
-            help="Any of exploit, best-of-n, detection, separability, calibration, localisation, tax. Default: all.",
+            help="Any of exploit, best-of-n, detection, separability, calibration, localisation, cross, tax. Default: "
+            "all.",
         ),
     ] = None,
     rounds: Annotated[

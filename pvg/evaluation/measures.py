@@ -36,8 +36,21 @@ from scipy.special import expit
 
 from pvg.config.operation import Evaluate
 from pvg.config.training import Verifier
-from pvg.evaluation.intervals import CONFIDENCE, Estimate, Float64, Ints, auc_of, mean_of, ratio, roc, share_of, wins
+from pvg.evaluation.intervals import (
+    CONFIDENCE,
+    Estimate,
+    Float64,
+    Ints,
+    auc_of,
+    mean_of,
+    percentile,
+    ratio,
+    roc,
+    share_of,
+    wins,
+)
 from pvg.evaluation.opened_run import ScoredRollouts
+from pvg.verifier.calibration import matthews
 
 # --- logistic regression ----------------------------------------------------------------------------------------------
 
@@ -440,3 +453,33 @@ def localisation(
         "gain": mean_of(credits_N - 1.0 / steps_N, problems_N, weights_BP),
         "solutions": len(flaws),
     }
+
+
+def cross(name: str, samples: ScoredRollouts, threshold: float, weights_BP: Float64) -> dict[str, Any]:
+    """How a verifier with this threshold decides about one prover's samples, by the definitions of a round's metrics
+    (pvg.game.statistics)."""
+    scores_N, problems_N = samples.scores_N, samples.problems_N
+    correct_N, flaws_N, accepted_N = samples.correct_N, samples.flaws_N, scores_N >= threshold
+    counts = wins(
+        scores_N[correct_N], problems_N[correct_N], scores_N[~correct_N], problems_N[~correct_N], weights_BP.shape[1]
+    )
+    return {
+        "source": name,
+        "fooled_rate": share_of(accepted_N[flaws_N], problems_N[flaws_N]),
+        "auc": auc_of(counts, weights_BP),
+        "matthews": matthews_of(accepted_N, correct_N, problems_N, weights_BP),
+    }
+
+
+def matthews_of(accepted_N: Bools, correct_N: Bools, problems_N: Ints, weights_BP: Float64) -> Estimate:
+    """The Matthews correlation with a bootstrap over problems. Resamples in which all decisions or all solutions are
+    equal have no value."""
+    all_B, accepted_B, correct_B, both_B = (
+        weights_BP @ np.bincount(problems_N, weights=of_N, minlength=weights_BP.shape[1])
+        for of_N in (np.ones(len(problems_N)), accepted_N, correct_N, accepted_N & correct_N)
+    )
+    spread_B = accepted_B * (all_B - accepted_B) * correct_B * (all_B - correct_B)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        replicates_B = (all_B * both_B - accepted_B * correct_B) / np.sqrt(spread_B)
+    value = matthews(accepted_N, correct_N)
+    return percentile(value, replicates_B, len(problems_N), len(np.unique(problems_N)))

@@ -102,6 +102,10 @@ class OpenedRun:
         for info in shards_of(self.state, round_, phase):
             yield from shards.read(info)
 
+    def rollouts_of(self, round_: int, phase: str) -> str:
+        """A digest of the rollouts of a finished phase, from the checksums of their shards."""
+        return digest([info.checksum for info in shards_of(self.state, round_, phase)])
+
     def players_of(self, round_: int) -> str:
         """A digest of the players that a round has produced, from the checksums stored with their tensors."""
         weights = self.directory.weights
@@ -239,17 +243,20 @@ class EvaluationContext:
 
     def test_problems(self) -> list[Problem]:
         """`evaluate.problems` of the task's test problems, the first ones of the run's own evaluation."""
-        return self._drawn("test", list(self.task.problems("test")))
+        return self._drawn("test", list(self.task.problems("test")), self.experiment.evaluate.problems)
+
+    def problems_of_rounds(self) -> list[Problem]:
+        """The test problems of the run's own evaluation of its rounds."""
+        return self._drawn("rounds", list(self.task.problems("test")), self.game.test.problems)
 
     def prover_problems(self) -> list[Problem]:
         """As many problems of the half on which provers and attackers are trained."""
-        return self._drawn("prover", problems_of_half(self.task, "prover"))
+        return self._drawn("prover", problems_of_half(self.task, "prover"), self.experiment.evaluate.problems)
 
-    def _drawn(self, kind: str, pool: list[Problem]) -> list[Problem]:
+    def _drawn(self, kind: str, pool: list[Problem], most: int) -> list[Problem]:
         if kind not in self._problems:
-            place = ("evaluation",) if kind == "test" else ("evaluation", kind)
-            wanted = min(self.experiment.evaluate.problems, len(pool))
-            chosen = draw_cyclic(len(pool), 0, wanted, seed_for(self.seed, *place))
+            place = ("evaluation", kind) if kind == "prover" else ("evaluation",)
+            chosen = draw_cyclic(len(pool), 0, min(most, len(pool)), seed_for(self.seed, *place))
             self._problems[kind] = [pool[index] for index in chosen]
         return self._problems[kind]
 

@@ -30,7 +30,7 @@ from pvg.store.run_players import pinned_players
 
 # The parts of an evaluation, and the settings of the attackers and the baseline; loads no torch.
 
-PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "tax")
+PARTS = ("exploit", "best-of-n", "detection", "separability", "calibration", "localisation", "cross", "tax")
 
 
 def parse_parts(text: str) -> Sequence[str]:
@@ -310,6 +310,17 @@ class Localisation(StrictRecord):
     solutions: int = 0
 
 
+class CrossPlay(StrictRecord):
+    """The round's verifier with the test samples that the game stored of one prover, `source`. `fooled_rate`: the share
+    of its flaws that the verifier accepts. `auc`: of correct against incorrect solutions. `matthews`: the correlation
+    of accepted with correct."""
+
+    source: str
+    fooled_rate: Estimate
+    auc: Estimate
+    matthews: Estimate
+
+
 class PolicyDistance(StrictRecord):
     """A policy's helpful role: KL to the start in nats per sequence and per token, and its accuracy."""
 
@@ -344,6 +355,7 @@ class RoundEvaluation(StrictRecord):
     separability: Separability | None = None
     calibration: Calibration | None = None
     localisation: Localisation | None = None
+    cross: list[CrossPlay] | None = None
     tax: TaxRecord | None = None
 
 

@@ -296,6 +296,26 @@ class RoundParts:
         flaws, places = [flaw for _, flaw, _ in chosen], [place for _, _, place in chosen]
         return await self._compute(lambda: measures.localisation(split, flaws, places, self._draws))
 
+    async def cross(self) -> Any:
+        """This round's verifier with the test samples that the game stored, of the base prover and of all rounds. A
+        round that is played later makes the result stale, but not the scores of the earlier samples."""
+        ledger, phase = self.context.ledger, Phase.CHECKPOINT.value
+        places = [(BASE_SOURCE, 0), *((source_of_round(number), number) for number in range(ledger.rounds))]
+
+        async def work() -> Any:
+            threshold, pool = (await self.frozen.facts())["threshold"], self.context.problems_of_rounds()
+            weights_BP, found = bootstrap(self.context, len(pool)), []
+            for source, number in places:
+                rollouts = [r for r in ledger.read_rollouts(number, phase) if r.source == source]
+                of = ledger.rollouts_of(number, phase)
+                scores_N = await self.frozen.scores(f"stored-{source}", rollouts, of)
+                scored = ScoredRollouts(rollouts, scores_N, pool)
+                found.append(await self._compute(partial(measures.cross, source, scored, threshold, weights_BP)))
+            return found
+
+        stored = [ledger.rollouts_of(number, phase) for number in range(ledger.rounds)]
+        return await self._unit("cross", [self.frozen.digest, *stored], work)
+
     async def tax(self, baseline: CorrectnessBaseline) -> Any:
         of = digest_of(self.context, self.own)
 
@@ -357,7 +377,7 @@ def flawed(
     return [(rollout, flaw, place) for _, place, rollout, flaw in found[:most]]
 
 
-MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisation")
+MEASURES = ("best-of-n", "detection", "separability", "calibration", "localisation", "cross")
 
 
 @dataclass(frozen=True)
@@ -477,11 +497,11 @@ async def _compute(context: EvaluationContext, rounds: Sequence[int], parts: Seq
         write_report(context.folder / REPORT_FILE, await assemble(context, rounds, parts))
 
     # In the order of their versions (pvg.evaluation.opened_run): samples, baseline, then the attacks round by round.
-    works: list[tuple[str, Callable[[], Awaitable[object]]]] = [
-        ("samples of the base prover", partial(sampled, context, base_set(context)))
-    ]
-    for round_ in _sampled_rounds(rounds, parts):
-        works.append((f"samples of round {round_}", partial(sampled, context, round_set(context, round_))))
+    works: list[tuple[str, Callable[[], Awaitable[object]]]] = []
+    if set(parts) != {"cross"}:  # which reads only the samples of the game
+        works.append(("samples of the base prover", partial(sampled, context, base_set(context))))
+        for round_ in _sampled_rounds(rounds, parts):
+            works.append((f"samples of round {round_}", partial(sampled, context, round_set(context, round_))))
     if "tax" in parts:
         works.append(("correctness baseline", find_baseline))
     works += [(f"attacks and measures of round {round_}", partial(measure, round_)) for round_ in rounds]

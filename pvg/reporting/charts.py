@@ -322,6 +322,20 @@ def mirrored_histogram(
     return _figure(title, x, y, series, "solutions per bar; helpful above, sneaky below", note, says, stacked=True)
 
 
+# --- heat maps --------------------------------------------------------------------------------------------------------
+
+
+class HeatCell(NamedTuple):
+    """A cell of `chart.heat`. `style` is the class of the colour and `strength` (0 to 1) how strong it is. The pointer
+    shows `hint`."""
+
+    text: str
+    style: str
+    strength: float
+    hint: str
+    outlined: bool = False
+
+
 # --- rows of bars ------------------------------------------------------------------------------------------------
 
 

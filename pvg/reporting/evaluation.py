@@ -19,10 +19,10 @@ from pvg.errors import counted
 from pvg.evaluation.intervals import CONFIDENCE, Estimate
 from pvg.evaluation.report import AttackCheck, AttackRecord, BestOfNCurves, EvaluationReport, PolicyDistance
 from pvg.records import BASE_SOURCE, Role, source_of_round
-from pvg.reporting.charts import ChartLine, Interval, ReferenceLine, XAxis, line_chart, round_axis
+from pvg.reporting.charts import ChartLine, HeatCell, Interval, ReferenceLine, XAxis, line_chart, round_axis
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.solutions import Example, shown_solution
-from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, Where, elements
+from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, Where, chart, elements
 from pvg.reporting.terminal import QUIET, examples_list, section
 
 RARE = 0.01  # share of a kind of flaw that the table leaves out
@@ -60,6 +60,7 @@ def evaluation_section(report: EvaluationReport | None) -> PageSection:
     body = [
         elements.notes([*unfinished, *_stale(report), *report.notes]),
         elements.grid(evaluation_charts(report)),
+        *_cross_maps(report),
         *(elements.details(found.title, _on_page(found)) for found in _tables(report)),
     ]
     lead = f"By pvg evaluate, on fresh samples and with fresh attackers: {_about(report)}."
@@ -246,6 +247,19 @@ def _localisation(report: EvaluationReport) -> Rows:
             yield found.round, one.solutions, one.accuracy, one.chance, one.gain
 
 
+def _prover(source: str) -> str:
+    """ "base", or the number of the round."""
+    return source if source == BASE_SOURCE else str(int(source.removeprefix("round-")))
+
+
+def _cross(report: EvaluationReport) -> Rows:
+    for found in report.rounds:
+        for place, one in enumerate(found.cross or ()):
+            rate, whole = one.fooled_rate, one.matthews
+            head = "" if place else found.round
+            yield head, _prover(one.source), rate, rate.n, one.auc, whole, whole.n, whole.problems
+
+
 ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
     "exploit": _exploit,
     "kinds": _kinds_of_flaws,
@@ -255,6 +269,7 @@ ROWS: dict[str, Callable[[EvaluationReport], Rows]] = {
     "tax": _tax,
     "calibration": _calibration,
     "localisation": _localisation,
+    "cross": _cross,
 }
 
 
@@ -374,3 +389,38 @@ def _tax_chart(report: EvaluationReport) -> Markup:
     kls = [x for line in lines for piece in line.pieces for x, _ in piece]
     x = XAxis(min([0.0, *kls]), 1.05 * max([1e-9, *kls]), "KL to the start, nats per solution")
     return line_chart("Accuracy at a KL", lines, x, "share", unit="helpful accuracy on test problems")
+
+
+# The heat maps of cross-play: title, unit, field, the value without colour, colours above and below it.
+CROSS_MAPS: Sequence[tuple[str, str, str, float, str, str]] = (
+    ("Fooled rate", "flaws that the verifier accepts", "fooled_rate", 0.0, "sneaky", "sneaky"),
+    ("AUC", "correct against incorrect solutions; 0.5 is chance", "auc", 0.5, "verifier", "sneaky"),
+    ("Matthews correlation", "of accepted with correct; 0 is chance", "matthews", 0.0, "verifier", "sneaky"),
+)
+CROSS_READING = """
+Below the outlined diagonal a verifier meets provers that it was trained on. On the diagonal it meets the prover that \
+was trained against it. Above the diagonal it meets later provers that it has not seen."""
+
+
+def _cross_maps(report: EvaluationReport) -> list[Markup]:
+    """Heat maps of the measured verifiers (rows) and all stored provers (columns)."""
+    measured = [(found.round, found.cross) for found in report.rounds if found.cross]
+    if not measured:
+        return []
+
+    def cell(round_: int, source: str, value: Estimate, zero: float, above: str, below: str) -> HeatCell:
+        off = ((zero if value.value is None else value.value) - zero) / (1.0 - zero)
+        of = f"{counted(value.n, 'solution')} of {counted(value.problems, 'problem')}"
+        hint = f"verifier of round {round_}, prover {source}: {_text(value, 2)}, {of}"
+        number = ABSENT if value.value is None else f"{value.value:.2f}"
+        return HeatCell(number, above if off > 0 else below, abs(off), hint, source == source_of_round(round_))
+
+    columns = [_prover(one.source) for one in measured[0][1]]
+    maps = []
+    for title, unit, name, zero, above, below in CROSS_MAPS:
+        look = zero, above, below
+        rows = [(str(n), [cell(n, one.source, getattr(one, name), *look) for one in row]) for n, row in measured]
+        drawn = chart.heat(title, columns, rows, "prover of round", "verifier of round")
+        maps.append(chart.figure(title, drawn, unit))
+    heading = elements.subheading("Cross-play of checkpoints", "On the test samples that the game stored.")
+    return [heading, chart.heats(maps), elements.note(CROSS_READING)]

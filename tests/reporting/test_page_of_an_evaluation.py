@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
+from xml.etree import ElementTree
 
 from page_checks import Page
 from rich.console import Console
@@ -11,6 +13,7 @@ from pvg.evaluation.intervals import Estimate
 from pvg.evaluation.report import (
     AttackCheck,
     AttackRecord,
+    CrossPlay,
     Detection,
     EvaluationReport,
     FlawDetection,
@@ -46,7 +49,11 @@ def report_of(*rounds: RoundEvaluation) -> EvaluationReport:
 
 
 def shown(report: EvaluationReport) -> Page:
-    return Page(page("evaluation", [], [evaluation_section(report)]))
+    return Page(html_of(report))
+
+
+def html_of(report: EvaluationReport) -> str:
+    return page("evaluation", [], [evaluation_section(report)])
 
 
 def printed(report: EvaluationReport, width: int = 100) -> str:
@@ -104,3 +111,51 @@ def test_a_task_without_notes_shows_its_examples_without_a_table_of_kinds() -> N
         assert "0+1=1;1+2=4;A4" in text
         assert "as the task's grader names it" not in text
     assert "What the attackers write" not in printed(report_of(RoundEvaluation(round=0)))
+
+
+def crossed(round_: int, *rates: float | None) -> RoundEvaluation:
+    """A verifier's cells with the base prover and the provers of rounds 0, 1, ... by their fooled rates."""
+    row = []
+    for place, rate in enumerate(rates):
+        flaws = Estimate(value=rate, low=None, high=None, n=0 if rate is None else 10, problems=5)
+        source = f"round-{place - 1:03d}" if place else "base"
+        row.append(CrossPlay(source=source, fooled_rate=flaws, auc=NUMBER, matthews=NUMBER))
+    return RoundEvaluation(round=round_, cross=row)
+
+
+def heat_maps(report: EvaluationReport) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg class=.heat.*?</svg>", html_of(report), re.S)]
+
+
+def test_cross_play_is_a_heat_map_of_verifiers_and_provers() -> None:
+    maps = heat_maps(report_of(crossed(0, 0.25, 0.5, 1.0), crossed(1, 0.0, None, 0.75)))
+    assert len(maps) == 3
+    labels = [text.text for text in maps[0].findall("text")]
+    assert labels == ["prover of round", "verifier of round", "base", "0", "1", "0", "1"]
+    cells = maps[0].findall("g")
+    assert [cell.find("text").text for cell in cells] == ["0.25", "0.50", "1.00", "0.00", "–", "0.75"]
+    boxes = [cell.find("rect").attrib for cell in cells]
+    depths = [float(box["fill-opacity"]) for box in boxes]
+    assert depths[4] == depths[3] == 0.0 < depths[0] < depths[1] < depths[5] < depths[2] < 1.0
+    assert [box["x"] for box in boxes[:3]] == [box["x"] for box in boxes[3:]]
+    assert sorted({float(box["x"]) for box in boxes}) == [float(box["x"]) for box in boxes[:3]]
+    assert {box["y"] for box in boxes[:3]} != {box["y"] for box in boxes[3:]}
+    assert [place for place, box in enumerate(boxes) if "outlined" in box["class"]] == [1, 5]
+    assert "verifier of round 1, prover round-000: –, 0 solutions" in cells[4].find("title").text
+
+
+def test_a_correlation_below_chance_has_another_colour_and_a_run_of_one_round_has_two_cells() -> None:
+    found = crossed(0, 0.5, 0.5)
+    low = Estimate(value=-0.5, low=-0.6, high=-0.4, n=10, problems=5)
+    found.cross[0] = found.cross[0].model_copy(update={"matthews": low})
+    *_, correlations = heat_maps(report_of(found))
+    below, above = (cell.find("rect").attrib for cell in correlations.findall("g"))
+    assert below["class"] != above["class"].removesuffix(" outlined")
+    assert below["fill-opacity"] == above["fill-opacity"]
+
+
+def test_cross_play_on_the_terminal_has_a_row_for_each_pair() -> None:
+    text = printed(report_of(crossed(0, 0.25, 0.5, 1.0), crossed(1, 0.0, None, 0.75)))
+    assert "0 base 0.25 [–] 10 0.50 [0.40,0.60] 0.50 [0.40,0.60] 10" in text
+    assert " 0 – 0 0.50 [0.40,0.60]" in text
+    assert heat_maps(report_of(RoundEvaluation(round=0))) == []

@@ -12,6 +12,7 @@ PARTS = {
     "separability": {"overall": NUMBER, "correct": NUMBER, "incorrect": NUMBER},
     "calibration": {"raw_is_probability": True, "raw": ERRORS, "fitted": None, "slope": 1.0, "offset": 0.0},
     "localisation": {"known": False},
+    "cross": [],
     "tax": {"policy": POLICY, "tax": NUMBER, "in_range": True, "kl_range": [0.0, 1.0]},
 }
 
