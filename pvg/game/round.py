@@ -69,12 +69,13 @@ class TrainingPhase:
         self.version, self.stopped = progress["version"], progress["stopped"]
         self.stop_rule.load_state(progress["stop_rule"])
         self.alerts.load_state(progress["alerts"])
-        self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
 
     def _load(self, checkpoint: tuple[dict[str, Tensor], dict[str, Any]]) -> int:
         """Continue from the ledger's checkpoint. Returns the number of unfinished rollouts that are lost."""
-        tensors, lost = self.batches.load_state(checkpoint[0], self.session.state.progress["batches"])
+        progress = self.session.state.progress
+        tensors, lost = self.batches.load_state(checkpoint[0], progress["batches"])
         self.trainer.load_state(tensors, checkpoint[1])
+        self.last_metrics = {k: math.nan if v is None else v for k, v in progress["metrics"].items()}
         return lost
 
     @property

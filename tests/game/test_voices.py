@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_games import changed, completed, played, recorded, rows, state_of, trained_on
+from small_games import changed, completed, played, prover_steps, recorded, rows, state_of, trained_on
 from test_challenge import MODCHAIN
 
 from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
@@ -254,6 +254,8 @@ def test_a_phase_whose_verifier_decays_ends_with_its_last_honest_commit(
     decayed = played(changed(settings), tmp_path / "decayed", resume=True)[1]
     assert len([row for row in rows(decayed, "step") if row["phase"] == "train_prover"]) == 4
     assert len({rollout.step for rollout in trained_on(decayed)}) == 4
+    ended = next(row for row in rows(decayed, "phase") if row["phase"] == "train_prover")
+    assert ended["metrics"]["reward_mean"] == prover_steps(decayed)[1]["reward_mean"]
     monkeypatch.undo()
     short = completed(changed(settings | {"training.steps": 2, "game.stop": "steps"}), tmp_path / "short")
     found, expected = (read_checkpoint(run.weights, "round-000-prover")[0] for run in (decayed, short))
