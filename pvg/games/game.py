@@ -107,8 +107,8 @@ class PaysSeats(Protocol[S_contra]):
     """An optional part of a Dialogue, needed with several voices: what they earn."""
 
     def pay(self, state: S_contra, outcome: Outcome) -> Mapping[str, float]:
-        """The reward of each voice that spoke, in the final state. `game.reward` pays the first voice if it is not
-        among them."""
+        """The reward of each voice, in the final state. `game.reward` pays the first voice if it is never among
+        them."""
 
 
 @runtime_checkable
@@ -231,13 +231,14 @@ class CheckedDialogue(CheckedGame):
         if wrong := [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", name)]:
             raise self.wrong(f"a voice needs a name of small letters, digits and hyphens, not {wrong[0]!r}")
         self.voices: tuple[str, ...] = names
+        self._names = dict[str, frozenset[str]]()  # of the first result of a method
         self.prompt = self._heard
         if isinstance(rules, PaysSeats):
             self.pay = self._paid
         elif len(names) > 1:
             raise self.wrong(f"a method `pay` must say what {names[1]!r} earns")
         if isinstance(rules, MeasuresPlay):
-            self.measures = partial(self._numbers, "measures")
+            self.measures = self._measured
 
     def _heard(self, state: Any, seat: str, role: Role) -> str:
         text = self._checked("prompt", str, state, seat, role)
@@ -259,13 +260,23 @@ class CheckedDialogue(CheckedGame):
             raise self.wrong(f"{method} must return a mapping from names to numbers, not {found!r}")
         return found
 
+    def _always(self, method: str, found: Mapping[str, float]) -> Mapping[str, float]:
+        """`found`, if the results of the method always have the same names: a batch is paid and measured together."""
+        if (before := self._names.setdefault(method, frozenset(found))) != found.keys():
+            names = " and ".join(str(sorted(each)) for each in (before, found))
+            raise self.wrong(f"{method} must always return the same names, not {names}")
+        return found
+
+    def _measured(self, state: Any, outcome: Outcome) -> Mapping[str, float]:
+        return self._always("measures", self._numbers("measures", state, outcome))
+
     def _paid(self, state: Any, outcome: Outcome) -> Mapping[str, float]:
         found = self._numbers("pay", state, outcome)
         if wrong := [name for name in found if name not in self.voices or not math.isfinite(found[name])]:
             raise self.wrong(f"pay must return finite numbers for voices, not {found[wrong[0]]} for {wrong[0]!r}")
         if missing := [name for name in self.voices[1:] if name not in found]:
             raise self.wrong(f"pay must return what each voice earns, but {missing[0]!r} is missing")
-        return found
+        return self._always("pay", found)
 
     def limit(self, state: Any, seat: str) -> int | None:
         limit = self._called("limit", state, seat)

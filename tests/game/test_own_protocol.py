@@ -107,6 +107,14 @@ def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
             "def scripted(self, *_): self.number = getattr(self, 'number', 0) + 1; return str(self.number % 10)",
             "all methods must be pure",
         ),
+        (
+            "def pay(self, state, outcome): return {'prover': 1.0} if state.said[0][1].text else {}",
+            "pay must always return the same names, not ['prover'] and []",
+        ),
+        (
+            "def measures(self, state, outcome): return {outcome.role.value: 1.0}",
+            "measures must always return the same names, not ['helpful'] and ['sneaky']",
+        ),
         ("def parse(self, state, seat, text): return Direct.parse(self, state, seat, text + text[0])", "IndexError"),
         (
             "def prompt(self, state, seat, role): return 'Look again'",
