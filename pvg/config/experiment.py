@@ -39,13 +39,14 @@ FITTED = ("training.micro_batch_tokens", "verifier.micro_batch_tokens", MAX_ROWS
 
 
 TAG_ROOM, QUOTED_ROOM = 16, 320  # most tokens of a question in the challenge protocol
-TURN_ROOM = 16  # most tokens that a prompt style writes around a turn
+TURN_ROOM, REPLY_ROOM = 16, 64  # most tokens around a turn that the prover hears, and around one that asks for a reply
 
 
-def spoken_room(protocol: CriticProtocol | DebateProtocol) -> int:
-    """The most tokens of the prover's rollout after its solution: what it hears, and its reply."""
+def spoken_room(protocol: CriticProtocol | DebateProtocol, *, in_words: bool) -> int:
+    """The most tokens of the prover's rollout after its solution: what it hears, and its reply. `in_words`: whether a
+    prompt asks for the reply."""
     replies = isinstance(protocol, DebateProtocol) and protocol.turns == "ABA"
-    return TURN_ROOM + protocol.tokens * (1 + replies)
+    return (REPLY_ROOM if replies and in_words else TURN_ROOM) + protocol.tokens * (1 + replies)
 
 
 class Experiment(AllSections):
@@ -125,7 +126,7 @@ class Experiment(AllSections):
         if isinstance(protocol, ChallengeProtocol):
             return room + (TAG_ROOM if self.prompts.kind == "tag" else QUOTED_ROOM) + protocol.tokens
         if isinstance(protocol, CriticProtocol | DebateProtocol):
-            return room + spoken_room(protocol)
+            return room + spoken_room(protocol, in_words=self.prompts.kind != "tag")
         return room + protocol.tokens if isinstance(protocol, OwnProtocol) else room
 
     def token_limits(self) -> TokenLimits:

@@ -14,6 +14,7 @@ from pvg.config.game import (
     DecoupledProtocol,
     DecoupledReward,
     DirectProtocol,
+    Game,
     GatedReward,
     SimultaneousSchedule,
 )
@@ -618,12 +619,16 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
 
 
 def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
-    game, training = experiment.game, experiment.training
-    if game.protocol.kind == "decoupled" and experiment.models.prover.source == "embedded:modchain-prover":
+    game, training, prover = experiment.game, experiment.training, experiment.models.prover.source
+    kind, simultaneous = game.protocol.kind, getattr(game.protocol, "order", "") == "simultaneous"
+    reads = "critic" if kind == "critic" else "dialogue" if kind in ("decoupled", "debate") and not simultaneous else ""
+    if reads and prover.startswith("embedded:modchain-") and prover != f"embedded:modchain-{reads}":
         yield (
-            "models.prover.source = 'embedded:modchain-prover' has never seen a solution in its prompt; set it to "
-            "'embedded:modchain-dialogue' for game.protocol = 'decoupled'"
+            f"models.prover.source = {prover!r} has never seen such prompts with a solution; set it to "
+            f"'embedded:modchain-{reads}' for game.protocol = {kind!r}"
         )
+    if kind in ("debate", "consultancy") and game.reward != Game().reward:
+        yield f"game.reward = {game.reward.kind!r} has no effect with game.protocol = {kind!r}, which pays votes"
     verifier = experiment.models.verifier.source
     if game.protocol.kind == "challenge" and verifier.startswith("embedded:modchain-") and "dialogue" not in verifier:
         yield (

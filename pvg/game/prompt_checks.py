@@ -88,13 +88,20 @@ def check_verifier_input_fits(
 
 def check_voices_fit(limits: TokenLimits, lines: Mapping[str, SpokenLine], max_length: int) -> None:
     """Raises ConfigurationError if the rollout of a voice besides the prover may not fit into the prover's context of
-    `max_length` tokens. `lines`: of an example, in whose prompts solutions may be short."""
+    `max_length` tokens, or into training.micro_batch_tokens. `lines`: of an example with the longest question, in whose
+    prompts solutions may be short."""
     first, *others = lines.values()
-    longer = max(0, limits.solution - len(first.turns[0].token_ids))
+    shown = len(first.turns[0].token_ids) - 1  # without the end token
+    longer, key = max(0, limits.solution - shown), "training.micro_batch_tokens"
     for line in others:
         if line.prompt_ids is not None:
-            own = limits.room - limits.solution
-            _check_context(limits, max_length, len(line.prompt_ids) + longer + own, "models.prover")
+            need = len(line.prompt_ids) + longer + limits.room - limits.solution
+            _check_context(limits, max_length, need, "models.prover")
+            if (budget := limits.budgets[key]) < need:
+                raise ConfigurationError(
+                    f"{key} = {budget} is too small: the prompt of another voice and its text may have {need} tokens.",
+                    f"Set it to at least {need}, or lower {_raising(limits)}.",
+                )
 
 
 def writable_solution(

@@ -27,6 +27,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import product
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -133,13 +134,18 @@ def steps_of(task: Task, text: str) -> list[Place]:
 
 
 class ProtocolParts(NamedTuple):
-    """What protocols are made of. `style`: prompts.kind. `scorer`: of the round's verifier; None: there is none yet."""
+    """What protocols are made of. `style`: prompts.kind. `scorer`: of the round's verifier; None: there is none yet.
+    `told`: see pvg.game.roles.instructions_of."""
 
     task: Task
     tokenizer: Tokenizer
     style: Style
     scorer: Scorer | None
     seed: int
+    told: Mapping[Role, str] = MappingProxyType({})
+
+    def room(self, section: CriticProtocol | DebateProtocol) -> int:
+        return spoken_room(section, in_words=self.style != "tag")
 
 
 class ChallengeRules(Direct):
@@ -281,13 +287,13 @@ def spoken(rules: Any, parts: ProtocolParts, room: int | None) -> Interaction[An
 
 
 def critic(section: CriticProtocol, parts: ProtocolParts) -> Interaction[Talk]:
-    return spoken(CriticRules(parts.task, parts.style, section), parts, spoken_room(section))
+    return spoken(CriticRules(parts.task, parts.style, section), parts, parts.room(section))
 
 
 def debate(section: DebateProtocol, parts: ProtocolParts) -> Interaction[Talk]:
     if parts.style == "chat" and section.turns == "ABA":
         parts.tokenizer.next_turn("?")  # raises before anything is sampled
-    return spoken(DebateRules(parts.task, parts.style, section), parts, spoken_room(section))
+    return spoken(DebateRules(parts.task, parts.style, section, parts.told), parts, parts.room(section))
 
 
 # `game.protocol` -> the interaction that makes a rollout. In the decoupled game the solver has spoken before the first
@@ -303,10 +309,10 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
 
 
 def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]:
-    """Rules in a user's file. Their constructor gets the `task` and the `style` (prompts.kind) if it has such
-    parameters."""
+    """Rules in a user's file. Their constructor gets the `task`, the `style` (prompts.kind) and the user's instructions
+    (`told`, by role) if it has such parameters."""
     key, name = "game.protocol", section.kind
-    maker, given = load(key, name), {"task": parts.task, "style": parts.style}
+    maker, given = load(key, name), {"task": parts.task, "style": parts.style, "told": parts.told}
 
     def made() -> Any:
         wanted = signature(maker).parameters
@@ -419,6 +425,17 @@ def example_episode(
 RULES_TRIED = 20  # problems of example episodes
 # What a model may write at any time, as far as its vocabulary has it.
 ODD_TEXTS = ("", "\n", "0", "?", "<answer>", "\\boxed{", "9" * 50)
+
+
+def longest_episode(
+    interaction: Interaction[Any], parts: ProtocolParts, problems: Sequence[Problem]
+) -> dict[str, SpokenLine]:
+    """An example episode of the problem with the longest question."""
+    problem = max(problems, key=lambda each: len(each.question))
+    right = correct_solution(parts.task, problem)
+    solution = problem.answer if right is None else right.text
+    solution = "" if parts.tokenizer.lacking(solution) else solution
+    return example_episode(interaction, parts.tokenizer, problem, solution)
 
 
 def check_rules(interaction: Interaction[Any], parts: ProtocolParts, problems: Sequence[Problem]) -> None:

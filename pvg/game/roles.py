@@ -8,7 +8,7 @@ chat template, "text" joins the parts with blank lines. "plain" gives both roles
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -78,11 +78,18 @@ class WordedPrompt:
         return "".join(f"{part}\n\n" for part in parts if part)
 
 
+def instructions_of(prompts: PromptSection | WordedPrompts) -> dict[Role, str]:
+    """The user's instructions, by role. A role without any has those of the task."""
+    if not isinstance(prompts, WordedPrompts):
+        return {}
+    given = {Role.HELPFUL: prompts.helpful, Role.SNEAKY: prompts.sneaky}
+    return {role: text for role, text in given.items() if text is not None}
+
+
 def worded(prompts: WordedPrompts, problem: Problem, role: Role) -> WordedPrompt:
     """The role's prompt for a problem."""
     wording = wording_of(problem)
-    own = {Role.HELPFUL: prompts.helpful, Role.SNEAKY: prompts.sneaky}[role]
-    instructions = wording.instructions[role] if own is None else own
+    instructions = instructions_of(prompts).get(role, wording.instructions[role])
     examples = [(question, answers[role]) for question, answers in _examples(prompts, wording)]
     return WordedPrompt(instructions, examples, problem.question)
 
@@ -158,12 +165,14 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
 @dataclass
 class PromptBuilder:
     """Makes the prompts of groups. `render` takes a problem; `translate` (decoupled game) also takes the solver's
-    solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
+    solution. `solutions`: the solver's solutions by problem id; None before the solver has run. `told`: see
+    `instructions_of`."""
 
     render: Render
     style: Style = "tag"  # prompts.kind
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
+    told: Mapping[Role, str] = field(default_factory=dict)
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
         """A group of solutions, or of translations once the solver has run. Raises StateError if the solver has not
@@ -180,4 +189,4 @@ class PromptBuilder:
 def prompt_builder(prompts: PromptSection, protocol: Protocol, tokenizer: Tokenizer) -> PromptBuilder:
     """The prompts of a game, without any solver's solutions."""
     translate = translation_renderer(prompts, tokenizer) if protocol.kind == "decoupled" else None
-    return PromptBuilder(prompt_renderer(prompts, tokenizer), prompts.kind, translate)
+    return PromptBuilder(prompt_renderer(prompts, tokenizer), prompts.kind, translate, told=instructions_of(prompts))

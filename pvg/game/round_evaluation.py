@@ -6,6 +6,7 @@ is represented by its samples from its own checkpoint.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -140,7 +141,7 @@ def _without_the_others(
     first = [rollout.turns[0].score if rollout.turns else rollout.score for rollout in rollouts]
     alone_N = np.array(first, dtype=np.float32)
     found = {"verifier_auc_alone": auc(alone_N[own.correct_N], alone_N[~own.correct_N])}
-    if "critic_found" in measured:
+    if {"critic_found", "critic_alarm"} <= set(measured):
         found["critic_balanced"] = (measured["critic_found"] + 1.0 - measured["critic_alarm"]) / 2.0
     return found
 
@@ -148,6 +149,8 @@ def _without_the_others(
 def _tell_whether_a_critic_can_help(session: Session, metrics: Mapping[str, float]) -> None:
     """A critic helps a verifier only if it classifies better than the verifier alone (arXiv 2605.27483)."""
     critic, alone = metrics["critic_balanced"], metrics["verifier_auc_alone"]
+    if math.isnan(critic) or math.isnan(alone):  # all solutions are correct, or all are wrong
+        return
     better = "better than" if critic > alone else "no better than"
     advice = "" if critic > alone else " Such a critic rarely helps. Take a stronger prover or a smaller verifier."
     session.observer.noticed(

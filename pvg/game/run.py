@@ -36,9 +36,9 @@ from pvg.game.prompt_checks import (
     check_voices_fit,
     writable_solution,
 )
-from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for
+from pvg.game.protocols import ProtocolParts, check_rules, interaction_for, longest_episode
 from pvg.game.rewards import REWARDS
-from pvg.game.roles import PromptBuilder, prompt_builder
+from pvg.game.roles import PromptBuilder, instructions_of, prompt_builder
 from pvg.game.session import InterruptedByUser, Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.models.logprobs import check_logits
@@ -52,7 +52,7 @@ from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import seed_for
 from pvg.store.run_directory import RunDirectory
 from pvg.tasks import open_task
-from pvg.tasks.task import HasNote, Task, correct_solution
+from pvg.tasks.task import HasNote, Task
 from pvg.telemetry.device import GpuUnavailableError, gpu_number
 from pvg.telemetry.events import Observer, ServerNotices
 from pvg.telemetry.monitoring import Monitoring
@@ -362,13 +362,11 @@ def check_models(
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
         _check_verifier(experiment, task, base, [*halves["verifier"], *halves["prover"]])
     if isinstance(experiment.game.protocol, OwnProtocol | CriticProtocol | DebateProtocol):
-        problem = halves["prover"][0]
-        right = correct_solution(task, problem)
-        parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed)
+        told = instructions_of(experiment.prompts)
+        parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed, told)
         interaction = interaction_for(experiment.game.protocol, parts)
-        solution = problem.answer if right is None else right.text
         check_rules(interaction, parts, halves["prover"])
-        lines = example_episode(interaction, base.tokenizer, problem, solution)
+        lines = longest_episode(interaction, parts, [*halves["prover"], *halves["verifier"]])
         check_voices_fit(experiment.token_limits(), lines, base.max_length)
     if rollout.engine.kind == "torch":
         check_decoding(base.module, base.device, longest)

@@ -22,7 +22,7 @@ from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, check_voices_fit, writable_solution
-from pvg.game.roles import TAGS, PromptSection, prompt_builder, worded
+from pvg.game.roles import TAGS, PromptSection, instructions_of, prompt_builder, worded
 from pvg.records import Half, Problem, Role
 from pvg.tasks import digest_of, digests_elsewhere
 from pvg.tasks.answers import by_fallback
@@ -99,18 +99,19 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     if models is None or prompts is None:
         found["prompts"] = {role.value: _untokenized_prompt(experiment.prompts, problem, role) for role in Role}
         return found
-    from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for
+    from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for, longest_episode
 
     tokenizer = models.prover.tokenizer
     for role in Role:  # in the decoupled game, the prompt for the translation of the solution
         render, translate = prompts.render, prompts.translate
         ids = render(problem, role) if translate is None else translate(problem, role, solution)
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
-    parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed)
+    told = instructions_of(experiment.prompts)
+    parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed, told)
     interaction = interaction_for(experiment.game.protocol, parts)
     check_rules(interaction, parts, halves["prover"] or train)
     lines = example_episode(interaction, tokenizer, problem, solution)
-    check_voices_fit(experiment.token_limits(), lines, models.prover.max_length)
+    check_voices_fit(experiment.token_limits(), longest_episode(interaction, parts, train), models.prover.max_length)
     turns = next(iter(lines.values())).turns
     completion = np.concatenate([turn.token_ids for turn in turns]) if len(turns) > 1 else None
     text = "".join(turn.text for turn in turns)

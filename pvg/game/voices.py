@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pvg.config.game import CriticProtocol, DebateProtocol
@@ -28,10 +29,11 @@ OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
 
 
 class Voices(NamedTuple):
-    """What these rules are made of. `style`: prompts.kind."""
+    """What these rules are made of. `style`: prompts.kind. `told`: the user's instructions, by role."""
 
     task: Task
     style: Style
+    told: Mapping[Role, str] = MappingProxyType({})
 
     @property
     def in_words(self) -> bool:
@@ -44,11 +46,14 @@ class Voices(NamedTuple):
 
     def is_right(self, problem: Problem, solution: str, correct: bool, named: int | None) -> bool:
         """Whether a critique names the first wrong step; where the task does not know it, whether it rightly names any
-        or none."""
+        or none. Mistakes that cancel out do not make a solution wrong."""
         if named is None or (named == 0) != correct:
             return False
-        flaw = self.task.flaw(problem, solution) if isinstance(self.task, LocatesFlaws) else None
+        flaw = self.task.flaw(problem, solution) if isinstance(self.task, LocatesFlaws) and not correct else None
         return flaw is None or named == flaw + 1
+
+    def instructions(self, problem: Problem, role: Role) -> str:
+        return self.told.get(role, wording_of(problem).instructions[role])
 
     def flawless(self, problem: Problem) -> str:
         """A correct solution for previews, or the answer alone."""
@@ -108,8 +113,14 @@ class DebateRules(Direct):
 
     voices = ("prover", "opponent")
 
-    def __init__(self, task: Task, style: Style, section: DebateProtocol | None = None) -> None:
-        self._section, self._told = section or DebateProtocol(), Voices(task, style)
+    def __init__(
+        self,
+        task: Task,
+        style: Style,
+        section: DebateProtocol | None = None,
+        told: Mapping[Role, str] = MappingProxyType({}),
+    ) -> None:
+        self._section, self._told = section or DebateProtocol(), Voices(task, style, told)
 
     def seats(self, state: Talk) -> Sequence[str]:
         said, at_once = len(state.said), self._section.order == "simultaneous"
@@ -132,8 +143,8 @@ class DebateRules(Direct):
         other = OTHER_ROLE[role]
         if not told.in_words:
             return f"{TAGS[other]}{state.problem.question}" + (f"{said[0]}?" if said else "")
-        parts = [wording_of(state.problem).instructions[other], f"Problem:\n{state.problem.question}"]
-        return "\n\n".join([*parts, f"{OPPONENT}\n{said[0]}"] if said else parts)
+        parts = [told.instructions(state.problem, other), f"Problem:\n{state.problem.question}"]
+        return "\n\n".join(filter(None, [*parts, f"{OPPONENT}\n{said[0]}" if said else ""]))
 
     def limit(self, state: Talk, seat: str) -> int | None:
         return self._section.tokens if state.said or seat == "opponent" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import torch
 from small_games import changed, completed, played, prover_steps, recorded, rows, state_of, trained_on
 from test_challenge import MODCHAIN
 
+from pvg.config.experiment import TokenLimits, spoken_room
 from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
 from pvg.errors import ConfigurationError
 from pvg.game import prover_phase
+from pvg.game.prompt_checks import check_voices_fit
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.prover_phase import StopRule
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches
-from pvg.game.voices import Voices
+from pvg.game.voices import REPLY, Voices
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
@@ -32,6 +35,7 @@ from pvg.verifier.data import VERDICT_INSTRUCTIONS
 TOKENIZER = Tokenizer(modchain_tokenizer())
 PROBLEM = chain_problem((7, 5, 8), 10)
 RIGHT, WRONG = "7+5=2;2+8=0;A0", "7+5=2;2+8=1;A1"  # the second step of WRONG is wrong
+CANCELLED = "7+5=3;3+8=0;A0"  # two mistakes, and the right answer
 IDS = np.array([1], np.int32), np.array([1], np.int32), np.zeros(1, np.float32)
 SMALL = {
     "task.min_terms": 3,
@@ -62,6 +66,8 @@ def outcome(solution: str, score: float, role: Role = Role.HELPFUL) -> Outcome:
     [
         (RIGHT, "0", 1.0, {"critic_accuracy": 1.0, "critic_alarm": 0.0, "critic_unread": 0.0}),
         (RIGHT, "1", 0.0, {"critic_accuracy": 0.0, "critic_alarm": 1.0, "critic_unread": 0.0}),
+        (CANCELLED, "0", 1.0, {"critic_accuracy": 1.0, "critic_alarm": 0.0}),
+        (CANCELLED, "1", 0.0, {"critic_accuracy": 0.0, "critic_alarm": 1.0}),
         (WRONG, "2", 1.0, {"critic_accuracy": 1.0, "critic_found": 1.0, "critic_true": 1.0}),
         (WRONG, "1", 0.0, {"critic_accuracy": 1.0, "critic_found": 1.0, "critic_true": 0.0}),
         (WRONG, "0", 0.0, {"critic_accuracy": 0.0, "critic_found": 0.0, "critic_true": 0.0}),
@@ -77,7 +83,7 @@ def test_a_critic_earns_the_truth_or_the_votes_against(
     assert votes.pay(state, outcome(solution, math.log(3)))["critic"] == pytest.approx(1 / 4)
     found = true.measures(state, outcome(solution, 0.0))
     assert {name: found[name] for name in of_wrong} == of_wrong
-    unknown = ("critic_found", "critic_true") if solution == RIGHT else ("critic_alarm",)
+    unknown = ("critic_alarm",) if solution == WRONG else ("critic_found", "critic_true")
     assert [name for name, value in found.items() if math.isnan(value)] == list(unknown)
 
 
@@ -163,10 +169,31 @@ def test_an_opponent_has_the_other_role_and_a_prompt_in_words_says_what_to_do() 
     rules = interaction_of(DebateProtocol()).rules
     prompts = [rules.prompt(talk(("prover", WRONG)), "opponent", role) for role in Role]
     assert [prompt[0] for prompt in prompts] == ["S", "H"]
+    own = ProtocolParts(MODCHAIN, TOKENIZER, "text", None, 0, {Role.SNEAKY: "Mislead.", Role.HELPFUL: ""})
+    rules = interaction_for(DebateProtocol(), own).rules
+    prompts = [rules.prompt(talk(("prover", WRONG)), "opponent", role) for role in Role]
+    assert [prompt.partition("\n\n")[0] for prompt in prompts] == ["Mislead.", f"Problem:\n{PROBLEM.question}"]
     told = Voices(MODCHAIN, "chat")
     shown = told.critique_prompt(PROBLEM, WRONG)
     assert shown.startswith(VERDICT_INSTRUCTIONS)
     assert shown.endswith(f"Problem:\n{PROBLEM.question}\n\nSolution:\n{WRONG}")
+
+
+def test_a_reply_in_words_has_the_room_that_the_settings_say() -> None:
+    section = DebateProtocol(turns="ABA", tokens=40)
+    around = len(REPLY.split()) + 12  # words, and what a chat template writes around a turn
+    assert spoken_room(section, in_words=True) >= around + 2 * section.tokens
+
+
+def test_the_rows_of_all_voices_fit_into_the_budget() -> None:
+    found = example_episode(interaction_of(CriticProtocol(tokens=2)), TOKENIZER, PROBLEM, WRONG)
+    need = 1 + len(PROBLEM.question) + 30 + 1 + 18  # a solution of 30 tokens between two marks, and the room after it
+    limits = TokenLimits(30, 48, {"training.micro_batch_tokens": need}, True)
+    check_voices_fit(limits, found, need)
+    with pytest.raises(ConfigurationError, match=f"may need {need}"):
+        check_voices_fit(limits, found, need - 1)
+    with pytest.raises(ConfigurationError, match=f"may have {need} tokens"):
+        check_voices_fit(replace(limits, budgets={"training.micro_batch_tokens": need - 1}), found, need)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +206,26 @@ def test_an_opponent_has_the_other_role_and_a_prompt_in_words_says_what_to_do() 
 def test_what_does_not_fit_several_voices_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         changed(CRITIC_GAME | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "set it to 'embedded:modchain-critic' for game.protocol = 'critic'"),
+        ({"game.protocol": "debate"}, "set it to 'embedded:modchain-dialogue' for game.protocol = 'debate'"),
+        ({"game.protocol": "debate", "game.reward": "goodhart"}, "game.reward = 'goodhart' has no effect"),
+    ],
+)
+def test_a_model_without_the_prompts_and_a_reward_without_effect_get_a_warning(
+    settings: dict[str, Any], message: str
+) -> None:
+    untrained = {"models.prover.source": "embedded:modchain-prover", "game.reward": "src"}
+    assert any(message in line for line in changed(CRITIC_GAME | untrained | settings).warnings())
+    fitting = (
+        {"game.protocol.order": "simultaneous"} if settings else {"models.prover.source": "embedded:modchain-critic"}
+    )
+    fitting |= {"game.reward": "src"}
+    assert not any(message in line for line in changed(CRITIC_GAME | untrained | settings | fitting).warnings())
 
 
 # --- games ------------------------------------------------------------------------------------------------------------
