@@ -148,7 +148,8 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
     reward = experiment.game.reward
     alone = f"game.reward = {reward.kind!r} compares a score with others of its problem and role, but"
     other = "set game.reward to 'cgc', 'goodhart' or 'correctness', or"
-    if rollout.group_size == 1 and training.groupless and reward.compares:
+    compares = reward.compares and not _pays_votes(experiment.game)
+    if rollout.group_size == 1 and training.groupless and compares:
         yield f"{alone} rollout.group_size = 1 leaves no others; {other} raise rollout.group_size"
     if deadline.kind == "none":
         return
@@ -157,7 +158,7 @@ def _deadline(experiment: AllSections) -> Iterator[str]:
     whole = rollouts_of_deadline(experiment)
     # A deadline of the batch may leave a single rollout of a group, unless it cuts fewer rollouts than that needs.
     may_leave_one = 1 < rollout.group_size <= 1 + whole - least
-    if cuts_batches and reward.compares and may_leave_one:
+    if cuts_batches and compares and may_leave_one:
         yield (
             f"{alone} with training.loss = {training.loss.kind!r} rollout.deadline = 'cut' may leave a single one; "
             f"{other} rollout.deadline to 'continue'"
@@ -344,12 +345,17 @@ def _verdicts(experiment: AllSections) -> Iterator[str]:
             yield f"verifier.{key} = {value!r} has no effect with verifier.head = 'generative'; leave it out"
 
 
+def _pays_votes(game: Game) -> bool:
+    """Whether the protocol pays the prover, in place of `game.reward`."""
+    return isinstance(game.protocol, DebateProtocol | ConsultancyProtocol)
+
+
 def _roles(experiment: AllSections) -> Iterator[str]:
     if experiment.task.kind == "play":  # one role, whose reward is a change in value
         return
     game, reward = experiment.game, experiment.game.reward
     one_role = game.sneaky_share in (0.0, 1.0)
-    if reward.opposite_roles and one_role:
+    if reward.opposite_roles and one_role and not _pays_votes(game):
         yield (
             f"game.reward = {reward.kind!r} needs two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
             "set game.sneaky_share between 0 and 1, or game.reward to 'goodhart' or 'correctness'"
@@ -627,7 +633,7 @@ def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
             f"models.prover.source = {prover!r} has never seen such prompts with a solution; set it to "
             f"'embedded:modchain-{reads}' for game.protocol = {kind!r}"
         )
-    if kind in ("debate", "consultancy") and game.reward != Game().reward:
+    if _pays_votes(game) and game.reward != Game().reward:
         yield f"game.reward = {game.reward.kind!r} has no effect with game.protocol = {kind!r}, which pays votes"
     verifier = experiment.models.verifier.source
     if game.protocol.kind == "challenge" and verifier.startswith("embedded:modchain-") and "dialogue" not in verifier:

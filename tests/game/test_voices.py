@@ -208,6 +208,13 @@ def test_what_does_not_fit_several_voices_is_refused(settings: dict[str, Any], m
         changed(CRITIC_GAME | settings)
 
 
+def test_a_reward_without_effect_asks_for_nothing() -> None:
+    alone = {"game.sneaky_share": 0, "rollout.group_size": 1, "game.reward": "src"}
+    assert changed(DEBATE_GAME | alone).game.sneaky_share == 0
+    with pytest.raises(ConfigurationError, match="needs two roles"):
+        changed(CRITIC_GAME | alone | {"rollout.group_size": 2})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
