@@ -424,10 +424,10 @@ def _play(experiment: AllSections) -> Iterator[str]:
         value = value_of(experiment, key)
         if value != only:
             yield f"task.kind = 'play' does not support {key} = {value!r}; set it to {only!r}"
-    if training.groupless:
+    if training.loss.kind == "spo":
         yield (
-            f"task.kind = 'play' compares decisions in groups, but training.loss = {training.loss.kind!r} has none; "
-            "set it to a loss with groups, such as 'grpo'"
+            "training.loss = 'spo' compares with earlier solutions of a problem, and task.kind = 'play' has none; set "
+            "it to 'rae', or to a loss with groups, such as 'grpo'"
         )
     if rollout.engine.kind == "vllm" and "base" in (task.opponent, *task.references):
         yield (

@@ -120,7 +120,7 @@ def means_of_others(rewards_N: Float64) -> Float64:
 
 
 class RoleBaseline:
-    """b, the average reward of each role.
+    """b, the average reward of each role, or in self-play of each seat.
 
     Source: role-conditioned advantage estimation (SPIRAL, arXiv 2506.24119): A = R - b_role, then
     b_role <- d b_role + (1 - d) R. Here R is the mean over the role's rows of a batch. An average that starts at 0
@@ -128,22 +128,20 @@ class RoleBaseline:
     role's first batch, a row's baseline is the mean of the role's *other* rows; a single row has an advantage of 0."""
 
     def __init__(self) -> None:
-        self._averages: dict[Role, tuple[float, float]] = {}  # total, weight
+        self._averages: dict[str, tuple[float, float]] = {}  # total, weight
 
-    def value(self, role: Role) -> float:
+    def value(self, role: str) -> float:
         """b of the role; NaN before its first batch."""
         total, weight = self._averages.get(role, (0.0, 0.0))
         return total / weight if weight > 0.0 else math.nan
 
-    def observe(self, roles: Sequence[Role], rewards_N: Float32 | Float64) -> Float64:
+    def observe(self, roles: Sequence[str], rewards_N: Float32 | Float64) -> Float64:
         """float64 [N]: the baseline of each row before these rewards (first batch: see the class); then learns each
         role's mean."""
         paid_N = np.asarray(rewards_N, dtype=np.float64)
         baselines_N = np.zeros(len(paid_N))
-        for role in Role:
-            rows_N = np.array([of is role for of in roles], dtype=bool)
-            if not rows_N.any():
-                continue
+        for role in dict.fromkeys(roles):
+            rows_N = np.array([of == role for of in roles], dtype=bool)
             known = role in self._averages
             baselines_N[rows_N] = self.value(role) if known else means_of_others(paid_N[rows_N])
             total, weight = self._averages.get(role, (0.0, 0.0))
@@ -153,10 +151,10 @@ class RoleBaseline:
 
     def state(self) -> dict[str, Any]:
         """JSON data that restores the averages bit by bit."""
-        return {role.value: list(average) for role, average in self._averages.items()}
+        return {str(role): list(average) for role, average in self._averages.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._averages = {Role(role): (total, weight) for role, (total, weight) in state.items()}
+        self._averages = {role: (total, weight) for role, (total, weight) in state.items()}
 
 
 EPSILON = 1e-6  # added to a standard deviation before dividing by it; value of the GRPO paper

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from kill_drill import play_experiment, small_experiment
-from small_games import completed, recorded, rows, state_of
+from small_games import completed, played, recorded, rows, state_of
 from tiny_programmer import tokenizer, untrained
 from transformers import LlamaForCausalLM
 
@@ -22,8 +24,10 @@ from pvg.games import GAMES, open_game
 from pvg.games.negotiation import Negotiation
 from pvg.records import Split
 from pvg.reporting.boards import games_section, newest_games
+from pvg.store.checkpoints import read_checkpoint
 from pvg.store.run_directory import RunDirectory
 from pvg.telemetry.catalogue import metric
+from pvg.training.credit import RoleBaseline
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +120,34 @@ def test_every_start_trains_the_policys_seat_also_if_the_opponent_begins(tmp_pat
     assert phases == {"000", "001"}
 
 
+def test_rae_has_a_baseline_of_each_seat_which_a_resumed_run_goes_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = changed(references=[]).plain()
+    plain["training"] |= {"loss": "rae", "steps": 4}
+    plain["store"] |= {"commit_every": 1}
+    experiment = build_experiment(plain)
+    observed: list[tuple[list[str], Any, Any]] = []
+    observe = RoleBaseline.observe
+
+    def watched(self: RoleBaseline, roles: Any, rewards_N: Any) -> Any:
+        observed.append((list(roles), rewards_N, values_N := observe(self, roles, rewards_N)))
+        return values_N
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RoleBaseline, "observe", watched)
+        whole = completed(experiment, tmp_path / "whole")
+    (first, paid_N, _), (second, _, values_N) = observed[:2]
+    assert set(first) == set(second) == {"buyer", "seller"}
+    for seat in ("buyer", "seller"):  # after one batch, the average is that batch's mean
+        mean = paid_N[np.array(first) == seat].astype(np.float64).mean()
+        np.testing.assert_allclose(values_N[np.array(second) == seat], mean)
+    assert played(experiment, tmp_path / "again", stop_at=("train_prover", 3))[0].status == "interrupted"
+    again = played(experiment, tmp_path / "again", resume=True)[1]
+    found, expected = (read_checkpoint(run.weights, "round-000-prover")[0] for run in (again, whole))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 class Still:
     """A game that is over at its start."""
 
@@ -138,7 +170,7 @@ def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monk
     [
         ("rollout", {"prefetch": "fresh"}, "rollout.prefetch"),
         ("training", {"dynamic_sampling": 2}, "training.dynamic_sampling"),
-        ("training", {"loss": "spo"}, "compares decisions in groups"),
+        ("training", {"loss": "spo"}, "compares with earlier solutions"),
         ("game", {"stop": "score_parity"}, "game.stop"),
         ("task", {"game": "chess"}, "Known games"),
     ],
