@@ -152,7 +152,9 @@ def _tell_whether_a_critic_can_help(session: Session, metrics: Mapping[str, floa
     if math.isnan(critic) or math.isnan(alone):  # all solutions are correct, or all are wrong
         return
     better = "better than" if critic > alone else "no better than"
-    advice = "" if critic > alone else " Such a critic rarely helps. Take a stronger prover or a smaller verifier."
+    advice = " Such a critic rarely helps. Take a stronger prover or a smaller verifier."
+    if critic > alone:
+        advice = " This verifier expects critiques. With game.protocol = 'direct' it may rank solutions better."
     session.observer.noticed(
         f"On test problems the critic classifies solutions {better} the verifier alone: its balanced accuracy is "
         f"{critic:.2f}, and the verifier's AUC without critiques {alone:.2f}.{advice}"
