@@ -204,6 +204,9 @@ class GameBatches(Batches):
         trained = [everything[row] for row in scored.trained_M]
         with span("credit"):
             trained, advantages_M, of_credit = self._credit(scored, trained)
+            # Off the loop, because rules may grade what other voices wrote.
+            of_rules = partial(measures, self.orders.interaction.rules, everything, scored.scores_N)
+            of_credit |= await players.off_loop(of_rules)
             batch = await players.off_loop(partial(batch_of, trained, advantages_M))
         batch = await self.logprobs.add(batch)
         with span("record"):
@@ -237,7 +240,6 @@ class GameBatches(Batches):
             sneaky_N = np.array([r.role is Role.SNEAKY for r in everything])
             metrics["similarity"] = mean_of(scored.similarity_N, sneaky_N)
         metrics |= self.orders.problems.observe(everything, scored.aligned_N)
-        metrics |= measures(self.orders.interaction.rules, everything, scored.scores_N)
         (_, first), *others = self.credits.items()
         advantages_M, of_credit = first.observe(trained, scored.rewards_N[scored.trained_M])
         voices, advantages = list(trained), [advantages_M]

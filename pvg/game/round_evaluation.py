@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -57,7 +58,8 @@ async def checkpoint(session: Session) -> None:
         with span("evaluate"):
             metrics = await _round_metrics(session, scorer, threshold, fresh)
             rules = interaction_of(session, scorer).rules
-            metrics |= measures(rules, rollouts, fresh[own].scores_N)  # `own` was sampled last
+            of_rules = partial(measures, rules, rollouts, fresh[own].scores_N)  # `own` was sampled last
+            metrics |= await session.players.off_loop(of_rules)
             metrics |= _without_the_others(rollouts, fresh[own], metrics)
     finally:
         verifier.close()
