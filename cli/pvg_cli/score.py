@@ -48,6 +48,11 @@ def score(
     finished.verifier_name  # noqa: B018 - raises for a run without a verifier
     check_output("--out", out, file)
     check_rows(file)  # before torch and the model are loaded, and before the first result is written
+    if (kind := finished.experiment.game.protocol.kind) not in ("direct", "decoupled", "consultancy"):
+        say(
+            f"This verifier has learned from dialogues (game.protocol = {kind!r}). It judges bare solutions less well, "
+            "and its acceptance threshold is one for dialogues."
+        )
     announce_loading()
     try:
         summary = _write(finished, file, out, as_json)

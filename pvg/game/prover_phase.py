@@ -57,7 +57,8 @@ class StopRule:
     sneaky: float | None = None
     helpful: float | None = None
     mcc: float | None = None
-    best: float = -1.0
+    judged: int = 0  # batches with an MCC
+    best: float = -1.0  # of the average, once it has MIN_STEPS batches: one batch has much noise
     seen: int = 0
     decay: float = 0.9  # of the averages: about the last ten batches, as many as the rules wait for
 
@@ -74,8 +75,7 @@ class StopRule:
         self.seen += 1
         self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
         self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        self.mcc = self._ema(self.mcc, metrics.get("verifier_mcc", math.nan))
-        self.best = max(self.best, -1.0 if self.mcc is None else self.mcc)
+        self._judge(metrics.get("verifier_mcc", math.nan))
         if self.stop == "steps" or self.seen < MIN_STEPS:
             return False
         if self.rewinds:
@@ -83,12 +83,22 @@ class StopRule:
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
     def state(self) -> dict[str, Any]:
-        judged = {"mcc": self.mcc, "best": self.best}
+        judged = {"mcc": self.mcc, "judged": self.judged, "best": self.best}
         return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen, **judged}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
-        self.mcc, self.best = state["mcc"], state["best"]
+        self.mcc, self.judged, self.best = state["mcc"], state["judged"], state["best"]
+
+    def _judge(self, mcc: float) -> None:
+        """Average the verifier's MCC: the first batches equally, later ones as the other averages."""
+        if not math.isfinite(mcc):
+            return
+        self.judged += 1
+        kept = min(self.decay, 1.0 - 1.0 / self.judged)
+        self.mcc = mcc if self.mcc is None else kept * self.mcc + (1.0 - kept) * mcc
+        if self.judged >= MIN_STEPS:
+            self.best = max(self.best, self.mcc)
 
     def _ema(self, before: float | None, value: float) -> float | None:
         if not math.isfinite(value):

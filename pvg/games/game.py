@@ -29,6 +29,7 @@ from pvg.errors import ConfigurationError, ServerUnavailableError, StateError, U
 from pvg.extensions import called
 from pvg.records import Grade, Problem, Role, Split
 from pvg.seeds import seed_for
+from pvg.telemetry.catalogue import METRICS
 
 S = TypeVar("S")
 S_contra = TypeVar("S_contra", contravariant=True)
@@ -268,7 +269,11 @@ class CheckedDialogue(CheckedGame):
         return found
 
     def _measured(self, state: Any, outcome: Outcome) -> Mapping[str, float]:
-        return self._always("measures", self._numbers("measures", state, outcome))
+        found = self._numbers("measures", state, outcome)
+        known = (each for each in found if f"train_prover/{each}" in METRICS or f"round/{each}" in METRICS)
+        if taken := [each for each in known if not each.startswith(("critic_", "debate_"))]:  # of pvg.game.voices
+            raise self.wrong(f"measures must not have the name of a metric of pvg, such as {taken[0]!r}")
+        return self._always("measures", found)
 
     def _paid(self, state: Any, outcome: Outcome) -> Mapping[str, float]:
         found = self._numbers("pay", state, outcome)

@@ -48,6 +48,7 @@ COLLAPSE, ZERO_SIGNAL, TRUNCATION = 0.1, 0.9, 0.5
 # SEAT_BIAS more or less than half of the contested debates wins by its place.
 CONTESTED, SEAT_BIAS = 0.1, 0.3
 DECAY = 0.2  # fall of the verifier's Matthews correlation below its highest average
+JUDGED = 10  # batches after which that average counts: one batch has much noise
 WEIGHTS_QUEUE_MS = 1000.0  # an update that waits longer waits behind generation requests
 CHANCE_AUC = 0.55  # 0.5 is chance; the difference is the noise of a few hundred held-out solutions
 
@@ -68,6 +69,7 @@ class Alerts:
     averages: dict[str, float] = field(default_factory=dict)
     lowest_fooled: float = math.inf
     highest_mcc: float = -1.0
+    judged: int = 0  # batches with a Matthews correlation
     active: set[str] = field(default_factory=set)
 
     def check(self, metrics: Mapping[str, float], *, new_batch: bool = True) -> list[Alert]:
@@ -83,13 +85,14 @@ class Alerts:
 
     def state(self) -> dict[str, Any]:
         lowest = None if math.isinf(self.lowest_fooled) else self.lowest_fooled
-        state = {"averages": dict(self.averages), "lowest_fooled": lowest, "highest_mcc": self.highest_mcc}
+        state = {"averages": dict(self.averages), "lowest_fooled": lowest}
+        state |= {"highest_mcc": self.highest_mcc, "judged": self.judged}
         return state | {"active": sorted(self.active)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.averages = dict(state["averages"])
         self.lowest_fooled = math.inf if state["lowest_fooled"] is None else state["lowest_fooled"]
-        self.highest_mcc = state["highest_mcc"]
+        self.highest_mcc, self.judged = state["highest_mcc"], state["judged"]
         self.active = set(state["active"])
 
     def _average(self, metrics: Mapping[str, float]) -> None:
@@ -100,7 +103,9 @@ class Alerts:
                 self.averages[name] = EMA_DECAY * before + (1 - EMA_DECAY) * value
         if "fooled_rate" in self.averages:
             self.lowest_fooled = min(self.lowest_fooled, self.averages["fooled_rate"])
-        self.highest_mcc = max(self.highest_mcc, self.averages.get("verifier_mcc", -1.0))
+        self.judged += math.isfinite(metrics.get("verifier_mcc", math.nan))
+        if self.judged >= JUDGED:
+            self.highest_mcc = max(self.highest_mcc, self.averages["verifier_mcc"])
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[str, Alert]:
         """The alerts whose conditions hold now, by condition: both roles can collapse, one after the other."""

@@ -89,6 +89,7 @@ def test_an_episode_without_models_has_the_turns_of_the_rules() -> None:
         ("def pay(self, state, outcome): return {'clerk': 1}", "finite numbers for voices, not 1 for 'clerk'"),
         ("def pay(self, state, outcome): return 1", "pay must return a mapping from names to numbers"),
         ("def measures(self, state, outcome): return {'a': 'b'}", "measures must return a mapping from names"),
+        ("def measures(self, state, outcome): return {'fooled_rate': 0}", "the name of a metric of pvg, such as 'foo"),
         ("def measures(self, state, outcome): return 1 // 0", "failed in Mine.measures, line 33: ZeroDivisionError"),
         ("def measures(self, state, outcome): return {'a': 1 // outcome.grade.correct}", "failed in Mine.measures"),
         ("def step(self, state, actions, seed): return 1 // 0", "failed in Mine.step, line 33: ZeroDivisionError"),

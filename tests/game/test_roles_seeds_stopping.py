@@ -15,6 +15,7 @@ from pvg.game.prover_phase import StopRule
 from pvg.game.roles import assign_roles
 from pvg.records import Role
 from pvg.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
+from pvg.telemetry.alerts import Alerts
 
 
 @given(st.integers(1, 64), st.floats(0, 1), st.integers(0, 99))
@@ -122,3 +123,13 @@ def test_judge_decay_stops_below_the_verifiers_best_and_a_policy_on_the_way_is_n
         found.append((stops, rule.honest))
     assert found == [*[(False, True)] * 2, *[(False, False)] * 4, (True, False)]
     assert StopRule("steps").honest
+
+
+def test_one_lucky_batch_is_no_best_of_a_verifier():
+    rule, alerts = StopRule("judge_decay"), Alerts(two_roles=True)
+    for mcc in (0.95, *[0.45] * 60):
+        assert not rule.observe({"verifier_mcc": mcc})
+        assert rule.honest
+        assert alerts.check({"verifier_mcc": mcc}) == []
+    assert any(rule.observe({"verifier_mcc": 0.1}) for _ in range(20))
+    assert [alert.name for _ in range(20) for alert in alerts.check({"verifier_mcc": 0.1})] == ["judge_decay"]
