@@ -232,7 +232,7 @@ def test_a_workload_of_a_users_file_is_measured_like_one_of_pvgs(folder: Path) -
     [
         ("gone.py:Sorter", r"profile: cannot read gone\.py"),
         ("sorter.py:nothing", r"made a BenchSettings without measures, open, work, sample, derived, close"),
-        ("sorter.py:broken", r"failed: KeyError: 'a defect of the file'"),
+        ("sorter.py:broken", r"failed in broken, line 13: KeyError: 'a defect of the file'"),
     ],
 )
 def test_a_file_that_makes_no_workload_is_refused_before_anything_runs(
