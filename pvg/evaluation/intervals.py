@@ -196,3 +196,31 @@ def roc(positive_N: NDArray[Any], negative_M: NDArray[Any]) -> list[tuple[float,
         return points
     kept = {math.floor(i * (len(points) - 1) / (MOST_POINTS - 1)) for i in range(MOST_POINTS)}
     return [points[i] for i in sorted(kept)]
+
+
+PERMUTATIONS = 999
+EDGE = 5  # values on each side of a change, at least
+
+
+def change_point(values_T: Float64) -> tuple[int, float] | None:
+    """Where the mean of a series changes most: how many values come before, and the p value of that change among
+    permutations of the series (seed 0), which takes its values as independent. None for fewer than 2 EDGE values.
+
+    Source: the largest standardised difference over all splits (a CUSUM statistic; Page, Biometrika 41 (1954)).
+    """
+    count = len(values_T)
+    if count < 2 * EDGE:
+        return None
+    before_K = np.arange(EDGE, count - EDGE + 1)
+    weights_K = np.sqrt(before_K * (count - before_K) / count)
+
+    def differences(series_T: Float64) -> Float64:
+        sums_K = np.cumsum(series_T)[before_K - 1]
+        means_K = sums_K / before_K - (series_T.sum() - sums_K) / (count - before_K)
+        found_K: Float64 = np.abs(means_K) * weights_K
+        return found_K
+
+    found_K, generator = differences(values_T), np.random.default_rng(0)
+    most = found_K.max()
+    reached = sum(differences(generator.permutation(values_T)).max() >= most for _ in range(PERMUTATIONS))
+    return int(before_K[found_K.argmax()]), (1 + reached) / (1 + PERMUTATIONS)

@@ -31,7 +31,7 @@ from pvg.reporting.formats import NumberStyle, duration, metric_display, percent
 from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import PageSection, elements
-from pvg.reporting.terminal import machine_facts, outcome, rounds_table
+from pvg.reporting.terminal import judgement_changes, machine_facts, outcome, rounds_table
 
 WARMUP = "warmup"
 BINS = 32
@@ -115,7 +115,11 @@ def rounds_section(summary: RunSummary) -> PageSection:
             if phase.phase == VERIFIER and phase.round in rounds and "verifier_auc" in phase.metrics:
                 rounds[phase.round]["verifier_auc_minted"] = phase.metrics["verifier_auc"]
         body.append(elements.grid(drawn(RoundAxis(rounds), BY_ROUND)))
-    lead = ("At the end of each round: fresh samples on problems that no model trained on.", *outcome(summary.rounds))
+    lead = (
+        "At the end of each round: fresh samples on problems that no model trained on.",
+        *outcome(summary.rounds),
+        *judgement_changes(summary),
+    )
     return PageSection("rounds", "Rounds", body, " ".join(lead))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
@@ -18,6 +19,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from pvg.errors import counted
+from pvg.evaluation.intervals import change_point
 from pvg.reporting.formats import (
     HOME_PHASES,
     SHOWN,
@@ -126,6 +128,27 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     return f"{says} The highest share was {most}, in round {worst}."
 
 
+CHANGED, SURE = 0.1, 0.01  # the smallest change of an MCC that is told, and its largest p value
+
+
+def judgement_changes(summary: RunSummary) -> list[str]:
+    """A sentence per prover phase in which the verifier's judgement of the prover's solutions changed at some step."""
+    found = []
+    for round_ in sorted({step.round for step in summary.steps}):
+        steps = [
+            s for s in summary.steps if s.round == round_ and s.phase == "train_prover" and "verifier_mcc" in s.metrics
+        ]
+        values_T = np.array([step.metrics["verifier_mcc"] for step in steps], dtype=np.float64)
+        if (change := change_point(values_T)) is None or change[1] > SURE:
+            continue
+        before, after = values_T[: change[0]].mean(), values_T[change[0] :].mean()
+        if abs(after - before) >= CHANGED:
+            when = f"In round {round_}, up to step {steps[change[0] - 1].step} of the prover"
+            says = f"the verifier's MCC on its solutions was {before:.2f} on average, then {after:.2f}"
+            found.append(f"{when}, {says} (change point, p = {change[1]:.3f}).")
+    return found
+
+
 class BudgetBar:
     """Seconds by part as one stacked bar with its legend below. A part has the colour of its family of work."""
 
@@ -183,7 +206,7 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
     """Everything that `pvg report` prints, in order, without empty parts. `state`: of the run (`state_word`)."""
     parts: list[RenderableType] = [headline(summary, state)]
     if summary.rounds:
-        parts += section("Rounds", rounds_with_outcome(summary.rounds))
+        parts += section("Rounds", Group(rounds_with_outcome(summary.rounds), *map(Text, judgement_changes(summary))))
     if summary.phases:
         parts += section("Phases", phases_table(summary))
     if summary.steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pvg.evaluation.intervals import draws, mean_of, share_of, wilson
+from pvg.evaluation.intervals import change_point, draws, mean_of, share_of, wilson
 
 
 def test_wilson_by_hand():
@@ -57,3 +57,16 @@ def test_the_mean_of_a_ratio_is_that_of_its_resamples():
     found = mean_of(values_N, problems_N, weights_BP, 0.5)
     # resampled means: (1+3)/2 = 2, 5, 18/4 = 4.5; the quartiles of (2, 4.5, 5) are 3.25 and 4.75
     assert (found.value, found.low, found.high, found.n, found.problems) == (4.5, 3.25, 4.75, 4, 3)
+
+
+def test_a_change_point_is_where_the_mean_changes_and_noise_has_none() -> None:
+    rng = np.random.default_rng(3)
+    steady_T, falling_T = rng.normal(0.6, 0.1, 60), np.append(rng.normal(0.6, 0.1, 40), rng.normal(0.3, 0.1, 20))
+    found = change_point(falling_T)
+    assert found is not None
+    assert abs(found[0] - 40) <= 1
+    assert found[1] == 0.001
+    small = [change_point(rng.normal(0.6, 0.1, 30)) for _ in range(40)]
+    assert sum(each is not None and each[1] <= 0.05 for each in small) <= 6  # 2 are expected
+    assert change_point(steady_T[:9]) is None
+    assert change_point(np.zeros(10)) == (5, 1.0)
