@@ -407,6 +407,11 @@ def _diplomacy(experiment: AllSections) -> Iterator[str]:
             f"prompts = {experiment.prompts.kind!r} has no instructions for task.kind = 'diplomacy_mini', whose "
             "problems are for the embedded models; set it to 'tag'"
         )
+    if task == "diplomacy_mini" and isinstance(experiment.game.protocol, CriticProtocol):
+        yield (
+            "game.protocol = 'critic' writes numbers, which the models of task.kind = 'diplomacy_mini' do not know; "
+            "set game.protocol to 'direct' or 'challenge'"
+        )
     if task not in ("diplomacy_mini", "diplomacy_plan"):
         return
     if experiment.game.protocol.kind == "decoupled":  # a plan is its own answer, and no prompt explains a translation

@@ -201,6 +201,7 @@ def test_the_rows_of_all_voices_fit_into_the_budget() -> None:
     [
         ({"prompts": "plain", "game.reward": "goodhart"}, "gives every voice of game.protocol = 'critic' one prompt"),
         ({"rollout.deadline": "continue"}, "has several turns"),
+        ({"task": {"kind": "diplomacy_mini"}}, "'critic' writes numbers"),
     ],
 )
 def test_what_does_not_fit_several_voices_is_refused(settings: dict[str, Any], message: str) -> None:
