@@ -73,6 +73,7 @@ def refused(called: Called) -> str:
     return error
 
 
+@pytest.mark.drill  # tests/game/test_own_protocol.py has their messages
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_one_line_that_names_file_and_method_before_the_mint(fault: str) -> None:
     body, message = FAULTS[fault]
@@ -119,6 +120,7 @@ def test_control_tokens_in_a_text_of_the_rules_are_read_as_ordinary_text() -> No
     assert pvg("train", *game()).code == 0
 
 
+@pytest.mark.drill
 def test_a_run_does_not_resume_with_another_version_of_its_protocol() -> None:
     write("pass")
     assert pvg("train", *game()).code == 0

@@ -66,7 +66,9 @@ HEADS: dict[str, dict[str, dict]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "head", [pytest.param(head, marks=[pytest.mark.drill] * (head != "one model")) for head in HEADS]
+)
 def test_the_diagonal_equals_the_metrics_of_the_rounds(tmp_path: Path, head: str) -> None:
     experiment = with_rounds(2, **HEADS[head])
     run = played(tmp_path, "tiny", experiment)

@@ -116,7 +116,7 @@ def test_a_trainer_too_large_for_a_copy_waits_for_the_disk(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("failing", "last"), [(3, 6), (7, 7)])
+@pytest.mark.parametrize(("failing", "last"), [(3, 6), pytest.param(7, 7, marks=pytest.mark.drill)])
 def test_a_commit_that_cannot_be_written_ends_the_game_with_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int, last: int
 ) -> None:

@@ -127,7 +127,7 @@ def test_a_run_opens_the_scores_that_its_game_had(game: RunDirectory) -> None:
     assert set(map(np.float32, again)) <= possible
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_the_shipped_critic_gives_more_right_verdicts_after_training(tmp_path: Path) -> None:
     """Of 256 verdicts on 32 solutions per step; the rounds of the game begin from the same critic."""
     settings = {

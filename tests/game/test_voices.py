@@ -298,17 +298,17 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
 def test_a_phase_whose_verifier_decays_ends_with_its_last_honest_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told of a fall after step 2, the phase ends at step 4 with the prover of step 2, and keeps the records of all."""
+    """Told of a fall after step 2, the phase ends at step 3 with the prover of step 2, and keeps the records of all."""
     monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
-    told = iter([0.9, 0.9, -0.5, -0.9])
+    told = iter([0.9, 0.9, -0.9])
     observe = StopRule.observe
     monkeypatch.setattr(StopRule, "observe", lambda self, m: observe(self, {**m, "verifier_mcc": next(told)}))
     settings = {**SMALL, "game.protocol": "direct", "game.stop": "judge_decay", "store.commit_every": 1}
     settings |= {"training.steps": 9}
     assert played(changed(settings), tmp_path / "decayed")[0].status == "complete"
     decayed = played(changed(settings), tmp_path / "decayed", resume=True)[1]
-    assert len([row for row in rows(decayed, "step") if row["phase"] == "train_prover"]) == 4
-    assert len({rollout.step for rollout in trained_on(decayed)}) == 4
+    assert len([row for row in rows(decayed, "step") if row["phase"] == "train_prover"]) == 3
+    assert len({rollout.step for rollout in trained_on(decayed)}) == 3
     ended = next(row for row in rows(decayed, "phase") if row["phase"] == "train_prover")
     assert ended["metrics"]["reward_mean"] == prover_steps(decayed)[1]["reward_mean"]
     monkeypatch.undo()
