@@ -433,7 +433,7 @@ def pack_rows(
     _, firsts_A, number_A = np.unique(numbers_W[:before], return_index=True, return_inverse=True)
     picks_W = np.concatenate([np.argsort(np.argsort(firsts_A))[number_A], len(firsts_A) + sources_W[before:] - first])
     begins_N = np.cumsum(lengths_N) - lengths_N
-    targets_M = np.empty(len(firsts_A) + tokens - first, dtype=np.int64)
+    targets_M = np.zeros(len(firsts_A) + tokens - first, dtype=np.int64)  # some are not picked, and need an id too
     targets_M[picks_W] = np.concatenate(sequences)[begins_N[rows_W] + columns_W]
     ends_N = [paths[leaf][max(length, 2) - 2] for leaf, length in zip(trie.leaves_N, lengths_N, strict=True)]
     ends_E, places_N = np.unique(ends_N, return_inverse=True)
