@@ -4,7 +4,7 @@ votes alone (pvg.config.game). The verifier reads the prover's rollout, which en
     critic        prover 0+0=0;0+9=8;A8      critic ?0+0+9?0+0=0;0+9=8;A8? -> 2      the verifier reads ...A8 ?2
     debate AB     prover (helpful) ...A9     opponent (sneaky) ...A8                 the verifier reads both
 
-Every voice is the same policy with a prompt of its own, and learns from what it earns.
+Every voice is the same policy with another prompt. It learns from its own rewards.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
     return f"{says} The highest share was {most}, in round {worst}."
 
 
-CHANGED, SURE = 0.1, 0.01  # the smallest change of an MCC that is told, and its largest p value
+CHANGED, SURE = 0.1, 0.01  # the report names changes of an MCC from CHANGED on, with a p value of at most SURE
 
 
 def judgement_changes(summary: RunSummary) -> list[str]:

@@ -498,7 +498,7 @@ class _Hall(Generic[S]):
     def scripted(self, table: _Table[S], seat: str, script: Script) -> str:
         rules = self.interaction.rules
         if not isinstance(rules, PlaysByScript):
-            what = f"Nobody decides for the seat {seat!r}, because the rules have no method `scripted`."
+            what = f"Nothing decides for the seat {seat!r}, because the rules have no method `scripted`."
             raise ConfigurationError(what, "Add one (pvg.games.game.PlaysByScript), or let `seats` leave the seat out.")
         seed = seed_for(self.call.seed, "script", table.order.group, table.sample, table.phase, seat)
         return rules.scripted(script, table.states[-1], seat, seed)

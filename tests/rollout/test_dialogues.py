@@ -220,7 +220,7 @@ def test_the_first_turn_has_at_most_max_tokens():
 
 
 @pytest.mark.parametrize(
-    ("seats", "message"), [(("judge",), "Nobody decides for the seat 'judge'"), ((), "'prover' did not speak")]
+    ("seats", "message"), [(("judge",), "Nothing decides for the seat 'judge'"), ((), "'prover' did not speak")]
 )
 def test_rules_with_which_no_game_can_be_played_are_the_users_error(seats: tuple[str, ...], message: str):
     class Wrong(Script):
