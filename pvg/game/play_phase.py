@@ -24,10 +24,11 @@ from pvg.errors import ConfigurationError
 from pvg.game.mint import load_source
 from pvg.game.parts import Batches, BatchLogprobs, Progress, Tensors
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
+from pvg.game.rewards import credit_of
 from pvg.game.roles import WordedPrompt
 from pvg.game.session import Session, finite
 from pvg.game.states import Phase
-from pvg.game.statistics import sampling_metrics, staleness_metrics, value_metrics
+from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.games.game import ExplainsRules, GameRules
 from pvg.records import BASE_SOURCE, Int32, Problem, Role, Rollout, source_of_round
 from pvg.rollout.interaction import (
@@ -44,7 +45,7 @@ from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.tasks.play import Play
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
-from pvg.training.credit import RoleBaseline, advantages, baseline_advantages, zero_signal_groups
+from pvg.training.credit import zero_signal_groups
 from pvg.training.losses import PolicyObjective
 
 if TYPE_CHECKING:
@@ -322,9 +323,9 @@ class PlayBatches(Batches):
     logprobs: BatchLogprobs
     done: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    baseline: RoleBaseline = field(default_factory=RoleBaseline)  # of rae
 
     def __post_init__(self) -> None:
+        self.credit = credit_of(self.session.training.loss.kind, self.objective.credit, _seat_of)
         task = play_task(self.session)
         self.game, self.section = task.game, task.section
 
@@ -345,13 +346,7 @@ class PlayBatches(Batches):
                 )
             rewards_N = np.array([one.reward for one in trained], dtype=np.float32)
             groups_N, roles_N = groups_and_roles(trained)
-            loss, of_values = session.training.loss.kind, dict[str, float]()
-            if loss == "rae":
-                values_N = self.baseline.observe([_seat_of(rollout) for rollout in trained], rewards_N)
-                advantages_N = baseline_advantages(rewards_N, values_N, roles_N)
-                of_values = value_metrics(rewards_N, values_N, advantages_N)
-            else:
-                advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
+            advantages_N, of_credit = self.credit.observe(trained, rewards_N)
             batch = batch_of(trained, advantages_N)
         session.tell_rollouts(trained, number)
         await players.engine.rest(replaced=True)
@@ -373,17 +368,17 @@ class PlayBatches(Batches):
                 "phases": float(np.mean([len(one.states) - 1 - one.fork for one in games])),
                 "reward_mean": float(rewards_N.mean()),
                 "zero_signal": zero_signal_groups(rewards_N, groups_N, roles_N),
-                **of_values,
+                **of_credit,
                 **sampling_metrics(everything, engine, seconds),
                 **staleness_metrics(everything, players.engine.version),
             }
         return batch
 
     async def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {"done": self.done, "baseline": self.baseline.state()}
+        return {}, {"done": self.done, "credit": self.credit.state()}
 
     def load_state(self, tensors: Tensors, progress: Progress) -> tuple[dict[str, Tensor], int]:
-        self.baseline.load_state(progress["baseline"])
+        self.credit.load_state(progress["credit"])
         return super().load_state(tensors, progress)
 
     async def _play(self, number: int) -> tuple[list[list[PlayedGame[Any]]], list[str | None]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -242,14 +243,15 @@ class TrackedCredit(GroupCredit):
     """spo: compares a rollout with the value of its problem and role (`ValueTracker`); rae: with the mean reward of its
     role (`RoleBaseline`)."""
 
-    def __init__(self, loss: str) -> None:
+    def __init__(self, loss: str, who: Callable[[Rollout], str]) -> None:
         super().__init__(loss)
+        self._who = who
         self._tracked: ValueTracker | RoleBaseline = ValueTracker() if loss == "spo" else RoleBaseline()
 
     def observe(self, rollouts: Sequence[Rollout], rewards_N: Float32) -> tuple[Float32, dict[str, float]]:
         _, role_ids_N = groups_and_roles(rollouts)
         if isinstance(self._tracked, RoleBaseline):
-            values_N = self._tracked.observe([r.role for r in rollouts], rewards_N)
+            values_N = self._tracked.observe([self._who(r) for r in rollouts], rewards_N)
             advantages_N = baseline_advantages(rewards_N, values_N, role_ids_N)
         else:
             versions_N = np.array([r.version for r in rollouts], dtype=np.int32)
@@ -265,6 +267,6 @@ class TrackedCredit(GroupCredit):
         self._tracked.load_state(state)
 
 
-def credit_of(loss: str, own: CreditFunction | None) -> GroupCredit:
-    """The credit of policy loss `loss`; `own`: see `GroupCredit`."""
-    return TrackedCredit(loss) if loss in ("spo", "rae") else GroupCredit(loss, own)
+def credit_of(loss: str, own: CreditFunction | None, who: Callable[[Rollout], str] = attrgetter("role")) -> GroupCredit:
+    """The credit of policy loss `loss`; `own`: see `GroupCredit`. `who`: whose mean reward rae compares with."""
+    return TrackedCredit(loss, who) if loss in ("spo", "rae") else GroupCredit(loss, own)

@@ -22,6 +22,7 @@ from pvg.config.rollout import NoDeadline, Rollouts, framed
 from pvg.config.training import ClippedLoss, Kl, Training
 from pvg.game.parts import Batches, BatchLogprobs
 from pvg.game.prover_phase import StopRule, open_phase
+from pvg.game.rewards import credit_of
 from pvg.game.session import Session
 from pvg.game.statistics import sampling_metrics, staleness_metrics
 from pvg.game.verifier_phase import calibration_view, keep_verifier, open_pairs, phase_steps
@@ -34,7 +35,7 @@ from pvg.store.samples import SolutionRow
 from pvg.tasks.task import LocatesFlaws
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch, batch_of, groups_and_roles
-from pvg.training.credit import advantages, zero_signal_groups
+from pvg.training.credit import zero_signal_groups
 from pvg.training.forward import fitted
 from pvg.training.losses import PolicyObjective
 from pvg.verifier.data import read_verdict
@@ -188,8 +189,7 @@ class VerdictBatches(Batches):
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             rewards_N = np.array([float(rollout.grade.correct) for rollout in rollouts], dtype=np.float32)
             groups_N, roles_N = groups_and_roles(rollouts)
-            loss = training.loss.kind
-            advantages_N = advantages(loss, rewards_N, groups_N, roles_N, credit=self.objective.credit)
+            advantages_N, _ = credit_of(training.loss.kind, self.objective.credit).observe(rollouts, rewards_N)
             batch = batch_of(rollouts, advantages_N)
         session.tell_rollouts(rollouts, number)
         await players.engine.rest(replaced=True)
