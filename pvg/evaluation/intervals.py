@@ -11,6 +11,7 @@ size); Efron and Tibshirani 1993, ch. 13 (the percentile interval), with problem
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, ClassVar
@@ -224,3 +225,38 @@ def change_point(values_T: Float64) -> tuple[int, float] | None:
     most = found_K.max()
     reached = sum(differences(generator.permutation(values_T)).max() >= most for _ in range(PERMUTATIONS))
     return int(before_K[found_K.argmax()]), (1 + reached) / (1 + PERMUTATIONS)
+
+
+# Paired comparisons: p values of exchanging the sides of pairs, and their adjustment in a family.
+
+EXACT_UP_TO = 20  # pairs: 2^20 sums fit in memory; above it, random exchanges are used
+RANDOM_EXCHANGES = 100_000
+ALIKE = 1e-9  # relative: sums this close are equal, but added in another order
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """The two-sided p value: the share of the 2^n choices of signs whose sum is at least as far from 0.
+
+    1 if all are 0 or there are none. Above EXACT_UP_TO differences it uses random exchanges with a fixed seed.
+    """
+    moved_N = np.array([d for d in differences if d], dtype=np.float64)
+    if not moved_N.size:
+        return 1.0
+    least = abs(float(moved_N.sum())) - ALIKE * float(np.abs(moved_N).sum())
+    if moved_N.size > EXACT_UP_TO:
+        signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (RANDOM_EXCHANGES, moved_N.size))
+        return (int((np.abs(signs @ moved_N) >= least).sum()) + 1) / (RANDOM_EXCHANGES + 1)
+    sums: NDArray[np.float64] = np.zeros(1)
+    for value in moved_N:
+        sums = np.concatenate([sums + value, sums - value])
+    return float((np.abs(sums) >= least).mean())
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """The adjusted p values of one family, in the given order (Holm 1979, step-down Bonferroni). None stays None."""
+    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    most = 0.0
+    for rank, (p, place) in enumerate(known):
+        adjusted[place] = most = max(most, min(1.0, (len(known) - rank) * p))
+    return adjusted

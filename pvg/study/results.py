@@ -25,12 +25,12 @@ from typing import Any, Literal
 
 import numpy as np
 import orjson
-from numpy.typing import NDArray
 from scipy.special import stdtrit
 from scipy.stats import rankdata
 
 from pvg.config.base import StrictRecord
 from pvg.errors import MissingRequirementError, PvgError, counted
+from pvg.evaluation.intervals import ALIKE, holm, sign_flip_p
 from pvg.store.atomic import write_atomic
 from pvg.study.measures import MeasuredValue, RunFacts, StudyMeasure, cap_of, capped, read_facts
 from pvg.study.plan import Cell, StudyPlan
@@ -44,9 +44,6 @@ from pvg.version import code_version
 CONFIDENCE = 0.95
 LEVEL = 0.05
 LEAST_FOR_INTERVAL = 3  # values: for two, Student's factor is 12.7, and the interval says nothing
-EXACT_UP_TO = 20  # pairs: 2^20 sums fit in memory; above it, random exchanges are used
-RANDOM_EXCHANGES = 100_000
-ALIKE = 1e-9  # relative: sums this close are equal, but added in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,24 +181,6 @@ def signed_ranks(differences: Sequence[float]) -> list[float]:
     return [float(rank) for rank in rankdata(np.abs(moved_N)) * np.sign(moved_N)]
 
 
-def sign_flip_p(differences: Sequence[float]) -> float:
-    """The two-sided p value: the share of the 2^n choices of signs whose sum is at least as far from 0.
-
-    1 if all are 0 or there are none. Above EXACT_UP_TO differences it uses random exchanges with a fixed seed.
-    """
-    moved_N = np.array([d for d in differences if d], dtype=np.float64)
-    if not moved_N.size:
-        return 1.0
-    least = abs(float(moved_N.sum())) - ALIKE * float(np.abs(moved_N).sum())
-    if moved_N.size > EXACT_UP_TO:
-        signs = np.random.default_rng(0).choice(np.array([-1.0, 1.0]), (RANDOM_EXCHANGES, moved_N.size))
-        return (int((np.abs(signs @ moved_N) >= least).sum()) + 1) / (RANDOM_EXCHANGES + 1)
-    sums: NDArray[np.float64] = np.zeros(1)
-    for value in moved_N:
-        sums = np.concatenate([sums + value, sums - value])
-    return float((np.abs(sums) >= least).mean())
-
-
 def least_p(n: int) -> float:
     """The smallest two-sided p value of n pairs: 2 of the 2^n choices are extreme."""
     return math.ldexp(1.0, 1 - n)
@@ -223,16 +202,6 @@ def shortfall(seeds: int, tests: int, effect: str) -> str:
         f"{least_p(seeds):.3g}{corrected if tests > 1 else ''}. "
         f"At least {seeds_needed(tests)} seeds are necessary for p <= {LEVEL}."
     )
-
-
-def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """The adjusted p values of one family, in the given order (Holm 1979, step-down Bonferroni). None stays None."""
-    known = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
-    adjusted: list[float | None] = [None] * len(p_values)
-    most = 0.0
-    for rank, (p, place) in enumerate(known):
-        adjusted[place] = most = max(most, min(1.0, (len(known) - rank) * p))
-    return adjusted
 
 
 # --- the document ------------------------------------------------------------------------------------------------

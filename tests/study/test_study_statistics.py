@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pvg.evaluation.intervals import holm, sign_flip_p
 from pvg.study.measures import MeasuredValue
 from pvg.study.results import (
     compare,
-    holm,
     interval,
     kendall_tau,
     least_p,
     seeds_needed,
     shortfall,
-    sign_flip_p,
     signed_ranks,
     summarise,
     trend,
