@@ -133,14 +133,14 @@ def _tables(report: EvaluationReport) -> Iterator[EvaluationTable]:
         ]
         table = Table(columns, narrow=True)
         for row in ROWS[spec["rows"]](report):
-            table.add(*(_text(value, int(part[3] or 2)) for value, part in zip(row, parts, strict=True)))
+            table.add(*(estimate_text(value, int(part[3] or 2)) for value, part in zip(row, parts, strict=True)))
         if spec["rows"] == "localisation" and not table and any(found.localisation for found in report.rounds):
             table.caption = "Not known by this task."
         examples = attack_examples(report) if spec["rows"] == "kinds" else []
         yield EvaluationTable(spec["title"], table, spec["reading"], examples)
 
 
-def _text(value: Value, digits: int) -> str:
+def estimate_text(value: Value, digits: int) -> str:
     """`0.91 [0.88,0.94]`; a dash is a missing value. Brackets contain no blank, so that a narrow cell breaks before."""
     if value is None or (isinstance(value, Estimate) and value.value is None):
         return ABSENT
@@ -228,7 +228,7 @@ def _tax(report: EvaluationReport) -> Rows:
     found += [(f"baseline {point.name}", point, "") for point in (report.baseline.points if report.baseline else ())]
     for tax in filter(None, (round_.tax for round_ in report.rounds)):
         bound = not tax.in_range and tax.tax.value is not None
-        found.append((tax.policy.name, tax.policy, f"≥ {_text(tax.tax, 2)}" if bound else tax.tax))
+        found.append((tax.policy.name, tax.policy, f"≥ {estimate_text(tax.tax, 2)}" if bound else tax.tax))
     yield from ((name, point.kl, point.kl_per_token, point.accuracy, cost) for name, point, cost in found)
 
 
@@ -411,7 +411,7 @@ def _cross_maps(report: EvaluationReport) -> list[Markup]:
     def cell(round_: int, source: str, value: Estimate, zero: float, above: str, below: str) -> HeatCell:
         off = ((zero if value.value is None else value.value) - zero) / (1.0 - zero)
         of = f"{counted(value.n, 'solution')} of {counted(value.problems, 'problem')}"
-        hint = f"verifier of round {round_}, prover {source}: {_text(value, 2)}, {of}"
+        hint = f"verifier of round {round_}, prover {source}: {estimate_text(value, 2)}, {of}"
         number = ABSENT if value.value is None else f"{value.value:.2f}"
         return HeatCell(number, above if off > 0 else below, abs(off), hint, source == source_of_round(round_))
 
