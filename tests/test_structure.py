@@ -41,6 +41,7 @@ LAYERS = (
         "workers",
         "game",
         "evaluation",
+        "traces",
         "export",
     ),
     *("bench", "reporting", "planning", "study", "api"),
