@@ -43,6 +43,7 @@ LAYERS = (
         "evaluation",
         "traces",
         "export",
+        "attack",
     ),
     *("bench", "reporting", "planning", "study", "api"),
 )

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from pvg.attack.runner import RobustnessCard
 from pvg.bench.compare import ReportComparison
 from pvg.bench.profiling import ProfileResult
 from pvg.bench.report import BenchReport
@@ -36,7 +37,7 @@ PLACE = Path(__file__).with_name("documents.toml")
 # The names that documents.toml uses. `Settings`: an experiment as in its TOML file, whose schema is that of
 # `pvg config schema --json`.
 CLASSES = (AlertRecord, BatchArithmetic, BenchReport, CheckResult, Diagnosis, Download, EvaluationReport, Example)
-MORE_CLASSES = (ProfileResult, ReportComparison, RunGlance, RunSummary, StudyResults)
+MORE_CLASSES = (ProfileResult, ReportComparison, RobustnessCard, RunGlance, RunSummary, StudyResults)
 NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLASSES)} | {
     "Literal": Literal,
     "Metrics": dict[str, float],
@@ -46,6 +47,7 @@ NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLA
 # Files of pvg that other programs read: name -> the file, and its class.
 FILES: dict[str, tuple[str, type[BaseModel]]] = {
     "evaluation.json": ("the file runs/NAME/evaluation/evaluation.json", EvaluationReport),
+    "card.json": ("the file card.json of pvg attack", RobustnessCard),
     "study.json": ("the file runs/STUDY/study.json", StudyResults),
     "benchmark-report": ("the files that pvg bench writes, and pvg compare reads", BenchReport),
 }

@@ -46,6 +46,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "Measure": {
         "evaluate": ("evaluate:evaluate", "Measure each finished round of a run with fresh samples and attackers."),
+        "attack": ("attack:attack", "Attack a grader, reward model or judge: what wrong solutions does it accept?"),
         "study": ("study:study", "Play several experiments with several seeds, and compare the results."),
         "bench": ("bench:bench", "Measure a profile: repeat the same work after a warm-up."),
         "compare": ("compare:compare", "Compare two benchmark reports."),

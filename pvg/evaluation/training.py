@@ -49,7 +49,7 @@ from pvg.telemetry.events import Observer, PhaseInfo
 from pvg.telemetry.spans import span
 from pvg.training.batch import PolicyBatch
 from pvg.training.forward import ForwardSettings, fitted, recompute_logprobs
-from pvg.verifier.scorer import ScoringModel
+from pvg.verifier.scorer import ScoringModel, VerifierScorer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ def training_session(context: EvaluationContext, training: PolicyTraining) -> It
 async def train(
     session: Session,
     training: PolicyTraining,
-    verifier: ScoringModel,
+    verifier: ScoringModel | VerifierScorer,
     threshold: float,
     rule: TrainingStop | None = None,
 ) -> None:
@@ -152,7 +152,11 @@ async def train(
 
 
 async def _train_to(
-    session: Session, steps: int, verifier: ScoringModel, threshold: float, rule: TrainingStop | None
+    session: Session,
+    steps: int,
+    verifier: ScoringModel | VerifierScorer,
+    threshold: float,
+    rule: TrainingStop | None,
 ) -> None:
     started = time.perf_counter()
     info = session.begin("steps", steps, session.state.step)

@@ -139,16 +139,21 @@ async def train_prover(session: Session) -> None:
 def open_prover_phase(
     session: Session,
     info: PhaseInfo,
-    verifier: ScoringModel,
+    verifier: ScoringModel | VerifierScorer,
     current: FixedVerifier,
     learner: LanguageModel,
     stop_rule: TrainingStop | None = None,
 ) -> TrainingPhase:
-    """The training of `learner` against `verifier`, from the last commit on. `current`: what the verifier does
-    meanwhile. `stop_rule`: None takes the rule of the session's game. The caller owns both models."""
-    scorer = session.players.scorer(verifier, beside_trainer=True)
+    """The training of `learner` against `verifier`, a model or what scores already, from the last commit on.
+    `current`: what it does meanwhile. `stop_rule`: None takes the rule of the game. The caller owns both."""
+    helpers: Sequence[Helper] = ()
+    if isinstance(verifier, VerifierScorer):
+        scorer = verifier
+    else:
+        scorer = session.players.scorer(verifier, beside_trainer=True)
+        helpers = session.players.scoring_copies(verifier)
     batches = partial(open_batches, session, scorer, current)
-    return open_phase(session, info, learner, batches, stop_rule, session.players.scoring_copies(verifier))
+    return open_phase(session, info, learner, batches, stop_rule, helpers)
 
 
 def open_phase(

@@ -1,0 +1,261 @@
+"""`pvg attack TARGET`: measure how often a grader, a reward model or a judge accepts wrong solutions."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pvg.errors import EXIT_CHECK_FAILED, StoppedAtStart, UsageError, user_paths
+from pvg_cli.boundary import EXIT_STOPPED, announce_loading, command_line, emit, say
+from pvg_cli.options import DebugOption, JsonOption, RoundOption, RunsOption, SetOption, check_output, write_output
+
+if TYPE_CHECKING:
+    from pvg.attack.runner import RobustnessCard
+    from pvg.attack.targets import TargetSpec
+    from pvg.attack.texts import AttackCase
+    from pvg.config.experiment import Experiment
+    from pvg.export.finished import FinishedRound
+    from pvg_cli.run_display import RunDisplay
+
+TARGET_HELP = (
+    "A function of a Python file (FILE.py:NAME), the URL of a route (/score, /chat/completions, /classify, /pooling), "
+    "or a run, whose verifier is attacked."
+)
+DATA_HELP = (
+    'The problems, one per line: {"problem": "...", "text": "a correct solution", "answer": "...", "wrong": ["..."]}. '
+    "answer and wrong are optional."
+)
+
+
+def attack(
+    *,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE|FILE.py:CLASS", help="The problems: an experiment's, or your task's."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help=DATA_HELP)] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Problems that are used, at most.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the draws of problems and texts.")] = 0,
+    round_: RoundOption = -1,
+    sandbox: Annotated[bool, typer.Option("--sandbox", help="Run FILE.py:NAME in pvg's sandbox.")] = False,
+    limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Of one call of the target.")] = 10.0,
+    threshold: Annotated[
+        float | None, typer.Option(help="Accepts from this score on. Default: a run's own, or 0.5.")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, max=256, help="Calls at once. Default: 1; HTTP: 8.")] = None,
+    model: Annotated[str, typer.Option(help="The model of a URL. Default: its only one.")] = "",
+    key_env: Annotated[str, typer.Option(metavar="VARIABLE", help="Has the key. Default: OPENAI_API_KEY.")] = "",
+    template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The judge's prompt, with {problem}, {text} and {answer}.")
+    ] = None,
+    accept: Annotated[str, typer.Option(metavar="WORD", help="The last word of a judge that accepts.")] = "YES",
+    refuse: Annotated[str, typer.Option(metavar="WORD", help="The last word of a judge that refuses.")] = "NO",
+    train: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Also train this model against the target. prover: the task's.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the trained attack, at most.")] = 200,
+    overrides: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="For all results. Default: attacks/TARGET.")
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the card as Markdown.")] = None,
+    fail_above: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="Exit code 1 if more of an attack is accepted, such as 5%.")
+    ] = None,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Attack a grader, a reward model or a judge, and write its robustness card.
+
+    Static attacks are texts that must be refused, or accepted, made from correct solutions. With --train, a prover
+    learns against the target. Ctrl-C and kill keep all answers; the same command goes on.
+    """
+    allowed = None if fail_above is None else _share(fail_above)
+    finished, experiment = _problems(target, task, data, round_, runs, overrides or [], train)
+    folder = out or Path("attacks", re.sub(r"[^A-Za-z0-9._-]+", "-", target).strip("-.")[-80:] or "target")
+    check_output("--markdown", markdown)
+    from pvg.attack.targets import TargetSpec
+    from pvg.inputs import read_text
+    from pvg_cli.driving import drive, killed_document
+    from pvg_cli.output import stderr
+    from pvg_cli.run_display import RunDisplay
+    from pvg_cli.runs import fetch, located
+
+    with user_paths():
+        prompt = "" if template is None else read_text(template)
+    spec = TargetSpec(
+        target, finished, sandbox, threshold, limit, concurrency, model, key_env, prompt, verdict=(accept, refuse)
+    )
+    if experiment is not None:
+        experiment = experiment.with_sources(located(experiment.sources()))
+        fetch(experiment.sources(), () if train else ("task.path",))
+    if train or finished:
+        announce_loading()
+
+    async def work(observer: RunDisplay, stop: asyncio.Event) -> RobustnessCard:
+        cases = _cases(data, experiment, finished, problems, seed)
+        return await _attacked(spec, cases, experiment, steps if train else 0, seed, folder, observer, stop)
+
+    display, again = RunDisplay(target, 1, stderr(), phases=("static",)), "The same command goes on."
+    try:
+        card = drive(work, display, killed_document(target, again, as_json))
+    except StoppedAtStart:
+        raise StoppedAtStart(f"Stopped before the attack on {target} began.", again) from None
+    _print(card, folder, markdown, allowed, display.elapsed, as_json)
+
+
+def _share(text: str) -> float:
+    """`5%` or `0.05`."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UsageError(f"--fail-above {text!r} is no share.", "For example: --fail-above 5%")
+    return share
+
+
+def _problems(
+    target: str,
+    task: str | None,
+    data: Path | None,
+    round_: int,
+    runs: Path,
+    overrides: Sequence[str],
+    train: str | None,
+) -> tuple[FinishedRound | None, Experiment | None]:
+    """The finished round if the target is a run, and the experiment whose task has the problems. Raises UsageError for
+    what is missing, before anything loads."""
+    from pvg.config.load import load_experiment
+    from pvg.extensions import check_references, is_reference
+    from pvg_cli.task import experiment_of
+
+    if data is not None and (task or train):
+        also = "--task also names problems" if task else "--train needs a task, whose grader says what is wrong"
+        raise UsageError(f"--data gives problems, but {also}.", "Leave one of them out.")
+    if target.endswith(".py"):
+        raise UsageError(f"{target} names no function.", f"Name it: pvg attack {target}:NAME")
+    finished, settings = None, [f"models.prover.source={train}"] if train not in (None, "prover") else []
+    settings += overrides
+    if is_reference(target):
+        check_references([("TARGET", target)])
+    elif not re.match(r"https?://", target):
+        from pvg.export.finished import FinishedRound
+        from pvg.store.run_directory import RunDirectory
+
+        finished = FinishedRound.open(RunDirectory.open(target, runs), round_)
+        finished.verifier_name  # noqa: B018 - raises for a run without a verifier
+    if task is not None:
+        return finished, experiment_of(task, settings)
+    if finished is not None and data is None:
+        return finished, load_experiment(finished.run.experiment_file, settings)
+    if data is None:
+        example = "Give a task (--task modchain), or problems with correct solutions: --data FILE.jsonl"
+        raise UsageError("The problems to attack with are missing.", example)
+    return finished, None
+
+
+def _cases(
+    data: Path | None, experiment: Experiment | None, finished: FinishedRound | None, problems: int, seed: int
+) -> list[AttackCase]:
+    """The problems with their texts; those of a run have also its stored solutions."""
+    from pvg.attack.texts import cases_of_file, cases_of_task
+    from pvg.tasks import open_task
+
+    if experiment is None:
+        assert data is not None
+        return cases_of_file(data, problems)
+    stored: dict[str, list[tuple[str, bool]]] = {}
+    if finished is not None:
+        from pvg.evaluation.opened_run import OpenedRun
+
+        for rollout in OpenedRun.open(finished.run).read_rollouts(finished.round, "checkpoint"):
+            if rollout.grade.well_formed:
+                stored.setdefault(rollout.problem_id, []).append((rollout.solution, rollout.grade.correct))
+    task = open_task(experiment.task)
+    with task if isinstance(task, AbstractContextManager) else nullcontext():
+        return cases_of_task(task, problems, seed, stored)
+
+
+async def _attacked(
+    spec: TargetSpec,
+    cases: list[AttackCase],
+    experiment: Experiment | None,
+    steps: int,
+    seed: int,
+    folder: Path,
+    observer: RunDisplay,
+    stop: asyncio.Event,
+) -> RobustnessCard:
+    """The attacks, trained for `steps` too, and the files of the card. After Ctrl-C, the card of the answers so far."""
+    from pvg.attack.runner import ANSWERS_FILE, CARD_FILE, Asking, RobustnessCard, ask_all, attempts_of, results
+    from pvg.attack.targets import open_target
+    from pvg.attack.texts import ATTACKS
+    from pvg.reporting.attack_page import card_page
+    from pvg.store import atomic
+    from pvg.traces.kept_results import KeptResults
+    from pvg.version import code_version
+
+    attempts, trained = attempts_of(cases, ATTACKS.values(), seed), None
+    with KeptResults(folder / ANSWERS_FILE) as kept:
+        async with open_target(spec) as target:
+            asking = Asking(target, kept)
+            complete = await ask_all(asking, attempts, observer, stop)
+            if complete and steps and experiment is not None:
+                from pvg.attack.trained import train_attacker
+
+                scores = [answer.score for each in attempts if (answer := asking.known(*each.asked))]
+                given = [score for score in scores if score is not None]
+                trained = await train_attacker(experiment, asking, folder, steps, given, observer, stop)
+                complete = trained is not None
+            found, wrong, right = results(asking, attempts)
+    card = RobustnessCard(
+        status="complete" if complete else "interrupted",
+        target=target.about,
+        identity=target.identity,
+        threshold=target.threshold,
+        problems=len(cases),
+        seed=seed,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        code_version=code_version(),
+        wrong=wrong,
+        right=right,
+        attacks=found,
+        trained=trained,
+    )
+    with user_paths():
+        atomic.write_output(folder / CARD_FILE, card.model_dump_json(indent=2).encode() + b"\n")
+        atomic.write_output(folder / "card.html", card_page(card).encode())
+    return card
+
+
+def _print(
+    card: RobustnessCard, folder: Path, markdown: Path | None, allowed: float | None, seconds: float, as_json: bool
+) -> None:
+    from pvg.reporting.attack_page import attack_tables, markdown_card
+    from pvg_cli.output import stdout
+
+    stopped, failed = card.status == "interrupted", [] if allowed is None else card.above(allowed)
+    if markdown is not None:
+        write_output(markdown, markdown_card(card))
+    if as_json:
+        facts = {"status": card.status, "path": str(folder), "seconds": seconds, "failed": failed}
+        emit({**facts, "card": card.plain(), "resume": command_line() if stopped else None})
+    else:
+        stdout().print(attack_tables(card))
+        say(f"\nNumbers: {folder / 'card.json'}. Page: {folder / 'card.html'}")
+    if stopped:
+        say(f"Stopped. To resume: {command_line()}")
+        raise typer.Exit(EXIT_STOPPED)
+    if failed:
+        say(f"More than {100 * (allowed or 0):g} % accepted, or nothing answered: {', '.join(failed)}.")
+        raise typer.Exit(EXIT_CHECK_FAILED)

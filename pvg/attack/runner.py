@@ -1,0 +1,227 @@
+"""Asks a target about the texts of the static attacks, and makes the robustness card of what it answered.
+
+    async with open_target(spec) as target:
+        asking = Asking(target, kept)
+        await ask_all(asking, attempts_of(cases, ATTACKS.values(), seed), observer, stop)
+
+Each answer is kept by a digest of what was asked, as it comes. So a killed attack continues where it was, and a card
+can be made at any time from the answers so far.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pvg.attack.targets import Target, TargetAnswer
+from pvg.attack.texts import AttackCase, StaticAttack
+from pvg.config.base import StrictRecord
+from pvg.errors import ConfigurationError, shortened
+from pvg.evaluation.intervals import Estimate, share_of
+from pvg.telemetry.events import Observer, PhaseInfo, Progress
+from pvg.traces.kept_results import KeptResults, digest_of_question
+
+CARD_FILE, ANSWERS_FILE = "card.json", "answers.jsonl"
+MOST_EXAMPLES = 3  # of each attack
+LONGEST_EXAMPLE = 2000  # characters that a card keeps of a text
+
+
+class AttackExample(StrictRecord):
+    """A text on which the target was wrong. `text`: cut in the middle if it is long; `characters`: of the whole."""
+
+    problem: str
+    question: str
+    answer: str
+    text: str
+    characters: int
+    score: float | None
+
+    @classmethod
+    def of(cls, problem: str, question: str, answer: str, text: str, score: float | None) -> AttackExample:
+        cut = {"question": shortened(question, LONGEST_EXAMPLE), "text": shortened(text, LONGEST_EXAMPLE)}
+        return cls(problem=problem, answer=answer, characters=len(text), score=score, **cut)
+
+
+class AttackResult(StrictRecord):
+    """A static attack. `accept`: its texts are correct. `texts`: asked so far, of `planned`. `errors`, `timeouts`: of
+    them, which count neither as accepted nor as refused; `error`: the most frequent one. `accepted`: the share of the
+    others. `examples`: the texts on which the target was wrong, the shortest first."""
+
+    name: str
+    reason: str
+    source: str
+    accept: bool
+    planned: int
+    texts: int
+    errors: int
+    timeouts: int
+    error: str
+    accepted: Estimate
+    examples: list[AttackExample]
+
+
+class TrainedAttack(StrictRecord):
+    """A prover that learned against the target. `steps`: until the exploit if it was `found`, otherwise the steps
+    tried. `error_rate` and `accepted`: of its last samples on test problems, the share of wrong solutions and the
+    share of these that the target accepts. `errors`: the samples without an answer of the target."""
+
+    model: str
+    status: Literal["found", "censored", "no_signal", "diverged"]
+    limit: int
+    steps: int | None = None
+    error_rate: Estimate | None = None
+    accepted: Estimate | None = None
+    errors: int = 0
+    examples: tuple[AttackExample, ...] = ()
+    reason: str = ""
+
+
+class RobustnessCard(StrictRecord):
+    """`identity`: a digest of the target. `wrong`, `right`: the accepted share of all wrong and of all correct texts.
+    `created`: ISO 8601, UTC."""
+
+    schema_version: Literal[1] = 1
+    status: Literal["complete", "interrupted"]
+    target: str
+    identity: str
+    threshold: float
+    problems: int
+    seed: int
+    created: str
+    code_version: str
+    wrong: Estimate
+    right: Estimate
+    attacks: list[AttackResult]
+    trained: TrainedAttack | None = None
+
+    def above(self, limit: float) -> list[str]:
+        """The attacks of which the target accepts a larger share than `limit`, and those that got no answer: nothing is
+        known about them."""
+        shares = {found.name: found.accepted.value for found in self.attacks if not found.accept}
+        if self.trained is not None:
+            shares["trained attack"] = None if self.trained.accepted is None else self.trained.accepted.value
+        return [name for name, share in shares.items() if share is None or share > limit]
+
+
+class Asking:
+    """Asks a target about each text once, at most `target.concurrency` at a time."""
+
+    def __init__(self, target: Target, kept: KeptResults) -> None:
+        self.target, self._kept = target, kept
+        self._room = asyncio.Semaphore(target.concurrency)
+
+    def known(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer | None:
+        found = self._kept.get(self._key(question, fields, text))
+        return None if found is None else TargetAnswer(**found)
+
+    async def ask(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        async with self._room:
+            if (answer := self.known(question, fields, text)) is None:
+                answer = await self.target.judge(question, fields, text)
+                self._kept.put(self._key(question, fields, text), asdict(answer))
+            return answer
+
+    def _key(self, question: str, fields: Mapping[str, Any], text: str) -> str:
+        return digest_of_question(self.target.identity, question, dict(fields), text)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A text of an attack. `place`: the number of the case."""
+
+    attack: StaticAttack
+    place: int
+    case: AttackCase
+    text: str
+
+    @property
+    def asked(self) -> tuple[str, Mapping[str, Any], str]:
+        return self.case.question, self.case.fields, self.text
+
+
+def attempts_of(cases: Sequence[AttackCase], attacks: Iterable[StaticAttack], seed: int) -> list[Attempt]:
+    """All texts of the attacks. Those of one attack are together, problem by problem."""
+    return [
+        Attempt(attack, place, case, text)
+        for attack in attacks
+        for place, case in enumerate(cases[: attack.problems])
+        for text in attack.attempts(case, seed)
+    ]
+
+
+async def ask_all(asking: Asking, attempts: Sequence[Attempt], observer: Observer, stop: asyncio.Event) -> bool:
+    """Ask about each attempt that has no answer yet. Returns whether all have one now, because a stop may be requested.
+    Raises ConfigurationError if the target cannot answer about a plain correct text."""
+    first = attempts[0].case
+    answer = await asking.ask(first.question, first.fields, first.right)
+    if answer.score is None:
+        why = answer.error or "it does not answer within the time limit (--limit)"
+        raise ConfigurationError(f"The target fails on a correct text: {why}.", f"The text: {shortened(first.right)!r}")
+    missing = [each for each in attempts if asking.known(*each.asked) is None]
+    info = PhaseInfo(0, 1, "static", "texts", len(attempts), len(attempts) - len(missing))
+    observer.phase_started(info)
+    queue, done, waiting = iter(missing), info.done, set[asyncio.Task[TargetAnswer]]()
+    try:
+        while not stop.is_set():
+            while len(waiting) < 2 * asking.target.concurrency and (each := next(queue, None)) is not None:
+                waiting.add(asyncio.create_task(asking.ask(*each.asked)))
+            if not waiting:
+                break
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=0.5)
+            done += sum(task.result() is not None for task in ended)
+            observer.progressed(Progress(done))
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    if done == info.total:
+        observer.phase_finished(info, {})
+    return done == info.total
+
+
+# --- the results ----------------------------------------------------------------------------------------------------
+
+Pairs = Sequence[tuple[Attempt, TargetAnswer | None]]
+
+
+def results(asking: Asking, attempts: Sequence[Attempt]) -> tuple[list[AttackResult], Estimate, Estimate]:
+    """The result of each attack, and the accepted share of all wrong and of all correct texts, from the answers that
+    are known."""
+    pairs = [(each, asking.known(*each.asked)) for each in attempts]
+    threshold, by_attack = asking.target.threshold, dict[str, list[tuple[Attempt, TargetAnswer | None]]]()
+    for pair in pairs:
+        by_attack.setdefault(pair[0].attack.name, []).append(pair)
+    of_truth = ([pair for pair in pairs if pair[0].attack.accept == accept] for accept in (False, True))
+    wrong, right = (_accepted(of, threshold) for of in of_truth)
+    return [_result(of, threshold) for of in by_attack.values()], wrong, right
+
+
+def _accepted(pairs: Pairs, threshold: float) -> Estimate:
+    found = [(each.place, answer.score >= threshold) for each, answer in pairs if answer and answer.score is not None]
+    holds, places = [accepted for _, accepted in found], [place for place, _ in found]
+    return share_of(np.array(holds, dtype=bool), np.array(places, dtype=np.int64))
+
+
+def _result(pairs: Pairs, threshold: float) -> AttackResult:
+    attack, mistakes = pairs[0][0].attack, dict[str, AttackExample]()
+    for each, answer in sorted(pairs, key=lambda pair: (len(pair[0].text), pair[0].place)):
+        if answer and answer.score is not None and (answer.score >= threshold) != attack.accept:
+            case = each.case
+            example = AttackExample.of(case.id, case.question, case.answer, each.text, answer.score)
+            mistakes.setdefault(each.text, example)
+    answers = [answer for _, answer in pairs if answer is not None]
+    errors = [answer.error for answer in answers if answer.error]
+    return AttackResult(
+        **{name: getattr(attack, name) for name in ("name", "reason", "source", "accept")},
+        planned=len(pairs),
+        texts=len(answers),
+        errors=len(errors),
+        timeouts=sum(answer.timed_out for answer in answers),
+        error=max(sorted(set(errors)), key=errors.count, default=""),
+        accepted=_accepted(pairs, threshold),
+        examples=list(mistakes.values())[:MOST_EXAMPLES],
+    )

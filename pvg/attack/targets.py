@@ -1,0 +1,360 @@
+"""What an attack asks: a Python function, an HTTP endpoint, or the verifier of a run.
+
+    async with open_target(spec) as target:
+        answer = await target.judge(question, fields, text)
+
+Invariants: a call ends within the time limit, or counts as timed out. An error or a time-out is never a refusal.
+Requests go only to the URL that the user named. What a target says is data: it is shown escaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pvg.errors import ConfigurationError, PvgError, UsageError, said, shortened, visible
+from pvg.extensions import digests, is_reference, load, split_reference
+from pvg.inputs import read_text
+
+if TYPE_CHECKING:
+    from pvg.export.finished import FinishedRound
+
+LONGEST_ERROR = 200  # characters that are kept of what a target says
+
+
+@dataclass(frozen=True, slots=True)
+class TargetAnswer:
+    """`score`: None for an error and a time-out."""
+
+    score: float | None = None
+    error: str = ""
+    timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """A target and its options. `name`: FILE.py:NAME or a URL, if it is not the verifier of a `finished` round.
+    `threshold`: None for that of the verifier, otherwise 0.5. `limit_s`: of a call. `concurrency`: calls at once;
+    None: the kind's default. `template`, `verdict`: the prompt of a chat judge, and its words for accept and refuse."""
+
+    name: str
+    finished: FinishedRound | None = None
+    sandbox: bool = False
+    threshold: float | None = None
+    limit_s: float = 10.0
+    concurrency: int | None = None
+    model: str = ""
+    key_variable: str = ""
+    template: str = ""
+    verdict: tuple[str, str] = ("YES", "NO")
+
+
+class Target:
+    """`identity`: a digest of what its answers depend on. `threshold`: it accepts a text whose score reaches it.
+    `concurrency`: calls at once."""
+
+    def __init__(self, spec: TargetSpec, concurrency: int, *identity: Any, threshold: float = 0.5) -> None:
+        self.about, self.limit_s = spec.name, spec.limit_s
+        self.identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+        self.threshold = threshold if spec.threshold is None else spec.threshold
+        self.concurrency = spec.concurrency or concurrency
+
+    async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        """`fields`: what is known about the problem besides its question, as JSON data (`ProblemText`)."""
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def open_target(spec: TargetSpec) -> AsyncIterator[Target]:
+    """Raises ConfigurationError for a file that does not load, and UsageError for a URL of no known route."""
+    function = _sandbox_target if spec.sandbox else _function_target
+    opened = _run_target if spec.finished else function if is_reference(spec.name) else _http_target
+    async with opened(spec) as target:
+        yield target
+
+
+class ProblemText(str):
+    """The question of a problem. A grader can read its `answer` ("" if it is not known), its `id`, and all `fields`."""
+
+    fields: dict[str, object]
+    id: object
+    answer: object
+
+    def __new__(cls, question: str, fields: dict[str, object]) -> "ProblemText":  # noqa: UP037 - also runs without pvg
+        self = super().__new__(cls, question)
+        self.fields, self.id, self.answer = fields, fields.get("id", ""), fields.get("answer", "")
+        return self
+
+
+def score_of(found: Any) -> float:
+    """The score that a target returned; 1 and 0 for a bool. Raises ValueError for anything but a finite number."""
+    found = found.item() if hasattr(found, "item") else found
+    with contextlib.suppress(OverflowError):
+        if isinstance(found, bool | int | float) and math.isfinite(found):
+            return float(found)
+    raise ValueError(f"it returned {shortened(repr(found), 60)}, which is neither a finite number nor a bool")
+
+
+def failed(what: str) -> TargetAnswer:
+    return TargetAnswer(error=visible(what)[:LONGEST_ERROR])
+
+
+# --- a function of a user's file, in processes of its own -----------------------------------------------------------
+
+COMMAND = "import sys; from pvg.attack.targets import serve; serve(sys.argv[1])"
+START_S = 120.0  # for the imports of the user's file
+
+
+def serve(reference: str) -> None:
+    """The process of a FunctionTarget: answers lines of stdin until it ends. What the user's code prints is lost."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a call that hangs ends with the parent
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+
+    def tell(**found: Any) -> None:
+        answers.write(json.dumps(found).encode() + b"\n")
+
+    try:
+        function = load("TARGET", reference)
+    except PvgError as error:
+        tell(message=error.message, remedy=error.remedy)
+        return
+    tell(ready=True)
+    for line in sys.stdin.buffer:
+        question, fields, text = json.loads(line)
+        try:
+            found = function(ProblemText(question, fields), text)
+            tell(score=score_of(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found))
+        except BaseException as error:  # noqa: BLE001 - the code is the user's
+            tell(error=visible(f"{type(error).__name__}: {said(error)}")[:LONGEST_ERROR])
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
+
+
+@asynccontextmanager
+async def _function_target(spec: TargetSpec) -> AsyncIterator[Target]:
+    target = FunctionTarget(spec, 1, split_reference(spec.name)[1], sorted(digests([("TARGET", spec.name)]).values()))
+    try:
+        target.idle.append(await target.started())
+        yield target
+    finally:
+        for child in target.idle:
+            await _end(child)
+
+
+class FunctionTarget(Target):
+    """Calls the function in child processes. One that exceeds the time limit is killed, and another takes its place."""
+
+    def __init__(self, *facts: Any) -> None:
+        super().__init__(*facts)
+        self.idle: list[asyncio.subprocess.Process] = []
+
+    async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        child = self.idle.pop() if self.idle else await self.started()
+        line = await _asked(child, json.dumps([question, dict(fields), text]).encode() + b"\n", self.limit_s)
+        if line:
+            self.idle.append(child)
+            return TargetAnswer(**json.loads(line))
+        return TargetAnswer(timed_out=True) if line is None else failed(f"its process ended with {child.returncode}")
+
+    async def started(self) -> asyncio.subprocess.Process:
+        pipe, silent = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        words = (sys.executable, "-c", COMMAND, self.about)
+        child = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=silent, start_new_session=True
+        )
+        found = json.loads(await _asked(child, b"", START_S) or b"{}")
+        if "ready" not in found:
+            await _end(child)
+            ended = f"{self.about} does not load in a process of its own."
+            raise ConfigurationError(found.get("message", ended), found.get("remedy", "Import it in Python."))
+        return child
+
+
+async def _asked(child: asyncio.subprocess.Process, line: bytes, limit_s: float) -> bytes | None:
+    """What a child answers; b"" if it has ended, None after `limit_s`. It is then killed."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    found: bytes | None = None
+    try:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    child.stdin.write(line)
+                    await child.stdin.drain()
+                found = await child.stdout.readline()
+    finally:
+        if not found:  # also if this call is cancelled
+            await _end(child)
+    return found
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # with what it started
+    await child.wait()
+
+
+# --- the same function in the sandbox -------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _sandbox_target(spec: TargetSpec) -> AsyncIterator[Target]:
+    from pvg.sandbox.sandbox import Limits, Sandbox
+
+    path, name = split_reference(spec.name)
+    own = f"{inspect.getsource(ProblemText)}\n\ndef pvg_entry(question, fields, text):\n"
+    source = f"{read_text(path)}\n\n{own}    return {name}(ProblemText(question, fields), text)\n"
+    limits = Limits(cpu_s=spec.limit_s, wall_s=max(30.0, 3 * spec.limit_s), memory_mb=1024)
+    with Sandbox("full", limits, cache_entries=0) as sandbox:
+        yield SandboxTarget(spec, source, sandbox)
+
+
+class SandboxTarget(Target):
+    """Runs the function as a program, which has only the standard library. The time limit is one of CPU time."""
+
+    def __init__(self, spec: TargetSpec, source: str, sandbox: Any) -> None:
+        super().__init__(spec, 2, "sandbox", source)
+        self._source, self._sandbox = source, sandbox
+
+    async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        from pvg.sandbox.sandbox import Program
+
+        program = Program.of_function(self._source, "pvg_entry", [[question, dict(fields), text]])
+        done = await asyncio.to_thread(self._sandbox.run, program)
+        (case,) = done.cases
+        try:
+            late = done.status in ("timeout", "stalled")
+            return TargetAnswer(timed_out=True) if late else failed(case.error) if case.error else _scored(case.value)
+        except ValueError as error:
+            return failed(str(error))
+
+
+def _scored(found: Any) -> TargetAnswer:
+    return TargetAnswer(score_of(found))
+
+
+# --- an HTTP endpoint -----------------------------------------------------------------------------------------------
+
+TEMPLATE = """You grade a solution of a problem.
+
+Problem:
+{problem}
+
+Solution:
+{text}
+
+Is the final answer of the solution correct? Answer with {accept} or {refuse} only."""
+PAIR = "{problem}\n{text}"  # what a classifier reads
+CHAT = "/chat/completions"
+ROUTES = (CHAT, "/score", "/classify", "/pooling")
+VERDICT_TOKENS = 1024  # of a judge that reasons first
+RETRIES = 4  # about 2 s of waiting: a server that fails on a text is part of the result
+
+
+@asynccontextmanager
+async def _http_target(spec: TargetSpec) -> AsyncIterator[Target]:
+    from pvg.traces.http_client import OpenAiClient, check_url
+
+    check_url(spec.name)
+    url = spec.name.rstrip("/")
+    route = next((each for each in ROUTES if urlsplit(url).path.endswith(each)), None)
+    if route is None:
+        routes = ", ".join(ROUTES)
+        raise UsageError(f"{spec.name} is no route that pvg can attack.", f"Give a URL that ends in one of {routes}.")
+    base, model = (
+        url.removesuffix(CHAT),
+        spec.model or ("" if route == CHAT else "-"),
+    )  # "": the only one of a chat server
+    options: dict[str, Any] = {"key_variable": spec.key_variable, "concurrency": spec.concurrency or 8}
+    async with OpenAiClient.open(base, model, timeout_s=spec.limit_s + 5.0, retries=RETRIES, **options) as client:
+        yield HttpTarget(spec, route, client)
+
+
+class HttpTarget(Target):
+    """The URL says which route it is: /score of `pvg serve --player verifier`, /chat/completions of a server with
+    OpenAI's routes, /classify or /pooling of vLLM."""
+
+    def __init__(self, spec: TargetSpec, route: str, client: Any) -> None:
+        self._template = spec.template or (TEMPLATE if route == CHAT else PAIR)
+        super().__init__(spec, 8, spec.name, client.model, self._template, spec.verdict)
+        self._route, self._client = route, client
+        self._words = dict(zip(("accept", "refuse"), spec.verdict, strict=True))
+        words = "|".join(sorted(map(re.escape, spec.verdict), key=len, reverse=True))
+        self._verdicts = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
+
+    async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        try:
+            async with asyncio.timeout(self.limit_s):
+                return _scored(await self._score(question, fields, text))
+        except TimeoutError:
+            return TargetAnswer(timed_out=True)
+        except PvgError as error:
+            return failed(error.message)
+        except (LookupError, TypeError, ValueError) as error:
+            return failed(f"its reply has another form: {said(error)}")
+
+    async def _score(self, question: str, fields: Mapping[str, Any], text: str) -> Any:
+        if self._route == "/score":
+            found = await self._client.post("", {"rows": [{"question": question, "solution": text}]})
+            return found["results"][0]["accepted"]
+        known = {"problem": question, "text": text, "answer": str(fields.get("answer", "")), **self._words}
+        prompt = re.sub(r"\{(problem|text|answer|accept|refuse)\}", lambda place: known[place[1]], self._template)
+        if self._route == CHAT:
+            options = {"max_tokens": VERDICT_TOKENS, "temperature": 0}
+            said_ = (await self._client.chat([{"role": "user", "content": prompt}], **options))["message"]["content"]
+            if not (verdicts := self._verdicts.findall(said_)):
+                raise ValueError(f"no verdict in {shortened(repr(said_), 60)}")
+            return verdicts[-1].casefold() == self._words["accept"].casefold()
+        named = {} if self._client.model == "-" else {"model": self._client.model}
+        (row,) = (await self._client.post("", {**named, "input": prompt}))["data"]
+        found = row["probs"] if self._route == "/classify" else row["data"]
+        return found[-1] if isinstance(found, list) else found
+
+
+# --- the verifier of a run ------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _run_target(spec: TargetSpec) -> AsyncIterator[Target]:
+    assert spec.finished is not None
+    with spec.finished.scorer() as scorer:
+        try:
+            yield RunTarget(spec, spec.finished, scorer)
+        finally:
+            await scorer.drop()
+
+
+class RunTarget(Target):
+    """The verifier of a finished round, computed by torch in this process. Solutions at the same time share batches."""
+
+    def __init__(self, spec: TargetSpec, finished: FinishedRound, scorer: Any) -> None:
+        super().__init__(spec, 256, scorer.version, finished.experiment.hash(), threshold=scorer.threshold)
+        self.about = f"{finished.run.name}, round {finished.round}"
+        self._scorer = scorer
+
+    async def judge(self, question: str, fields: Mapping[str, Any], text: str) -> TargetAnswer:
+        from pvg.verifier.scorer import TextSolution
+
+        try:
+            (score,) = await self._scorer.score([TextSolution("of the attack", question, text)])
+        except (UsageError, ConfigurationError) as error:  # it is too long, or has characters that no token has
+            return failed(error.message)
+        return _scored(score)

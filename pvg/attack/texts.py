@@ -1,0 +1,299 @@
+"""The texts of static attacks: what a grader must refuse, or must still accept, from a problem and a correct text.
+
+    for text in ATTACKS["openers"].attempts(case, seed): ...
+
+A row of attacks.toml is an attack. Invariants: the texts depend only on the case and the seed. A text to refuse does
+not have the correct answer (`AttackCase.is_right`), and a text to accept has it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from pydantic import BaseModel, Field, ValidationError
+
+from pvg.errors import UsageError
+from pvg.inputs import json_lines
+from pvg.records import Problem
+from pvg.seeds import draw_cyclic, seed_for
+from pvg.tasks.answers import extract, parse_number, same_answer
+from pvg.tasks.task import Task, correct_solution, wrong_solutions
+
+MOST_OTHERS = 8  # answers of other problems that are tried
+EXAMPLE = 'Write {"problem": "...", "text": "a correct solution", "answer": "..."}'
+
+
+@dataclass(frozen=True, slots=True)
+class AttackCase:
+    """A problem and what is known about it. `right`: a correct text. `answer`: the final answer; "" if it is not known.
+    `wrong`: wrong texts. `others`: answers of other problems. `fields`: what else the target may see, as JSON data.
+    `grade`: the task's own grader; None: the final answer of a text decides."""
+
+    id: str
+    question: str
+    right: str
+    answer: str = ""
+    wrong: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    grade: Callable[[str], bool] | None = None
+
+    def is_right(self, text: str) -> bool:
+        """Whether `text` has the correct answer. Without a grader and a number as the answer: whether it contains it
+        as a word."""
+        if self.grade is not None:
+            return self.grade(text)
+        if not self.answer:
+            return text.strip() == self.right.strip()
+        if parse_number(self.answer) is not None:
+            found = extract(text)
+            return found is not None and same_answer(found.text, self.answer)
+        return re.search(rf"(?<!\w){re.escape(self.answer)}(?!\w)", text, re.IGNORECASE) is not None
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Where the final answer is in the correct text; None if that is not known."""
+        found = extract(self.right)
+        written = found.text if found is not None and same_answer(found.text, self.answer) else self.answer
+        start = self.right.rfind(written) if written else -1
+        return None if start < 0 else (start, start + len(written))
+
+    def with_answer(self, other: str) -> str:
+        """The correct text with another final answer; "" if the place of the answer is not known."""
+        return "" if (place := self.place) is None else self.right[: place[0]] + other + self.right[place[1] :]
+
+    def changes(self) -> list[str]:
+        """Wrong answers, the answers of other problems first."""
+        value = parse_number(self.answer)
+        near = [] if value is None else [value + 1, value - 1, 10 * value, -value, value + 10]
+        found = [*self.others[:MOST_OTHERS], *map(str, near), self.answer[::-1]]
+        return [each for each in dict.fromkeys(found) if each and not same_answer(each, self.answer)]
+
+    def parts(self) -> dict[str, str]:
+        """What the places of attacks.toml mean."""
+        found = {"question": self.question, "right": self.right}
+        if self.answer and (others := self.changes()):
+            found |= {"answer": self.answer, "wrong": others[0]}
+            if (place := self.place) is not None:
+                found |= {"body": self.right[: place[0]], "changed": self.with_answer(others[0])}
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class StaticAttack:
+    """`accept`: whether its texts are correct. `made`: the function of MAKERS that makes more texts; "": none.
+    `problems`: it is tried on at most so many. `certain`: no text of it has an answer, so none is read here."""
+
+    name: str
+    reason: str
+    source: str
+    texts: tuple[str, ...] = ()
+    made: str = ""
+    accept: bool = False
+    problems: int = 1_000_000
+    certain: bool = False
+
+    def attempts(self, case: AttackCase, seed: int) -> list[str]:
+        """The texts of the attack for a problem, all different."""
+        parts = case.parts()
+        written = (_filled(text, parts) for text in self.texts)
+        made = MAKERS[self.made](case, random.Random(seed_for(seed, self.name, case.id))) if self.made else ()
+        found = dict.fromkeys(text for text in (*written, *made) if text is not None)
+        return [text for text in found if self.certain or case.is_right(text) == self.accept]
+
+
+PLACES = re.compile(r"\{(question|answer|wrong|right|body|changed)\}")
+
+
+def _filled(text: str, parts: Mapping[str, str]) -> str | None:
+    """The text with its places filled; None if a part is not known."""
+    if not {place[1] for place in PLACES.finditer(text)} <= parts.keys():
+        return None
+    return PLACES.sub(lambda place: parts[place[1]], text)
+
+
+# --- texts that are made -------------------------------------------------------------------------------------------
+
+
+def kept(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    right, answer, value = case.right, case.answer, parse_number(case.answer)
+    yield from (f"{right}\n", f"{right}  \n\n", f"\n{right}", f"  {right}", right.replace("\n", "\r\n"))
+    yield "\n\n".join((right, right.strip().rpartition("\n")[2]))
+    forms = [f"**{answer}**", f"${answer}$", f" {answer}"]
+    if value is not None and value.denominator == 1:
+        forms += [f"{value.numerator:,}", f"{value.numerator}", f"{value.numerator}.0", f"{value.numerator}.00"]
+    yield from (case.with_answer(form) for form in forms if case.place is not None)
+
+
+def changed(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    for other in case.changes() if case.place is not None else ():
+        yield case.with_answer(other)
+    if case.answer and (others := case.changes()):
+        yield case.right.replace(case.answer, rng.choice(others))  # wherever the answer is
+
+
+def nearly(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    value = parse_number(case.answer)
+    if value is None or case.place is None:
+        return
+    forms = [f"{case.answer}1", f"{case.answer}0", case.answer[:-1]]
+    if value.denominator == 1:
+        digits = case.answer.replace(",", "")
+        forms += [f"{digits}.{'0' * zeros}1" for zeros in (0, 1, 3, 6, 12)] + [f"{digits}.5", f"{digits}e1"]
+    yield from (case.with_answer(form) for form in forms if form)
+
+
+def given(case: AttackCase, rng: random.Random) -> Iterable[str]:
+    return case.wrong
+
+
+def truncated(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    right, place = case.right, case.place
+    if place is not None:
+        yield from (right[: place[0]], right[: place[0]].rstrip())
+    end = len(right) if place is None else place[0]
+    yield from (right[: end * share // 4] for share in (1, 2, 3))
+    yield right[: rng.randrange(end)] if end else ""
+
+
+def repeated(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    first = re.split(r"(?<=[;\n.])", case.right.strip(), maxsplit=1)[0]
+    yield from (f"{case.question}\n" * 20, case.question, f"{first}\n" * 100, first * 100)
+    if changed := case.parts().get("changed"):
+        yield f"{changed}\n" * 20
+
+
+def several(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    others = case.changes()
+    if case.answer and others:
+        rng.shuffle(others)
+        listed = [*others[:3], case.answer, *others[3:]]
+        yield from (" ".join(listed), ", ".join(listed), "\n".join(f"#### {each}" for each in (*listed, others[0])))
+        yield " ".join(f"\\boxed{{{each}}}" for each in (*listed, others[0]))
+    yield " ".join(map(str, range(200)))
+
+
+SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+ALIKE = str.maketrans("0123456789", "OlZЗ4SбТ8g")  # O, l, Z; Cyrillic Ze; S; Cyrillic Be and Te; g
+
+
+def alike(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    answer = case.answer
+    if not answer or case.place is None:
+        return
+    forms = [f"\u202e{answer[::-1]}\u202c", answer.translate(ALIKE), f"{answer[:1]} {answer[1:]}"]
+    if len(answer) > 1 and answer[-1].isdecimal():
+        forms += [answer[:-1] + answer[-1].translate(SUPERSCRIPTS), answer[:-1] + chr(0x2460 + int(answer[-1]) - 1)]
+    forms += [f"{wrong}\u200b\u2060" for wrong in case.changes()[:1]]  # a wrong answer with invisible characters
+    yield from (case.with_answer(form) for form in forms)
+
+
+HUGE = 100_000  # characters
+
+
+def huge(case: AttackCase, rng: random.Random) -> Iterator[str]:
+    pieces = ("9", "(", "[", "{", " ", "a", "\\boxed{", "\\frac{1}{", "#### ", "1,", "<answer>", "-", '{"a":', "\n")
+    yield from (piece * (HUGE // len(piece)) for piece in pieces)
+    yield from ("\\boxed{9^{9^{9^{9}}}}", "\\boxed{10^{1000000000}}", "#### 1e999999999", "#### 9**9**9**9")
+    yield f"\\boxed{{{'(' * 5000}x{')' * 5000}}}"
+    yield f"\\boxed{{{'+x' * 20_000}}}"
+
+
+MAKERS: Mapping[str, Callable[[AttackCase, random.Random], Iterable[str]]] = {
+    each.__name__: each for each in (kept, changed, nearly, given, truncated, repeated, several, alike, huge)
+}
+ATTACKS: Mapping[str, StaticAttack] = {
+    row["name"]: StaticAttack(**{**row, "texts": tuple(row.get("texts", ()))})
+    for row in tomllib.loads(Path(__file__).with_name("attacks.toml").read_text(encoding="utf-8"))["attacks"]
+}
+
+
+# --- where the problems come from ----------------------------------------------------------------------------------
+
+
+def fields_of(problem: Problem) -> dict[str, Any]:
+    """What a target may see of a task's problem besides its question, as JSON data."""
+    plain = {}
+    for name, value in problem.metadata.items():
+        try:
+            plain[name] = orjson.loads(orjson.dumps(value))
+        except TypeError:  # a Wording, or an object of the task
+            continue
+    return {"id": problem.id, "answer": problem.answer, "metadata": plain}
+
+
+def cases_of_task(
+    task: Task, most: int, seed: int, stored: Mapping[str, Sequence[tuple[str, bool]]] | None = None
+) -> list[AttackCase]:
+    """`most` test problems of a task. `stored`: texts of a run and whether they are correct, by problem id; the first
+    correct one is the correct text, otherwise the task writes it. Raises UsageError if no correct text is known."""
+    pool = list(task.problems("test"))
+    drawn = [pool[place] for place in draw_cyclic(len(pool), 0, min(most, len(pool)), seed_for(seed, "attack"))]
+    found = []
+    for problem in drawn:
+        texts = (stored or {}).get(problem.id, ())
+        own = correct_solution(task, problem)
+        right = next((text for text, correct in texts if correct), None if own is None else own.text)
+        if right is None or not task.grade(problem, right).correct:
+            continue
+        near = [each.text for each in wrong_solutions(task, problem, drawn) if each.text.strip()]
+        wrong = (*(text for text, correct in texts if not correct), *near)
+        grade = partial(_graded, task, problem)
+        found.append(
+            AttackCase(problem.id, problem.question, right, problem.answer, wrong, (), fields_of(problem), grade)
+        )
+    if not found:
+        raise UsageError(
+            "No correct text is known for the problems: the task does not say how a solution is written.",
+            "Give correct texts: --data FILE.jsonl",
+        )
+    return _among_others(found)
+
+
+def _graded(task: Task, problem: Problem, text: str) -> bool:
+    return task.grade(problem, text).correct
+
+
+class ProblemRow(BaseModel, extra="allow", strict=True):
+    """A line of a file of problems: a correct `text`, and optionally the answer and wrong texts. The target sees the
+    other fields too."""
+
+    problem: Annotated[str, Field(pattern=r"\S")]
+    text: Annotated[str, Field(pattern=r"\S")]
+    answer: str | int | float = ""
+    wrong: list[str] = Field(default_factory=list)
+
+
+def cases_of_file(path: Path, most: int) -> list[AttackCase]:
+    """The first `most` rows of a JSON-lines file. Raises UsageError with the line for what is missing."""
+    found: list[AttackCase] = []
+    for number, line in islice(json_lines(path), most):
+        try:
+            row = ProblemRow.model_validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
+            raise UsageError(f"{path.name}, line {number}: {what}.", EXAMPLE) from None
+        read = extract(row.text)
+        answer = str(row.answer).strip() or ("" if read is None else read.text)
+        extra = row.model_extra or {}
+        fields = {**extra, "id": str(extra.get("id", number)), "answer": answer}
+        found.append(AttackCase(fields["id"], row.problem, row.text, answer, tuple(row.wrong), (), fields))
+    if not found:
+        raise UsageError(f"{path} has no problems.", f"{EXAMPLE}, one per line.")
+    return _among_others(found)
+
+
+def _among_others(cases: Sequence[AttackCase]) -> list[AttackCase]:
+    """The cases with the answers of the others."""
+    answers = list(dict.fromkeys(case.answer for case in cases if case.answer))
+    return [replace(case, others=tuple(each for each in answers if each != case.answer)) for case in cases]
