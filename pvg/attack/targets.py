@@ -284,7 +284,8 @@ async def _http_target(spec: TargetSpec) -> AsyncIterator[Target]:
         spec.model or ("" if route == CHAT else "-"),
     )  # "": the only one of a chat server
     options: dict[str, Any] = {"key_variable": spec.key_variable, "concurrency": spec.concurrency or 8}
-    async with OpenAiClient.open(base, model, timeout_s=spec.limit_s + 5.0, retries=RETRIES, **options) as client:
+    async with OpenAiClient.open(base, model, timeout_s=spec.limit_s + 5.0, **options) as client:
+        client.retries = RETRIES
         yield HttpTarget(spec, route, client)
 
 

@@ -125,13 +125,14 @@ def _filled(text: str, parts: Mapping[str, str]) -> str | None:
 
 
 def kept(case: AttackCase, rng: random.Random) -> Iterator[str]:
-    right, answer, value = case.right, case.answer, parse_number(case.answer)
+    right, answer, value, place = case.right, case.answer, parse_number(case.answer), case.place
     yield from (f"{right}\n", f"{right}  \n\n", f"\n{right}", f"  {right}", right.replace("\n", "\r\n"))
     yield "\n\n".join((right, right.strip().rpartition("\n")[2]))
-    forms = [f"**{answer}**", f"${answer}$", f" {answer}"]
+    # Markdown inside a box or a tag would be another answer.
+    forms = [f"**{answer}**", f"${answer}$"] if place and right[: place[0]].endswith((" ", "\n")) else []
     if value is not None and value.denominator == 1:
         forms += [f"{value.numerator:,}", f"{value.numerator}", f"{value.numerator}.0", f"{value.numerator}.00"]
-    yield from (case.with_answer(form) for form in forms if case.place is not None)
+    yield from (case.with_answer(form) for form in [*forms, f" {answer}"] if place)
 
 
 def changed(case: AttackCase, rng: random.Random) -> Iterator[str]:

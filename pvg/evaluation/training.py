@@ -152,11 +152,7 @@ async def train(
 
 
 async def _train_to(
-    session: Session,
-    steps: int,
-    verifier: ScoringModel | VerifierScorer,
-    threshold: float,
-    rule: TrainingStop | None,
+    session: Session, steps: int, verifier: ScoringModel | VerifierScorer, threshold: float, rule: TrainingStop | None
 ) -> None:
     started = time.perf_counter()
     info = session.begin("steps", steps, session.state.step)

@@ -45,7 +45,7 @@ def attack_table(card: RobustnessCard) -> Table:
     shown_ = {title: name for title, name in unanswered.items() if any(getattr(each, name) for each in card.attacks)}
     numbers = [Column(title, "right", wrap=False) for title in ("accepted", "texts", *shown_)]
     columns = [Column("attack", wrap=False), Column("truth", style="quiet", wrap=False), *numbers]
-    table = Table([*columns, Column("shortest mistake")], narrow=True, caption=READING)
+    table = Table([*columns, Column("shortest mistake", wrap=False)], narrow=True, caption=READING)
     for found in card.attacks:
         share, texts = found.accepted.value, f"{found.texts:,}"
         style = "" if share is None else "better" if share == float(found.accept) else "worse"

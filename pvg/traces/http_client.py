@@ -42,6 +42,7 @@ class OpenAiClient:
         self.url, self.model = url, model
         self._pool, self._key, self._variable, self._timeout_s = pool, key, variable, timeout_s
         self._room = asyncio.Semaphore(concurrency)
+        self.retries = RETRIES
 
     @classmethod
     @asynccontextmanager
@@ -112,7 +113,7 @@ class OpenAiClient:
 
         try:
             async with self._room:
-                return (await asked_again(send, RETRIES)).json()
+                return (await asked_again(send, self.retries)).json()
         except ServerFault as fault:
             explained = self._explained(fault)
         raise explained  # outside of the block: the fault may quote the key, and would be the error's context

@@ -51,7 +51,7 @@ def counted(problem, text):
     with open("calls", "a") as file:
         file.write("x")
     time.sleep(0.002)
-    return exact(problem, text)
+    return text.strip(" .").endswith(f"answer is {problem.answer}")
 """
 ROWS = [{"problem": f"{n} + {n}?", "text": f"We add.\nThe answer is {2 * n}.", "answer": 2 * n} for n in (600, 21, 4)]
 
@@ -116,7 +116,7 @@ def test_what_a_target_says_is_escaped_everywhere() -> None:
     assert "&lt;script&gt;alert(1)" in page
     assert "<script>" not in markdown.replace("\\<", "")
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {7}
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
     assert markdown.startswith("![pvg attack: 0.0 % of wrong texts accepted](https://")
 
 
@@ -212,7 +212,11 @@ def test_the_verifier_of_a_run_is_attacked_with_its_own_task_and_samples(small_g
     assert called.code == 0, called.err
     found = by_name(called.document)
     assert found["answer changed"]["texts"] > 4
-    assert found["answer changed"]["errors"] == 0
+    assert (
+        0
+        < found["answer changed"]["accepted"]["n"] + found["answer changed"]["errors"]
+        == found["answer changed"]["texts"]
+    )
     assert found["unchanged"]["accepted"]["n"] == 4
     assert found["huge and deep"]["errors"] > 0  # longer than the verifier's context
     assert called.document["card"]["target"] == "modchain, round 0"
