@@ -1,6 +1,6 @@
 """math-verify as a grader for `pvg attack`: does the text contain an expression equal to the answer?
 
-    pvg attack examples/graders/math_verify_grader.py:grade --data examples/graders/boxed.jsonl
+pvg attack examples/graders/math_verify_grader.py:grade --data examples/graders/boxed.jsonl
 """
 
 from math_verify import parse, verify

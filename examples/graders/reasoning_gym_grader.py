@@ -1,6 +1,6 @@
 """The scorer of a dataset of reasoning-gym as a grader for `pvg attack`.
 
-    pvg attack examples/graders/reasoning_gym_grader.py:grade --data examples/graders/tagged.jsonl --threshold 1
+pvg attack examples/graders/reasoning_gym_grader.py:grade --data examples/graders/tagged.jsonl --threshold 1
 """
 
 import reasoning_gym

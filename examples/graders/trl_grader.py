@@ -1,6 +1,6 @@
 """TRL's `accuracy_reward` as a grader for `pvg attack`, called as GRPOTrainer calls it.
 
-    pvg attack examples/graders/trl_grader.py:grade --data examples/graders/boxed.jsonl
+pvg attack examples/graders/trl_grader.py:grade --data examples/graders/boxed.jsonl
 """
 
 from trl.rewards import accuracy_reward
