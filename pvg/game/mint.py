@@ -2,21 +2,30 @@
 
 The mixture gives each source (the base prover and the provers of earlier rounds) a share of the problems. Every problem
 gets the same number of solutions, of which `game.sneaky_share` are sneaky. One chunk of problems is one step and one
-commit.
+commit. After the mint of round 0, a critic is compared with a judge (`examine_critic`).
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+
+from pvg.config.training import VerdictHead
 from pvg.game.orders import RunWithPlayers, apportion, interaction_of, mint_orders, source_weights, sources_for_round
 from pvg.game.prover_phase import read_prover
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
+from pvg.game.verifier_phase import SCORED_AT_ONCE, calibration_view, trained
+from pvg.game.voices import objects
 from pvg.records import BASE_SOURCE, Problem
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.seeds import generator_for, seed_for
+from pvg.telemetry.alerts import Alert
 from pvg.telemetry.spans import span
+from pvg.verifier.calibration import accepted_by_halves, balanced_accuracy, balanced_lead
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ async def mint(session: Session) -> None:
         )
         return mint_orders(session, chunks[number].problems, rng), call
 
-    await sample_chunks(session, info, len(chunks), orders, load)
+    await sample_chunks(session, info, len(chunks), orders, load, partial(examine_critic, session))
     await session.leave_phase(session.state.enter(Phase.TRAIN_VERIFIER))
 
 
@@ -87,3 +96,46 @@ async def load_source(session: RunWithPlayers, source: str, version: int) -> Non
     else:
         tensors, adapter = await players.compute(lambda: read_prover(session, source))
         await players.publish(tensors, version, adapter)
+
+
+# --- is the critic better than a judge? -------------------------------------------------------------------------------
+
+
+async def examine_critic(session: Session) -> dict[str, float]:
+    """Compare the base prover as a critic with a judge that reads no critiques: the balanced accuracy of both on the
+    same minted solutions of held-out problems. Raises an alert if the critic is not better, because it helps a verifier
+    only then (arXiv 2605.27483).
+
+    The judge is a verifier with the training of the game's, on solutions alone. A generative verifier judges before its
+    training, as the critic does. Returns nothing after round 0, without a critic, and for too few solutions."""
+    players = session.players
+    if session.game.protocol.kind != "critic" or session.state.round:
+        return {}
+    view, too_few = await players.compute(lambda: calibration_view(session))
+    with closing(view):
+        rows_N, correct_N, problems_N = (a[:SCORED_AT_ONCE] for a in (view.rows_R, view.correct_R, view.problems_R))
+        alone, whole = [await players.compute(partial(view.rows, rows_N, alone=each)) for each in (True, False)]
+    if too_few:
+        return {}
+    if isinstance(session.verifier.head, VerdictHead):
+        judge = await players.compute(players.open_verifier)
+    else:
+        session.observer.noticed("A judge of solutions without critiques is trained, to compare the critic with it.")
+        judge = await trained(session, None)
+    try:
+        with span("score"):
+            scores_N = await players.scorer(judge).score(alone)
+    finally:
+        judge.close()
+    if (accepted_N := accepted_by_halves(scores_N, correct_N, problems_N)) is None:
+        return {}
+    heard = [row.text.removeprefix(own.text) for row, own in zip(whole, alone, strict=True)]
+    critic_N = np.array([not objects(critique, session.prompts.style) for critique in heard])
+    critic, judged = (balanced_accuracy(each_N, correct_N) for each_N in (critic_N, accepted_N))
+    lead, low, high = balanced_lead(critic_N, accepted_N, correct_N, problems_N)
+    if low <= 0.0:
+        says = f"a balanced accuracy of {critic:.2f}, and a judge that reads no critiques {judged:.2f}"
+        message = f"The critic has {says} (difference {lead:+.2f}, 95 % interval {low:+.2f} to {high:+.2f})."
+        session.alert([Alert("weak_critic", message)], session.state.step)
+    found = {"critic_balanced": critic, "judge_balanced": judged}
+    return found | {"critic_lead": lead, "critic_lead_low": low, "critic_lead_high": high}

@@ -6,7 +6,6 @@ is represented by its samples from its own checkpoint.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,8 +62,6 @@ async def checkpoint(session: Session) -> None:
             metrics |= _without_the_others(rollouts, fresh[own], metrics)
     finally:
         verifier.close()
-    if round_ == 0 and "critic_balanced" in metrics:
-        _tell_whether_a_critic_can_help(session, metrics)
     session.report_step(info, info.total, metrics)
     session.finish_phase(info, metrics, time.perf_counter() - started)
     session.finish_round(metrics)
@@ -146,21 +143,6 @@ def _without_the_others(
     if {"critic_found", "critic_alarm"} <= set(measured):
         found["critic_balanced"] = (measured["critic_found"] + 1.0 - measured["critic_alarm"]) / 2.0
     return found
-
-
-def _tell_whether_a_critic_can_help(session: Session, metrics: Mapping[str, float]) -> None:
-    """A critic helps a verifier only if it classifies better than the verifier alone (arXiv 2605.27483)."""
-    critic, alone = metrics["critic_balanced"], metrics["verifier_auc_alone"]
-    if math.isnan(critic) or math.isnan(alone):  # all solutions are correct, or all are wrong
-        return
-    better = "better than" if critic > alone else "no better than"
-    advice = " Such a critic rarely helps. Take a stronger prover or a smaller verifier."
-    if critic > alone:
-        advice = " This verifier expects critiques. With game.protocol = 'direct' it may rank solutions better."
-    session.observer.noticed(
-        f"On test problems the critic classifies solutions {better} the verifier alone: its balanced accuracy is "
-        f"{critic:.2f}, and the verifier's AUC without critiques {alone:.2f}.{advice}"
-    )
 
 
 async def _round_metrics(

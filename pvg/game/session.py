@@ -272,10 +272,11 @@ async def sample_chunks(
     chunks: int,
     orders: Callable[[int], tuple[list[GroupOrder], SampleCall]],
     load: Callable[[int], Awaitable[int]],
+    examine: Callable[[], Awaitable[Mapping[str, float]]] | None = None,
 ) -> dict[str, float]:
     """Sample and record the `orders` of each chunk, from the last committed chunk on, and finish the phase. A chunk is
-    a step with a commit. `load` gives the engine the weights of a chunk and returns their version. Returns the metrics
-    of the phase."""
+    a step with a commit. `load` gives the engine the weights of a chunk and returns their version. `examine`: more
+    metrics, after the last chunk. Returns the metrics of the phase."""
     started, state, done = time.perf_counter(), session.state, info.done
     session.first_step()
     for number in range(state.step, chunks):
@@ -296,5 +297,8 @@ async def sample_chunks(
     metrics = sample_metrics(sampled, seconds)
     if state.step:  # an earlier process sampled a part, and this process does not know its seconds
         del metrics["tokens_per_s"]
+    if examine is not None:
+        metrics |= await examine()
+        seconds = time.perf_counter() - started
     session.finish_phase(info, metrics, seconds)
     return metrics

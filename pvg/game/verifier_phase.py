@@ -129,7 +129,7 @@ async def train_verifier(session: Session) -> None:
     info = session.begin("steps", phase_steps(session), state.step)
     started = time.perf_counter()
     if section.ensemble.kind == "none":
-        verifier: VerifierModel | VerifierEnsemble = await _trained(session, info, member=0)
+        verifier: VerifierModel | VerifierEnsemble = await trained(session, info)
     else:
         verifier = await _trained_ensemble(session, info)
     try:
@@ -185,7 +185,7 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
     finished member, so that a resumed phase continues with the interrupted one."""
     section, players, round_ = session.verifier, session.players, session.state.round
     for member in range(len(finished_members(session)), section.ensemble.size):
-        verifier = await _trained(session, info, member)
+        verifier = await trained(session, info, member)
         try:
             name, meta = member_weights_name(round_, member), {"round": round_, "member": member}
             with span("checkpoint"):
@@ -203,22 +203,24 @@ async def _trained_ensemble(session: Session, info: PhaseInfo) -> VerifierEnsemb
     return VerifierEnsemble(members, section.ensemble.kind, ScoreScales.none(len(members)))
 
 
-async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierModel:
-    """A fully trained member, continued from the last committed step; the caller closes it."""
+async def trained(session: Session, info: PhaseInfo | None, member: int = 0) -> VerifierModel:
+    """A fully trained member, continued from the last committed step; the caller closes it. Without `info`: a verifier
+    with the same training on solutions alone (`PairView.rows`), without records and commits."""
     players, section, round_, steps = session.players, session.verifier, session.state.round, steps_of_member(session)
     await players.engine.rest(replaced=True)  # the prover phase begins with a new version
     with span("open_models"):
         verifier = await players.compute(lambda: players.open_verifier(round_, member))
     try:
         with span("open_models"):
-            stream = open_pairs(session, member)
-            if session.state.step == 0:  # a resumed phase has already reported this
+            stream = open_pairs(session, member, alone=info is None)
+            if info is not None and session.state.step == 0:  # a resumed phase has already reported this
                 _tell_about_sources(session, stream)
             workers = players.verifier_workers(verifier)
-            start, settings = session.state.step - member * steps, optimizer_settings(section, steps)
+            start = 0 if info is None else session.state.step - member * steps
+            settings = optimizer_settings(section, steps)
             source = players.pair_source(stream, verifier, start)
             trainer = verifier_trainer(session, verifier, source, settings, workers)
-            if (checkpoint := session.ledger.read_checkpoint()) is not None:
+            if info is not None and (checkpoint := session.ledger.read_checkpoint()) is not None:
                 trainer.load_state(*checkpoint)
             if workers is not None:
                 await workers.prepare()
@@ -228,6 +230,9 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
                 started = time.perf_counter()
                 report = await trainer.step()
                 assert report is not None, "pairs never end"
+                if info is None:
+                    await session.check_stop()
+                    continue
                 metrics = {**report.metrics, "pairs_per_s": report.metrics["pairs"] / (time.perf_counter() - started)}
                 if section.ensemble.kind != "none":
                     metrics["member"] = float(member)
@@ -245,22 +250,25 @@ async def _trained(session: Session, info: PhaseInfo, member: int) -> VerifierMo
     return verifier
 
 
-def open_pairs(session: Session, member: int = 0) -> PairStream:
-    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member."""
+def open_pairs(session: Session, member: int = 0, *, alone: bool = False) -> PairStream:
+    """The mint's pairs without the held-out problems, drawn by the mixture with a seed of round and member. `alone`:
+    see `PairView.rows`."""
     game, round_, section = session.game, session.state.round, session.verifier
     place = ("pairs", member) if member else ("pairs",)
     seed = seed_for(session.seed, round_, *place)
     shards = session.ledger.shards(round_, Phase.MINT.value)
     view = PairView(session.ledger.rollout_shards, shards, keep=lambda name: not is_held_out(name, section.held_out))
     weights = source_weights(game, sources_for_round(round_))
-    return pair_stream(section, view, weights, seed)
+    return pair_stream(section, view, weights, seed, alone=alone)
 
 
-def pair_stream(section: Verifier, view: PairView, weights: Mapping[str, float], seed: int) -> PairStream:
+def pair_stream(
+    section: Verifier, view: PairView, weights: Mapping[str, float], seed: int, *, alone: bool = False
+) -> PairStream:
     """The pairs of a view. With cross-entropy and no pairs: single solutions next to each other."""
-    stream = PairStream(view, weights, seed)
+    stream = PairStream(view, weights, seed, alone=alone)
     if section.loss == "cross_entropy" and not stream.pairs_available:
-        return UnpairedStream(view, weights, seed)
+        return UnpairedStream(view, weights, seed, alone=alone)
     return stream
 
 

@@ -25,6 +25,7 @@ from pvg.verifier.data import VERDICT_INSTRUCTIONS, VERDICT_TAG, Style, read_ver
 
 OPPONENT = "Another solver wrote the solution below. It disagrees with you. Write your own solution."
 REPLY = "Your opponent wrote:\n{}\nShow in one or two sentences why your solution is right and this one is wrong."
+SAYS = {True: "A critic says: ", False: "?"}  # in words or not, before a critique
 OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
 
 
@@ -61,6 +62,12 @@ class Voices(NamedTuple):
         return problem.answer if found is None else found.text
 
 
+def objects(heard: str, style: Style) -> bool:
+    """Whether a critique, as the prover hears it, names a wrong step."""
+    critique = heard.lstrip("\n").removeprefix(SAYS[style in ("chat", "text")])
+    return bool(read_verdict(critique, style))
+
+
 class CriticRules(Direct):
     """A solution, and a critique of it."""
 
@@ -76,7 +83,7 @@ class CriticRules(Direct):
         if seat == "critic":
             return self._told.critique_prompt(state.problem, state.said[0][1].text) if len(state.said) == 1 else ""
         critique = state.said[1][1].text
-        return f"A critic says: {critique}" if self._told.in_words else f"?{critique}"
+        return SAYS[self._told.in_words] + critique
 
     def limit(self, state: Talk, seat: str) -> int | None:
         return self._section.tokens if state.said else None

@@ -31,7 +31,7 @@ from pvg.reporting.formats import NumberStyle, duration, metric_display, percent
 from pvg.reporting.run_summary import WORKER, RunSummary, SamplerReading
 from pvg.reporting.solutions import RoundScores
 from pvg.reporting.table import PageSection, elements
-from pvg.reporting.terminal import judgement_changes, machine_facts, outcome, rounds_table
+from pvg.reporting.terminal import judgements, machine_facts, outcome, rounds_table
 
 WARMUP = "warmup"
 BINS = 32
@@ -118,7 +118,7 @@ def rounds_section(summary: RunSummary) -> PageSection:
     lead = (
         "At the end of each round: fresh samples on problems that no model trained on.",
         *outcome(summary.rounds),
-        *judgement_changes(summary),
+        *judgements(summary),
     )
     return PageSection("rounds", "Rounds", body, " ".join(lead))
 

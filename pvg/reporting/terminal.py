@@ -131,9 +131,15 @@ def _own_flaws(rounds: Mapping[int, Mapping[str, float]]) -> str:
 CHANGED, SURE = 0.1, 0.01  # the report names changes of an MCC from CHANGED on, with a p value of at most SURE
 
 
-def judgement_changes(summary: RunSummary) -> list[str]:
-    """A sentence per prover phase in which the verifier's judgement of the prover's solutions changed at some step."""
+def judgements(summary: RunSummary) -> list[str]:
+    """A sentence on the critic before the first round, and one per prover phase in which the verifier's judgement of the
+    prover's solutions changed at some step."""
     found = []
+    for own in (phase.metrics for phase in summary.phases if "critic_lead_low" in phase.metrics):
+        lead, low, high = (own[f"critic_lead{end}"] for end in ("", "_low", "_high"))
+        says = f"the critic's balanced accuracy was {own['critic_balanced']:.2f} and that of a judge without critiques"
+        interval = f"{lead:+.2f}, 95 % interval {low:+.2f} to {high:+.2f}"
+        found.append(f"Before the first round, {says} {own['judge_balanced']:.2f} (difference {interval}).")
     for round_ in sorted({step.round for step in summary.steps}):
         steps = [
             s for s in summary.steps if s.round == round_ and s.phase == "train_prover" and "verifier_mcc" in s.metrics
@@ -206,7 +212,7 @@ def report(summary: RunSummary, examples: Sequence[Example], *, state: RunState 
     """Everything that `pvg report` prints, in order, without empty parts. `state`: of the run (`state_word`)."""
     parts: list[RenderableType] = [headline(summary, state)]
     if summary.rounds:
-        parts += section("Rounds", Group(rounds_with_outcome(summary.rounds), *map(Text, judgement_changes(summary))))
+        parts += section("Rounds", Group(rounds_with_outcome(summary.rounds), *map(Text, judgements(summary))))
     if summary.phases:
         parts += section("Phases", phases_table(summary))
     if summary.steps:

@@ -87,15 +87,16 @@ class PairView:
         self.problems_R, self.sources_R = problems_R[kept_R], sources_R[kept_R].astype(np.int16)
         self.correct_R = _flags(batches, "correct")[kept_R]
 
-    def rows(self, indices: Int64) -> list[SolutionRow]:
-        """The solutions with these row numbers, in this order, read from the memory map. Raises IndexError for a number
-        without a row."""
+    def rows(self, indices: Int64, *, alone: bool = False) -> list[SolutionRow]:
+        """The solutions with these row numbers, in this order, read from the memory map. `alone`: as they were before
+        others spoke. Raises IndexError for a number without a row."""
         wanted = np.asarray(indices, np.int64)
         if wanted.size and not (wanted.min() >= 0 and wanted.max() < self._starts[-1]):
             raise IndexError(f"Row numbers run from 0 to {self._starts[-1] - 1}.")
         shard_of = np.searchsorted(self._starts, wanted, side="right") - 1
         places = (wanted - self._starts[shard_of]).tolist()
-        return [self._shards[shard].row(place) for shard, place in zip(shard_of.tolist(), places, strict=True)]
+        read = MappedSolutions.opening if alone else MappedSolutions.row
+        return [read(self._shards[shard], place) for shard, place in zip(shard_of.tolist(), places, strict=True)]
 
     def close(self) -> None:
         """Release the memory maps: `rows` then has no rows, but the arrays stay."""
@@ -107,16 +108,19 @@ class PairStream:
 
     `weights_by_source` need not sum to 1; sources without a weight are never drawn. A source without a problem that has
     both kinds cannot form pairs. It is left out, `excluded` has its counts by name, and the other weights are scaled
-    up. `excluded_singles` has the same for `balanced_singles`, which needs both kinds, but not of one problem. Raises
-    ConfigurationError for a weight that is negative or not a number, MissingPairsError if no source can give anything.
+    up. `excluded_singles` has the same for `balanced_singles`, which needs both kinds, but not of one problem. `alone`:
+    see `PairView.rows`. Raises ConfigurationError for a weight that is negative or not a number, MissingPairsError if no
+    source can give anything.
     """
 
-    def __init__(self, view: PairView, weights_by_source: Mapping[str, float], seed: int) -> None:
+    def __init__(
+        self, view: PairView, weights_by_source: Mapping[str, float], seed: int, *, alone: bool = False
+    ) -> None:
         for name, weight in weights_by_source.items():
             if not (math.isfinite(weight) and weight >= 0):
                 raise ConfigurationError(f"The weight of source {name!r} is {weight}; it must be 0 or more.")
         weighted = {name: weight for name, weight in weights_by_source.items() if weight > 0}
-        self._view = view
+        self._view, self._alone = view, alone
         self._seed = seed
         self._cells = _Cells.of(view)
         self._counts = {name: _counts(view, name) for name in weighted}
@@ -193,7 +197,7 @@ class PairStream:
 
     def rows(self, indices: Int64) -> list[SolutionRow]:
         """The solutions with these row numbers of the view, in this order."""
-        return self._view.rows(indices)
+        return self._view.rows(indices, alone=self._alone)
 
     def balanced_singles(self, step: int, n: int) -> Singles:
         """n single rows (n even), half of them correct: a source by weight, a problem of it with that kind, a row."""

@@ -140,3 +140,11 @@ class MappedSolutions:
             problem_id.as_py(),
             f"{self._name}, row {number}",
         )
+
+    def opening(self, number: int) -> SolutionRow:
+        """The first turn of the row's dialogue: the solution as it was before others spoke."""
+        row, starts = self.row(number), self.batch.column("turn_starts")[number].as_py()
+        if starts is None:
+            return row
+        text = self.batch.column("turn_texts")[number].as_py()[0]
+        return row._replace(text=text, completion_ids=row.completion_ids[: starts[1]])

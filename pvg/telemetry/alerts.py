@@ -37,6 +37,7 @@ AlertKind = Literal[
     "truncation",
     "unpaired",
     "verifier_at_chance",
+    "weak_critic",
     "weights_queue",
     "zero_signal",
 ]

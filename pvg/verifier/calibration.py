@@ -61,6 +61,46 @@ def acceptance_threshold(correct_scores: NDArray[Any], share: float) -> float:
     return float(np.sort(correct_scores)[correct_scores.size - needed])
 
 
+def balanced_accuracy(accepted_N: NDArray[np.bool_], correct_N: NDArray[np.bool_]) -> float:
+    """The mean of the shares of correct solutions that are accepted and of wrong ones that are not; 1/2 is chance."""
+    return float((accepted_N[correct_N].mean() + 1.0 - accepted_N[~correct_N].mean()) / 2.0)
+
+
+def accepted_by_halves(
+    scores_N: NDArray[Any], correct_N: NDArray[np.bool_], problems_N: NDArray[Any]
+) -> NDArray[np.bool_] | None:
+    """bool [N]: whether each score reaches the threshold with the best balanced accuracy on the other half of the
+    problems, so no solution chooses its own threshold. None if a half lacks correct or wrong solutions."""
+    _, problem_N = np.unique(problems_N, return_inverse=True)
+    accepted_N = np.zeros(len(scores_N), dtype=bool)
+    for half in (0, 1):
+        own_N = problem_N % 2 == half
+        right, wrong = (np.sort(scores_N[~own_N & (correct_N == kind)]) for kind in (True, False))
+        if not right.size or not wrong.size:
+            return None
+        levels_L = np.unique(scores_N[~own_N])
+        gains_L = np.searchsorted(wrong, levels_L) / wrong.size - np.searchsorted(right, levels_L) / right.size
+        accepted_N |= own_N & (scores_N >= levels_L[int(np.argmax(gains_L))])
+    return accepted_N
+
+
+def balanced_lead(
+    first_N: NDArray[np.bool_], second_N: NDArray[np.bool_], correct_N: NDArray[np.bool_], problems_N: NDArray[Any]
+) -> tuple[float, float, float]:
+    """By how much the balanced accuracy of the decisions `first_N` is above that of `second_N`, and the bounds of a
+    95 % interval, from the linearised variance over problems (see pvg.evaluation.intervals.share_of)."""
+    _, problem_N = np.unique(problems_N, return_inverse=True)
+    apart_N = np.where(correct_N, 1.0, -1.0) * (first_N.astype(np.float64) - second_N)
+    errors_N = np.zeros(len(apart_N))
+    for kind in (True, False):
+        of_N = correct_N == kind
+        errors_N[of_N] = (apart_N[of_N] - apart_N[of_N].mean()) / (2 * of_N.sum())
+    errors_K = np.bincount(problem_N, weights=errors_N)
+    half = 1.96 * math.sqrt(len(errors_K) / max(1, len(errors_K) - 1) * float((errors_K**2).sum()))
+    lead = balanced_accuracy(first_N, correct_N) - balanced_accuracy(second_N, correct_N)
+    return lead, lead - half, lead + half
+
+
 # --- ensembles --------------------------------------------------------------------------------------------------------
 
 

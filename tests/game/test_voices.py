@@ -16,12 +16,14 @@ from test_challenge import MODCHAIN
 from pvg.config.experiment import TokenLimits, spoken_room
 from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
 from pvg.errors import ConfigurationError
-from pvg.game import prover_phase
+from pvg.game import mint, prover_phase
 from pvg.game.prompt_checks import check_voices_fit
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.prover_phase import StopRule
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches
+from pvg.game.session import Session
+from pvg.game.verifier_phase import trained
 from pvg.game.voices import REPLY, Voices
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
@@ -29,6 +31,7 @@ from pvg.models.tokenizer import Tokenizer
 from pvg.records import Role, Rollout, VersionSpan
 from pvg.rollout.interaction import Interaction, Talk
 from pvg.store.checkpoints import read_checkpoint
+from pvg.store.pairs import is_held_out
 from pvg.tasks.modchain import chain_problem
 from pvg.verifier.data import VERDICT_INSTRUCTIONS
 
@@ -292,6 +295,40 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
         assert found["critic_balanced"] == pytest.approx((found["critic_found"] + 1 - found["critic_alarm"]) / 2)
     else:
         assert 0.0 <= found["debate_contested"] <= 1.0
+
+
+@pytest.mark.slow
+def test_before_the_first_round_a_critic_is_compared_with_the_verifier_of_the_direct_game(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge has the weights of the direct game's verifier, which reads the same solutions without critiques."""
+    judges: list[str] = []
+
+    async def watched(session: Session, info: None) -> Any:
+        judge = await trained(session, info)
+        judges.append(judge.version())
+        return judge
+
+    monkeypatch.setattr(mint, "trained", watched)
+    settings = CRITIC_GAME | {"verifier.held_out": 0.5, "models.prover.source": "embedded:modchain-critic"}
+    settings |= {"training.steps": 1, "game.rounds": 2, "game.mint_problems": 48}
+    run = completed(changed(settings), tmp_path / "critic")
+    direct = completed(changed(settings | {"game.protocol": "direct", "game.rounds": 1}), tmp_path / "direct")
+    assert judges == [read_checkpoint(direct.weights, "round-000-verifier")[1]["version"]]
+
+    first, second = (row["metrics"] for row in rows(run, "phase") if row["phase"] == "mint")
+    assert "critic_lead" not in second
+    minted = [r for r in recorded(run) if r.id.startswith("000/mint/") and is_held_out(r.problem_id, 0.5)]
+    right = {
+        correct: [(r.turns[1].text == "?0") == correct for r in minted if r.grade.correct == correct]
+        for correct in (True, False)
+    }
+    critic = (np.mean(right[True]) + np.mean(right[False])) / 2
+    assert first["critic_balanced"] == pytest.approx(critic)
+    assert first["critic_lead"] == pytest.approx(critic - first["judge_balanced"])
+    told = [row["name"] for row in rows(run, "alert") if row["phase"] == "mint"]
+    assert told == ["weak_critic"] * (first["critic_lead_low"] <= 0)
+    assert first["critic_lead_low"] < first["critic_lead"] < first["critic_lead_high"]
 
 
 @pytest.mark.slow

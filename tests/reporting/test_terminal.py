@@ -50,6 +50,14 @@ def test_a_report_has_all_its_parts_and_stays_within_the_width(tmp_path: Path) -
     assert "\x1b" not in text
 
 
+def test_a_report_has_the_critic_beside_the_judge(tmp_path: Path) -> None:
+    run, lead = played(tmp_path), {"critic_lead": -0.08, "critic_lead_low": -0.12, "critic_lead_high": -0.04}
+    metrics = {"critic_balanced": 0.72, "judge_balanced": 0.8, **lead}
+    tell(run, {"kind": "phase", "round": 0, "phase": "mint", "seconds": 3.0, "metrics": metrics})
+    for text in (printed(report(read_run(run), [])), check(run_page(collect(run, read_run(run), 0))).text):
+        assert all(number in text for number in ("0.72", "0.80", "-0.08", "-0.12", "-0.04"))
+
+
 def test_small_parts_are_merged_and_nothing_is_lost() -> None:
     budget = {"rollout": 90.0, "a": 0.1, "b": 0.2, "c": 9.0, "unaccounted": 0.1}
     merged = merge_small(budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from store_samples import labelled, rollout, write_shards
 
 from pvg.errors import ConfigurationError
+from pvg.records import Turn
 from pvg.store.pairs import MissingPairsError, PairStream, PairView, is_held_out
 
 pytestmark = pytest.mark.slow
@@ -276,3 +278,16 @@ def test_the_number_of_problems_gives_the_pairs_on_average(tmp_path: Path) -> No
     assert stream.problems_for(1, 8) == 1
     drawn = [len(stream.draw_problems(step, 12, 8).sources_M) for step in range(300)]
     assert np.mean(drawn) == pytest.approx(12 * mean, rel=0.05)
+
+
+def test_a_solution_alone_is_the_first_turn_of_its_dialogue(tmp_path: Path) -> None:
+    single, spoken = labelled([("base", "a", True), ("base", "a", False)])
+    turns = (Turn(0, True, "first"), Turn(2, False, "?1", "critic"))
+    spoken = replace(spoken, text="first?1", turns=turns)
+    spoken = replace(spoken, completion_ids=np.array([4, 5, 6, 7], np.int32), logprobs=np.zeros(4, np.float32))
+    view = PairView(*write_shards(tmp_path, [single, spoken], 1))
+    stream = PairStream(view, WEIGHTS, 0, alone=True)
+    bare, first = stream.rows(view.rows_R)
+    assert (bare.text, first.text) == (single.text, "first")
+    assert first.completion_ids.tolist() == [4, 5]
+    assert view.rows(view.rows_R)[1].text == "first?1"

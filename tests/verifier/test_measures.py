@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.verifier.calibration import acceptance_threshold, auc, matthews
+from pvg.verifier.calibration import (
+    acceptance_threshold,
+    accepted_by_halves,
+    auc,
+    balanced_accuracy,
+    balanced_lead,
+    matthews,
+)
 
 SCORES = st.lists(st.sampled_from([-2.0, -0.5, 0.0, 0.5, 0.5, 3.0]) | st.floats(-1e30, 1e30), max_size=30).map(np.array)
 
@@ -66,3 +73,31 @@ def test_the_matthews_correlation_by_hand_and_as_a_correlation():
     assert np.isnan(matthews(np.zeros(0, bool), np.zeros(0, bool)))
     random_2N = np.random.default_rng(0).random((2, 50)) < 0.3
     assert matthews(*random_2N) == pytest.approx(np.corrcoef(random_2N)[0, 1])
+
+
+def test_a_threshold_comes_from_the_other_half_of_the_problems():
+    problems_N = np.array([7, 7, 9, 9])
+    correct_N = np.array([True, False, True, False])
+    scores_N = np.array([3.0, 2.0, 1.0, 0.0])  # ranked well within both problems, on another level in each
+    accepted = accepted_by_halves(scores_N, correct_N, problems_N)
+    assert accepted is not None
+    assert accepted.tolist() == [True, True, False, False]
+    assert balanced_accuracy(accepted, correct_N) == 0.5
+    assert accepted_by_halves(scores_N, np.array([True, True, True, False]), problems_N) is None
+
+
+def test_the_lead_of_a_classifier_by_hand_and_its_interval_by_problem():
+    # Of 2 correct and 2 wrong solutions, the first classifier errs once among the correct ones, the second once among each.
+    correct_N, problems_N = np.array([True, True, False, False]), np.array([0, 1, 0, 1])
+    first_N, second_N = np.array([True, False, False, False]), np.array([True, False, True, False])
+    assert balanced_accuracy(first_N, correct_N) == 0.75
+    lead, low, high = balanced_lead(first_N, second_N, correct_N, problems_N)
+    # The difference is 1 for the wrong solution of problem 0 and 0 for that of problem 1: errors of 1/8 and -1/8.
+    assert lead == 0.25
+    assert (high - lead, lead - low) == pytest.approx((1.96 * math.sqrt(2 * 2 / 64),) * 2)
+    # Solutions of one problem are not independent: as many solutions of fewer problems give a wider interval.
+    rng = np.random.default_rng(0)
+    correct_N = np.tile([True, False], 200)
+    first_N, second_N = (np.repeat(rng.random(100) < 0.6, 4) == correct_N for _ in range(2))
+    by_problem, alone = (balanced_lead(first_N, second_N, correct_N, n) for n in (np.arange(400) // 4, np.arange(400)))
+    assert by_problem[2] - by_problem[1] > 1.5 * (alone[2] - alone[1])
