@@ -402,7 +402,8 @@ def example_episode(
                 rules.limit(state, seat)
                 ids = np.append(tokenizer.encode(text), np.int32(tokenizer.eos_id))
                 lines[seat].turns.append(SpokenTurn(text, ids, True, phases, (seat,)))
-            said[seat] = replace(rules.parse(state, seat, text), cut=cut and seat in rules.voices)
+            grade = Grade(True, True, problem.answer) if seat in getattr(rules, "solvers", ()) else None
+            said[seat] = replace(rules.parse(state, seat, text), cut=cut and seat in rules.voices, grade=grade)
         spoke += [(phases, seat) for seat in seats]
         state = rules.step(state, said, 0)
     check(first in lines, f"seats must let {first!r} speak")

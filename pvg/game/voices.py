@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from pvg.config.game import CriticProtocol, DebateProtocol
 from pvg.game.roles import TAGS
-from pvg.games.game import Outcome, Script
-from pvg.records import Problem, Role
+from pvg.games.game import Action, Outcome, Script
+from pvg.records import Grade, Problem, Role
 from pvg.rollout.interaction import Direct, Talk
 from pvg.tasks.answers import same_answer
 from pvg.tasks.task import LocatesFlaws, Task, correct_solution, wording_of
@@ -66,6 +66,12 @@ def objects(heard: str, style: Style) -> bool:
     """Whether a critique, as the prover hears it, names a wrong step."""
     critique = heard.lstrip("\n").removeprefix(SAYS[style in ("chat", "text")])
     return bool(read_verdict(critique, style))
+
+
+def graded(action: Action) -> Grade:
+    """The grade of a solver's turn."""
+    assert action.grade is not None, "the interaction grades the turns of solvers"
+    return action.grade
 
 
 class CriticRules(Direct):
@@ -118,7 +124,7 @@ class CriticRules(Direct):
 class DebateRules(Direct):
     """Two solutions, by the two roles, for one verifier. With ABA the prover replies to the opponent."""
 
-    voices = ("prover", "opponent")
+    voices = solvers = ("prover", "opponent")
 
     def __init__(
         self,
@@ -161,7 +167,7 @@ class DebateRules(Direct):
 
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
         """The shares of the verifier's votes; 0 for a text that is no solution."""
-        other = self._told.task.grade(state.problem, state.said[1][1].text)
+        other = graded(state.said[1][1])
         prover, opponent = outcome.votes, 1.0 - outcome.votes
         return {
             "prover": prover if outcome.grade.well_formed else 0.0,
@@ -169,7 +175,7 @@ class DebateRules(Direct):
         }
 
     def measures(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
-        other = self._told.task.grade(state.problem, state.said[1][1].text)
+        other = graded(state.said[1][1])
         first, second = outcome.grade.correct, other.correct
         contested, favours_first = first != second, outcome.votes >= 0.5
         return {

@@ -47,6 +47,7 @@ class Action:
     text: str
     note: str = ""
     cut: bool = field(default=False, compare=False)
+    grade: Grade | None = field(default=None, compare=False)
 
     @property
     def legal(self) -> bool:
@@ -78,7 +79,8 @@ class Dialogue(Protocol[S_contra]):
     and all its turns are one rollout. Without it, each decision has a prompt of its own and is a rollout.
 
     The first turn of the first voice is a solution: pvg writes its prompt, and the task grades it. At a voice's later
-    turns `prompt` is what it reads since its last one, and in a final state what it reads last ("": nothing).
+    turns `prompt` is what it reads since its last one, and in a final state what it reads last ("": nothing). If rules
+    have an attribute `solvers`, the task grades all turns of the voices that it names, once, as `Action.grade`.
     """
 
     @property
@@ -232,6 +234,7 @@ class CheckedDialogue(CheckedGame):
         if wrong := [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9-]*", name)]:
             raise self.wrong(f"a voice needs a name of small letters, digits and hyphens, not {wrong[0]!r}")
         self.voices: tuple[str, ...] = names
+        self.solvers: Sequence[str] = getattr(rules, "solvers", ())
         self._names = dict[str, frozenset[str]]()  # of the first result of a method
         self.prompt = self._heard
         if isinstance(rules, PaysSeats):

@@ -10,10 +10,9 @@ the one who decides for the seat: the policy, another policy, a script, or a fun
 interactions at once. All interactions of a call take their next phase together, and the next phase begins when all
 decisions are there. So the requests and their order depend only on the arguments, and a run repeats bit by bit.
 
-In most games each decision has a prompt of its own and is a rollout. In a `Dialogue` each voice has one rollout, and
-that of the first voice has those of the others: the prompt of a turn is the exact token ids of everything before it.
-Sampled text is never tokenized again, so log-probs stay exact, and a server's prefix cache contains everything but what
-the voice heard in between.
+In Diplomacy and negotiation, every decision is a rollout, with a prompt of its own. In a `Dialogue`, every voice has one
+rollout: the prompt of a turn is the exact token ids of everything before it. No text is tokenized twice, so log-probs
+stay exact, and a server's prefix cache contains everything except what the voice heard.
 
 A deadline applies to one phase: its clock starts with the phase's first request. An interaction that it cuts is dropped
 as a whole. A fork plays `warmup` phases once, and then several continuations from the state that it reached.
@@ -448,13 +447,15 @@ class _Hall(Generic[S]):
         sampling = replace(sampling, max_tokens=most)
         completion = await policy.engine.generate(line.request(self.call, table.sample, sampling, on_tokens=tell))
         await leave()
-        if seat in self.voices[:1] and not line.completions:
-            line.say(completion, *await grader.grade(table.order.problem, completion))
+        rules, grade = self.interaction.rules, None
+        if (seat in self.voices[:1] and not line.completions) or seat in getattr(rules, "solvers", ()):
+            text, grade = await grader.grade(table.order.problem, completion)
         else:
-            line.say(completion, grader.text(completion))
-        action = self.interaction.rules.parse(state, seat, line.texts[-1])
+            text = grader.text(completion)
+        line.say(completion, text, grade)
+        action = rules.parse(state, seat, text)
         line.grade = line.grade or Grade(action.legal, action.legal, action.text, action.note)
-        action = replace(action, cut=completion.finish_reason == "length")
+        action = replace(action, cut=completion.finish_reason == "length", grade=grade)
         self.decided(table, seat, action, batch, None if self.voices else line.rollout(self.call))
 
     def line(self, table: _Table[S], seat: str) -> Line:
@@ -623,12 +624,6 @@ async def play_games(
     """
     each = [forks] * len(starts) if isinstance(forks, Fork) else forks
     against: Sequence[Mapping[str, Decider]] = [{}] * len(starts) if opponents is None else opponents
-    scripts = {other for deciders in against for other in deciders.values() if isinstance(other, str)}
-    if scripts and not isinstance(game, PlaysByScript):
-        raise ConfigurationError(
-            f"{type(game).__name__} has no scripts, so {sorted(scripts)[0]!r} cannot play it.",
-            "Give the game a method `scripted` (pvg.games.game.PlaysByScript), or let the policy play all seats.",
-        )
     groups: list[_TableGroup[S]] = []
     for number, (start, fork, deciders) in enumerate(zip(starts, each, against, strict=True)):
         order = GroupOrder(start.problem, Role.HELPFUL, np.zeros(0, dtype=np.int32), number, 1)

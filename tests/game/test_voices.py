@@ -57,7 +57,8 @@ def interaction_of(section: Any, style: str = "tag") -> Interaction[Any]:
 
 
 def talk(*said: tuple[str, str]) -> Talk:
-    return Talk(PROBLEM, tuple((seat, Action(text, text)) for seat, text in said))
+    grades = (MODCHAIN.grade(PROBLEM, text) for _, text in said)
+    return Talk(PROBLEM, tuple((seat, Action(text, text, grade=next(grades))) for seat, text in said))
 
 
 def outcome(solution: str, score: float, role: Role = Role.HELPFUL) -> Outcome:
