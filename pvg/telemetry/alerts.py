@@ -17,7 +17,7 @@ GOODHART_RISE = 0.15  # rise of the fooled rate over its lowest EMA, while the s
 OF_ROLES = ("helpful_accuracy", "sneaky_error_rate", "faithful", "led_astray")
 # Alerts about a metric that some steps do not have. Such a step does not end the alert.
 OF_ONE_METRIC = {"weights_queue": "weights_queue_s", "verifier_at_chance": "verifier_auc"}
-OF_DEBATES = ("debate_contested", "debate_both_wrong", "debate_first_wins")
+OF_DEBATES = ("debate_contested", "debate_both_wrong", "debate_first_wins", "debate_concessions")
 AVERAGED = (*OF_ROLES, *OF_DEBATES, "fooled_rate", "score_gap", "zero_signal", "truncated", "legal", "verifier_mcc")
 
 
@@ -25,6 +25,7 @@ AlertKind = Literal[
     "agreement",
     "calibration",
     "collapse",
+    "concessions",
     "goodharting",
     "judge_decay",
     "loop_lag_max",
@@ -46,8 +47,9 @@ AlertKind = Literal[
 # nothing. With more rollouts at the length limit than TRUNCATION, most have no final answer.
 COLLAPSE, ZERO_SIGNAL, TRUNCATION = 0.1, 0.9, 0.5
 # Debates: with fewer contested ones than CONTESTED, the verifier has hardly anything to decide. A seat that wins
-# SEAT_BIAS more or less than half of the contested debates wins by its place.
-CONTESTED, SEAT_BIAS = 0.1, 0.3
+# SEAT_BIAS more or less than half of the contested debates wins by its place. With more concessions than CONCEDED, the
+# sides follow each other in most debates.
+CONTESTED, SEAT_BIAS, CONCEDED = 0.1, 0.3, 0.5
 DECAY = 0.2  # fall of the verifier's Matthews correlation below its highest average
 JUDGED = 10  # batches after which that average counts: one batch has much noise
 WEIGHTS_QUEUE_MS = 1000.0  # an update that waits longer waits behind generation requests
@@ -142,6 +144,9 @@ class Alerts:
         if abs((first := mean.get("debate_first_wins", 0.5)) - 0.5) > SEAT_BIAS:
             message = f"The side that speaks first wins {first:.0%} of the contested debates."
             found["seat_bias"] = Alert("seat_bias", message)
+        if (share := mean.get("debate_concessions", 0.0)) > CONCEDED:
+            message = f"In {share:.0%} of the debates, a side that has read the other one gives its answer."
+            found["concessions"] = Alert("concessions", message)
         if (mcc := mean.get("verifier_mcc", 1.0)) < self.highest_mcc - DECAY:
             says = f"The verifier's correlation with the truth fell from {self.highest_mcc:.2f} to {mcc:.2f}"
             found["judge_decay"] = Alert("judge_decay", f"{says}: the prover learns to mislead it.")

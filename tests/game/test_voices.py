@@ -28,10 +28,11 @@ from pvg.game.voices import REPLY, Voices
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
-from pvg.records import Role, Rollout, VersionSpan
+from pvg.records import Grade, Role, Rollout, VersionSpan
 from pvg.rollout.interaction import Interaction, Talk
 from pvg.store.checkpoints import read_checkpoint
 from pvg.store.pairs import is_held_out
+from pvg.tasks.answers import NO_MARKER
 from pvg.tasks.modchain import chain_problem
 from pvg.verifier.data import VERDICT_INSTRUCTIONS
 
@@ -98,7 +99,7 @@ def test_debaters_divide_the_votes_and_a_text_without_a_solution_earns_none() ->
     assert paid == pytest.approx({"prover": 3 / 4, "opponent": 1 / 4})
     assert rules.measures(state, outcome(RIGHT, 1.0)) == {
         **{"debate_contested": 1.0, "debate_both_right": 0.0, "debate_both_wrong": 0.0, "debate_same_answer": 0.0},
-        **{"debate_first_wins": 1.0, "debate_truth_wins": 1.0},
+        **{"debate_first_wins": 1.0, "debate_truth_wins": 1.0, "debate_concessions": 0.0},
     }
     other_way = rules.measures(talk(("prover", WRONG), ("opponent", RIGHT)), outcome(WRONG, 1.0))
     assert (other_way["debate_first_wins"], other_way["debate_truth_wins"]) == (1.0, 0.0)
@@ -110,6 +111,35 @@ def test_debaters_divide_the_votes_and_a_text_without_a_solution_earns_none() ->
     alone = interaction_of(ConsultancyProtocol()).rules
     assert alone.pay(talk(("prover", WRONG)), outcome(WRONG, math.log(3)))["prover"] == pytest.approx(3 / 4)
     assert alone.pay(talk(("prover", "7+")), outcome("7+", 9.0)) == {"prover": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("order", "said", "conceded"),
+    [
+        ("sequential", (RIGHT, WRONG), 0.0),
+        ("sequential", (RIGHT, RIGHT), 1.0),
+        ("sequential", (RIGHT, WRONG, WRONG), 1.0),
+        ("sequential", (RIGHT, WRONG, RIGHT), 0.0),
+        ("simultaneous", (RIGHT, RIGHT), math.nan),
+        ("simultaneous", (RIGHT, WRONG, WRONG), 1.0),
+        ("simultaneous", (RIGHT, RIGHT, RIGHT), 0.0),
+    ],
+)
+def test_a_concession_is_the_answer_of_a_side_that_was_read(order: Any, said: tuple[str, ...], conceded: float) -> None:
+    rules = interaction_of(DebateProtocol(order=order, turns="ABA")).rules
+    turns = zip(("prover", "opponent", "prover"), said, strict=False)
+    found = rules.measures(talk(*turns), outcome(said[0], 0.0))["debate_concessions"]
+    assert found == pytest.approx(conceded, nan_ok=True)
+
+
+def test_a_number_in_a_reply_is_no_concession_without_the_mark_of_an_answer() -> None:
+    rules = interaction_of(DebateProtocol(order="simultaneous", turns="ABA")).rules
+    for note, conceded in ((NO_MARKER.format("the last number"), math.nan), ("", 1.0)):
+        reply = Action("", "not 1", grade=Grade(False, True, "1", note))
+        state = talk(("prover", RIGHT), ("opponent", WRONG))
+        state = rules.step(state, {"prover": reply}, 0)
+        measured = rules.measures(state, outcome(RIGHT, 0.0))["debate_concessions"]
+        assert measured == pytest.approx(conceded, nan_ok=True)
 
 
 def test_an_attack_pays_the_prover_its_own_reward_and_the_others_as_in_the_game() -> None:

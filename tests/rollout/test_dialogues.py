@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import current_thread
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from test_dispatcher import EOS, ParityTask
 from tiny_policies import TOKENIZER, orders, tiny_model, with_engine
 
 from pvg.errors import ConfigurationError
-from pvg.records import Group, Problem, Role, Rollout, Timing, VersionSpan
+from pvg.records import Grade, Group, Problem, Role, Rollout, Timing, VersionSpan
 from pvg.rollout.dispatcher import Dispatcher, GroupOrder, SampleCall, request_seed
 from pvg.rollout.engine import Completion, GenerationRequest, Sampling
 from pvg.rollout.gathering import Deadline
@@ -286,3 +288,40 @@ def test_the_torch_engine_plays_them_and_its_log_probs_are_those_of_the_whole_tr
     assert all(len(rollout.turns) == 5 for rollout in found)
     again = rollouts(with_engine(use, continuous=continuous))
     assert [r.logprobs.tobytes() for r in found] == [r.logprobs.tobytes() for r in again]
+
+
+class Debaters(Direct):
+    """Two solvers, one after the other, and a reply of the first."""
+
+    voices = solvers = ("prover", "other")
+
+    def seats(self, state: Talk) -> Sequence[str]:
+        return (("prover",), ("other",), ("prover",), ())[len(state.said)]
+
+    def prompt(self, state: Talk, seat: str, role: Role) -> str:
+        return "1?" if self.seats(state) else ""
+
+
+class Watched(ParityTask):
+    def __init__(self) -> None:
+        self.graded: list[tuple[str, str]] = []
+
+    def grade(self, problem: Problem, completion: str) -> Grade:
+        self.graded.append((completion, current_thread().name))
+        return super().grade(problem, completion)
+
+
+def test_each_turn_of_a_solver_is_graded_once_in_the_grading_thread():
+    task = Watched()
+    interaction = Interaction(Debaters(), TOKENIZER.encode, lambda text, _: (TOKENIZER.encode(text), text))
+    with ThreadPoolExecutor(1, "grading") as grading:
+        dispatcher = Dispatcher(Talking(), task, TOKENIZER, Sampling(6, (EOS,)), 100, grading)
+        call = SampleCall(0, "base", 3, 7, "e", interaction=interaction)
+        sampled = rollouts(asyncio.run(dispatcher.sample(orders([2, 2]), call)))
+    said = [action for rollout in sampled for _, action in rollout.end.said]
+    assert sorted(text for text, _ in task.graded) == sorted(action.text for action in said)
+    assert all(thread.startswith("grading") for _, thread in task.graded)
+    assert [action.grade for action in said] == [ParityTask().grade(sampled[0], action.text) for action in said]
+    for rollout in sampled:
+        assert rollout.grade == rollout.end.said[0][1].grade
+        assert rollout.others["other"].grade == rollout.end.said[1][1].grade

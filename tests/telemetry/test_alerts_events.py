@@ -59,6 +59,8 @@ def test_one_odd_step_is_no_collapse_and_one_role_has_no_sneaky_collapse():
         ({"debate_first_wins": 0.85}, ["seat_bias"]),
         ({"debate_first_wins": 0.15}, ["seat_bias"]),
         ({"debate_first_wins": 0.75}, []),
+        ({"debate_concessions": 0.6}, ["concessions"]),
+        ({"debate_concessions": 0.4}, []),
         ({"verifier_mcc": -0.9}, []),
     ],
 )
