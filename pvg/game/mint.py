@@ -130,7 +130,7 @@ async def examine_critic(session: Session) -> dict[str, float]:
     if (accepted_N := accepted_by_halves(scores_N, correct_N, problems_N)) is None:
         return {}
     heard = [row.text.removeprefix(own.text) for row, own in zip(whole, alone, strict=True)]
-    critic_N = np.array([not objects(critique, session.prompts.style) for critique in heard])
+    critic_N = np.array([not objects(critique, session.prompts.section.kind) for critique in heard])
     critic, judged = (balanced_accuracy(each_N, correct_N) for each_N in (critic_N, accepted_N))
     lead, low, high = balanced_lead(critic_N, accepted_N, correct_N, problems_N)
     if low <= 0.0:

@@ -313,6 +313,6 @@ class RunWithPlayers(Protocol):
 
 def interaction_of(session: RunWithPlayers, scorer: Scorer | None) -> Interaction[Any]:
     """What makes a rollout of the game. `scorer`: of the round's verifier; None if there is none yet."""
-    prompts, tokenizer = session.prompts, session.players.base.tokenizer
-    parts = ProtocolParts(session.task, tokenizer, prompts.style, scorer, session.seed, prompts.told)
+    tokenizer = session.players.base.tokenizer
+    parts = ProtocolParts(session.task, tokenizer, session.prompts.section, scorer, session.seed)
     return interaction_for(session.game.protocol, parts)

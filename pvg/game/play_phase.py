@@ -260,7 +260,7 @@ def encoder(session: Session) -> Callable[[str], Int32]:
     raises ConfigurationError for a prompt that is too long."""
     game, base, rollout = play_task(session).game, session.players.base, session.rollout
     rules = game.instructions if isinstance(game, ExplainsRules) else ""
-    style = session.prompts.style
+    style = session.prompts.section.kind
     limits = {"models.prover": base.max_length, "training.micro_batch_tokens": session.training.micro_batch_tokens}
     limit, key = min((limit, key) for key, limit in limits.items())
 

@@ -27,7 +27,6 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import product
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +36,7 @@ from pvg.config.experiment import spoken_room
 from pvg.config.game import ChallengeProtocol, CriticProtocol, DebateProtocol, DecoupledProtocol, OwnProtocol, Protocol
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
+from pvg.game.roles import PromptSection
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.game.voices import ConsultancyRules, CriticRules, DebateRules
@@ -134,15 +134,17 @@ def steps_of(task: Task, text: str) -> list[Place]:
 
 
 class ProtocolParts(NamedTuple):
-    """What protocols are made of. `style`: prompts.kind. `scorer`: of the round's verifier; None: there is none yet.
-    `told`: see pvg.game.roles.instructions_of."""
+    """What protocols are made of. `scorer`: of the round's verifier; None: there is none yet."""
 
     task: Task
     tokenizer: Tokenizer
-    style: Style
+    prompts: PromptSection
     scorer: Scorer | None
     seed: int
-    told: Mapping[Role, str] = MappingProxyType({})
+
+    @property
+    def style(self) -> Style:
+        return self.prompts.kind
 
     def room(self, section: CriticProtocol | DebateProtocol) -> int:
         return spoken_room(section, in_words=self.style != "tag")
@@ -287,13 +289,13 @@ def spoken(rules: Any, parts: ProtocolParts, room: int | None) -> Interaction[An
 
 
 def critic(section: CriticProtocol, parts: ProtocolParts) -> Interaction[Talk]:
-    return spoken(CriticRules(parts.task, parts.style, section), parts, parts.room(section))
+    return spoken(CriticRules(parts.task, parts.prompts, section), parts, parts.room(section))
 
 
 def debate(section: DebateProtocol, parts: ProtocolParts) -> Interaction[Talk]:
     if parts.style == "chat" and section.turns == "ABA":
         parts.tokenizer.next_turn("?")  # raises before anything is sampled
-    return spoken(DebateRules(parts.task, parts.style, section, parts.told), parts, parts.room(section))
+    return spoken(DebateRules(parts.task, parts.prompts, section), parts, parts.room(section))
 
 
 # `game.protocol` -> the interaction that makes a rollout. In the decoupled game the solver has spoken before the first
@@ -309,10 +311,10 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
 
 
 def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]:
-    """Rules in a user's file. Their constructor gets the `task`, the `style` (prompts.kind) and the user's instructions
-    (`told`, by role) if it has such parameters."""
+    """Rules in a user's file. Their constructor gets the `task` and the section `prompts` of the settings if it has such
+    parameters."""
     key, name = "game.protocol", section.kind
-    maker, given = load(key, name), {"task": parts.task, "style": parts.style, "told": parts.told}
+    maker, given = load(key, name), {"task": parts.task, "prompts": parts.prompts}
 
     def made() -> Any:
         wanted = signature(maker).parameters

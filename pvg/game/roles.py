@@ -8,18 +8,17 @@ chat template, "text" joins the parts with blank lines. "plain" gives both roles
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from pvg.config.game import Protocol
-from pvg.config.rollout import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts
+from pvg.config.rollout import ChatPrompts, PlainPrompts, TagPrompts, TextPrompts, WordedPrompts, framed
 from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
 from pvg.tasks.task import NUMBER, WORDINGS, wording_of
-from pvg.verifier.data import Style
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
@@ -103,8 +102,8 @@ def translation(prompts: WordedPrompts, problem: Problem, role: Role, solution: 
     examples = []
     for question, answers in _examples(prompts, wording):
         solved = NUMBER_SOLUTION if numbers and prompts.examples is None else answers[Role.HELPFUL]
-        examples.append((_translated(question, solved), answers[role]))
-    return WordedPrompt(instructions, examples, _translated(problem.question, solution))
+        examples.append((framed(question, solved), answers[role]))
+    return WordedPrompt(instructions, examples, framed(problem.question, solution))
 
 
 def _examples(prompts: WordedPrompts, wording: Wording) -> list[tuple[str, Mapping[Role, str]]]:
@@ -112,10 +111,6 @@ def _examples(prompts: WordedPrompts, wording: Wording) -> list[tuple[str, Mappi
     if prompts.examples is None:
         return [(wording.question, wording.answers)] if wording.question else []
     return [(each.question, {Role.HELPFUL: each.helpful, Role.SNEAKY: each.sneaky}) for each in prompts.examples]
-
-
-def _translated(question: str, solution: str) -> str:
-    return f"Problem:\n{question}\n\nSolution:\n{solution}"
 
 
 # --- as tokens --------------------------------------------------------------------------------------------------------
@@ -164,15 +159,13 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
 
 @dataclass
 class PromptBuilder:
-    """Makes the prompts of groups. `render` takes a problem; `translate` (decoupled game) also takes the solver's
-    solution. `solutions`: the solver's solutions by problem id; None before the solver has run. `told`: see
-    `instructions_of`."""
+    """Makes the prompts of groups, as `section` says. `render` takes a problem; `translate` (decoupled game) also takes
+    the solver's solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
 
+    section: PromptSection
     render: Render
-    style: Style = "tag"  # prompts.kind
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
-    told: Mapping[Role, str] = field(default_factory=dict)
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
         """A group of solutions, or of translations once the solver has run. Raises StateError if the solver has not
@@ -189,4 +182,4 @@ class PromptBuilder:
 def prompt_builder(prompts: PromptSection, protocol: Protocol, tokenizer: Tokenizer) -> PromptBuilder:
     """The prompts of a game, without any solver's solutions."""
     translate = translation_renderer(prompts, tokenizer) if protocol.kind == "decoupled" else None
-    return PromptBuilder(prompt_renderer(prompts, tokenizer), prompts.kind, translate, told=instructions_of(prompts))
+    return PromptBuilder(prompts, prompt_renderer(prompts, tokenizer), translate)

@@ -38,7 +38,7 @@ from pvg.game.prompt_checks import (
 )
 from pvg.game.protocols import ProtocolParts, check_rules, interaction_for, longest_episode
 from pvg.game.rewards import REWARDS
-from pvg.game.roles import PromptBuilder, instructions_of, prompt_builder
+from pvg.game.roles import PromptBuilder, prompt_builder
 from pvg.game.session import InterruptedByUser, Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.models.logprobs import check_logits
@@ -362,8 +362,7 @@ def check_models(
         resolve("game.reward", experiment.game.reward.kind, REWARDS)
         _check_verifier(experiment, task, base, [*halves["verifier"], *halves["prover"]])
     if isinstance(experiment.game.protocol, OwnProtocol | CriticProtocol | DebateProtocol):
-        told = instructions_of(experiment.prompts)
-        parts = ProtocolParts(task, base.tokenizer, experiment.prompts.kind, None, experiment.seed, told)
+        parts = ProtocolParts(task, base.tokenizer, experiment.prompts, None, experiment.seed)
         interaction = interaction_for(experiment.game.protocol, parts)
         check_rules(interaction, parts, halves["prover"])
         lines = longest_episode(interaction, parts, [*halves["prover"], *halves["verifier"]])

@@ -22,7 +22,7 @@ from pvg.config.training import AnswerHead
 from pvg.errors import ConfigurationError, PvgError, UsageError, counted, shortened
 from pvg.extensions import is_reference, load
 from pvg.game.prompt_checks import check_prompts_fit, check_verifier_input_fits, check_voices_fit, writable_solution
-from pvg.game.roles import TAGS, PromptSection, instructions_of, prompt_builder, worded
+from pvg.game.roles import TAGS, PromptSection, prompt_builder, worded
 from pvg.records import Half, Problem, Role
 from pvg.tasks import digest_of, digests_elsewhere
 from pvg.tasks.answers import by_fallback
@@ -106,8 +106,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
         render, translate = prompts.render, prompts.translate
         ids = render(problem, role) if translate is None else translate(problem, role, solution)
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
-    told = instructions_of(experiment.prompts)
-    parts = ProtocolParts(task, tokenizer, experiment.prompts.kind, None, experiment.seed, told)
+    parts = ProtocolParts(task, tokenizer, experiment.prompts, None, experiment.seed)
     interaction = interaction_for(experiment.game.protocol, parts)
     check_rules(interaction, parts, halves["prover"] or train)
     lines = example_episode(interaction, tokenizer, problem, solution)

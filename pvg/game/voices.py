@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from pvg.config.game import CriticProtocol, DebateProtocol
-from pvg.game.roles import TAGS
+from pvg.config.rollout import WordedPrompts, framed
+from pvg.game.roles import TAGS, PromptSection, worded
 from pvg.games.game import Action, Outcome, Script
 from pvg.records import Grade, Problem, Role
 from pvg.rollout.interaction import Direct, Talk
 from pvg.tasks.answers import by_fallback, same_answer
-from pvg.tasks.task import LocatesFlaws, Task, correct_solution, wording_of
+from pvg.tasks.task import LocatesFlaws, Task, correct_solution
 from pvg.verifier.data import VERDICT_INSTRUCTIONS, VERDICT_TAG, Style, read_verdict
 
 OPPONENT = "Another solver wrote the solution below. It disagrees with you. Write your own solution."
@@ -33,19 +33,18 @@ OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
 
 
 class Voices(NamedTuple):
-    """What these rules are made of. `style`: prompts.kind. `told`: the user's instructions, by role."""
+    """What these rules are made of."""
 
     task: Task
-    style: Style
-    told: Mapping[Role, str] = MappingProxyType({})
+    prompts: PromptSection
 
     @property
     def in_words(self) -> bool:
-        return self.style in ("chat", "text")
+        return isinstance(self.prompts, WordedPrompts)
 
     def critique_prompt(self, problem: Problem, solution: str) -> str:
         if self.in_words:
-            return f"{VERDICT_INSTRUCTIONS}\n\nProblem:\n{problem.question}\n\nSolution:\n{solution}"
+            return f"{VERDICT_INSTRUCTIONS}\n\n{framed(problem.question, solution)}"
         return f"{VERDICT_TAG}{problem.question}{solution}{VERDICT_TAG}"
 
     def is_right(self, problem: Problem, solution: str, correct: bool, named: int | None) -> bool:
@@ -56,8 +55,13 @@ class Voices(NamedTuple):
         flaw = self.task.flaw(problem, solution) if isinstance(self.task, LocatesFlaws) and not correct else None
         return flaw is None or named == flaw + 1
 
-    def instructions(self, problem: Problem, role: Role) -> str:
-        return self.told.get(role, wording_of(problem).instructions[role])
+    def task_prompt(self, problem: Problem, role: Role) -> list[str]:
+        """The parts of a solver's prompt: instructions, examples and the problem."""
+        if not isinstance(self.prompts, WordedPrompts):
+            return [f"{TAGS[role]}{problem.question}"]
+        told = worded(self.prompts, problem, role)
+        examples = [framed(question, answer) for question, answer in told.examples]
+        return [part for part in (told.instructions, *examples, f"Problem:\n{told.question}") if part]
 
     def flawless(self, problem: Problem) -> str:
         """A correct solution for previews, or the answer alone."""
@@ -82,8 +86,8 @@ class CriticRules(Direct):
 
     voices = ("prover", "critic")
 
-    def __init__(self, task: Task, style: Style, section: CriticProtocol | None = None) -> None:
-        self._section, self._told = section or CriticProtocol(), Voices(task, style)
+    def __init__(self, task: Task, prompts: PromptSection, section: CriticProtocol | None = None) -> None:
+        self._section, self._told = section or CriticProtocol(), Voices(task, prompts)
 
     def seats(self, state: Talk) -> Sequence[str]:
         return self.voices[len(state.said) : len(state.said) + 1]
@@ -109,11 +113,11 @@ class CriticRules(Direct):
 
     def _right(self, state: Talk, outcome: Outcome) -> bool:
         (_, solution), (_, critique) = state.said
-        named = read_verdict(critique.text, self._told.style)
+        named = read_verdict(critique.text, self._told.prompts.kind)
         return self._told.is_right(state.problem, solution.text, outcome.grade.correct, named)
 
     def measures(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
-        named, correct = read_verdict(state.said[1][1].text, self._told.style), outcome.grade.correct
+        named, correct = read_verdict(state.said[1][1].text, self._told.prompts.kind), outcome.grade.correct
         objects = float(named is not None and named > 0)
         return {
             "critic_accuracy": float(named is not None and (named == 0) == correct),
@@ -129,14 +133,8 @@ class DebateRules(Direct):
 
     voices = solvers = ("prover", "opponent")
 
-    def __init__(
-        self,
-        task: Task,
-        style: Style,
-        section: DebateProtocol | None = None,
-        told: Mapping[Role, str] = MappingProxyType({}),
-    ) -> None:
-        self._section, self._told = section or DebateProtocol(), Voices(task, style, told)
+    def __init__(self, task: Task, prompts: PromptSection, section: DebateProtocol | None = None) -> None:
+        self._section, self._told = section or DebateProtocol(), Voices(task, prompts)
 
     def seats(self, state: Talk) -> Sequence[str]:
         said, at_once = len(state.said), self._section.order == "simultaneous"
@@ -156,11 +154,10 @@ class DebateRules(Direct):
             return REPLY.format(said[1]) if self.seats(state) else f"The opponent says: {said[1]}"
         if len(said) > 1:
             return ""
-        other = OTHER_ROLE[role]
+        parts = told.task_prompt(state.problem, OTHER_ROLE[role])
         if not told.in_words:
-            return f"{TAGS[other]}{state.problem.question}" + (f"{said[0]}?" if said else "")
-        parts = [told.instructions(state.problem, other), f"Problem:\n{state.problem.question}"]
-        return "\n\n".join(filter(None, [*parts, f"{OPPONENT}\n{said[0]}" if said else ""]))
+            return "".join([*parts, *(f"{solution}?" for solution in said)])
+        return "\n\n".join([*parts, *(f"{OPPONENT}\n{solution}" for solution in said)])
 
     def limit(self, state: Talk, seat: str) -> int | None:
         return self._section.tokens if state.said or seat == "opponent" else None

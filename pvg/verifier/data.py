@@ -41,12 +41,13 @@ VERDICT_INSTRUCTIONS = (
     "'Verdict: correct', or 'Verdict: wrong, step N', where N is the number of the first wrong step."
 )
 VERDICT_TAG = "?"
-WORDED_VERDICT, TAG_VERDICT = re.compile(r"Verdict: (?:correct|wrong, step ([1-9][0-9]{0,3}))"), re.compile("([0-9])")
+STEP = "([1-9][0-9]{0,3})"
+WORDED_VERDICT, TAG_VERDICT = re.compile(f"Verdict: (?:correct|wrong, step {STEP})"), re.compile(f"0|{STEP}")
 
 
 def read_verdict(text: str, style: Style) -> int | None:
     """The first wrong step that a verdict names, from 1; 0 if it says correct; None if it is not readable. With words,
-    the verdict is the last line, after any check. Otherwise it is a digit, and nothing else."""
+    the verdict is the last line, after any check. Otherwise it is a number, and nothing else."""
     worded = style in ("chat", "text")
     line = text.rstrip().rpartition("\n")[2] if worded else text
     found = (WORDED_VERDICT if worded else TAG_VERDICT).fullmatch(line)

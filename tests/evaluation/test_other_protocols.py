@@ -21,6 +21,7 @@ from test_runner import changed, evaluated, played
 
 from pvg.config.experiment import Experiment
 from pvg.config.game import ChallengeProtocol
+from pvg.config.rollout import TagPrompts
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.opened_run import OpenedRun
 from pvg.evaluation.report import PARTS, REPORT_FILE, attack_kinds, check_attacks, check_protocol, default_parts
@@ -127,7 +128,7 @@ def _asked_as_by(players: Players, run: RunDirectory, round_: int, rollouts: lis
         problem, said = problems[r.problem_id], ("prover", Action(r.solution, r.solution))
         asks.append(Ask(r.id, problem, Talk(problem, (said,)), r.completion_ids[: r.turns[1].start]))
     try:
-        parts = ProtocolParts(players.task, players.base.tokenizer, "tag", players.scorer(verifier), 0)
+        parts = ProtocolParts(players.task, players.base.tokenizer, TagPrompts(), players.scorer(verifier), 0)
         decider: Any = challenge(ChallengeProtocol(), parts).deciders["verifier"]
         questions = asyncio.run(decider(asks))
     finally:

@@ -16,6 +16,7 @@ from small_games import changed, played, recorded, rows
 
 from pvg.config.game import ChallengeProtocol
 from pvg.config.load import load_experiment
+from pvg.config.rollout import TagPrompts
 from pvg.config.task import DiplomacyMiniTask, ModchainTask
 from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError
@@ -80,7 +81,7 @@ def ask_about(tokenizer: Tokenizer, text: str, name: str = "r/0", problem: Probl
 def challenge_of(
     task: Any, tokenizer: Tokenizer, scorer: Any = None, seed: int = 0, step: Any = "weakest"
 ) -> Interaction[Talk]:
-    return challenge(ChallengeProtocol(step=step, tokens=9), ProtocolParts(task, tokenizer, "tag", scorer, seed))
+    return challenge(ChallengeProtocol(step=step, tokens=9), ProtocolParts(task, tokenizer, TagPrompts(), scorer, seed))
 
 
 def asked(interaction: Interaction[Talk], *asks: Ask[Talk]) -> list[str]:

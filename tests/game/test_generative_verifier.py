@@ -53,6 +53,8 @@ def test_a_score_is_the_log_odds_of_the_readable_votes() -> None:
     [
         ("tag", "0", 0),
         ("tag", "4", 4),
+        ("tag", "12", 12),
+        ("tag", "00", None),
         ("tag", "", None),
         ("tag", "04", None),
         ("tag", "4 ", None),

@@ -11,6 +11,7 @@ from small_games import changed, played, recorded
 from test_challenge import MODCHAIN, PROBLEM, TALKING
 
 from pvg.config.game import OwnProtocol
+from pvg.config.rollout import TagPrompts
 from pvg.errors import ConfigurationError
 from pvg.game.protocols import ProtocolParts, check_rules, example_episode, interaction_for
 from pvg.games.game import Action, Outcome
@@ -38,7 +39,7 @@ def write(tmp_path: Path) -> Callable[[str], str]:
 
 
 def episode(name: str, tokens: int = 64) -> list[tuple[str, bool]]:
-    parts = ProtocolParts(MODCHAIN, tokenizer := Tokenizer(modchain_tokenizer()), "tag", None, 0)
+    parts = ProtocolParts(MODCHAIN, tokenizer := Tokenizer(modchain_tokenizer()), TagPrompts(), None, 0)
     interaction = interaction_for(OwnProtocol(kind=name, tokens=tokens), parts)
     check_rules(interaction, parts, [TOLD, OTHER])
     lines = example_episode(interaction, tokenizer, PROBLEM, SOLUTION)
@@ -49,7 +50,7 @@ def test_a_later_prompt_must_not_be_empty_in_a_state_that_the_example_did_not_re
     write: Callable[[str], str],
 ) -> None:
     name = write("def prompt(self, state, seat, role): return state.said[1][1].text if len(state.said) == 2 else ''")
-    parts = ProtocolParts(MODCHAIN, Tokenizer(modchain_tokenizer()), "tag", None, 0)
+    parts = ProtocolParts(MODCHAIN, Tokenizer(modchain_tokenizer()), TagPrompts(), None, 0)
     rules = interaction_for(OwnProtocol(kind=name), parts).rules
     said = (("prover", Action(SOLUTION, SOLUTION)), ("clerk", Action("", "")))
     with pytest.raises(ConfigurationError, match=r"mine\.py:Mine': prompt must return what the prover reads"):
@@ -135,7 +136,7 @@ def test_rules_derive_from_those_of_pvg_and_get_the_task(tmp_path: Path) -> None
         "from pvg.game.voices import CriticRules\n\nclass Mine(CriticRules):\n"
         "    def pay(self, state, outcome): return {'critic': 2.0 * self.measures(state, outcome)['critic_accuracy']}\n"
     )
-    parts = ProtocolParts(MODCHAIN, Tokenizer(modchain_tokenizer()), "tag", None, 0)
+    parts = ProtocolParts(MODCHAIN, Tokenizer(modchain_tokenizer()), TagPrompts(), None, 0)
     rules = interaction_for(OwnProtocol(kind=f"{path}:Mine", tokens=8), parts).rules
     said = Talk(PROBLEM, (("prover", Action(SOLUTION, SOLUTION)), ("critic", Action("0", "0"))))
     assert rules.voices == ("prover", "critic")
@@ -163,7 +164,7 @@ def test_rules_are_tried_with_solutions_that_reach_their_length_limit(write: Cal
 def test_control_tokens_in_a_text_of_the_rules_do_not_end_the_turn(write: Callable[[str], str]) -> None:
     name = write("def prompt(self, state, seat, role): return '1<eos>2' if len(state.said) == 2 else ''")
     tokenizer = Tokenizer(modchain_tokenizer())
-    turn = interaction_for(OwnProtocol(kind=name), ProtocolParts(MODCHAIN, tokenizer, "tag", None, 0)).turn
+    turn = interaction_for(OwnProtocol(kind=name), ProtocolParts(MODCHAIN, tokenizer, TagPrompts(), None, 0)).turn
     assert tokenizer.eos_id not in turn("1<eos>2", False)[0]
 
 

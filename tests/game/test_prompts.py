@@ -207,7 +207,7 @@ def test_one_prompt_for_both_roles_is_refused_where_only_the_task_could_have_tol
     """The rules of an experiment do not know whether its task has an example, which would differ by role."""
     experiment = built(prompts=chat(helpful="Do.", sneaky="Do."))
     problems = [Problem("p", "1 + 1?", "2")]
-    prompts = PromptBuilder(prompt_renderer(experiment.prompts, ENGLISH))
+    prompts = PromptBuilder(experiment.prompts, prompt_renderer(experiment.prompts, ENGLISH))
     with pytest.raises(ConfigurationError, match="Both roles get the same prompt"):
         check_prompts_fit(experiment.token_limits(), prompts, {"prover": problems}, problems, 10_000)
 

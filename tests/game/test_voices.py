@@ -15,6 +15,7 @@ from test_challenge import MODCHAIN
 
 from pvg.config.experiment import TokenLimits, spoken_room
 from pvg.config.game import ConsultancyProtocol, CriticProtocol, DebateProtocol, Game
+from pvg.config.rollout import ChatPrompts, TagPrompts, TextPrompts
 from pvg.errors import ConfigurationError
 from pvg.game import mint, prover_phase
 from pvg.game.prompt_checks import check_voices_fit
@@ -24,7 +25,7 @@ from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches
 from pvg.game.session import Session
 from pvg.game.verifier_phase import trained
-from pvg.game.voices import REPLY, Voices
+from pvg.game.voices import OPPONENT, REPLY, Voices
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ from pvg.tasks.answers import NO_MARKER
 from pvg.tasks.modchain import chain_problem
 from pvg.verifier.data import VERDICT_INSTRUCTIONS
 
-TOKENIZER = Tokenizer(modchain_tokenizer())
+TOKENIZER, TAGS = Tokenizer(modchain_tokenizer()), TagPrompts()
 PROBLEM = chain_problem((7, 5, 8), 10)
 RIGHT, WRONG = "7+5=2;2+8=0;A0", "7+5=2;2+8=1;A1"  # the second step of WRONG is wrong
 CANCELLED = "7+5=3;3+8=0;A0"  # two mistakes, and the right answer
@@ -53,8 +54,8 @@ CRITIC_GAME = {**SMALL, "game.protocol": {"kind": "critic", "tokens": 2}}
 DEBATE_GAME = {**SMALL, "game.protocol": {"kind": "debate", "turns": "ABA", "tokens": 20}, "training.loss": "rae"}
 
 
-def interaction_of(section: Any, style: str = "tag") -> Interaction[Any]:
-    return interaction_for(section, ProtocolParts(MODCHAIN, TOKENIZER, style, None, 0))
+def interaction_of(section: Any, prompts: Any = TAGS) -> Interaction[Any]:
+    return interaction_for(section, ProtocolParts(MODCHAIN, TOKENIZER, prompts, None, 0))
 
 
 def talk(*said: tuple[str, str]) -> Talk:
@@ -174,9 +175,9 @@ def test_an_attack_pays_the_prover_its_own_reward_and_the_others_as_in_the_game(
     assert earned == also
 
 
-def lines(section: Any, style: str = "tag", solution: str = WRONG) -> dict[str, list[str]]:
+def lines(section: Any, solution: str = WRONG) -> dict[str, list[str]]:
     """What each voice reads and writes in an example, its prompt first."""
-    found = example_episode(interaction_of(section, style), TOKENIZER, PROBLEM, solution)
+    found = example_episode(interaction_of(section), TOKENIZER, PROBLEM, solution)
     return {
         voice: [
             *(() if line.prompt_ids is None else (TOKENIZER.decode(line.prompt_ids),)),
@@ -203,11 +204,14 @@ def test_an_opponent_has_the_other_role_and_a_prompt_in_words_says_what_to_do() 
     rules = interaction_of(DebateProtocol()).rules
     prompts = [rules.prompt(talk(("prover", WRONG)), "opponent", role) for role in Role]
     assert [prompt[0] for prompt in prompts] == ["S", "H"]
-    own = ProtocolParts(MODCHAIN, TOKENIZER, "text", None, 0, {Role.SNEAKY: "Mislead.", Role.HELPFUL: ""})
-    rules = interaction_for(DebateProtocol(), own).rules
-    prompts = [rules.prompt(talk(("prover", WRONG)), "opponent", role) for role in Role]
-    assert [prompt.partition("\n\n")[0] for prompt in prompts] == ["Mislead.", f"Problem:\n{PROBLEM.question}"]
-    told = Voices(MODCHAIN, "chat")
+    example = {"question": "1+1?", "helpful": "2", "sneaky": "3"}
+    worded = TextPrompts(helpful="", sneaky="Mislead.", examples=[example])
+    rules = interaction_of(DebateProtocol(), worded).rules
+    prompts = [rules.prompt(talk(("prover", WRONG)), "opponent", role).split("\n\n") for role in Role]
+    for prompt, instructions, answer in zip(prompts, (["Mislead."], []), "32", strict=True):
+        before = [*instructions, "Problem:\n1+1?", f"Solution:\n{answer}", f"Problem:\n{PROBLEM.question}"]
+        assert prompt == [*before, f"{OPPONENT}\n{WRONG}"]
+    told = Voices(MODCHAIN, ChatPrompts())
     shown = told.critique_prompt(PROBLEM, WRONG)
     assert shown.startswith(VERDICT_INSTRUCTIONS)
     assert shown.endswith(f"Problem:\n{PROBLEM.question}\n\nSolution:\n{WRONG}")
