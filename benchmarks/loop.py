@@ -296,7 +296,7 @@ class LoopWorkload:
             self._ledger = Ledger(self._run, experiment, "bench")
             stack.callback(self._ledger.close)
             await self._ledger.commit(replace(self._ledger.state, phase=Phase.TRAIN_PROVER))
-            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer, task)
             parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
             self._session = session_of(experiment, task, self._ledger, *parts, Session)
             await players.ready()

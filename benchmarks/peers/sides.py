@@ -36,7 +36,7 @@ from pvg.config.base import Count, Section
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
 from pvg.errors import EXIT_ENVIRONMENT, ConfigurationError, MissingRequirementError, PvgError
-from pvg.game.roles import TAGS, prompt_builder
+from pvg.game.roles import TAGS, prompt_renderer
 from pvg.models import open_model
 from pvg.models.sources import open_without_weights
 from pvg.planning.plan import fitted_here
@@ -212,8 +212,8 @@ def _prompts(experiment: Experiment, problems: Sequence[Problem], *, pretrained:
     if not pretrained:
         return [TAGS[Role.HELPFUL] + problem.question for problem in problems]
     tokenizer = open_without_weights(experiment.models.prover).tokenizer
-    builder = prompt_builder(experiment.prompts, experiment.game.protocol, tokenizer)
-    return [tokenizer.shown(builder.render(problem, Role.HELPFUL)) for problem in problems]
+    render = prompt_renderer(experiment.prompts, tokenizer)
+    return [tokenizer.shown(render(problem, Role.HELPFUL)) for problem in problems]
 
 
 def verifier(settings: BenchSettings) -> Side:

@@ -136,7 +136,7 @@ def prompts_of(experiment: Experiment, demonstrations: Demonstrations | None = N
             say(notice)
         if demonstrations is not None:
             rows = [*demonstrations.train, *demonstrations.held_out]
-            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
+            prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer, task)
             tokens_of(rows, task, prompts, models.prover, experiment.rollout.max_tokens)
         return found
 

@@ -157,8 +157,8 @@ class DebateProtocol(Section):
 
 
 class ConsultancyProtocol(Section):
-    """The prover argues for an answer, right in its helpful role and wrong in its sneaky one, and earns the verifier's
-    votes."""
+    """The prover argues for an answer that its prompt assigns, right in its helpful role and wrong in its sneaky one. It
+    earns the verifier's votes."""
 
     kind: Literal["consultancy"] = "consultancy"
 

@@ -414,9 +414,9 @@ def _diplomacy(experiment: AllSections) -> Iterator[str]:
         )
     if task not in ("diplomacy_mini", "diplomacy_plan"):
         return
-    if experiment.game.protocol.kind == "decoupled":  # a plan is its own answer, and no prompt explains a translation
+    if (kind := experiment.game.protocol.kind) in ("decoupled", "consultancy"):  # a plan is its own answer
         yield (
-            f"game.protocol = 'decoupled' has no prompts for translations of task.kind = {task!r}; set game.protocol "
+            f"game.protocol = {kind!r} needs an answer besides the plan, which task.kind = {task!r} lacks; set it "
             "to 'direct' or 'challenge'"
         )
 

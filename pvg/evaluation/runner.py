@@ -462,7 +462,7 @@ async def open_evaluation(
         stack.push_async_callback(players.close)
     if players.device.type == "cuda":
         tracer.use_device_clock(CudaClock(players.device))
-    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer, task)
     if prompts.translate is not None:
         prompts.solutions = solutions_of(reading.read_rollouts(0, Phase.SOLVE.value))
     context = EvaluationContext(

@@ -48,7 +48,7 @@ def check_prompts_fit(
                 f"The task has no training problems for the {half}.", "Raise task.problems or task.limit."
             )
         problem = max(problems, key=lambda p: len(p.question))
-        rendered = [prompts.render(problem, role) for role in Role]
+        rendered = [prompts.prompt(problem, role) for role in Role]
         if limits.opposite_roles and prompts.translate is None:
             _check_roles_differ(rendered)
         longest = max(longest, *map(len, rendered))

@@ -36,7 +36,7 @@ from pvg.config.experiment import spoken_room
 from pvg.config.game import ChallengeProtocol, CriticProtocol, DebateProtocol, DecoupledProtocol, OwnProtocol, Protocol
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
-from pvg.game.roles import PromptSection
+from pvg.game.roles import Assignment, PromptSection
 from pvg.game.session import Session, sample_chunks
 from pvg.game.states import Phase
 from pvg.game.voices import ConsultancyRules, CriticRules, DebateRules
@@ -306,7 +306,7 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
     "challenge": challenge,
     "critic": critic,
     "debate": debate,
-    "consultancy": lambda section, parts: Interaction(ConsultancyRules()),
+    "consultancy": lambda section, parts: Interaction(ConsultancyRules(Assignment(parts.task, parts.prompts))),
 }
 
 

@@ -8,7 +8,9 @@ chat template, "text" joins the parts with blank lines. "plain" gives both roles
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.tasks.task import NUMBER, WORDINGS, wording_of
+from pvg.tasks.task import NUMBER, WORDINGS, Task, wording_of, wrong_answer
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
@@ -156,22 +158,53 @@ def assign_roles(count: int, sneaky_share: float, rng: np.random.Generator) -> l
 
 # --- prompts of groups, in the direct and the decoupled game ----------------------------------------------------------
 
+ASSIGNED = "Show that the answer is {}."  # to a consultant
+POOL = 64  # problems whose answers can be wrong ones
+
+
+class Assignment:
+    """The answers for which consultants argue: the helpful role for the right one, the sneaky role for a wrong one of
+    the task (pvg.tasks.task.wrong_answer)."""
+
+    def __init__(self, task: Task, prompts: PromptSection) -> None:
+        self._task, self._in_words = task, isinstance(prompts, WordedPrompts)
+
+    @cached_property
+    def _others(self) -> list[Problem]:
+        return list(islice(self._task.problems("train"), POOL))
+
+    def answer(self, problem: Problem, role: Role) -> str:
+        return problem.answer if role is Role.HELPFUL else wrong_answer(self._task, problem, self._others)
+
+    def posed(self, problem: Problem, role: Role) -> Problem:
+        """The problem with the assigned answer in its question. The verifier never reads it."""
+        answer = self.answer(problem, role)
+        told = f"\n\n{ASSIGNED.format(answer)}" if self._in_words else f"{answer}?"
+        return replace(problem, question=problem.question + told)
+
+
 
 @dataclass
 class PromptBuilder:
     """Makes the prompts of groups, as `section` says. `render` takes a problem; `translate` (decoupled game) also takes
-    the solver's solution. `solutions`: the solver's solutions by problem id; None before the solver has run."""
+    the solver's solution. `solutions`: the solver's solutions by problem id; None before the solver has run.
+    `assignment`: of the answers of consultants."""
 
     section: PromptSection
     render: Render
     translate: Translate | None = None
     solutions: Mapping[str, SolverSolution] | None = None
+    assignment: Assignment | None = None
+
+    def prompt(self, problem: Problem, role: Role) -> Int32:
+        """Of a solution: token ids int32 [P]."""
+        return self.render(problem if self.assignment is None else self.assignment.posed(problem, role), role)
 
     def order(self, problem: Problem, role: Role, group: int, size: int) -> GroupOrder:
         """A group of solutions, or of translations once the solver has run. Raises StateError if the solver has not
         solved the problem."""
         if self.solutions is None or self.translate is None:
-            return GroupOrder(problem, role, self.render(problem, role), group, size)
+            return GroupOrder(problem, role, self.prompt(problem, role), group, size)
         if (solution := self.solutions.get(problem.id)) is None:
             raise StateError(
                 f"The solver of this run has not solved {problem.id}.", "Start a new run: the task has changed."
@@ -179,7 +212,8 @@ class PromptBuilder:
         return GroupOrder(problem, role, self.translate(problem, role, solution.text), group, size, solver=solution)
 
 
-def prompt_builder(prompts: PromptSection, protocol: Protocol, tokenizer: Tokenizer) -> PromptBuilder:
+def prompt_builder(prompts: PromptSection, protocol: Protocol, tokenizer: Tokenizer, task: Task) -> PromptBuilder:
     """The prompts of a game, without any solver's solutions."""
     translate = translation_renderer(prompts, tokenizer) if protocol.kind == "decoupled" else None
-    return PromptBuilder(prompts, prompt_renderer(prompts, tokenizer), translate)
+    assignment = Assignment(task, prompts) if protocol.kind == "consultancy" else None
+    return PromptBuilder(prompts, prompt_renderer(prompts, tokenizer), translate, assignment=assignment)

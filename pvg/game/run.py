@@ -272,7 +272,7 @@ async def open_session(
         same = playing.cluster == experiment.cluster
         if same and (elsewhere := ledger.record_machine(players.machine)):
             observer.noticed(elsewhere)
-        prompts = prompt_builder(playing.prompts, playing.game.protocol, players.base.tokenizer)
+        prompts = prompt_builder(playing.prompts, playing.game.protocol, players.base.tokenizer, task)
         session = session_of(playing, task, ledger, players, prompts, observer, stop, tracer, Session)
         if prompts.translate is not None and ledger.state.phase not in (Phase.INIT, Phase.WARMUP, Phase.SOLVE):
             from pvg.game.protocols import read_solutions

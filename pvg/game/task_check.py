@@ -81,7 +81,7 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
     found |= {"episode": [], "verifier_input": None, "graded": [], "notices": []}
     prompts = None
     if models is not None:
-        prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer)
+        prompts = prompt_builder(experiment.prompts, experiment.game.protocol, models.prover.tokenizer, task)
         longest = check_prompts_fit(experiment.token_limits(), prompts, halves, test, models.prover.max_length)
     if models is not None and not plays:
         template = verifier_template_of(experiment, task, models.verifier)
@@ -103,8 +103,8 @@ def preview(experiment: Experiment, task: Task, models: PlayerModels | None, *, 
 
     tokenizer = models.prover.tokenizer
     for role in Role:  # in the decoupled game, the prompt for the translation of the solution
-        render, translate = prompts.render, prompts.translate
-        ids = render(problem, role) if translate is None else translate(problem, role, solution)
+        translate = prompts.translate
+        ids = prompts.prompt(problem, role) if translate is None else translate(problem, role, solution)
         found["prompts"][role.value] = {"text": tokenizer.shown(ids), "tokens": len(ids)}
     parts = ProtocolParts(task, tokenizer, experiment.prompts, None, experiment.seed)
     interaction = interaction_for(experiment.game.protocol, parts)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pvg.config.game import CriticProtocol, DebateProtocol
 from pvg.config.rollout import WordedPrompts, framed
-from pvg.game.roles import TAGS, PromptSection, worded
+from pvg.game.roles import TAGS, Assignment, PromptSection, worded
 from pvg.games.game import Action, Outcome, Script
 from pvg.records import Grade, Problem, Role
 from pvg.rollout.interaction import Direct, Talk
@@ -199,7 +199,17 @@ class DebateRules(Direct):
 
 
 class ConsultancyRules(Direct):
-    """A solution that earns the verifier's votes, right or wrong."""
+    """A solution that earns the verifier's votes if it gives the assigned answer, right or wrong."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+
+    def _argued(self, state: Talk, outcome: Outcome) -> bool:
+        wanted = self._assignment.answer(state.problem, outcome.role)
+        return outcome.grade.correct if outcome.role is Role.HELPFUL else same_answer(outcome.grade.answer, wanted)
 
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
-        return {"prover": outcome.votes if outcome.grade.well_formed else 0.0}
+        return {"prover": outcome.votes if self._argued(state, outcome) else 0.0}
+
+    def measures(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
+        return {"consultancy_assigned": float(self._argued(state, outcome))}

@@ -9,6 +9,7 @@ the task's results where it depends on them, so that an error message names the 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ from pvg.config.task import CustomTask
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, load
 from pvg.records import Grade, Half, Problem, Role, Split, Wording
+from pvg.seeds import seed_for
+from pvg.tasks.answers import parse_number, same_answer
 
 NUMBER, CODE = "number", "code"
 
@@ -278,3 +281,20 @@ def wrong_solutions(task: Task, problem: Problem, others: Iterable[Problem]) -> 
         yield KnownSolution("the form without an answer", wording.written(""), False)
         yield KnownSolution("nonsense as an answer", wording.written(NONSENSE), False)
     yield KnownSolution("an empty text", "", False)
+
+
+def wrong_answer(task: Task, problem: Problem, others: Iterable[Problem]) -> str:
+    """A plausible wrong answer: that of the task's own wrong solution, or the nearest number that answers one of
+    `others`, or a drawn answer of theirs. Raises ConfigurationError if there is none."""
+    if isinstance(task, WritesSolutions):
+        return task.grade(problem, task.written(problem, False)).answer or ""
+    known = {other.answer: parse_number(other.answer) for other in others if other.answer}
+    wrong = {answer: value for answer, value in known.items() if not same_answer(answer, problem.answer)}
+    if not wrong or not problem.answer:
+        raise ConfigurationError(
+            f"game.protocol = 'consultancy' assigns a right and a wrong answer, but the task has none for {problem.id!r}.",
+            "Take a task whose problems have answers, or set game.protocol to 'direct'.",
+        )
+    if (right := parse_number(problem.answer)) is None:
+        return list(wrong)[seed_for(0, "wrong answer", problem.id) % len(wrong)]
+    return min(wrong, key=lambda answer: math.inf if (value := wrong[answer]) is None else abs(value - right))

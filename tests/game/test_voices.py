@@ -22,6 +22,7 @@ from pvg.game.prompt_checks import check_voices_fit
 from pvg.game.protocols import ProtocolParts, example_episode, interaction_for
 from pvg.game.prover_phase import StopRule
 from pvg.game.rewards import credit_of, pay
+from pvg.game.roles import ASSIGNED, prompt_builder
 from pvg.game.round import GameBatches
 from pvg.game.session import Session
 from pvg.game.verifier_phase import trained
@@ -109,9 +110,26 @@ def test_debaters_divide_the_votes_and_a_text_without_a_solution_earns_none() ->
     assert math.isnan(same["debate_first_wins"])
     broken = talk(("prover", "7+"), ("opponent", ";;"))
     assert rules.pay(broken, outcome("7+", 9.0)) == {"prover": 0.0, "opponent": 0.0}
-    alone = interaction_of(ConsultancyProtocol()).rules
-    assert alone.pay(talk(("prover", WRONG)), outcome(WRONG, math.log(3)))["prover"] == pytest.approx(3 / 4)
-    assert alone.pay(talk(("prover", "7+")), outcome("7+", 9.0)) == {"prover": 0.0}
+
+
+def test_a_consultant_is_told_the_answer_to_argue_for_and_earns_votes_for_it_alone() -> None:
+    rules = interaction_of(ConsultancyProtocol()).rules
+    builder = prompt_builder(TAGS, ConsultancyProtocol(), TOKENIZER, MODCHAIN)
+    wrong = MODCHAIN.grade(PROBLEM, MODCHAIN.written(PROBLEM, False)).answer
+    assert wrong not in (None, PROBLEM.answer)
+    for role, answer in ((Role.HELPFUL, PROBLEM.answer), (Role.SNEAKY, wrong)):
+        order = builder.order(PROBLEM, role, 0, 2)
+        assert TOKENIZER.decode(order.prompt_ids)[1:] == f"{PROBLEM.question}{answer}?"
+        assert order.problem == PROBLEM  # the verifier reads its question
+        for said in ("0", "1", wrong):
+            text = f"7+5=2;2+8=0;A{said}"
+            found = outcome(text, math.log(3), role)
+            assert rules.pay(talk(("prover", text)), found)["prover"] == pytest.approx(0.75 * (said == answer))
+            assert rules.measures(talk(("prover", text)), found) == {"consultancy_assigned": float(said == answer)}
+    assert rules.pay(talk(("prover", "7+")), outcome("7+", 9.0)) == {"prover": 0.0}
+    in_words = prompt_builder(TextPrompts(), ConsultancyProtocol(), TOKENIZER, MODCHAIN).assignment
+    assert in_words is not None
+    assert in_words.posed(PROBLEM, Role.HELPFUL).question.endswith(ASSIGNED.format(PROBLEM.answer))
 
 
 @pytest.mark.parametrize(

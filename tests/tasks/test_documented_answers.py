@@ -25,7 +25,7 @@ from pvg.game.task_check import checks_of
 from pvg.records import Problem, Role
 from pvg.tasks import open_task
 from pvg.tasks.reasoning_gym import ORDERED_BY_HASH, UNSAFE_GRADERS, WORDING
-from pvg.tasks.task import KnownSolution, Task, correct_solution, wording_of, wrong_solutions
+from pvg.tasks.task import KnownSolution, Task, correct_solution, wording_of, wrong_answer, wrong_solutions
 
 pytestmark = pytest.mark.slow
 
@@ -174,6 +174,21 @@ def test_another_answer_of_the_same_form_is_wrong(opened: Any) -> None:
         uncertain = [each for each in known_solutions(task, problem, others) if not each.certain]
         assert uncertain, name
         assert not any(task.grade(problem, each.text).correct for each in uncertain), name
+        grade = task.grade(problem, wording_of(problem).written(wrong_answer(task, problem, others)))
+        assert (grade.correct, grade.well_formed) == (False, True), name
+
+
+def test_a_plausible_wrong_answer_is_the_nearest_number_or_a_drawn_answer() -> None:
+    def of(answer: str, *others: str, name: str = "p") -> str:
+        task: Any = object()
+        return wrong_answer(task, Problem(name, "?", answer), [Problem(each, "?", each) for each in others])
+
+    assert of("18", "4", "18.0", "1,000", "21", "red") == "21"
+    drawn = {of("red", "red", "blue", "tan", name=str(number)) for number in range(20)}
+    assert drawn == {"blue", "tan"}
+    for answer, others in (("red", ["red"]), ("", ["red"])):
+        with pytest.raises(ConfigurationError, match="assigns a right and a wrong answer"):
+            of(answer, *others)
 
 
 # --- reasoning-gym ----------------------------------------------------------------------------------------------------

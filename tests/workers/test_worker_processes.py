@@ -112,7 +112,7 @@ async def one_step(workers: int, trainers: int = 0, watch: Callable[[WorkerPool]
 
 async def step_of(players: Players, chosen: Experiment) -> dict:
     """One step of players that are ready."""
-    asked = prompt_builder(chosen.prompts, chosen.game.protocol, players.base.tokenizer)
+    asked = prompt_builder(chosen.prompts, chosen.game.protocol, players.base.tokenizer, players.task)
     problems = list(players.task.problems("train"))[:8]
     orders = [asked.order(p, tuple(Role)[n % 2], n, 4) for n, p in enumerate(problems)]
     groups = await players.dispatcher.sample(

@@ -225,7 +225,7 @@ def open_bench_session(
     stack.callback(ledger.close)
     players = Players(experiment, task, ledger.log, executor)
     stack.push_async_callback(players.close)
-    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer)
+    prompts = prompt_builder(experiment.prompts, experiment.game.protocol, players.base.tokenizer, task)
     parts = (players, prompts, SilentObserver(), asyncio.Event(), Tracer())
     session = session_of(experiment, task, ledger, *parts, BenchSession)
     check_prompts_fit(
