@@ -168,7 +168,8 @@ class Rollout:
     completion. Tokens that were not sampled have log-prob 0.
 
     In memory only: `others`, the rollouts of the other voices of its interaction, by seat, and `end`, the state of the
-    rules in which it ended. What the others wrote is stored as turns.
+    rules in which it ended. What the others wrote is stored as turns. `compared`: the only turn in which the rollouts of
+    its group differ by their own choice, from 0; -1: none; None: they share no turn (`GroupOrder.shared`).
     """
 
     id: str
@@ -197,6 +198,7 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     others: Mapping[str, Rollout] = field(default_factory=dict, compare=False, repr=False)
     end: Any = field(default=None, compare=False, repr=False)
+    compared: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def version(self) -> int:
@@ -232,6 +234,14 @@ class Rollout:
         for turn in self.turns:  # each turn overrides the previous one from its start on
             mask[turn.start :] = turn.sampled
         return mask
+
+    @property
+    def learned(self) -> Rollout:
+        """The rollout as if others had written all turns that are not compared."""
+        if self.compared is None or not self.turns:
+            return self
+        turns = (replace(turn, sampled=turn.sampled and n == self.compared) for n, turn in enumerate(self.turns))
+        return replace(self, turns=tuple(turns))
 
     @property
     def sampled_tokens(self) -> int:

@@ -217,10 +217,19 @@ class ProverOrders:
         roles = self.roles(number)
         groups = [group for group, role in enumerate(roles) if of is None or role is of]
         problems = self.problems.of_groups(self.session, number, roles, groups)
-        return [
+        orders = [
             self.session.order(problem, roles[group], group, self.size)
             for group, problem in zip(groups, problems, strict=True)
         ]
+        return self._forked(orders, number, of or "")
+
+    def _forked(self, orders: list[GroupOrder], *place: int | str) -> list[GroupOrder]:
+        """The orders with the phases that their rollouts share, drawn in equal parts, if the rules want it."""
+        if (phases := getattr(self.interaction.rules, "forks", None)) is None:
+            return orders
+        generator = generator_for(self.session.seed, self.session.state.round, "prover-forks", *place)
+        drawn = (generator.permutation(len(orders)) % phases).tolist()
+        return [replace(order, shared=shared) for order, shared in zip(orders, drawn, strict=True)]
 
     def refill(
         self, number: int, attempt: int, counts: Mapping[Role, int], before: Sequence[GroupOrder]
@@ -235,7 +244,7 @@ class ProverOrders:
             generator = generator_for(session.seed, session.state.round, *place)
             for position in self.problems.draw(left, role, min(count, len(left)), generator):
                 orders.append(session.order(left[position], role, len(before) + len(orders), self.size))
-        return orders
+        return self._forked(orders, number, "refill", attempt)
 
     def call(self, number: int) -> SampleCall:
         """What all rollouts of batch `number` share."""

@@ -241,14 +241,15 @@ class GameBatches(Batches):
             metrics["similarity"] = mean_of(scored.similarity_N, sneaky_N)
         metrics |= self.orders.problems.observe(everything, scored.aligned_N)
         (_, first), *others = self.credits.items()
-        advantages_M, of_credit = first.observe(trained, scored.rewards_N[scored.trained_M])
-        voices, advantages = list(trained), [advantages_M]
+        voices, advantages_M, of_credit = _observed(first, trained, scored.rewards_N[scored.trained_M])
+        advantages = [advantages_M]
         for seat, credit in others:
             rows = [row for row in scored.trained_M if seat in everything[row].others]
             spoke = [everything[row].others[seat] for row in rows]
             rewards_S = np.array([scored.earned[row][seat] for row in rows], dtype=np.float32)
-            advantages.append(credit.observe(spoke, rewards_S)[0])
-            voices += spoke
+            learned, advantages_S, _ = _observed(credit, spoke, rewards_S)
+            advantages.append(advantages_S)
+            voices += learned
             metrics[f"reward_{seat}"] = mean_of(rewards_S, np.ones(len(rows), dtype=bool))
         return voices, np.concatenate(advantages), metrics | of_credit
 
@@ -288,3 +289,12 @@ class GameBatches(Batches):
             credit.load_state(progress["credit"][seat])
         rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}
         return rest, self.groups.load_state(progress["groups"])
+
+
+def _observed(
+    credit: GroupCredit, rollouts: Sequence[Rollout], rewards_N: Float32
+) -> tuple[list[Rollout], Float32, dict[str, float]]:
+    """The rollouts that learn, their advantages float32 [M], and metrics."""
+    rows = [row for row, rollout in enumerate(rollouts) if rollout.compared != -1]
+    learned = [rollouts[row].learned for row in rows]
+    return learned, *(credit.observe(learned, rewards_N[rows]) if rows else (rewards_N[:0], {}))

@@ -136,6 +136,12 @@ class DebateRules(Direct):
     def __init__(self, task: Task, prompts: PromptSection, section: DebateProtocol | None = None) -> None:
         self._section, self._told = section or DebateProtocol(), Voices(task, prompts)
 
+    @property
+    def forks(self) -> int | None:
+        """The number of phases at which the debates of a group can part; None: they share nothing."""
+        phases = len(self._section.turns) - (self._section.order == "simultaneous")
+        return phases if self._section.fork else None
+
     def seats(self, state: Talk) -> Sequence[str]:
         said, at_once = len(state.said), self._section.order == "simultaneous"
         if not said:

@@ -461,7 +461,6 @@ class _Hall(Generic[S]):
     def line(self, table: _Table[S], seat: str) -> Line:
         """The rollout to which the seat's next turn belongs. Each decision of a game has its own."""
         order, state, first = table.order, table.states[-1], seat in self.voices[:1]
-        rollout_id = self.call.rollout_id(order, table.sample)
         if (line := table.lines.get(seat)) is not None:
             self.hear(table, line, self.read(state, seat), last=False)
             return line
@@ -471,10 +470,15 @@ class _Hall(Generic[S]):
             order = replace(order, problem=problem, prompt_ids=self.interaction.encode(prompt))
         if not self.voices:
             number = 1 + table.phase * len(self.seats) + self.seats.index(seat)
-            return Line(f"{rollout_id}/{table.phase:03d}-{seat}", order, seat, number)
+            return Line(f"{self.call.rollout_id(order, table.sample)}/{table.phase:03d}-{seat}", order, seat, number)
         number = MOST_TURNS * self.voices.index(seat)
-        line = table.lines[seat] = Line(rollout_id if first else f"{rollout_id}/{seat}", order, seat, number)
+        line = table.lines[seat] = Line(self.line_id(table, table.sample, seat), order, seat, number)
         return line
+
+    def line_id(self, table: _Table[S], sample: int, seat: str) -> str:
+        """Of a voice's rollout."""
+        rollout_id = self.call.rollout_id(table.order, sample)
+        return rollout_id if seat == self.voices[0] else f"{rollout_id}/{seat}"
 
     def hear(self, table: _Table[S], line: Line, text: str, *, last: bool) -> None:
         """Add what the line's voice reads since its last turn. In a phase with several seats, it reads the others."""
@@ -526,10 +530,14 @@ class _Hall(Generic[S]):
             return "horizon"
         return None
 
-    async def play_out(self) -> None:
-        """Play all tables to their ends, in step."""
-        while live := [table for group in self.groups for table in group.tables if self.ending(table) is None]:
-            await self.play_phase(live)
+    async def play_out(self, forks: Sequence[Fork]) -> None:
+        """Play the warmup of each group's fork with its table, then all continuations, in step."""
+        for warm in (True, False):
+            while live := [table for group in self.groups for table in group.tables if self.ending(table) is None]:
+                await self.play_phase(live)
+            for group, fork in zip(self.groups, forks, strict=True) if warm else ():
+                group.cancelled *= fork.samples
+                group.tables = [each for table in group.tables for each in self.continuations(table, fork)]
 
     def continuations(self, table: _Table[S], fork: Fork) -> list[_Table[S]]:
         """The tables of a fork, from a table after its warmup."""
@@ -544,7 +552,7 @@ class _Hall(Generic[S]):
                 states=list(states),
                 decisions=list(decisions),
                 pending={},
-                lines={seat: replace(line) for seat, line in table.lines.items()},
+                lines={seat: replace(line, id=self.line_id(table, sample, seat)) for seat, line in table.lines.items()},
                 sample=sample,
                 fork=phase,
                 until=None if fork.horizon is None else phase + fork.horizon,
@@ -577,7 +585,10 @@ class _Hall(Generic[S]):
             self.hear(table, line, last, last=True)
             if room is not None and line.left(room) < 0:
                 line.heard = before
-        return line.rollout(self.call)
+        found, own = line.rollout(self.call), [each.number for each in table.decisions if each.seat == seat]
+        if table.order.shared is None:
+            return found
+        return replace(found, compared=2 * own.index(table.fork) if table.fork in own else -1)
 
 
 async def sample_groups(policy: Policy, orders: Sequence[GroupOrder], call: SampleCall) -> list[Group]:
@@ -586,14 +597,12 @@ async def sample_groups(policy: Policy, orders: Sequence[GroupOrder], call: Samp
     groups: list[_TableGroup[Any]] = []
     for number, order in enumerate(orders):
         start = game_start(interaction.rules, order.problem)
-        tables = [
-            _Table(start, order, number, interaction.deciders, [start.state], index) for index in range(order.size)
-        ]
-        groups.append(_TableGroup(tables))
+        table = _Table(start, order, number, interaction.deciders, [start.state], until=order.shared or 0)
+        groups.append(_TableGroup([table]))
     hall = _Hall(interaction, policy, call, groups)
     if call.gate is not None:
         hall.bounds[id(policy)] = call.gate
-    await hall.play_out()
+    await hall.play_out([Fork(order.shared or 0, order.size) for order in orders])
     found: list[Group] = []
     for order, group in zip(orders, groups, strict=True):
         rollouts = tuple(hall.rollout(table) for table in group.tables)
@@ -631,15 +640,11 @@ async def play_games(
         groups.append(_TableGroup([table]))
     seats = list(game.values(starts[0].state)) if starts else []
     hall = _Hall(Interaction(game, encode), policy, call, groups, seats)
-    await hall.play_out()
-    for group, fork in zip(groups, each, strict=True):
-        group.tables = hall.continuations(group.tables[0], fork)
-    await hall.play_out()
+    await hall.play_out(each)
     return [[hall.played(table) for table in group.tables] for group in groups]
 
 
-# A played game as a plain record of metrics.jsonl, with everything that `pvg report` needs to show it phase by
-# phase.
+# A played game as a plain record of metrics.jsonl, with everything that `pvg report` shows of it.
 
 MOST_STATE_BYTES = 2**20  # of all states of a record; a state that lists all moves grows with the game
 

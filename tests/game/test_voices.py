@@ -385,6 +385,29 @@ def test_before_the_first_round_a_critic_is_compared_with_the_verifier_of_the_di
 
 
 @pytest.mark.slow
+def test_in_a_forked_debate_only_the_drawn_turn_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[tuple[Any, list[Rollout]]] = []
+    credit = GameBatches._credit
+
+    def watched(self: GameBatches, scored: Any, trained: Any) -> Any:
+        found = credit(self, scored, trained)
+        batches.append((scored, found[0]))
+        return found
+
+    monkeypatch.setattr(GameBatches, "_credit", watched)
+    completed(changed(DEBATE_GAME | {"game.protocol.fork": True, "training.groups": 6}), tmp_path)
+    assert batches
+    for scored, trained in batches:
+        parted = {seat: {r.group for r in trained if ("/opponent" in r.id) == seat} for seat in (True, False)}
+        assert len(parted[True]) == 2  # of six groups, a third each part at one of the three turns
+        assert not parted[True] & parted[False]
+        for rollout in trained:
+            assert sum(turn.sampled for turn in rollout.turns) == 1 or not rollout.turns
+        for group in parted[True]:
+            assert len({r.turns[0].text for r in scored.rollouts if r.group == group}) == 1
+
+
+@pytest.mark.slow
 def test_a_phase_whose_verifier_decays_ends_with_its_last_honest_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import current_thread
 from typing import Any
 
@@ -325,3 +326,29 @@ def test_each_turn_of_a_solver_is_graded_once_in_the_grading_thread():
     for rollout in sampled:
         assert rollout.grade == rollout.end.said[0][1].grade
         assert rollout.others["other"].grade == rollout.end.said[1][1].grade
+
+
+@pytest.mark.parametrize(("shared", "compared"), [(0, {"prover": 0, "other": -1}), (1, {"prover": -1, "other": 0}), (2, {"prover": 2, "other": -1})])  # fmt: skip
+def test_rollouts_that_share_phases_part_at_the_next_one_and_learn_from_it_alone(
+    shared: int, compared: dict[str, int]
+) -> None:
+    engine, interaction = Talking(), Interaction(Debaters(), TOKENIZER.encode, lambda t, _: (TOKENIZER.encode(t), t))
+    dispatcher = Dispatcher(engine, ParityTask(), TOKENIZER, Sampling(6, (EOS,)), 100)
+    wanted = [replace(order, shared=shared) for order in orders([4, 3])]
+    call = SampleCall(0, "base", 3, 7, "e", interaction=interaction)
+    groups = asyncio.run(dispatcher.sample(wanted, call))
+    assert [len(group.rollouts) for group in groups] == [4, 3]
+    assert len(engine.seen) == sum(shared + (3 - shared) * order.size for order in wanted)
+    ids = [each.id for rollout in rollouts(groups) for each in (rollout, *rollout.others.values())]
+    assert len(set(ids)) == len(ids)
+    for group in groups:
+        said = [[action.text for _, action in rollout.end.said] for rollout in group.rollouts]
+        assert len({tuple(texts[:shared]) for texts in said}) == 1
+        assert len({texts[shared] for texts in said}) > 1
+        for rollout in group.rollouts:
+            for seat, own in (("prover", rollout), *rollout.others.items()):
+                assert own.compared == compared[seat]
+                if own.compared == -1:
+                    continue
+                learned = own.learned.sampled_mask if own.turns else own.sampled_mask
+                assert TOKENIZER.decode(own.completion_ids[learned]) == rollout.end.said[shared][1].text
