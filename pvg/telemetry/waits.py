@@ -161,8 +161,8 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _memory_of(group: Path) -> tuple[int, int] | None:
-    """The limit of one group, of version 1 or 2, and what is free of it; None without a limit. Pages of files that
-    nobody uses now are free."""
+    """The limit of one group, of version 1 or 2, and the bytes below the limit that pvg can use; None without a limit.
+    The cache of files that no process reads counts as usable."""
     for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         try:
             limit, taken = (int((group / file).read_text(encoding="ascii")) for file in (most, used))

@@ -19,7 +19,7 @@ FAULTS = {
         "    def scripted(self, _, state, seat, seed): return '1' + ''.join(said.text for _, said in state.said)",
         "scripted returned a text of",
     ),
-    "a seat that nobody plays": (
+    "a seat without a player": (
         f"{SEATS}(('prover',), ('judge',), ())[len(state.said)]\n    scripted = None",
         "a method `scripted` must decide for the seat 'judge'",
     ),

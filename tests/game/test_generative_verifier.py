@@ -105,6 +105,24 @@ def test_verdicts_are_paid_for_being_right_and_never_about_held_out_problems(gam
     assert all(is_held_out(r.problem_id, 0.3) for r in verdicts(game) if "held-out" in r.id)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("verifier.engine", "vllm"),
+        ("verifier.ensemble", "mean"),
+        ("game.schedule", "simultaneous"),
+        ("rollout.engine", "vllm"),
+        ("rollout.prefetch", "fresh"),
+        ("cluster", "local"),
+        ("cluster", "ray"),
+        ("rollout.group_size", 1),
+    ],
+)
+def test_what_a_generative_verifier_cannot_do_is_refused_before_the_mint(key: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot be combined with {key} = .*; set .*"):
+        experiment(**{"game.reward": "goodhart", key: value})
+
+
 @pytest.mark.slow
 def test_the_phase_tells_accuracy_and_wrong_reasons(game: RunDirectory) -> None:
     for row in rows(game, "step") + rows(game, "phase"):
