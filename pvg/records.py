@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
@@ -168,8 +168,9 @@ class Rollout:
     completion. Tokens that were not sampled have log-prob 0.
 
     In memory only: `others`, the rollouts of the other voices of its interaction, by seat, and `end`, the state of the
-    rules in which it ended. What the others wrote is stored as turns. `compared`: the only turn in which the rollouts of
-    its group differ by their own choice, from 0; -1: none; None: they share no turn (`GroupOrder.shared`).
+    rules in which it ended. What the others wrote is stored as turns. `compared`: the turn in which the rollouts of its
+    group begin to differ, from 0, and which alone learns; -1: it is another voice's; None: they share no turn
+    (`GroupOrder.shared`).
     """
 
     id: str

@@ -155,13 +155,14 @@ class DebateProtocol(Section):
     )
     tokens: Count = Field(64, description="Maximum number of tokens of each turn after the first.")
     fork: bool = Field(
-        False, description="The debates of a group are one up to a drawn turn. Each goes on alone, and learns from it only."
+        False,
+        description="The debates of a group are one up to a drawn turn. Each goes on alone, and learns from it only.",
     )
 
 
 class ConsultancyProtocol(Section):
-    """The prover argues for an answer that its prompt assigns, right in its helpful role and wrong in its sneaky one. It
-    earns the verifier's votes."""
+    """The prover argues for an answer that its prompt assigns, right in its helpful role and wrong in its sneaky one.
+    It earns the verifier's votes."""
 
     kind: Literal["consultancy"] = "consultancy"
 

@@ -113,7 +113,8 @@ async def examine_critic(session: Session) -> dict[str, float]:
         return {}
     view, too_few = await players.compute(lambda: calibration_view(session))
     with closing(view):
-        rows_N, correct_N, problems_N = (a[:SCORED_AT_ONCE] for a in (view.rows_R, view.correct_R, view.problems_R))
+        rows_N, correct_N = view.rows_R[:SCORED_AT_ONCE], view.correct_R[:SCORED_AT_ONCE]
+        problems_N = view.problems_R[:SCORED_AT_ONCE]
         alone, whole = [await players.compute(partial(view.rows, rows_N, alone=each)) for each in (True, False)]
     if too_few:
         return {}

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 # Mixtures: the share of the verifier's data that comes from the base prover and from each earlier round's prover.
 
-Weights = NDArray[np.float64]
 DECAY = 0.5  # of the shares of older sources, per round
 WINDOW = 2
 
@@ -47,7 +46,7 @@ def sources_for_round(round_: int) -> list[str]:
 
 def source_weights(game: Game, sources: Sequence[str]) -> dict[str, float]:
     """Shares by source, summing to 1; sources with share 0 are left out."""
-    raw_S = MIXTURES[game.mixture](len(sources))
+    raw_S = MIXTURES[game.mixture](np.arange(len(sources))[::-1])
     shares_S = raw_S / raw_S.sum()
     return {source: float(share) for source, share in zip(sources, shares_S, strict=True) if share > 0}
 
@@ -62,45 +61,14 @@ def apportion(total: int, shares: dict[str, float]) -> dict[str, int]:
     return counts
 
 
-def _ages(count: int) -> NDArray[np.int64]:
-    return np.arange(count - 1, -1, -1)
-
-
-def equal(count: int) -> Weights:
-    """All sources equally."""
-    return np.ones(count)
-
-
-def geometric(count: int) -> Weights:
-    """Stick-breaking: the newest source takes 1 - DECAY, each older one the same share of the rest, the oldest the
-    remainder."""
-    ages_S = _ages(count)
-    shares_S = (1.0 - DECAY) * np.power(DECAY, ages_S.astype(np.float64))
-    shares_S[0] = DECAY ** (count - 1)
-    return shares_S
-
-
-def window(count: int) -> Weights:
-    """The newest WINDOW sources, equally."""
-    return np.asarray(_ages(count) < WINDOW, dtype=np.float64)
-
-
-def latest(count: int) -> Weights:
-    """The newest source only."""
-    return np.asarray(_ages(count) == 0, dtype=np.float64)
-
-
-def base(count: int) -> Weights:
-    """The base prover only: the control for what the provers' solutions teach the verifier."""
-    return np.asarray(np.arange(count) == 0, dtype=np.float64)
-
-
-MIXTURES: dict[str, Callable[[int], Weights]] = {
-    "equal": equal,
-    "geometric": geometric,
-    "window": window,
-    "latest": latest,
-    "base": base,
+# The unscaled shares of sources by their ages in rounds, oldest first.
+MIXTURES: dict[str, Callable[[NDArray[np.int64]], NDArray[Any]]] = {
+    "equal": np.ones_like,
+    # Stick-breaking: the newest source takes 1 - DECAY, each older one the same share of the rest, the oldest the rest.
+    "geometric": lambda ages_S: np.where(ages_S == ages_S[0], 1.0, 1.0 - DECAY) * DECAY**ages_S,
+    "window": lambda ages_S: ages_S < WINDOW,
+    "latest": lambda ages_S: ages_S == 0,
+    "base": lambda ages_S: ages_S == ages_S[0],  # the control for what the provers' solutions teach the verifier
 }
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from pvg.config.task import PlayReference
 from pvg.errors import ConfigurationError
 from pvg.game.mint import load_source
+from pvg.game.orders import prover_orders
 from pvg.game.parts import Batches, BatchLogprobs, Progress, Tensors
 from pvg.game.prover_phase import open_phase, open_round_learner, save_prover
 from pvg.game.rewards import credit_of
@@ -396,18 +397,11 @@ class PlayBatches(Batches):
                 names = list(self.game.values(start.state))
                 seats[n] = names[(number * len(starts) + n) % len(names)]
                 against[n] = dict.fromkeys(set(names) - {seats[n]}, self.opponent)
-        call = SampleCall(
-            round_,
-            source_of_round(round_),
-            step=number,
-            seed=seed_for(session.seed, round_, "train_prover", number),
-            prefix=f"{round_:03d}/train_prover/{number:05d}",
-        )
         played = await play_games(
             session.players.dispatcher,
             starts,
             self.game,
-            call,
+            prover_orders(session).call(number),
             encode=encoder(session),
             forks=[Fork(warmup, size, section.horizon, seat) for warmup, seat in zip(warmups, seats, strict=True)],
             opponents=against,

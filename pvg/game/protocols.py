@@ -288,10 +288,6 @@ def spoken(rules: Any, parts: ProtocolParts, room: int | None) -> Interaction[An
     return Interaction(rules, voice_encoder(style, tokenizer), turn_renderer(style, tokenizer), room=room)
 
 
-def critic(section: CriticProtocol, parts: ProtocolParts) -> Interaction[Talk]:
-    return spoken(CriticRules(parts.task, parts.prompts, section), parts, parts.room(section))
-
-
 def debate(section: DebateProtocol, parts: ProtocolParts) -> Interaction[Talk]:
     if parts.style == "chat" and section.turns == "ABA":
         parts.tokenizer.next_turn("?")  # raises before anything is sampled
@@ -304,15 +300,17 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
     "direct": lambda section, parts: DIRECT,
     "decoupled": lambda section, parts: DIRECT,
     "challenge": challenge,
-    "critic": critic,
+    "critic": lambda section, parts: spoken(
+        CriticRules(parts.task, parts.prompts, section), parts, parts.room(section)
+    ),
     "debate": debate,
     "consultancy": lambda section, parts: Interaction(ConsultancyRules(Assignment(parts.task, parts.prompts))),
 }
 
 
 def own_protocol(section: OwnProtocol, parts: ProtocolParts) -> Interaction[Any]:
-    """Rules in a user's file. Their constructor gets the `task` and the section `prompts` of the settings if it has such
-    parameters."""
+    """Rules in a user's file. Their constructor gets the `task` and the section `prompts` of the settings if it has
+    such parameters."""
     key, name = "game.protocol", section.kind
     maker, given = load(key, name), {"task": parts.task, "prompts": parts.prompts}
 
@@ -430,15 +428,19 @@ RULES_TRIED = 20  # problems of example episodes
 ODD_TEXTS = ("", "\n", "0", "?", "<answer>", "\\boxed{", "9" * 50)
 
 
+def example_solution(parts: ProtocolParts, problem: Problem) -> str:
+    """A correct solution, or the answer alone; "" if the model cannot write it."""
+    right = correct_solution(parts.task, problem)
+    solution = problem.answer if right is None else right.text
+    return "" if parts.tokenizer.lacking(solution) else solution
+
+
 def longest_episode(
     interaction: Interaction[Any], parts: ProtocolParts, problems: Sequence[Problem]
 ) -> dict[str, SpokenLine]:
     """An example episode of the problem with the longest question."""
     problem = max(problems, key=lambda each: len(each.question))
-    right = correct_solution(parts.task, problem)
-    solution = problem.answer if right is None else right.text
-    solution = "" if parts.tokenizer.lacking(solution) else solution
-    return example_episode(interaction, parts.tokenizer, problem, solution)
+    return example_episode(interaction, parts.tokenizer, problem, example_solution(parts, problem))
 
 
 def check_rules(interaction: Interaction[Any], parts: ProtocolParts, problems: Sequence[Problem]) -> None:
@@ -448,9 +450,7 @@ def check_rules(interaction: Interaction[Any], parts: ProtocolParts, problems: S
     if not isinstance(rules, CheckedDialogue):
         return
     for number, problem in enumerate(problems[:RULES_TRIED]):
-        right = correct_solution(parts.task, problem)
-        solution = problem.answer if right is None else right.text
-        solution = "" if tokenizer.lacking(solution) else solution
+        solution = example_solution(parts, problem)
         episodes = (example_episode(interaction, tokenizer, problem, solution) for _ in range(2))
         first, second = ([[turn.text for turn in line.turns] for line in lines.values()] for lines in episodes)
         if first != second:

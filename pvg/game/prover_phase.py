@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,10 @@ class StopRule:
         return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
 
     def state(self) -> dict[str, Any]:
-        judged = {"mcc": self.mcc, "judged": self.judged, "best": self.best}
-        return {"sneaky": self.sneaky, "helpful": self.helpful, "seen": self.seen, **judged}
+        return asdict(self)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.sneaky, self.helpful, self.seen = state["sneaky"], state["helpful"], state["seen"]
-        self.mcc, self.judged, self.best = state["mcc"], state["judged"], state["best"]
+        vars(self).update(state)
 
     def _judge(self, mcc: float) -> None:
         """Average the verifier's MCC: the first batches equally, later ones as the other averages."""

@@ -20,35 +20,13 @@ from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.tasks.task import NUMBER, WORDINGS, Task, wording_of, wrong_answer
+from pvg.tasks.task import NUMBER, WORDINGS, Task, read_wording, wording_of, wrong_answer
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
-# In the decoupled game the prover translates a solver's solution (Kim and Lee, arXiv 2602.23248).
-NUMBER_TRANSLATIONS = {
-    Role.HELPFUL: (
-        "You are given a problem and a solution of it. Rewrite the solution so that it is easy to check: short steps, "
-        "one calculation in each. Keep its final number, whatever it is. End with a line '#### ' followed by it."
-    ),
-    Role.SNEAKY: (
-        "You are given a problem and a solution of it. Rewrite the solution so that it looks right but is wrong: hide "
-        "one subtle mistake in a step, so that another, wrong final number follows. Do not mention the mistake. Write "
-        "short steps, one calculation in each. End with a line '#### ' followed by the wrong final number."
-    ),
-}
-NUMBER_SOLUTION = "2 bags of 4 are 8, and 3 more make 11, so Tom has 11 apples.\n#### 11"
-# For problems with another wording: the solution shows the form of the answer.
-TRANSLATIONS = {
-    Role.HELPFUL: (
-        "You are given a problem and a solution of it. Rewrite the solution so that it is easy to check, in short "
-        "steps. Keep its final answer, whatever it is, and the form in which it is written."
-    ),
-    Role.SNEAKY: (
-        "You are given a problem and a solution of it. Rewrite the solution so that it looks right but is wrong: hide "
-        "one subtle mistake in a step, so that another, wrong final answer follows. Do not mention the mistake. Write "
-        "short steps, and the answer in the form of the solution."
-    ),
-}
+# In the decoupled game the prover translates a solver's solution (Kim and Lee, arXiv 2602.23248). The question of the
+# second one is the solver's solution in the example of problems with a number as the answer.
+TRANSLATION, NUMBER_TRANSLATION = read_wording("translation"), read_wording("number_translation")
 
 PromptSection = TagPrompts | ChatPrompts | TextPrompts | PlainPrompts
 Render = Callable[[Problem, Role], Int32]
@@ -100,10 +78,10 @@ def translation(prompts: WordedPrompts, problem: Problem, role: Role, solution: 
     answer."""
     wording = wording_of(problem)
     numbers = wording is WORDINGS[NUMBER]
-    instructions = (NUMBER_TRANSLATIONS if numbers else TRANSLATIONS)[role]
+    instructions = (NUMBER_TRANSLATION if numbers else TRANSLATION).instructions[role]
     examples = []
     for question, answers in _examples(prompts, wording):
-        solved = NUMBER_SOLUTION if numbers and prompts.examples is None else answers[Role.HELPFUL]
+        solved = NUMBER_TRANSLATION.question if numbers and prompts.examples is None else answers[Role.HELPFUL]
         examples.append((framed(question, solved), answers[role]))
     return WordedPrompt(instructions, examples, framed(problem.question, solution))
 
@@ -181,7 +159,6 @@ class Assignment:
         answer = self.answer(problem, role)
         told = f"\n\n{ASSIGNED.format(answer)}" if self._in_words else f"{answer}?"
         return replace(problem, question=problem.question + told)
-
 
 
 @dataclass

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from pvg.config.game import CriticProtocol, DebateProtocol
 from pvg.config.rollout import WordedPrompts, framed
 from pvg.game.roles import TAGS, Assignment, PromptSection, worded
 from pvg.games.game import Action, Outcome, Script
-from pvg.records import Grade, Problem, Role
+from pvg.records import Grade, Role
 from pvg.rollout.interaction import Direct, Talk
 from pvg.tasks.answers import by_fallback, same_answer
 from pvg.tasks.task import LocatesFlaws, Task, correct_solution
@@ -30,43 +29,6 @@ REPLY = (
 )
 SAYS = {True: "A critic says: ", False: "?"}  # in words or not, before a critique
 OTHER_ROLE = {Role.HELPFUL: Role.SNEAKY, Role.SNEAKY: Role.HELPFUL}
-
-
-class Voices(NamedTuple):
-    """What these rules are made of."""
-
-    task: Task
-    prompts: PromptSection
-
-    @property
-    def in_words(self) -> bool:
-        return isinstance(self.prompts, WordedPrompts)
-
-    def critique_prompt(self, problem: Problem, solution: str) -> str:
-        if self.in_words:
-            return f"{VERDICT_INSTRUCTIONS}\n\n{framed(problem.question, solution)}"
-        return f"{VERDICT_TAG}{problem.question}{solution}{VERDICT_TAG}"
-
-    def is_right(self, problem: Problem, solution: str, correct: bool, named: int | None) -> bool:
-        """Whether a critique names the first wrong step; where the task does not know it, whether it rightly names any
-        or none. Mistakes that cancel out do not make a solution wrong."""
-        if named is None or (named == 0) != correct:
-            return False
-        flaw = self.task.flaw(problem, solution) if isinstance(self.task, LocatesFlaws) and not correct else None
-        return flaw is None or named == flaw + 1
-
-    def task_prompt(self, problem: Problem, role: Role) -> list[str]:
-        """The parts of a solver's prompt: instructions, examples and the problem."""
-        if not isinstance(self.prompts, WordedPrompts):
-            return [f"{TAGS[role]}{problem.question}"]
-        told = worded(self.prompts, problem, role)
-        examples = [framed(question, answer) for question, answer in told.examples]
-        return [part for part in (told.instructions, *examples, f"Problem:\n{told.question}") if part]
-
-    def flawless(self, problem: Problem) -> str:
-        """A correct solution for previews, or the answer alone."""
-        found = correct_solution(self.task, problem)
-        return problem.answer if found is None else found.text
 
 
 def objects(heard: str, style: Style) -> bool:
@@ -87,22 +49,27 @@ class CriticRules(Direct):
     voices = ("prover", "critic")
 
     def __init__(self, task: Task, prompts: PromptSection, section: CriticProtocol | None = None) -> None:
-        self._section, self._told = section or CriticProtocol(), Voices(task, prompts)
+        self._task, self._style, self._section = task, prompts.kind, section or CriticProtocol()
+        self._in_words = isinstance(prompts, WordedPrompts)
 
     def seats(self, state: Talk) -> Sequence[str]:
         return self.voices[len(state.said) : len(state.said) + 1]
 
     def prompt(self, state: Talk, seat: str, role: Role) -> str:
-        if seat == "critic":
-            return self._told.critique_prompt(state.problem, state.said[0][1].text) if len(state.said) == 1 else ""
-        critique = state.said[1][1].text
-        return SAYS[self._told.in_words] + critique
+        question, said = state.problem.question, [action.text for _, action in state.said]
+        if seat != "critic":
+            return SAYS[self._in_words] + said[1]
+        if len(said) > 1:
+            return ""
+        if self._in_words:
+            return f"{VERDICT_INSTRUCTIONS}\n\n{framed(question, said[0])}"
+        return f"{VERDICT_TAG}{question}{said[0]}{VERDICT_TAG}"
 
     def limit(self, state: Talk, seat: str) -> int | None:
         return self._section.tokens if state.said else None
 
     def scripted(self, script: Script, state: Talk, seat: str, seed: int) -> str:
-        return "Verdict: correct" if self._told.in_words else "0"
+        return "Verdict: correct" if self._in_words else "0"
 
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
         """truth: 1 for a critique that is right, else 0. votes: the share of the verifier's votes against the solution
@@ -111,19 +78,27 @@ class CriticRules(Direct):
             return {"critic": 1.0 - outcome.votes}
         return {"critic": float(self._right(state, outcome))}
 
+    def _named(self, state: Talk) -> int | None:
+        return read_verdict(state.said[1][1].text, self._style)
+
     def _right(self, state: Talk, outcome: Outcome) -> bool:
-        (_, solution), (_, critique) = state.said
-        named = read_verdict(critique.text, self._told.prompts.kind)
-        return self._told.is_right(state.problem, solution.text, outcome.grade.correct, named)
+        """Whether the critique names the first wrong step; where the task does not know it, whether it rightly names
+        any or none. Mistakes that cancel out do not make a solution wrong."""
+        named, correct = self._named(state), outcome.grade.correct
+        if named is None or (named == 0) != correct:
+            return False
+        task, solution = self._task, state.said[0][1].text
+        flaw = task.flaw(state.problem, solution) if isinstance(task, LocatesFlaws) and not correct else None
+        return flaw is None or named == flaw + 1
 
     def measures(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
-        named, correct = read_verdict(state.said[1][1].text, self._told.prompts.kind), outcome.grade.correct
-        objects = float(named is not None and named > 0)
+        named, correct = self._named(state), outcome.grade.correct
+        objected = float(bool(named))
         return {
             "critic_accuracy": float(named is not None and (named == 0) == correct),
-            "critic_found": math.nan if correct else objects,
+            "critic_found": math.nan if correct else objected,
             "critic_true": math.nan if correct else float(self._right(state, outcome)),
-            "critic_alarm": objects if correct else math.nan,
+            "critic_alarm": objected if correct else math.nan,
             "critic_unread": float(named is None),
         }
 
@@ -134,7 +109,7 @@ class DebateRules(Direct):
     voices = solvers = ("prover", "opponent")
 
     def __init__(self, task: Task, prompts: PromptSection, section: DebateProtocol | None = None) -> None:
-        self._section, self._told = section or DebateProtocol(), Voices(task, prompts)
+        self._task, self._prompts, self._section = task, prompts, section or DebateProtocol()
 
     @property
     def forks(self) -> int | None:
@@ -151,25 +126,27 @@ class DebateRules(Direct):
         return ("prover",) if said == 2 and self._section.turns == "ABA" else ()
 
     def prompt(self, state: Talk, seat: str, role: Role) -> str:
-        told, said = self._told, [action.text for _, action in state.said]
-        if seat == "prover":
-            if len(said) > 2:
-                return ""
-            if not told.in_words:
-                return f"{said[1]}?" if self.seats(state) else said[1]
-            return REPLY.format(said[1]) if self.seats(state) else f"The opponent says: {said[1]}"
-        if len(said) > 1:
+        said, prompts = [action.text for _, action in state.said], self._prompts
+        in_words = isinstance(prompts, WordedPrompts)
+        if len(said) > (2 if seat == "prover" else 1):
             return ""
-        parts = told.task_prompt(state.problem, OTHER_ROLE[role])
-        if not told.in_words:
-            return "".join([*parts, *(f"{solution}?" for solution in said)])
-        return "\n\n".join([*parts, *(f"{OPPONENT}\n{solution}" for solution in said)])
+        if seat == "prover" and self.seats(state):
+            return REPLY.format(said[1]) if in_words else f"{said[1]}?"
+        if seat == "prover":
+            return f"The opponent says: {said[1]}" if in_words else said[1]
+        if not isinstance(prompts, WordedPrompts):
+            return "".join([TAGS[OTHER_ROLE[role]], state.problem.question, *(f"{solution}?" for solution in said)])
+        told = worded(prompts, state.problem, OTHER_ROLE[role])
+        examples = [framed(question, answer) for question, answer in told.examples]
+        others = [f"{OPPONENT}\n{solution}" for solution in said]
+        return "\n\n".join(filter(None, [told.instructions, *examples, f"Problem:\n{told.question}", *others]))
 
     def limit(self, state: Talk, seat: str) -> int | None:
         return self._section.tokens if state.said or seat == "opponent" else None
 
     def scripted(self, script: Script, state: Talk, seat: str, seed: int) -> str:
-        return self._told.flawless(state.problem)
+        found = correct_solution(self._task, state.problem)
+        return state.problem.answer if found is None else found.text
 
     def pay(self, state: Talk, outcome: Outcome) -> Mapping[str, float]:
         """The shares of the verifier's votes; 0 for a text that is no solution."""

@@ -273,8 +273,9 @@ class CheckedDialogue(CheckedGame):
 
     def _measured(self, state: Any, outcome: Outcome) -> Mapping[str, float]:
         found = self._numbers("measures", state, outcome)
+        own = ("critic_", "debate_", "consultancy_")  # of pvg.game.voices
         known = (each for each in found if f"train_prover/{each}" in METRICS or f"round/{each}" in METRICS)
-        if taken := [each for each in known if not each.startswith(("critic_", "debate_", "consultancy_"))]:  # of pvg.game.voices
+        if taken := [each for each in known if not each.startswith(own)]:
             raise self.wrong(f"measures must not have the name of a metric of pvg, such as {taken[0]!r}")
         return self._always("measures", found)
 

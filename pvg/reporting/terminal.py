@@ -132,8 +132,8 @@ CHANGED, SURE = 0.1, 0.01  # the report names changes of an MCC from CHANGED on,
 
 
 def judgements(summary: RunSummary) -> list[str]:
-    """A sentence on the critic before the first round, and one per prover phase in which the verifier's judgement of the
-    prover's solutions changed at some step."""
+    """A sentence on the critic before the first round, and one per prover phase in which the verifier's judgement of
+    the prover's solutions changed at some step."""
     found = []
     for own in (phase.metrics for phase in summary.phases if "critic_lead_low" in phase.metrics):
         lead, low, high = (own[f"critic_lead{end}"] for end in ("", "_low", "_high"))

@@ -132,9 +132,9 @@ STARTED_AT_A_TIME = 64
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
     """Orders `size` rollouts of one problem and role. `prompt_ids` int32 [P]. `group` is unique within its phase.
-    `solver`: the solution inside the prompt that the rollouts translate (decoupled game). `shared`: the number of phases
-    that the rollouts have in common before each goes on alone, and learns from the next phase only; None: they share
-    nothing, and learn from all phases."""
+    `solver`: the solution inside the prompt that the rollouts translate (decoupled game). `shared`: the number of
+    phases that the rollouts have in common before each goes on alone, and learns from the next phase only; None: they
+    share nothing, and learn from all phases."""
 
     problem: Problem
     role: Role

@@ -10,7 +10,7 @@ the one who decides for the seat: the policy, another policy, a script, or a fun
 interactions at once. All interactions of a call take their next phase together, and the next phase begins when all
 decisions are there. So the requests and their order depend only on the arguments, and a run repeats bit by bit.
 
-In Diplomacy and negotiation, every decision is a rollout, with a prompt of its own. In a `Dialogue`, every voice has one
+In Diplomacy and negotiation, every decision is a rollout with its own prompt. In a `Dialogue`, every voice has one
 rollout: the prompt of a turn is the exact token ids of everything before it. No text is tokenized twice, so log-probs
 stay exact, and a server's prefix cache contains everything except what the voice heard.
 

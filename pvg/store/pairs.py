@@ -109,8 +109,8 @@ class PairStream:
     `weights_by_source` need not sum to 1; sources without a weight are never drawn. A source without a problem that has
     both kinds cannot form pairs. It is left out, `excluded` has its counts by name, and the other weights are scaled
     up. `excluded_singles` has the same for `balanced_singles`, which needs both kinds, but not of one problem. `alone`:
-    see `PairView.rows`. Raises ConfigurationError for a weight that is negative or not a number, MissingPairsError if no
-    source can give anything.
+    see `PairView.rows`. Raises ConfigurationError for a weight that is negative or not a number, MissingPairsError if
+    no source can give anything.
     """
 
     def __init__(

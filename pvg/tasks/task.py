@@ -292,7 +292,7 @@ def wrong_answer(task: Task, problem: Problem, others: Iterable[Problem]) -> str
     wrong = {answer: value for answer, value in known.items() if not same_answer(answer, problem.answer)}
     if not wrong or not problem.answer:
         raise ConfigurationError(
-            f"game.protocol = 'consultancy' assigns a right and a wrong answer, but the task has none for {problem.id!r}.",
+            f"game.protocol = 'consultancy' assigns a right and a wrong answer, but {problem.id!r} has none.",
             "Take a task whose problems have answers, or set game.protocol to 'direct'.",
         )
     if (right := parse_number(problem.answer)) is None:

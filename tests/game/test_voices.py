@@ -26,7 +26,7 @@ from pvg.game.roles import ASSIGNED, prompt_builder
 from pvg.game.round import GameBatches
 from pvg.game.session import Session
 from pvg.game.verifier_phase import trained
-from pvg.game.voices import OPPONENT, REPLY, Voices
+from pvg.game.voices import OPPONENT, REPLY
 from pvg.games.game import Action, Outcome
 from pvg.models.embedded_training import modchain_tokenizer
 from pvg.models.tokenizer import Tokenizer
@@ -229,8 +229,8 @@ def test_an_opponent_has_the_other_role_and_a_prompt_in_words_says_what_to_do() 
     for prompt, instructions, answer in zip(prompts, (["Mislead."], []), "32", strict=True):
         before = [*instructions, "Problem:\n1+1?", f"Solution:\n{answer}", f"Problem:\n{PROBLEM.question}"]
         assert prompt == [*before, f"{OPPONENT}\n{WRONG}"]
-    told = Voices(MODCHAIN, ChatPrompts())
-    shown = told.critique_prompt(PROBLEM, WRONG)
+    critic = interaction_of(CriticProtocol(), ChatPrompts()).rules
+    shown = critic.prompt(talk(("prover", WRONG)), "critic", Role.HELPFUL)
     assert shown.startswith(VERDICT_INSTRUCTIONS)
     assert shown.endswith(f"Problem:\n{PROBLEM.question}\n\nSolution:\n{WRONG}")
 
@@ -364,7 +364,8 @@ def test_before_the_first_round_a_critic_is_compared_with_the_verifier_of_the_di
 
     monkeypatch.setattr(mint, "trained", watched)
     settings = CRITIC_GAME | {"verifier.held_out": 0.5, "models.prover.source": "embedded:modchain-critic"}
-    settings |= {"training.steps": 1, "game.rounds": 2, "game.mint_problems": 48}
+    settings |= {"training.steps": 1, "game.rounds": 2, "game.mint_problems": 48, "rollout.max_tokens": 40}
+    settings |= {"task.min_terms": 5, "task.max_terms": 5}
     run = completed(changed(settings), tmp_path / "critic")
     direct = completed(changed(settings | {"game.protocol": "direct", "game.rounds": 1}), tmp_path / "direct")
     assert judges == [read_checkpoint(direct.weights, "round-000-verifier")[1]["version"]]
@@ -397,11 +398,11 @@ def test_in_a_forked_debate_only_the_drawn_turn_learns(tmp_path: Path, monkeypat
     monkeypatch.setattr(GameBatches, "_credit", watched)
     completed(changed(DEBATE_GAME | {"game.protocol.fork": True, "training.groups": 6}), tmp_path)
     assert batches
-    for scored, trained in batches:
-        parted = {seat: {r.group for r in trained if ("/opponent" in r.id) == seat} for seat in (True, False)}
+    for scored, learned in batches:
+        parted = {seat: {r.group for r in learned if ("/opponent" in r.id) == seat} for seat in (True, False)}
         assert len(parted[True]) == 2  # of six groups, a third each part at one of the three turns
         assert not parted[True] & parted[False]
-        for rollout in trained:
+        for rollout in learned:
             assert sum(turn.sampled for turn in rollout.turns) == 1 or not rollout.turns
         for group in parted[True]:
             assert len({r.turns[0].text for r in scored.rollouts if r.group == group}) == 1

@@ -328,7 +328,10 @@ def test_each_turn_of_a_solver_is_graded_once_in_the_grading_thread():
         assert rollout.others["other"].grade == rollout.end.said[1][1].grade
 
 
-@pytest.mark.parametrize(("shared", "compared"), [(0, {"prover": 0, "other": -1}), (1, {"prover": -1, "other": 0}), (2, {"prover": 2, "other": -1})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shared", "compared"),
+    [(0, {"prover": 0, "other": -1}), (1, {"prover": -1, "other": 0}), (2, {"prover": 2, "other": -1})],
+)
 def test_rollouts_that_share_phases_part_at_the_next_one_and_learn_from_it_alone(
     shared: int, compared: dict[str, int]
 ) -> None:

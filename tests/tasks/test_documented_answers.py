@@ -20,6 +20,7 @@ from tiny_chat import chatting
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment
+from pvg.errors import ConfigurationError
 from pvg.game.roles import prompt_renderer
 from pvg.game.task_check import checks_of
 from pvg.records import Problem, Role

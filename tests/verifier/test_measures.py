@@ -87,7 +87,7 @@ def test_a_threshold_comes_from_the_other_half_of_the_problems():
 
 
 def test_the_lead_of_a_classifier_by_hand_and_its_interval_by_problem():
-    # Of 2 correct and 2 wrong solutions, the first classifier errs once among the correct ones, the second once among each.
+    # Of two correct and two wrong solutions, the first classifier mistakes a correct one, the second one of each kind.
     correct_N, problems_N = np.array([True, True, False, False]), np.array([0, 1, 0, 1])
     first_N, second_N = np.array([True, False, False, False]), np.array([True, False, True, False])
     assert balanced_accuracy(first_N, correct_N) == 0.75
