@@ -169,8 +169,7 @@ class Rollout:
 
     In memory only: `others`, the rollouts of the other voices of its interaction, by seat, and `end`, the state of the
     rules in which it ended. What the others wrote is stored as turns. `compared`: the turn in which the rollouts of its
-    group begin to differ, from 0, and which alone learns; -1: it is another voice's; None: they share no turn
-    (`GroupOrder.shared`).
+    group begin to differ, from 0, and which alone learns; -1: that of another voice; None: they share no turn.
     """
 
     id: str

@@ -300,9 +300,7 @@ PROTOCOLS: dict[str, Callable[[Any, ProtocolParts], Interaction[Any]]] = {
     "direct": lambda section, parts: DIRECT,
     "decoupled": lambda section, parts: DIRECT,
     "challenge": challenge,
-    "critic": lambda section, parts: spoken(
-        CriticRules(parts.task, parts.prompts, section), parts, parts.room(section)
-    ),
+    "critic": lambda own, parts: spoken(CriticRules(parts.task, parts.prompts, own), parts, parts.room(own)),
     "debate": debate,
     "consultancy": lambda section, parts: Interaction(ConsultancyRules(Assignment(parts.task, parts.prompts))),
 }

@@ -476,7 +476,6 @@ class _Hall(Generic[S]):
         return line
 
     def line_id(self, table: _Table[S], sample: int, seat: str) -> str:
-        """Of a voice's rollout."""
         rollout_id = self.call.rollout_id(table.order, sample)
         return rollout_id if seat == self.voices[0] else f"{rollout_id}/{seat}"
 

@@ -24,7 +24,7 @@ from pvg.game.prover_phase import StopRule
 from pvg.game.rewards import credit_of, pay
 from pvg.game.roles import ASSIGNED, prompt_builder
 from pvg.game.round import GameBatches
-from pvg.game.session import Session
+from pvg.game.session import InterruptedByUser, Session
 from pvg.game.verifier_phase import trained
 from pvg.game.voices import OPPONENT, REPLY
 from pvg.games.game import Action, Outcome
@@ -354,10 +354,14 @@ def test_every_voice_learns_and_the_verifier_reads_what_they_say(
 def test_before_the_first_round_a_critic_is_compared_with_the_verifier_of_the_direct_game(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The judge has the weights of the direct game's verifier, which reads the same solutions without critiques."""
+    """The judge has the weights of the direct game's verifier, which reads the same solutions without critiques. A run
+    that was stopped before it had a judge trains it after its resume."""
     judges: list[str] = []
+    interrupts = iter([InterruptedByUser()])
 
     async def watched(session: Session, info: None) -> Any:
+        for interrupt in interrupts:
+            raise interrupt
         judge = await trained(session, info)
         judges.append(judge.version())
         return judge
@@ -366,7 +370,9 @@ def test_before_the_first_round_a_critic_is_compared_with_the_verifier_of_the_di
     settings = CRITIC_GAME | {"verifier.held_out": 0.5, "models.prover.source": "embedded:modchain-critic"}
     settings |= {"training.steps": 1, "game.rounds": 2, "game.mint_problems": 48, "rollout.max_tokens": 40}
     settings |= {"task.min_terms": 5, "task.max_terms": 5}
-    run = completed(changed(settings), tmp_path / "critic")
+    assert played(changed(settings), tmp_path / "critic")[0].status == "interrupted"
+    resumed, run = played(changed(settings), tmp_path / "critic", resume=True)
+    assert resumed.status == "complete"
     direct = completed(changed(settings | {"game.protocol": "direct", "game.rounds": 1}), tmp_path / "direct")
     assert judges == [read_checkpoint(direct.weights, "round-000-verifier")[1]["version"]]
 
