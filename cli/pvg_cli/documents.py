@@ -31,13 +31,14 @@ from pvg.reporting.follow import RunGlance
 from pvg.reporting.run_summary import AlertRecord, RunSummary
 from pvg.reporting.solutions import Example
 from pvg.study.results import StudyResults
+from pvg.traces.measures import MeasureReport
 from pvg_cli.doctor import CheckResult
 
 PLACE = Path(__file__).with_name("documents.toml")
 # The names that documents.toml uses. `Settings`: an experiment as in its TOML file, whose schema is that of
 # `pvg config schema --json`.
 CLASSES = (AlertRecord, BatchArithmetic, BenchReport, CheckResult, Diagnosis, Download, EvaluationReport, Example)
-MORE_CLASSES = (ProfileResult, ReportComparison, RobustnessCard, RunGlance, RunSummary, StudyResults)
+MORE_CLASSES = (MeasureReport, ProfileResult, ReportComparison, RobustnessCard, RunGlance, RunSummary, StudyResults)
 NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLASSES)} | {
     "Literal": Literal,
     "Metrics": dict[str, float],
@@ -48,6 +49,7 @@ NAMES: Mapping[str, Any] = {each.__name__: each for each in (*CLASSES, *MORE_CLA
 FILES: dict[str, tuple[str, type[BaseModel]]] = {
     "evaluation.json": ("the file runs/NAME/evaluation/evaluation.json", EvaluationReport),
     "card.json": ("the file card.json of pvg attack", RobustnessCard),
+    "measures.json": ("the file measures/SOURCE/measures.json", MeasureReport),
     "study.json": ("the file runs/STUDY/study.json", StudyResults),
     "benchmark-report": ("the files that pvg bench writes, and pvg compare reads", BenchReport),
 }

@@ -45,6 +45,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "diagnose": ("diagnose:diagnose", "Find what slows a run down."),
     },
     "Measure": {
+        "measure": ("measure:measure", "Measure how legible any traces are, and how well their judge judges."),
         "evaluate": ("evaluate:evaluate", "Measure each finished round of a run with fresh samples and attackers."),
         "attack": ("attack:attack", "Attack a grader, reward model or judge: what wrong solutions does it accept?"),
         "study": ("study:study", "Play several experiments with several seeds, and compare the results."),

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -223,6 +224,17 @@ class Tokenizer:
         if self._unknown is not None and set(self.lacking(text)) - {self._unknown}:
             return self.encode(text)  # raises UsageError
         return np.asarray(plain_ids(self._fast, text, self.controls, self.end_ids), dtype=np.int32)
+
+    def pieces(self, text: str) -> list[tuple[str, int]]:
+        """The tokens of `plain`, each with its part of `text`. The parts together are `text`."""
+        ids = self.plain(text)
+        (encoding,) = self._fast.backend_tokenizer.encode_batch([text], add_special_tokens=False)
+        if encoding.ids[: len(ids)] == ids.tolist():
+            ends = [end for _, end in encoding.offsets[: len(ids)]]
+        else:  # the text spells control tokens, whose places are those of other tokens
+            ends = [len(self.shown(ids[: place + 1])) for place in range(len(ids))]
+        places = [0, *np.maximum.accumulate(np.minimum(ends, len(text))).tolist()[:-1], len(text)]
+        return [(text[begin:end], int(token)) for (begin, end), token in zip(pairwise(places), ids, strict=True)]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> Int32:
         """`messages` (role, content) through the chat template, with the assistant's header added: int32 [n]. Control

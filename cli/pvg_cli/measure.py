@@ -1,0 +1,212 @@
+"""`pvg measure SOURCE [SOURCE_B]`: measure how legible any traces are, and how well their judge judges."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pvg.errors import StoppedAtStart, UsageError, counted
+from pvg_cli.boundary import announce_loading, command_line, emit, say
+from pvg_cli.options import DebugOption, JsonOption, RunsOption
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pvg.traces.loaders import LoadedTraces
+    from pvg.traces.measures import MeasureReport
+    from pvg.traces.readers import TraceReader
+
+
+def measure(  # noqa: PLR0917  (each is an option)
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A file (.jsonl, .parquet of TRL, .eval of inspect-ai), a folder with some, or a run: NAME, "
+            "NAME/round-2, NAME/base.",
+        ),
+    ],
+    second: Annotated[
+        str | None, typer.Argument(metavar="[SOURCE_B]", help="A second source, to compare by problem.")
+    ] = None,
+    reader: Annotated[
+        str | None,
+        typer.Option(
+            "--reader",
+            metavar="MODEL|URL",
+            help="Who reads: embedded:NAME, hf:OWNER/NAME, a model folder, run:NAME/round-2, or http://HOST:PORT/v1. "
+            "Default: of a run, the model that it started from; of files, none.",
+        ),
+    ] = None,
+    model: Annotated[
+        str, typer.Option("--model", metavar="NAME", help="The model behind the URL. Default: its only one.")
+    ] = "",
+    key_variable: Annotated[
+        str,
+        typer.Option(
+            "--key-variable", metavar="NAME", help="The environment variable with the key. Default: OPENAI_API_KEY."
+        ),
+    ] = "",
+    measures: Annotated[
+        str | None,
+        typer.Option(
+            "--measures", metavar="NAME,...", help="What to ask the reader: cir, sr, tts, transfer. Default: all."
+        ),
+    ] = None,
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--field",
+            metavar="FIELD=COLUMN",
+            help="The column of problem, text, truth, answer, correct, step, role, verdict, flaw or named. Repeatable.",
+        ),
+    ] = None,
+    answer: Annotated[
+        str | None,
+        typer.Option("--answer", metavar="REGEX", help="How traces state the final answer: the first group is it."),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", min=1, metavar="N", help="About the most traces of a source.")] = 200,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, metavar="N", help="Of what the reader writes.")
+    ] = 256,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FOLDER", help="Default: measures/SOURCE.", show_default=False)
+    ] = None,
+    runs: RunsOption = Path("runs"),
+    as_json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure traces: causal importance and sufficiency of the reasoning (CIR, SR), true thinking, transfer utility,
+    and the judge's MCC.
+
+    FOLDER gets measures.json, measures.html and results.jsonl. Ctrl-C stops; the same command continues from there.
+    """
+    from pvg.traces.loaders import load_traces, read_fields
+    from pvg.traces.measures import missing
+
+    pattern, named = _pattern(answer), read_fields(fields or [])
+    wanted = _wanted(measures)
+    loaded = [load_traces(each, named, runs, pattern).chosen(most) for each in (source, second) if each is not None]
+    reader = reader or loaded[0].reader
+    if reader is None and (measures or model or key_variable):
+        raise UsageError("These options need a reader.", "Name one: --reader MODEL or --reader URL")
+    for each in loaded:
+        each.said.extend(missing(each, wanted if reader else ()))
+    before = [line for each in loaded for line in each.said]
+    for line in before:
+        say(line)
+    if reader is not None and "//" not in reader:
+        from pvg_cli.runs import fetch
+
+        fetch({"reader": reader}, ["reader"])
+    announce_loading()
+    folder = out or Path("measures") / "-vs-".join(each.name for each in loaded)
+    opened = partial(_opened, reader, model, key_variable)
+    report, page = _measured(loaded, opened, wanted, max_tokens, folder, as_json)
+    for line in (line for each in loaded for line in each.said if line not in before):
+        say(line)
+    _show(report, page, folder, as_json)
+
+
+def _pattern(answer: str | None) -> re.Pattern[str] | None:
+    if answer is None:
+        return None
+    try:
+        pattern = re.compile(answer)
+    except re.error as error:
+        raise UsageError(f"--answer {answer!r} is no regular expression: {error}.", "Correct it.") from None
+    if pattern.groups < 1:
+        raise UsageError(f"--answer {answer!r} has no group.", "Put the answer in parentheses: 'Result: (.+)'")
+    return pattern
+
+
+def _wanted(measures: str | None) -> list[str]:
+    from pvg.config.load import refuse_unknown
+    from pvg.traces.measures import READ
+
+    wanted = list(READ) if measures is None else [name.strip() for name in measures.split(",") if name.strip()]
+    for name in wanted:
+        refuse_unknown("measure {}", name, READ, UsageError)
+    return list(dict.fromkeys(wanted))
+
+
+def _opened(reader: str | None, model: str, key_variable: str) -> AbstractAsyncContextManager[TraceReader | None]:
+    from pvg.traces.readers import open_reader
+
+    return nullcontext() if reader is None else open_reader(reader, model=model, key_variable=key_variable)
+
+
+def _measured(
+    loaded: list[LoadedTraces],
+    opened: Callable[[], AbstractAsyncContextManager[TraceReader | None]],
+    wanted: list[str],
+    max_tokens: int,
+    folder: Path,
+    as_json: bool,
+) -> tuple[MeasureReport, str]:
+    """The report, and the page's text."""
+    import asyncio
+
+    from rich.text import Text
+
+    from pvg.reporting.measure_page import measure_page
+    from pvg.traces.kept_results import KeptResults
+    from pvg.traces.measures import measured, report_of_traces
+    from pvg_cli.display import Display, progress_row
+    from pvg_cli.driving import cancelled_at_signals, killed_document
+    from pvg_cli.output import stderr
+
+    class MeasureDisplay(Display):
+        now = ("", 0, 0)
+
+        def told(self, name: str, done: int, total: int) -> None:
+            self.now = (name, done, total)
+            self.tick(self.said)
+
+        def said(self) -> str:
+            return f"{self.now[0]}: {self.now[1]:,} of {counted(self.now[2], 'trace')}"
+
+        def render(self, width: int) -> RenderableType:
+            return progress_row(self.now[2], self.now[1], Text(self.said()))
+
+    killed = killed_document(folder.name, f"To continue: {command_line()}", as_json)
+    with KeptResults(folder / "results.jsonl") as kept, cancelled_at_signals(lambda: killed) as attach:
+
+        async def work() -> tuple[MeasureReport, str]:
+            attach()
+            async with opened() as reader:
+                with MeasureDisplay(stderr()) as display:
+                    sides = [await measured(each, reader, kept, wanted, max_tokens, display.told) for each in loaded]
+                report = report_of_traces(loaded, sides, None if reader is None else reader.name)
+            return report, measure_page(report, [(each.name, side) for each, side in zip(loaded, sides, strict=True)])
+
+        try:
+            return asyncio.run(work())
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise StoppedAtStart("Stopped. What was read is kept.", f"To continue: {command_line()}") from None
+
+
+def _show(report: MeasureReport, page: str, folder: Path, as_json: bool) -> None:
+    import orjson
+
+    from pvg.reporting.measure_page import measures_table
+    from pvg.reporting.table import write_page
+    from pvg.store.atomic import write_output
+    from pvg_cli.output import stdout
+
+    written = orjson.dumps(report.plain(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    write_output(folder / "measures.json", written)
+    write_page(folder / "measures.html", page)
+    if as_json:
+        emit({**report.plain(), "out": str(folder)})
+        return
+    stdout().print(measures_table(report))
+    counts = ", ".join(f"{each.name}: {counted(each.traces, 'trace')}" for each in report.sources)
+    say(f"\n{counts}. Reader: {report.reader or 'none. --reader MODEL adds CIR, SR, true thinking and transfer'}")
+    say(f"Page: {folder / 'measures.html'}   Numbers: {folder / 'measures.json'}")

@@ -1,0 +1,115 @@
+"""The tables and the page of `pvg measure`: measures of one or two sources, and traces as a reader sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from pvg.reporting.charts import ChartLine, XAxis, line_chart
+from pvg.reporting.evaluation import estimate_text
+from pvg.reporting.formats import ABSENT
+from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements, page
+from pvg.traces.measures import DECORATIVE, MeasuredTrace, MeasureReport, SourceRecord, contributions
+
+markup = TemplateMacros("measure.html.j2")
+SHOWN_TRACES = 40  # of a page, half of them with the least and half with the most important reasoning
+LONGEST_SHOWN = 4000  # units of a trace
+SIGNIFICANT = 0.05
+
+
+def measures_table(report: MeasureReport) -> Table:
+    """A row per measure, with its interval; of two sources also their difference and Holm's p value."""
+    two = len(report.sources) == 2
+    names = [source.name for source in report.sources]
+    columns = [Column("measure", style="strong"), *(Column(name, "right") for name in names)]
+    if two:
+        columns += [Column("difference", "right"), Column("Holm's p", "right", wrap=False)]
+    table = Table([*columns, Column("meaning", style="quiet")], narrow=True)
+    rows = [{measure.name: measure for measure in source.measures} for source in report.sources]
+    compared = {found.name: found for found in report.comparison}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        any_ = next(row[name] for row in rows if name in row)
+        digits = 0 if name == "characters" else 3
+        cells = [estimate_text(row[name].estimate, digits) if name in row else ABSENT for row in rows]
+        if two:
+            found = compared.get(name)
+            cells.append(estimate_text(found.difference, digits) if found else ABSENT)
+            cells.append(f"{found.p_adjusted:.3f}" if found and found.p_adjusted is not None else ABSENT)
+        table.add(any_.label, *cells, any_.about)
+    return table
+
+
+def notes_of(report: MeasureReport) -> list[str]:
+    """What a reader of the numbers should know."""
+    found = list(dict.fromkeys(note for source in report.sources for note in source.said))
+    for source in report.sources:
+        if source.change is not None and source.change[1] < SIGNIFICANT:
+            step, p = source.change
+            found.append(f"{source.name}: the judge's MCC changes at step {step} (p = {p:.3f}).")
+    return found
+
+
+def measure_page(report: MeasureReport, measured: Sequence[tuple[str, Sequence[MeasuredTrace]]]) -> str:
+    """The whole page. `measured`: by source, the traces of the report."""
+    reader = f"read by {report.reader}" if report.reader else "without a reader"
+    names = " and ".join(source.name for source in report.sources)
+    counts = [(source.name, f"{source.traces:,} traces, {source.problems:,} problems") for source in report.sources]
+    sections = [
+        PageSection("measures", "Measures", [measures_table(report)], "Means with 95 % intervals over problems."),
+        PageSection("judge", "The judge over steps", list(filter(None, map(_judge, report.sources)))),
+    ]
+    for number, (name, rows) in enumerate(measured):
+        shown = chosen(rows)
+        lead = (
+            "Colour: how much nearer a token brings the reader to its final belief in the stated answer. The pointer "
+            f"shows P(answer). Steps with a true-thinking score below {DECORATIVE} do not matter."
+        )
+        body = [markup.trace(*_shown(each)) for each in shown]
+        sections.append(PageSection(f"traces-{number}", f"Traces of {name}", body, lead, style="measure.css"))
+    header = [elements.title(names, reader), elements.facts(counts), elements.notes(notes_of(report))]
+    return page(f"pvg measure: {names}", header, sections)
+
+
+def _judge(source: SourceRecord) -> Markup:
+    points = [(float(each.step), each.mcc) for each in source.judge if each.mcc is not None]
+    if len(points) < 2:
+        return Markup()
+    marks = [(float(source.change[0]), f"change, p = {source.change[1]:.3f}")] if source.change else []
+    x = XAxis(points[0][0], points[-1][0], "step", marks=marks)
+    return line_chart(f"MCC, {source.name}", [ChartLine("MCC", [points], "verifier", dots=True)], x, "number")
+
+
+def chosen(rows: Sequence[MeasuredTrace]) -> list[MeasuredTrace]:
+    """The traces to show: those with the lowest and those with the highest CIR; without one, the first."""
+    ranked = sorted((row for row in rows if row.chances), key=lambda row: row.values().get("cir", 0.0))
+    ranked = ranked or list(rows)
+    half = SHOWN_TRACES // 2
+    return ranked if len(ranked) <= SHOWN_TRACES else [*ranked[:half], *ranked[-half:]]
+
+
+def _shown(row: MeasuredTrace) -> tuple[object, ...]:
+    """The arguments of the template: question, units (text, strength, hint), rest, steps, facts, and the place."""
+    trace, parts, values = row.trace, row.trace.parts, row.values()
+    question = "\n\n".join(content for _, content in trace.problem)
+    if row.chances and parts is not None:
+        gains = contributions(row.chances)
+        most = max(gains, default=0.0) or 1.0
+        units = [
+            (text, round(gain / most, 2), f"P(answer) {before:.3f} → {after:.3f}")
+            for text, gain, before, after in zip(row.units, gains, row.chances, row.chances[1:], strict=False)
+        ][:LONGEST_SHOWN]
+        rest = trace.text[len(parts.reasoning) :] if len(row.units) <= LONGEST_SHOWN else " …"
+    else:
+        units, rest = [], trace.text
+    grade = {True: "correct", False: "wrong", None: ""}[trace.correct]
+    facts = [
+        ("stated answer", parts.answer.strip() if parts is not None else "none"),
+        ("true answer", trace.truth or ""),
+        ("P(answer) before and after", f"{row.chances[0]:.3f}, {row.chances[-1]:.3f}" if row.chances else ""),
+        ("CIR", f"{values['cir']:.3f}" if "cir" in values else ""),
+        ("read without the question", (row.read["sr"] or "nothing") if "sr" in row.read else ""),
+        ("read from 0 to 90 %", ", ".join(str(v) for k, v in row.read.items() if k != "sr")),
+    ]
+    steps = [(text.strip(), score, score < DECORATIVE) for text, score in row.steps]
+    return question, units, rest, steps, facts, grade, trace.place

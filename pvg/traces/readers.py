@@ -1,0 +1,304 @@
+"""Readers of traces: a model on this machine, or one behind an OpenAI-compatible URL.
+
+    with open_reader("embedded:modchain-prover") as reader:
+        found = await reader.chances(problem, [reader.units(reasoning)[:4]], cue, answer)     # P(answer | prefix)
+
+A reader reads a text in units: a local model in tokens, a server in words. `chances` gives the probability that the
+reader writes an answer after each of several prefixes, and `written` what it writes. A local reader computes what
+prefixes have in common once (pvg.models.packing), so all prefixes of a trace cost about one forward pass.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pvg.config.base import is_run_id, parse_run_id
+from pvg.config.training import ModelSection
+from pvg.errors import ConfigurationError, UsageError
+from pvg.models import open_model, pick_device
+from pvg.models.language_model import LanguageModel
+from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
+from pvg.models.packing import lengths_of, pad_right, row_batches, token_budget_batches
+from pvg.models.shared_prompts import check_packing, check_window
+from pvg.records import Int32
+from pvg.rollout.engine import GenerationRequest, Sampling
+from pvg.rollout.torch_engine import TorchEngine
+from pvg.store.run_players import find_player
+from pvg.traces.http_client import OpenAiClient, RefusedByServer, is_url
+from pvg.traces.loaders import Message, TraceParts
+
+EMPTY_I = np.zeros(0, dtype=np.int32)
+
+
+class TextUnit(NamedTuple):
+    """A piece of a text. `ids`: its tokens, int32 [n]; none for a reader behind a URL."""
+
+    text: str
+    ids: Int32 = EMPTY_I
+
+
+class ToContinue(NamedTuple):
+    """What a reader continues: a problem (empty: it is not shown), the beginning of a text, and a `cue` after it."""
+
+    problem: tuple[Message, ...]
+    prefix: Sequence[TextUnit]
+    cue: str = ""
+
+
+UNSEEN = "Read this reasoning about a problem that you cannot see. Which final answer does it reach?\n\n"
+AWAY = "Answer with the final answer alone."
+LAST_LINE = "State the final answer in the last line, after '#### '."
+SOLVE, CONTINUE = f"Solve it. {LAST_LINE}", f"Continue this solution to its end. {LAST_LINE}"
+
+
+class TraceReader:
+    """`identity`: what a result depends on, besides the question. `kind`: "local" or "url"."""
+
+    name: str
+    identity: str
+
+    @abstractmethod
+    def units(self, text: str) -> list[TextUnit]:
+        """The units of a text, whose texts concatenated are it."""
+
+    @abstractmethod
+    def whole(self, text: str) -> TextUnit:
+        """The text as one unit."""
+
+    @abstractmethod
+    def joined(self, units: Sequence[TextUnit]) -> list[TextUnit]:
+        """As many units as the reader can be asked about one by one."""
+
+    @abstractmethod
+    def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
+        """Whether the problem and these units, with some room for an answer, fit into the reader's context."""
+
+    @abstractmethod
+    async def chances(
+        self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
+    ) -> list[float]:
+        """P(answer | problem, prefix, cue) of each prefix, in [0, 1]."""
+
+    @abstractmethod
+    async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
+        """What the reader writes, greedily."""
+
+
+# --- on this machine --------------------------------------------------------------------------------------------------
+
+BUDGET = 16_384  # tokens of a forward pass; what rows have in common counts once
+ROOM = 32  # tokens for a cue and an answer
+ROWS = 64  # completions that are written together
+
+
+class LocalReader(TraceReader):
+    """Borrows `model`. `style`: how it is asked: "tag", "plain", "text" or "chat", as in `prompts.kind`."""
+
+    def __init__(self, model: LanguageModel, engine: TorchEngine, executor: ThreadPoolExecutor, style: str) -> None:
+        self.name, self.style = model.name, style
+        self.identity = f"{model.fingerprint()}/{model.tokenizer.fingerprint}/{style}"
+        self._model, self._engine, self._executor = model, engine, executor
+
+    def units(self, text: str) -> list[TextUnit]:
+        pairs = self._model.tokenizer.pieces(text)
+        return [TextUnit(piece, np.array([number], dtype=np.int32)) for piece, number in pairs]
+
+    def whole(self, text: str) -> TextUnit:
+        return TextUnit(text, self._model.tokenizer.plain(text))
+
+    def joined(self, units: Sequence[TextUnit]) -> list[TextUnit]:
+        return list(units)
+
+    def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
+        return len(self.prompt(problem)) + sum(len(unit.ids) for unit in units) + ROOM <= self._model.max_length
+
+    def prompt(self, problem: tuple[Message, ...]) -> Int32:
+        """The tokens before a text, int32 [P]. Of no problem: those before any text."""
+        tokenizer = self._model.tokenizer
+        question = "\n\n".join(content for _, content in problem)
+        if problem and problem[0][0] and self.style == "chat":
+            return tokenizer.chat([{"role": role, "content": content} for role, content in problem])
+        if not problem or not problem[0][0]:
+            opened = {"tag": "H?", "plain": "?"}.get(self.style, "") if not problem else question
+            return (
+                tokenizer.opening(opened) if opened or tokenizer.begin_ids else np.array([tokenizer.eos_id], np.int32)
+            )
+        written = {"tag": f"H{question}", "plain": question}.get(self.style, f"{question}\n\n")
+        return tokenizer.opening(written)
+
+    async def chances(
+        self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
+    ) -> list[float]:
+        prompt, cue = self.prompt(problem), self._model.tokenizer.plain(parts.cue)
+        answer = self._model.tokenizer.plain(parts.answer + parts.end)
+        rows, starts = [], []
+        for prefix in prefixes:
+            row = [prompt, *(unit.ids for unit in prefix), cue]
+            starts.append(sum(map(len, row)))
+            rows.append(np.concatenate([*row, answer]))
+        work = partial(self.logprobs, rows, np.array(starts))
+        found = await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        return [min(1.0, math.exp(value)) for value in found.tolist()]
+
+    def logprobs(self, rows: Sequence[Int32], starts_N: Any, *, shared: bool = True) -> Any:
+        """float64 [N], nats: log P(tokens of a row from its start on | those before). `shared`: compute what rows have
+        in common once, if the model can."""
+        module, longest = self._model.module, int(lengths_of(rows).max())
+        found_N = np.zeros(len(rows))
+        try:
+            check_packing(module)
+            check_window(module, longest)
+        except ConfigurationError:
+            shared = False  # the same values, computed row by row
+        budget = max(BUDGET, longest)
+        split = row_batches(rows, starts_N, budget) if shared else token_budget_batches(lengths_of(rows), budget)
+        with torch.no_grad():
+            for part in split:
+                some = [rows[row] for row in part]
+                if shared:
+                    logprobs_BL = shared_prompt_outputs(module, some, starts_N[part]).logprobs_BL
+                else:
+                    ids_BL, lengths_B = pad_right(some, self._model.tokenizer.pad_id, self._model.device)
+                    starts_B = torch.from_numpy(starts_N[part]).to(self._model.device)
+                    logprobs_BL = completion_logprobs(module, ids_BL, lengths_B, starts_B)
+                found_N[part] = logprobs_BL.double().sum(1).cpu().numpy()
+        return found_N
+
+    async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
+        tokenizer = self._model.tokenizer
+        found: list[str] = []
+        for first in range(0, len(asks), ROWS):
+            requests = []
+            for number, ask in enumerate(asks[first : first + ROWS]):
+                ids = np.concatenate([*self._asked(ask), tokenizer.plain(ask.cue)])
+                room = max(1, min(max_tokens, self._model.max_length - len(ids)))
+                sampling = Sampling(room, tokenizer.end_ids, top_k=1)
+                requests.append(GenerationRequest(str(number), ids, sampling, seed=0))
+            done = await asyncio.gather(*map(self._engine.generate, requests))
+            found += [tokenizer.decode(tokenizer.without_end(each.token_ids)) for each in done]
+        return found
+
+    def _asked(self, ask: ToContinue) -> list[Int32]:
+        """The tokens of what is continued, without the cue."""
+        if ask.problem or self.style != "chat":
+            return [self.prompt(ask.problem), *(unit.ids for unit in ask.prefix)]
+        text = "".join(unit.text for unit in ask.prefix)
+        return [self._model.tokenizer.chat([{"role": "user", "content": UNSEEN + text}])]
+
+
+@asynccontextmanager
+async def local_reader(source: str, device: str = "auto") -> AsyncIterator[LocalReader]:
+    """The reader of a model's source: embedded:NAME, hf:OWNER/NAME, run:NAME/round-2, gguf:PACKAGE or a folder. Raises
+    the errors of `open_model`."""
+    place = pick_device(device)
+    embedded = source.startswith("embedded:") or place.type == "cpu"
+    with ThreadPoolExecutor(1, "pvg-reader") as executor:
+        model = open_model(ModelSection(source=source), place, "float32" if embedded else "bfloat16")
+        async with AsyncExitStack() as stack:
+            stack.callback(model.close)
+            engine = TorchEngine(model, max_rows=ROWS, max_in_flight=ROWS, executor=executor)
+            stack.push_async_callback(engine.close)
+            yield LocalReader(model, engine, executor, _style_of(source, model))
+
+
+def _style_of(source: str, model: LanguageModel) -> str:
+    if is_run_id(source):
+        return find_player(parse_run_id(source)).experiment.prompts.kind
+    if source.startswith("embedded:"):
+        return "tag"
+    try:
+        model.tokenizer.chat_template  # noqa: B018 - raises without one
+    except ConfigurationError:
+        return "text"
+    return "chat"
+
+
+# --- behind a URL -----------------------------------------------------------------------------------------------------
+
+CUTS = 24  # prefixes of a trace that a server is asked for: each is one request
+
+
+class UrlReader(TraceReader):
+    """Borrows `client`. It gives `chances` only if the server has text completions with `echo` and `logprobs`."""
+
+    def __init__(self, client: OpenAiClient) -> None:
+        self.client = client
+        self.name, self.identity = client.model, f"{client.url}/{client.model}"
+
+    def units(self, text: str) -> list[TextUnit]:
+        return [TextUnit(word) for word in re.findall(r"\s*\S+|\s+$", text)]
+
+    def whole(self, text: str) -> TextUnit:
+        return TextUnit(text)
+
+    def joined(self, units: Sequence[TextUnit]) -> list[TextUnit]:
+        """CUTS units of about the same number of words."""
+        ends = sorted({round(len(units) * cut / CUTS) for cut in range(CUTS + 1)})
+        return [TextUnit("".join(unit.text for unit in units[begin:end])) for begin, end in pairwise(ends)]
+
+    def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
+        return True
+
+    async def chances(
+        self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
+    ) -> list[float]:
+        """Raises RefusedByServer if the server gives no log-probs of prompts."""
+        question = "".join(f"{content}\n\n" for _, content in problem)
+        texts = [question + "".join(unit.text for unit in prefix) + parts.cue for prefix in prefixes]
+        found = await asyncio.gather(*(self._chance(text, parts.answer + parts.end) for text in texts))
+        return list(found)
+
+    async def _chance(self, before: str, answer: str) -> float:
+        choice = await self.client.complete(before + answer, max_tokens=1, temperature=0, echo=True, logprobs=1)
+        try:
+            given = choice["logprobs"]
+            pairs = zip(given["text_offset"], given["token_logprobs"], strict=True)
+            kept = [value for offset, value in pairs if len(before) <= offset < len(before) + len(answer)]
+            return min(1.0, math.exp(math.fsum(kept))) if kept else self._no_logprobs()
+        except (LookupError, TypeError, ValueError):
+            return self._no_logprobs()
+
+    def _no_logprobs(self) -> float:
+        raise RefusedByServer(f"{self.client.url} gives no log-probs of a prompt.", "Leave out cir and tts.")
+
+    async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
+        return list(await asyncio.gather(*(self._write(ask, max_tokens) for ask in asks)))
+
+    async def _write(self, ask: ToContinue, max_tokens: int) -> str:
+        begun = "".join(unit.text for unit in ask.prefix)
+        if not ask.problem:
+            messages = [("user", f"{UNSEEN}{begun}\n\n{AWAY}")]
+        else:
+            order = f"{CONTINUE}\n\n{begun}" if begun else SOLVE
+            role, content = ask.problem[-1]
+            messages = [*ask.problem[:-1], (role or "user", f"{content}\n\n{order}")]
+        rows = [{"role": role, "content": content} for role, content in messages]
+        choice = await self.client.chat(rows, max_tokens=max_tokens, temperature=0)
+        return str(choice["message"]["content"])
+
+
+@asynccontextmanager
+async def open_reader(
+    source: str, *, model: str = "", key_variable: str = "", concurrency: int = 8, device: str = "auto"
+) -> AsyncIterator[TraceReader]:
+    """A reader of a source of `local_reader`, or behind a URL, where it is `model`."""
+    if is_url(source):
+        async with OpenAiClient.open(source, model, key_variable=key_variable, concurrency=concurrency) as client:
+            yield UrlReader(client)
+        return
+    if model or key_variable:
+        raise UsageError("--model and --key-variable are for a reader behind a URL.", "Leave them out.")
+    async with local_reader(source, device) as reader:
+        yield reader

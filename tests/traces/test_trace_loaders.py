@@ -1,0 +1,269 @@
+"""Loading traces: how answers and steps are found, columns guessed, and hostile files refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from pvg.errors import ConfigurationError, PvgError, UsageError
+from pvg.traces.loaders import load_traces, parts_of, read_fields, steps_in
+
+HERE = Path(__file__).parent
+
+
+def load(file, *fields, pattern=None):
+    return load_traces(str(file), read_fields(fields), Path("runs"), pattern)
+
+
+def lines(tmp_path, *rows, name="t.jsonl"):
+    file = tmp_path / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+# --- answers and steps ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "cue", "answer", "end"),
+    [
+        ("48/2 = 24.\n#### 24", "48/2 = 24.", "\n####", " 24", ""),
+        ("So \\boxed{\\frac{1}{2}}.", "So", " \\boxed{", "\\frac{1}{2}", "}"),
+        ("<think>2+2</think>\n<answer> 4 </answer>", "<think>2+2", "</think>\n<answer>", " 4", " </answer>"),
+        (
+            "First 3. The answer is 4. Then the answer is **5**.",
+            "First 3. The answer is 4. Then the",
+            " answer is **",
+            "5",
+            "",
+        ),
+        ("7+5=2;2+8=0;A0", "7+5=2;2+8=0;", "A", "0", ""),
+        ("#### 3\nNo: \\boxed{4}", "#### 3\nNo:", " \\boxed{", "4", "}"),
+    ],
+)
+def test_the_last_stated_answer_is_found(text, reasoning, cue, answer, end):
+    parts = parts_of(text)
+    assert (parts.reasoning, parts.cue, parts.answer, parts.end) == (reasoning, cue, answer, end)
+
+
+def test_a_users_pattern_finds_other_answers():
+    parts = parts_of("1+1\nResult => 2 (sure)", re.compile(r"Result => (\d+)"))
+    assert (parts.reasoning, parts.cue, parts.answer) == ("1+1", "\nResult =>", " 2")
+    assert parts_of("no answer here") is None
+    assert parts_of("no marker", None, "red").answer == " red"
+
+
+@given(st.text(alphabet="ab1 \n.;#\\{}<>answerboxd/thinkA", max_size=200))
+def test_any_text_is_cut_without_loss(text):
+    if (parts := parts_of(text)) is not None:
+        assert text.startswith(parts.reasoning + parts.cue + parts.answer + parts.end)
+    places = steps_in(text)
+    assert all(start < end for start, end in places)
+    assert "".join(text[slice(*place)] for place in places).split() == text.split()
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("7+5=2;2+8=0;", ["7+5=2;", "2+8=0;"]),
+        ("one\n\ntwo\n", ["one\n\n", "two\n"]),
+        ("First this. Then that! End", ["First this. ", "Then that! ", "End"]),
+    ],
+)
+def test_steps(text, steps):
+    assert [text[slice(*place)] for place in steps_in(text)] == steps
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_guessed_and_said_and_can_be_named(tmp_path):
+    file = lines(tmp_path, {"question": "2+2?", "response": "#### 4", "answer": 4, "mine": "5", "step": 3})
+    loaded = load(file)
+    (found,) = loaded.traces
+    assert (found.truth, found.correct, found.step, found.problem) == ("4", True, 3, (("user", "2+2?"),))
+    assert "text = response" in loaded.said[0]
+    (found,) = load(file, "truth=mine").traces
+    assert (found.truth, found.correct) == ("5", False)
+
+
+def test_equal_answers_need_not_be_written_alike(tmp_path):
+    file = lines(tmp_path, {"question": "q", "text": "#### 1,200", "truth": "1200.0"})
+    assert load(file).traces[0].correct
+
+
+def test_chats_thoughts_and_judges(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "q"}]}]
+    said = [
+        {"role": "assistant", "content": [{"type": "reasoning", "reasoning": "r"}, {"type": "text", "text": "#### 1"}]}
+    ]
+    row = {
+        "prompt": messages,
+        "completion": said,
+        "answer": "1",
+        "verdict": 0.75,
+        "flaw": 1,
+        "named": 2,
+        "role": "helpful",
+    }
+    (found,) = load(lines(tmp_path, row)).traces
+    assert found.problem == (("system", "s"), ("user", "q"))
+    assert found.parts.reasoning == "<think>r"
+    assert (found.accepted, found.flaw, found.named, found.role, found.correct) == (True, 1, 2, "helpful", True)
+
+
+def test_about_the_most_traces_are_all_those_of_some_problems(tmp_path):
+    file = lines(tmp_path, *({"question": f"q{n % 10}", "text": f"#### {n}"} for n in range(40)))
+    loaded = load(file)
+    chosen = loaded.chosen(9)
+    assert len(chosen.traces) == 12
+    assert {trace.problem_id for trace in chosen.traces} < {trace.problem_id for trace in loaded.traces}
+    assert "28 traces" in chosen.said[-1]
+    assert loaded.chosen(40) is loaded
+
+
+# --- what the real packages write (write_fixtures.py) -----------------------------------------------------------------
+
+WRITTEN = HERE / "written_by"
+CHAINS = ["7+5=2;2+8=0;0+3=3;3+6=9;", "1+2=3;3+3=6;6+4=0;0+5=5;", "4+4=8;8+4=3;3+4=7;7+4=1;"]
+
+
+def test_completions_that_trl_logged():
+    loaded = load(WRITTEN / "trl")
+    assert len(loaded.traces) == 32
+    assert {trace.step for trace in loaded.traces} == {1, 2}
+    first = loaded.traces[0]
+    assert first.problem[0][0] == ""  # a raw prompt, which the model continued
+    assert first.problem[0][1].startswith("H")
+    for trace in loaded.traces:
+        assert trace.known == (trace.parts is not None and trace.parts.answer == trace.truth)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("verifiers", [None] * 3), ("prime-rl", [1, 2, 3])])
+def test_episodes_of_verifiers_and_of_prime_rl(name, steps):
+    traces = load(WRITTEN / f"{name}.jsonl").traces
+    assert [trace.parts.reasoning for trace in traces] == [f"<think>{chain}" for chain in CHAINS]
+    assert [trace.parts.answer for trace in traces] == [" 9", " 5", " 1"]
+    assert [(trace.truth, trace.known) for trace in traces] == [("9", True), ("5", True), ("0", False)]
+    assert traces[0].problem == (("system", "Add modulo 10."), ("user", "7+5+8+3+6?"))
+    assert [trace.step for trace in traces] == steps
+
+
+def test_a_log_of_inspect():
+    traces = load(WRITTEN / "inspect.eval").traces
+    assert [trace.parts.reasoning for trace in traces] == CHAINS
+    assert [(trace.truth, trace.known, trace.answer) for trace in traces] == [
+        ("9", True, "9"),
+        ("5", True, "5"),
+        ("0", False, "1"),
+    ]
+    assert traces[0].problem == (("user", "7+5+8+3+6?"),)
+
+
+# --- hostile files ----------------------------------------------------------------------------------------------------
+
+GOOD = {"question": "q", "text": "#### 1"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "has no traces"),
+        (b"\n\n", "has no traces"),
+        (b"not json\n", "line 1"),
+        (b'{"question": "q", "text": "\xff"}\n', "not UTF-8"),
+        (b"[1]\n", "not a JSON object"),
+        (b'{"question": "q"}\n', "no column has the text"),
+        (b'{"text": "t"}\n', "no column has the problem"),
+        (json.dumps(GOOD).encode() + b'\n{"question": "q"}\n', "line 2"),
+        (b'{"question": 5, "text": "t"}\n', "'question' is 5"),
+        (b'{"question": "q", "text": 5}\n', "'text' is 5"),
+        (b'{"question": "q", "text": "t", "step": "x"}\n', "'step' is 'x'"),
+        (b'{"question": "q", "text": "t", "step": 1.5}\n', "whole number"),
+        (b'{"question": "q", "text": "t", "correct": 0.5}\n', "0 or 1"),
+        (b'{"question": "q", "text": "t", "verdict": 3}\n', "between 0 and 1"),
+        (b'{"prompt": [{"content": "q"}], "text": "t"}\n', "message with a role"),
+        (b'{"question": "q", "question": "r", "text": "t"}\n', "twice"),
+        (b'{"question": ' + b"[" * 100_000 + b"\n", "line 1"),
+    ],
+)
+def test_a_wrong_line_is_one_error_with_its_place(tmp_path, content, message):
+    file = tmp_path / "t.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(PvgError, match=re.escape(message)):
+        load(file)
+
+
+def test_a_huge_line_is_read(tmp_path):
+    file = lines(tmp_path, {"question": "q", "text": "x" * 5_000_000 + "\n#### 1"})
+    assert load(file).traces[0].parts.answer == " 1"
+
+
+def test_an_unknown_field_or_column_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="FIELD=COLUMN"):
+        read_fields(["nonsense=1"])
+    with pytest.raises(ConfigurationError, match="'missing'"):
+        load(lines(tmp_path, GOOD), "truth=missing")
+
+
+def table(tmp_path, **columns):
+    file = tmp_path / "completions_00001.parquet"
+    parquet.write_table(pa.table(columns), file)
+    return file
+
+
+def test_truncated_and_empty_parquet_is_refused(tmp_path):
+    file = table(tmp_path, prompt=["q"], completion=["#### 1"])
+    data = file.read_bytes()
+    for size in (0, 10, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:size])
+        with pytest.raises(ConfigurationError, match="not valid parquet"):
+            load(file)
+    with pytest.raises(ConfigurationError, match="has no traces"):
+        load(table(tmp_path, prompt=pa.array([], pa.string()), completion=pa.array([], pa.string())))
+    with pytest.raises(ConfigurationError, match="no column has the text"):
+        load(table(tmp_path, prompt=["q"]))
+
+
+def test_a_folder_of_parquet_is_one_source(tmp_path):
+    for step in (1, 2):
+        file = table(tmp_path, step=[step], prompt=["q"], completion=["#### 1"])
+        file.rename(tmp_path / f"completions_0000{step}.parquet.tmp")
+    for step in (1, 2):
+        (tmp_path / f"completions_0000{step}.parquet.tmp").rename(tmp_path / f"completions_0000{step}.parquet")
+    loaded = load(tmp_path)
+    assert [trace.step for trace in loaded.traces] == [1, 2]
+    assert loaded.traces[0].place == "completions_00001.parquet, row 1"
+    assert len(loaded.said) == 1
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no traces that pvg knows"):
+        load(tmp_path / "empty")
+
+
+def test_a_damaged_log_of_inspect_is_refused(tmp_path):
+    file = tmp_path / "x.eval"
+    file.write_bytes(b"no zip")
+    with pytest.raises(ConfigurationError, match="not a whole log"):
+        load(file)
+    for content in (b"{", b"[]", b'{"input": "q"}'):
+        with zipfile.ZipFile(file, "w") as log:
+            log.writestr("samples/1_epoch_1.json", content)
+        with pytest.raises(ConfigurationError):
+            load(file)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as log:
+        log.writestr("samples/1_epoch_1.json", b"0" * (65 << 20))
+    with pytest.raises(ConfigurationError, match="64 MiB"):
+        load(file)
+
+
+def test_a_run_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(UsageError, match="no run"):
+        load_traces("missing", {}, tmp_path, None)
