@@ -158,13 +158,16 @@ class ReadableTrace(NamedTuple):
 
     @classmethod
     def of(cls, trace: Trace, reader: TraceReader) -> ReadableTrace | None:
-        """None without an answer or reasoning, or if they do not fit into the reader's context."""
+        """None without an answer or reasoning, or if they do not fit into the reader's context or vocabulary."""
         parts = trace.parts
         if parts is None or not parts.reasoning.strip() or not parts.answer.strip():
             return None
-        units = reader.units(parts.reasoning)
         steps = [parts.reasoning[slice(*place)] for place in steps_in(parts.reasoning)]
-        return cls(trace, parts, units, steps) if reader.fits(trace.problem, units) else None
+        try:
+            units, _ = reader.units(parts.reasoning), reader.whole(parts.cue + parts.answer + parts.end)
+            return cls(trace, parts, units, steps) if reader.fits(trace.problem, units) else None
+        except UsageError:  # a vocabulary of single characters lacks one
+            return None
 
 
 async def measured(
@@ -181,8 +184,11 @@ async def measured(
         return [MeasuredTrace(trace, [], [], [], {}) for trace in loaded.traces]
     rows = [ReadableTrace.of(trace, reader) for trace in loaded.traces]
     if left := rows.count(None):
-        why = f"without an answer, without reasoning or too long for {reader.name}"
-        loaded.said.append(f"{loaded.name}: {counted(left, 'trace')} {why}.")
+        why = "no answer, no reasoning, too long, or characters that it does not know"
+        said = f"{loaded.name}: {reader.name} cannot read {counted(left, 'trace')} of {len(rows):,} ({why})."
+        if left == len(rows):
+            raise UsageError(said, "Choose another --reader.")
+        loaded.said.append(said)
     found: dict[str, dict[int, Any]] = {name: {} for name in READ}
     for name in wanted:
         some = [n for n, row in enumerate(rows) if row and (name != "transfer" or row.trace.truth is not None)]

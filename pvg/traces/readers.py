@@ -35,6 +35,7 @@ from pvg.models.shared_prompts import check_packing, check_window
 from pvg.records import Int32
 from pvg.rollout.engine import GenerationRequest, Sampling
 from pvg.rollout.torch_engine import TorchEngine
+from pvg.servers.pool import together
 from pvg.store.run_players import find_player
 from pvg.traces.http_client import OpenAiClient, RefusedByServer, is_url
 from pvg.traces.loaders import Message, TraceParts
@@ -64,7 +65,7 @@ SOLVE, CONTINUE = f"Solve it. {LAST_LINE}", f"Continue this solution to its end.
 
 
 class TraceReader:
-    """`identity`: what a result depends on, besides the question. `kind`: "local" or "url"."""
+    """`identity`: what a result depends on, besides the question."""
 
     name: str
     identity: str
@@ -77,9 +78,9 @@ class TraceReader:
     def whole(self, text: str) -> TextUnit:
         """The text as one unit."""
 
-    @abstractmethod
     def joined(self, units: Sequence[TextUnit]) -> list[TextUnit]:
         """As many units as the reader can be asked about one by one."""
+        return list(units)
 
     @abstractmethod
     def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
@@ -118,9 +119,6 @@ class LocalReader(TraceReader):
     def whole(self, text: str) -> TextUnit:
         return TextUnit(text, self._model.tokenizer.plain(text))
 
-    def joined(self, units: Sequence[TextUnit]) -> list[TextUnit]:
-        return list(units)
-
     def fits(self, problem: tuple[Message, ...], units: Sequence[TextUnit]) -> bool:
         return len(self.prompt(problem)) + sum(len(unit.ids) for unit in units) + ROOM <= self._model.max_length
 
@@ -130,13 +128,14 @@ class LocalReader(TraceReader):
         question = "\n\n".join(content for _, content in problem)
         if problem and problem[0][0] and self.style == "chat":
             return tokenizer.chat([{"role": role, "content": content} for role, content in problem])
-        if not problem or not problem[0][0]:
-            opened = {"tag": "H?", "plain": "?"}.get(self.style, "") if not problem else question
-            return (
-                tokenizer.opening(opened) if opened or tokenizer.begin_ids else np.array([tokenizer.eos_id], np.int32)
-            )
-        written = {"tag": f"H{question}", "plain": question}.get(self.style, f"{question}\n\n")
-        return tokenizer.opening(written)
+        if not problem:
+            opened = {"tag": "H?", "plain": "?"}.get(self.style, "")
+        elif not problem[0][0]:
+            opened = question
+        else:
+            opened = {"tag": f"H{question}", "plain": question}.get(self.style, f"{question}\n\n")
+        ids = tokenizer.opening(opened)
+        return ids if len(ids) else np.array([tokenizer.eos_id], dtype=np.int32)  # an end separates texts
 
     async def chances(
         self, problem: tuple[Message, ...], prefixes: Sequence[Sequence[TextUnit]], parts: TraceParts
@@ -178,16 +177,16 @@ class LocalReader(TraceReader):
 
     async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
         tokenizer = self._model.tokenizer
-        found: list[str] = []
+        found = [""] * len(asks)  # what has no room left is not continued
         for first in range(0, len(asks), ROWS):
             requests = []
-            for number, ask in enumerate(asks[first : first + ROWS]):
+            for number, ask in enumerate(asks[first : first + ROWS], start=first):
                 ids = np.concatenate([*self._asked(ask), tokenizer.plain(ask.cue)])
-                room = max(1, min(max_tokens, self._model.max_length - len(ids)))
-                sampling = Sampling(room, tokenizer.end_ids, top_k=1)
-                requests.append(GenerationRequest(str(number), ids, sampling, seed=0))
-            done = await asyncio.gather(*map(self._engine.generate, requests))
-            found += [tokenizer.decode(tokenizer.without_end(each.token_ids)) for each in done]
+                if room := min(max_tokens, max(0, self._model.max_length - len(ids))):
+                    sampling = Sampling(room, tokenizer.end_ids, top_k=1)
+                    requests.append(GenerationRequest(str(number), ids, sampling, seed=0))
+            for done in await asyncio.gather(*map(self._engine.generate, requests)):
+                found[int(done.request_id)] = tokenizer.decode(tokenizer.without_end(done.token_ids))
         return found
 
     def _asked(self, ask: ToContinue) -> list[Int32]:
@@ -203,9 +202,9 @@ async def local_reader(source: str, device: str = "auto") -> AsyncIterator[Local
     """The reader of a model's source: embedded:NAME, hf:OWNER/NAME, run:NAME/round-2, gguf:PACKAGE or a folder. Raises
     the errors of `open_model`."""
     place = pick_device(device)
-    embedded = source.startswith("embedded:") or place.type == "cpu"
     with ThreadPoolExecutor(1, "pvg-reader") as executor:
-        model = open_model(ModelSection(source=source), place, "float32" if embedded else "bfloat16")
+        exact = source.startswith("embedded:") or place.type == "cpu"
+        model = open_model(ModelSection(source=source), place, "float32" if exact else "bfloat16")
         async with AsyncExitStack() as stack:
             stack.callback(model.close)
             engine = TorchEngine(model, max_rows=ROWS, max_in_flight=ROWS, executor=executor)
@@ -257,8 +256,7 @@ class UrlReader(TraceReader):
         """Raises RefusedByServer if the server gives no log-probs of prompts."""
         question = "".join(f"{content}\n\n" for _, content in problem)
         texts = [question + "".join(unit.text for unit in prefix) + parts.cue for prefix in prefixes]
-        found = await asyncio.gather(*(self._chance(text, parts.answer + parts.end) for text in texts))
-        return list(found)
+        return await together([self._chance(text, parts.answer + parts.end) for text in texts])
 
     async def _chance(self, before: str, answer: str) -> float:
         choice = await self.client.complete(before + answer, max_tokens=1, temperature=0, echo=True, logprobs=1)
@@ -274,7 +272,7 @@ class UrlReader(TraceReader):
         raise RefusedByServer(f"{self.client.url} gives no log-probs of a prompt.", "Leave out cir and tts.")
 
     async def written(self, asks: Sequence[ToContinue], max_tokens: int) -> list[str]:
-        return list(await asyncio.gather(*(self._write(ask, max_tokens) for ask in asks)))
+        return await together([self._write(ask, max_tokens) for ask in asks])
 
     async def _write(self, ask: ToContinue, max_tokens: int) -> str:
         begun = "".join(unit.text for unit in ask.prefix)

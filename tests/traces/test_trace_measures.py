@@ -15,6 +15,7 @@ from traces import slow_reference
 from pvg.config.task import ModchainTask
 from pvg.errors import ConfigurationError, UsageError
 from pvg.evaluation.intervals import draws
+from pvg.models.packing import Trie, lengths_of
 from pvg.tasks.modchain import Modchain, chain_problem, clean_trace, flawed_trace
 from pvg.traces.kept_results import KeptResults
 from pvg.traces.loaders import LoadedTraces, Trace
@@ -307,6 +308,17 @@ def test_sharing_prefixes_and_batching_change_no_value():
         assert shared_N == pytest.approx(apart_N, abs=1e-5)
 
     asyncio.run(with_reader(work))
+
+
+def test_all_prefixes_of_a_long_trace_cost_about_one_pass():
+    """Tokens that go through the model, counted: a trace of 400 tokens, a question of 50, a cue and an answer of 4."""
+    rng = np.random.default_rng(0)
+    text, question, end = (rng.integers(0, 1000, size, dtype=np.int32) for size in (400, 50, 4))
+    rows = [np.concatenate([question, text[:k], end]) for k in range(len(text) + 1)]
+    trie = Trie.of(rows, lengths_of(rows) - 2)
+    computed, alone = int(trie.lengths_S.sum()), int(lengths_of(rows).sum())
+    assert computed < alone / 30
+    assert computed < 8 * len(rows)
 
 
 def test_the_embedded_task_writes_what_the_markers_read():

@@ -1,0 +1,87 @@
+"""A reader behind a URL: what it is asked, and what is left out if it gives no log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+from aiohttp import web
+from traces.openai_server import said, serving
+
+from pvg.errors import ServerUnavailableError
+from pvg.traces.kept_results import KeptResults
+from pvg.traces.loaders import LoadedTraces, Trace
+from pvg.traces.measures import READ, measured
+from pvg.traces.readers import open_reader
+
+WORDS = " ".join(f"w{n}" for n in range(60))
+TRACE = Trace("1", (("user", "2+2?"),), f"{WORDS} key {WORDS}\n#### 4", truth="4")
+
+
+def believing(route, body):
+    """Believes in any answer after "key": half a nat per character of the text. In a chat it says 4."""
+    if route == "chat/completions":
+        return said("4" if "cannot see" in body["messages"][0]["content"] else "So #### 4")
+    text = body["prompt"]
+    sure = "key" in text
+    values = [None, *([0.0 if sure else -0.5] * (len(text) - 1))]
+    logprobs = {"text_offset": list(range(len(text) + 1)), "token_logprobs": [*values, -9.0]}
+    return {"choices": [{"text": f"{text}x", "logprobs": logprobs}]}
+
+
+def read(answer, tmp_path, wanted=READ):
+    async def work():
+        loaded = LoadedTraces("s", "x", [TRACE], [])
+        async with serving(answer) as server, open_reader(server.url, model="m", concurrency=4) as reader:
+            with KeptResults(tmp_path / "results.jsonl") as kept:
+                found = await measured(loaded, reader, kept, wanted, 16, lambda *_: None)
+        return found[0], loaded, server
+
+    return asyncio.run(work())
+
+
+def test_log_probs_of_prompts_give_every_measure(tmp_path):
+    found, loaded, server = read(believing, tmp_path)
+    before = math.exp(-0.5 * len(" 4"))
+    assert found.chances[0] == pytest.approx(before)
+    assert found.chances[-1] == 1.0
+    assert len(found.chances) == 25
+    assert "".join(found.units) == TRACE.parts.reasoning
+    assert 0.1 < found.values()["cir"] < 0.3
+    assert (found.values()["sr"], found.values()["alone"]) == (1.0, 1.0)
+    assert loaded.said == []
+    assert server.most <= 4
+    asked = [body["messages"][0]["content"] for route, body, _ in server.asked if route == "chat/completions"]
+    assert sum("2+2?" in text for text in asked) == len(asked) - 1  # SR does not show the question
+
+
+def test_without_log_probs_two_measures_are_left_out_and_said(tmp_path):
+    def refusing(route, body):
+        if route == "completions":
+            return web.json_response({"error": {"message": "echo is not supported"}}, status=400)
+        return believing(route, body)
+
+    found, loaded, _ = read(refusing, tmp_path)
+    assert {"sr", "transfer"} < found.values().keys()
+    assert not {"cir", "tts"} & found.values().keys()
+    assert [line.partition(" is left out")[0] for line in loaded.said] == ["cir", "tts"]
+
+    def without(route, body):
+        found = believing(route, body)
+        return {"choices": [{"text": found["choices"][0]["text"]}]} if route == "completions" else found
+
+    assert "cir" not in read(without, tmp_path / "other")[0].values()
+
+
+def test_a_server_that_has_gone_is_one_error(monkeypatch):
+    monkeypatch.setattr("pvg.traces.http_client.RETRIES", 1)
+
+    async def work():
+        async with serving(believing) as server:
+            url = server.url
+        async with open_reader(url, model="m") as reader:
+            await reader.chances((), [[], []], TRACE.parts)
+
+    with pytest.raises(ServerUnavailableError, match="Connect"):
+        asyncio.run(work())
