@@ -10,7 +10,7 @@ from pvg.reporting.charts import ChartLine, XAxis, line_chart
 from pvg.reporting.evaluation import estimate_text
 from pvg.reporting.formats import ABSENT
 from pvg.reporting.table import Column, PageSection, Table, TemplateMacros, elements, page
-from pvg.traces.measures import DECORATIVE, MeasuredTrace, MeasureReport, SourceRecord, contributions
+from pvg.traces.measures import DECORATIVE, LABELS, MeasuredTrace, MeasureReport, SourceRecord, contributions
 
 markup = TemplateMacros("measure.html.j2")
 SHOWN_TRACES = 40  # of a page, half of them with the least and half with the most important reasoning
@@ -26,17 +26,17 @@ def measures_table(report: MeasureReport) -> Table:
     if two:
         columns += [Column("difference", "right"), Column("Holm's p", "right", wrap=False)]
     table = Table([*columns, Column("meaning", style="quiet")], narrow=True)
-    rows = [{measure.name: measure for measure in source.measures} for source in report.sources]
+    rows = [source.measures for source in report.sources]
     compared = {found.name: found for found in report.comparison}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        any_ = next(row[name] for row in rows if name in row)
+    for name, (label, about) in LABELS.items():
         digits = 0 if name == "characters" else 3
-        cells = [estimate_text(row[name].estimate, digits) if name in row else ABSENT for row in rows]
+        cells = [estimate_text(row[name], digits) if name in row else ABSENT for row in rows]
         if two:
             found = compared.get(name)
             cells.append(estimate_text(found.difference, digits) if found else ABSENT)
             cells.append(f"{found.p_adjusted:.3f}" if found and found.p_adjusted is not None else ABSENT)
-        table.add(any_.label, *cells, any_.about)
+        if any(name in row for row in rows):
+            table.add(label, *cells, about)
     return table
 
 

@@ -15,9 +15,11 @@ All intervals are over problems.
 from __future__ import annotations
 
 import re
+import tomllib
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -295,35 +297,15 @@ WORKS: dict[str, tuple[Work, int]] = {
 
 # --- the report -------------------------------------------------------------------------------------------------------
 
-# Measure -> label, digits, and what it means.
+# Measure -> (label, what it means), in the order of tables.
 LABELS: dict[str, tuple[str, str]] = {
-    "accuracy": ("accuracy", "share of correct traces"),
-    "characters": ("length", "characters"),
-    "cir": ("CIR", "causal importance of reasoning: 0 to 1, higher is better"),
-    "sr": ("SR", "share read alike without the question: higher is better"),
-    "tts": ("true thinking", "mean score of a step: 0 to 1"),
-    "decorative": ("decorative steps", f"share with a score below {DECORATIVE}"),
-    "alone": ("reader alone", "accuracy of the reader without the reasoning"),
-    "transfer": ("transfer utility", "accuracy that prefixes of 10 to 90 % add"),
-    **{f"transfer_{share}": (f"transfer at {share} %", "accuracy that this prefix adds") for share in SHARES},
-    "accepted": ("accepted", "share that the judge accepts"),
-    "mcc": ("judge MCC", "accepted against correct: 0 is chance"),
-    "gmean2": ("judge g-mean2", "TPR x TNR: a quarter is chance"),
-    "balanced": ("judge balanced acc.", "one half is chance"),
-    "wrong_reason": ("wrong reason", "share of right refusals that name another step than the first wrong one"),
-    "separability": ("style separability", "AUC of a probe of the roles: one half is alike"),
+    name: (label.replace("{share}", share), about)
+    for key, (label, about) in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+    for share in (map(str, SHARES) if "{" in key else ("",))
+    for name in (key.replace("{share}", share),)
 }
 SHARES_OF_TRACES = ("accuracy", "sr", "alone", "accepted")
 PAIRED = tuple(name for name in LABELS if name not in ("mcc", "gmean2", "balanced", "wrong_reason", "separability"))
-
-
-class TraceMeasure(StrictRecord):
-    """`name`: of LABELS."""
-
-    name: str
-    label: str
-    about: str
-    estimate: Estimate
 
 
 class JudgeAtStep(StrictRecord):
@@ -335,14 +317,15 @@ class JudgeAtStep(StrictRecord):
 
 
 class SourceRecord(StrictRecord):
-    """`change`: the step from which on the judge's MCC differs, and the p value of that change."""
+    """`measures`: in the order of LABELS. `change`: the step from which on the judge's MCC differs, and the p value of
+    that change."""
 
     name: str
     kind: str
     traces: int
     problems: int
     said: list[str]
-    measures: list[TraceMeasure]
+    measures: dict[str, Estimate]
     judge: list[JudgeAtStep] = Field(default_factory=list)
     change: tuple[int, float] | None = None
 
@@ -360,7 +343,6 @@ class TraceComparison(StrictRecord):
     `p_adjusted`: Holm's, over the measures."""
 
     name: str
-    label: str
     difference: Estimate
     p: float | None
     p_adjusted: float | None
@@ -438,11 +420,6 @@ def summarised(loaded: LoadedTraces, measured: Sequence[MeasuredTrace]) -> Sourc
     roles = sorted({each.trace.role for each in measured if each.trace.role is not None})
     if len(roles) == 2:
         found["separability"] = _separability(measured, roles[0], problems_N, problem_ids, weights_BP)
-    rows = [
-        TraceMeasure(name=name, label=LABELS[name][0], about=LABELS[name][1], estimate=found[name])
-        for name in LABELS
-        if name in found
-    ]
     series = [(step.step, step.mcc) for step in steps if step.mcc is not None]
     change = change_point(np.array([mcc for _, mcc in series]))
     return SourceRecord(
@@ -451,7 +428,7 @@ def summarised(loaded: LoadedTraces, measured: Sequence[MeasuredTrace]) -> Sourc
         traces=len(measured),
         problems=len(problem_ids),
         said=list(loaded.said),
-        measures=rows,
+        measures={name: found[name] for name in LABELS if name in found},
         judge=steps,
         change=None if change is None else (series[change[0]][0], change[1]),
     )
@@ -515,7 +492,7 @@ def compared(first: Sequence[MeasuredTrace], second: Sequence[MeasuredTrace]) ->
         found.append((name, estimate, sign_flip_p(differences_P.tolist())))
     adjusted = holm([p for _, _, p in found])
     return [
-        TraceComparison(name=name, label=LABELS[name][0], difference=estimate, p=p, p_adjusted=more)
+        TraceComparison(name=name, difference=estimate, p=p, p_adjusted=more)
         for (name, estimate, p), more in zip(found, adjusted, strict=True)
     ]
 

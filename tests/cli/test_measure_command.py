@@ -34,7 +34,7 @@ def test_one_source_gets_a_table_a_document_and_a_page(files):
     assert called.code == 0, called.err
     assert "CIR" in called.out
     document = json.loads((files / "measures/clean/measures.json").read_text())
-    values = {row["name"]: row["estimate"]["value"] for row in document["sources"][0]["measures"]}
+    values = {name: row["value"] for name, row in document["sources"][0]["measures"].items()}
     assert values["accuracy"] == values["sr"] == 1.0
     assert values["cir"] > 0.3
     page = (files / "measures/clean/measures.html").read_text()

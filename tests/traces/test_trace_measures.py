@@ -169,7 +169,7 @@ def bare(traces):
 
 def estimates(rows):
     record = summarised(LoadedTraces("s", ".jsonl", [], []), rows)
-    return {measure.name: measure.estimate for measure in record.measures}, record
+    return record.measures, record
 
 
 def test_the_judge_of_a_confusion_matrix():
