@@ -632,10 +632,11 @@ def _staleness_warnings(experiment: AllSections) -> Iterator[str]:
 def _protocol_warnings(experiment: AllSections) -> Iterator[str]:
     game, training, prover = experiment.game, experiment.training, experiment.models.prover.source
     kind, simultaneous = game.protocol.kind, getattr(game.protocol, "order", "") == "simultaneous"
-    reads = "critic" if kind == "critic" else "dialogue" if kind in ("decoupled", "debate") and not simultaneous else ""
+    answered = kind in ("decoupled", "debate", "consultancy") and not simultaneous
+    reads = "critic" if kind == "critic" else "dialogue" if answered else ""
     if reads and prover.startswith("embedded:modchain-") and prover != f"embedded:modchain-{reads}":
         yield (
-            f"models.prover.source = {prover!r} has never seen such prompts with a solution; set it to "
+            f"models.prover.source = {prover!r} has never seen such prompts with a solution or an answer; set it to "
             f"'embedded:modchain-{reads}' for game.protocol = {kind!r}"
         )
     if _pays_votes(game) and game.reward != Game().reward:

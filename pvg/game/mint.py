@@ -134,9 +134,11 @@ async def examine_critic(session: Session) -> dict[str, float]:
     critic_N = np.array([not objects(critique, session.prompts.section.kind) for critique in heard])
     critic, judged = (balanced_accuracy(each_N, correct_N) for each_N in (critic_N, accepted_N))
     lead, low, high = balanced_lead(critic_N, accepted_N, correct_N, problems_N)
-    if low <= 0.0:
-        says = f"a balanced accuracy of {critic:.2f}, and a judge that reads no critiques {judged:.2f}"
-        message = f"The critic has {says} (difference {lead:+.2f}, 95 % interval {low:+.2f} to {high:+.2f})."
+    says = f"a balanced accuracy of {critic:.2f}, and a judge that reads no critiques {judged:.2f}"
+    message = f"The critic has {says} (difference {lead:+.2f}, 95 % interval {low:+.2f} to {high:+.2f})."
+    if lead > 0.0:
+        session.observer.noticed(message)
+    else:
         session.alert([Alert("weak_critic", message)], session.state.step)
     found = {"critic_balanced": critic, "judge_balanced": judged}
     return found | {"critic_lead": lead, "critic_lead_low": low, "critic_lead_high": high}

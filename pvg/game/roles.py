@@ -20,7 +20,7 @@ from pvg.errors import StateError
 from pvg.models.tokenizer import Tokenizer
 from pvg.records import Int32, Problem, Role, SolverSolution, Wording
 from pvg.rollout.dispatcher import GroupOrder
-from pvg.tasks.task import NUMBER, WORDINGS, Task, read_wording, wording_of, wrong_answer
+from pvg.tasks.task import NUMBER, WORDINGS, Task, WritesSolutions, read_wording, wording_of, wrong_answer
 
 TAGS = {Role.HELPFUL: "H", Role.SNEAKY: "S"}
 
@@ -157,8 +157,11 @@ class Assignment:
     def posed(self, problem: Problem, role: Role) -> Problem:
         """The problem with the assigned answer in its question. The verifier never reads it."""
         answer = self.answer(problem, role)
-        told = f"\n\n{ASSIGNED.format(answer)}" if self._in_words else f"{answer}?"
-        return replace(problem, question=problem.question + told)
+        if self._in_words:
+            return replace(problem, question=f"{problem.question}\n\n{ASSIGNED.format(answer)}")
+        if isinstance(self._task, WritesSolutions):  # as the end of a solution: "A8"
+            answer = self._task.written(problem, role is Role.HELPFUL).rpartition(";")[2]
+        return replace(problem, question=f"{problem.question}{answer}?")
 
 
 @dataclass

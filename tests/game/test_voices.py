@@ -119,7 +119,7 @@ def test_a_consultant_is_told_the_answer_to_argue_for_and_earns_votes_for_it_alo
     assert wrong not in (None, PROBLEM.answer)
     for role, answer in ((Role.HELPFUL, PROBLEM.answer), (Role.SNEAKY, wrong)):
         order = builder.order(PROBLEM, role, 0, 2)
-        assert TOKENIZER.decode(order.prompt_ids)[1:] == f"{PROBLEM.question}{answer}?"
+        assert TOKENIZER.decode(order.prompt_ids)[1:] == f"{PROBLEM.question}A{answer}?"
         assert order.problem == PROBLEM  # the verifier reads its question
         for said in ("0", "1", wrong):
             text = f"7+5=2;2+8=0;A{said}"
@@ -277,6 +277,7 @@ def test_a_reward_without_effect_asks_for_nothing() -> None:
     [
         ({}, "set it to 'embedded:modchain-critic' for game.protocol = 'critic'"),
         ({"game.protocol": "debate"}, "set it to 'embedded:modchain-dialogue' for game.protocol = 'debate'"),
+        ({"game.protocol": "consultancy"}, "'embedded:modchain-dialogue' for game.protocol = 'consultancy'"),
         ({"game.protocol": "debate", "game.reward": "goodhart"}, "game.reward = 'goodhart' has no effect"),
     ],
 )
@@ -285,10 +286,10 @@ def test_a_model_without_the_prompts_and_a_reward_without_effect_get_a_warning(
 ) -> None:
     untrained = {"models.prover.source": "embedded:modchain-prover", "game.reward": "src"}
     assert any(message in line for line in changed(CRITIC_GAME | untrained | settings).warnings())
-    fitting = (
-        {"game.protocol.order": "simultaneous"} if settings else {"models.prover.source": "embedded:modchain-critic"}
-    )
-    fitting |= {"game.reward": "src"}
+    fitting = {
+        "models.prover.source": f"embedded:modchain-{'dialogue' if settings else 'critic'}",
+        "game.reward": "src",
+    }
     assert not any(message in line for line in changed(CRITIC_GAME | untrained | settings | fitting).warnings())
 
 
@@ -387,7 +388,7 @@ def test_before_the_first_round_a_critic_is_compared_with_the_verifier_of_the_di
     assert first["critic_balanced"] == pytest.approx(critic)
     assert first["critic_lead"] == pytest.approx(critic - first["judge_balanced"])
     told = [row["name"] for row in rows(run, "alert") if row["phase"] == "mint"]
-    assert told == ["weak_critic"] * (first["critic_lead_low"] <= 0)
+    assert told == ["weak_critic"] * (first["critic_lead"] <= 0)
     assert first["critic_lead_low"] < first["critic_lead"] < first["critic_lead_high"]
 
 
