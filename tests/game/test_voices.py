@@ -291,6 +291,8 @@ def test_a_model_without_the_prompts_and_a_reward_without_effect_get_a_warning(
         "game.reward": "src",
     }
     assert not any(message in line for line in changed(CRITIC_GAME | untrained | settings | fitting).warnings())
+    apart = {"game.protocol": {"kind": "debate", "order": "simultaneous"}, "game.reward": "src"}
+    assert changed(CRITIC_GAME | untrained | apart).warnings() == []
 
 
 # --- games ------------------------------------------------------------------------------------------------------------
