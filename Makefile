@@ -148,11 +148,8 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; no
 	  "$(BIN)/pvg" bench --profile $$profile --out "$(REPORTS)/$$profile.json" || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
 	  "$(BIN)/pvg" bench --profile $$profile --ablate --out "$(REPORTS)/$$profile-ablation.json" || exit 1; done
-	for profile in loop loop-large; do \
-	  "$(BIN)/pvg" bench --profile benchmarks/$$profile.toml --out "$(REPORTS)/$$profile.json" || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
 	  "$(BIN)/pvg" bench --profile $$profile --ablate --beside 1 --out "$(REPORTS)/$$profile-busy-ablation.json" || exit 1; done
-	"$(BIN)/pvg" bench --profile benchmarks/loop.toml --sweep workload.retokenize=false,true --out "$(REPORTS)/loop-retokenize.json"
 	"$(BIN)/python" -m benchmarks.make_page
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)

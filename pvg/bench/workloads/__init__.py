@@ -2,7 +2,7 @@
 
 A profile names one of pvg's workloads, or one in a user's file:
 
-    workload = make_workload(settings)      # settings.profile.profile: "rollout", or "benchmarks/loop.py:make"
+    workload = make_workload(settings)      # settings.profile.profile: "rollout", or "my_bench.py:make"
 
 Each of pvg's workloads has its own module, imported on demand, with one function
 
