@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from numpy.typing import NDArray
 
 
 def seed_for(seed: int, *place: int | str) -> int:
@@ -31,22 +30,4 @@ def draw_cyclic(count: int, start: int, size: int, seed: int) -> list[int]:
             epoch = position // count
             permutation_N = generator_for(seed, "epoch", epoch).permutation(count)
         chosen.append(int(permutation_N[position % count]))
-    return chosen
-
-
-def draw_weighted(weights_P: NDArray[np.float64], size: int, generator: np.random.Generator) -> list[int]:
-    """`size` positions drawn without replacement, with probabilities proportional to their weights.
-
-    After every position of positive weight was drawn once, all become available again, so their counts differ by at
-    most one. A position of weight 0 is never drawn. Raises ValueError for a negative weight, or if `size` is positive
-    and all weights are 0.
-    """
-    if (weights_P < 0).any() or (size and not (weights_P > 0).any()):
-        raise ValueError("weighted draws require non-negative weights, at least one of them above 0")
-    positions_Q = np.flatnonzero(weights_P > 0)
-    shares_Q = weights_P[positions_Q] / weights_P.sum()
-    chosen: list[int] = []
-    while len(chosen) < size:
-        count = min(size - len(chosen), len(positions_Q))
-        chosen += generator.choice(positions_Q, count, replace=False, p=shares_Q).tolist()
     return chosen

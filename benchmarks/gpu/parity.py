@@ -22,7 +22,7 @@ from pvg.models.logprobs import (
     LogitTransform,
     chunk_tokens,
     completion_logprobs,
-    shared_prompt_outputs,
+    shared_prompt_logprobs,
     token_logprobs,
 )
 from pvg.models.packing import pack_rows, packed_attention, pad_right, varlen_attention, why_not_varlen
@@ -141,7 +141,7 @@ def check_training(results: Results, sizes: Sizes, device: torch.device) -> None
         own = _by_the_model(model, sequences, prompt_lengths, "bfloat16")
         for precision in ("float32", "bfloat16"):
             with autocast(precision, device):
-                found_BL = shared_prompt_outputs(module, sequences, prompt_lengths).logprobs_BL
+                found_BL = shared_prompt_logprobs(module, sequences, prompt_lengths)
             found = found_BL.detach(), _gradient(module, found_BL)
             names = ("mean error of log-probs", "error of the gradient")
             for name, gap, expected, limit in zip(
@@ -224,7 +224,7 @@ def check_chunks(results: Results, sizes: Sizes, device: torch.device) -> None:
         for tokens in chunks:
             leaves = [hidden_ND.clone().requires_grad_(True), weight_VD.clone().requires_grad_(True)]
             with autocast(precision, device):
-                logprobs_N, _ = token_logprobs(leaves[0], leaves[1], None, targets_N, LogitTransform(), tokens)
+                logprobs_N = token_logprobs(leaves[0], leaves[1], None, targets_N, LogitTransform(), tokens)
             logprobs_N.square().sum().backward()  # type: ignore[no-untyped-call]
             found.append([logprobs_N.detach(), *[cast(Tensor, leaf.grad) for leaf in leaves]])
         for name, one, other in zip(("log-probs", "hidden gradient", "weight gradient"), *found, strict=True):
@@ -244,7 +244,7 @@ def measure_ratios(results: Results, sizes: Sizes, device: torch.device) -> None
         rows = [np.concatenate([one.prompt_ids, row.token_ids]) for one, row in zip(requests, found, strict=True)]
         starts = np.array([len(request.prompt_ids) for request in requests], dtype=np.int32)
         with torch.no_grad(), autocast(precision, device):
-            logprobs_BL = shared_prompt_outputs(module, rows, starts).logprobs_BL.cpu()
+            logprobs_BL = shared_prompt_logprobs(module, rows, starts).cpu()
         trained = torch.cat([logprobs_BL[n, start : len(rows[n])] for n, start in enumerate(starts.tolist())])
         sampled = torch.from_numpy(_sampled(found))
         results.figure(f"trainer and sampler, {name}: k3", float(k3(sampled, trained).mean()), "nats")

@@ -202,7 +202,6 @@ class PlayTask(Section):
 PLAY_ONLY: dict[str, str | int] = {
     "rollout.prefetch": "none",
     "rollout.deadline": "none",
-    "training.curriculum": "none",
     "training.dynamic_sampling": 0,
     "game.protocol": "direct",
     "game.schedule": "stackelberg",

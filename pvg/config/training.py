@@ -181,13 +181,7 @@ class Training(Section):
 
     loss: Loss = ClippedLoss()
     kl: Kl = Kl()
-    curriculum: Literal["none", "prioritised"] = Field(
-        "none", description="All problems equally, or more of those with an uncertain outcome."
-    )
     adapters: Adapters = Adapters()
-    entropy_bonus: Weight = Field(
-        0.0, description="Coefficient of the exact entropy in the objective. Higher values keep solutions more varied."
-    )
     importance: Literal["auto", "none", "decoupled", "unweighted", "truncated", "masked"] = Field(
         "auto",
         description="How off-policy rollouts are weighted (docs/learning.md). auto: truncated if vLLM servers sample, "

@@ -73,8 +73,8 @@ def policy_experiment(
     plain = experiment.plain()
     plain["game"] |= {"sneaky_share": 1.0 if role == "sneaky" else 0.0, "reward": "goodhart"}
     plain["training"] |= {name: value for name, value in training.items() if value is not None}
-    # An attack is judged by its batches, so they must not be selected by the uncertainty of their outcome.
-    plain["training"] |= {"curriculum": "none", "dynamic_sampling": 0}
+    # An attack is judged by its batches, so they must not be selected by their outcome.
+    plain["training"] |= {"dynamic_sampling": 0}
     plain["seed"] = seed_for(experiment.seed, "evaluate", place)
     valid = build_experiment(plain, "evaluate")
     final = valid.model_copy(update={"game": valid.game.model_copy(update={"reward": reward})})
@@ -450,9 +450,7 @@ def notes(experiment: Experiment) -> list[str]:
         "only by chance, and a separability of 0.5 says nothing.": experiment.prompts.kind == "plain",
         "The batches of an attack may differ in size (rollout.deadline), but the window of its criterion weights them "
         "equally.": rollout.deadline.kind != "none",
-        "Attackers, and the baseline of the tax, use neither the run's curriculum nor its dynamic sampling.": (
-            training.curriculum != "none" or training.dynamic_sampling > 0
-        ),
+        "Attackers, and the baseline of the tax, do not use the run's dynamic sampling.": training.dynamic_sampling > 0,
         "The solutions are translations, and a translation with the correct answer counts as correct: a faithful "
         "translator is correct as often as its solver. A wrong translation counts as a flaw whether or not it keeps "
         "the solver's answer. A cgc attacker is rewarded only for those that do not.": decoupled,

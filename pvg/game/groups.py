@@ -98,7 +98,6 @@ class ScoredGroups:
     groups: Sequence[Group]
     scores_N: Float32
     rewards_N: Float32
-    aligned_N: Bools
     trained_M: NDArray[np.int64]
     similarity_N: Float32 | None = None
     earned: Sequence[Earned] = ()
@@ -136,7 +135,6 @@ class ScoredGroups:
             [*self.groups, *more.groups],
             np.concatenate([self.scores_N, more.scores_N]),
             np.concatenate([self.rewards_N, more.rewards_N]),
-            np.concatenate([self.aligned_N, more.aligned_N]),
             np.arange(len(self.rewards_N) + len(more.rewards_N)),
             np.concatenate(alike) if alike else None,
             [*self.earned, *more.earned],

@@ -1,7 +1,7 @@
 """Orders: the groups that prover training and the mint request from the engine, and whose solutions a mint has.
 
-The groups of batch k depend on the seed, the round and k, and with `training.curriculum` on its success rates so far.
-Refills (`training.dynamic_sampling`) also depend on how many groups of each role are missing and on the attempt.
+The groups of batch k depend on the seed, the round and k: one endless shuffle of all problems serves both roles. Refills
+(`training.dynamic_sampling`) also depend on how many groups of each role are missing and on the attempt.
 `MIXTURES` divides a mint among the base prover and the provers of earlier rounds (`game.mixture`).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -25,9 +25,8 @@ from pvg.records import BASE_SOURCE, Group, Problem, Role, Rollout, source_of_ro
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.gathering import Deadline, training_deadline
 from pvg.rollout.interaction import DIRECT, Interaction
-from pvg.seeds import draw_weighted, generator_for, seed_for
+from pvg.seeds import generator_for, seed_for
 from pvg.tasks.task import Task
-from pvg.training.credit import ValueTracker
 from pvg.verifier.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -72,96 +71,6 @@ MIXTURES: dict[str, Callable[[NDArray[np.int64]], NDArray[Any]]] = {
 }
 
 
-# The curriculum: it chooses problems by how often the prover has succeeded at them (`training.curriculum`).
-
-Float64 = NDArray[np.float64]
-
-LEAST_WEIGHT = 0.05  # keeps the probability of every problem above 0
-UNKNOWN = 0.5  # the rate of a problem that a role has not tried yet
-
-
-def known_rates(rates_P: Float64) -> Float64:
-    """float64 [P] in [0, 1]; NaN (unknown) becomes 1/2."""
-    known_P: Float64 = np.clip(np.nan_to_num(rates_P, nan=UNKNOWN), 0.0, 1.0)
-    return known_P
-
-
-def uncertainty_weights(rates_P: Float64) -> Float64:
-    """float64 [P]: sqrt(v (1 - v)) + 0.05, largest where the outcome is least certain."""
-    known_P = known_rates(rates_P)
-    weights_P: Float64 = np.sqrt(known_P * (1.0 - known_P)) + LEAST_WEIGHT
-    return weights_P
-
-
-class ShuffledProblems:
-    """Chooses the problems of prover training: one endless shuffle of all problems for both roles."""
-
-    def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
-        """The problems of `groups` of batch `number`, whose groups have `roles`."""
-        # Both roles share one shuffle, so a group's problem depends on its position among all groups.
-        problems = session.draw("prover", number * len(roles), len(roles), f"prover-{session.state.round}")
-        return [problems[group] for group in groups]
-
-    def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        """`count` positions in `problems` for `role`; none repeats before all were drawn once."""
-        return [int(position) for position in generator.permutation(len(problems))[:count]]
-
-    def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
-        """Learn which rollouts of a batch were role-aligned. Returns metrics."""
-        return {}
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-HARD, EASY = 0.2, 0.8  # success rates below and from which a problem counts as hard or easy
-
-
-class Curriculum(ShuffledProblems):
-    """Draws problems whose outcome is uncertain more often: by the success rate of each problem and role."""
-
-    def __init__(self) -> None:
-        self._rates = ValueTracker()
-
-    def of_groups(self, session: Session, number: int, roles: list[Role], groups: list[int]) -> list[Problem]:
-        pool = session.problems("prover")
-        drawn: dict[Role, list[int]] = {}
-        for role in dict.fromkeys(roles[group] for group in groups):
-            generator = generator_for(session.seed, session.state.round, "prover-problems", role.value, number)
-            drawn[role] = self.draw(pool, role, roles.count(role), generator)
-        return [pool[drawn[roles[group]].pop()] for group in groups]
-
-    def draw(self, problems: Sequence[Problem], role: Role, count: int, generator: np.random.Generator) -> list[int]:
-        rates_P = self._of([(problem.id, role) for problem in problems])
-        return draw_weighted(uncertainty_weights(rates_P), count, generator)
-
-    def observe(self, rollouts: Sequence[Rollout], aligned_N: NDArray[np.bool_]) -> dict[str, float]:
-        """The metrics are those of the rates before this update."""
-        keys = [(rollout.problem_id, rollout.role) for rollout in rollouts]
-        versions_N = np.array([rollout.version for rollout in rollouts], dtype=np.int32)
-        rates_N = known_rates(self._of(keys))
-        unseen_N = np.array([not self._rates.has_seen(key) for key in keys])
-        self._rates.observe(keys, aligned_N.astype(np.float64), versions_N)
-        return {
-            "success_tracked": float(rates_N.mean()),
-            "success_error": float(np.abs(rates_N - aligned_N).mean()),
-            "success_unseen": float(unseen_N.mean()),
-            "success_hard": float((rates_N < HARD).mean()),
-            "success_easy": float((rates_N >= EASY).mean()),
-        }
-
-    def _of(self, keys: Sequence[tuple[str, Role]]) -> NDArray[np.float64]:
-        return np.array([self._rates.value(key) for key in keys], dtype=np.float64)
-
-    def state(self) -> dict[str, Any]:
-        return self._rates.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._rates.load_state(state)
-
-
 @dataclass
 class ProverOrders:
     """`groups` of `size` rollouts per batch, of which `sneaky_share` are sneaky. `deadline`, `interaction`: see
@@ -171,7 +80,6 @@ class ProverOrders:
     groups: int
     size: int
     sneaky_share: float
-    problems: ShuffledProblems = field(default_factory=ShuffledProblems)
     deadline: Deadline | None = None
     interaction: Interaction[Any] = DIRECT
 
@@ -184,11 +92,10 @@ class ProverOrders:
         """The groups of batch `number`, with roles and problems. `of`: only groups of this role."""
         roles = self.roles(number)
         groups = [group for group, role in enumerate(roles) if of is None or role is of]
-        problems = self.problems.of_groups(self.session, number, roles, groups)
-        orders = [
-            self.session.order(problem, roles[group], group, self.size)
-            for group, problem in zip(groups, problems, strict=True)
-        ]
+        # Both roles share one shuffle, so a group's problem depends on its position among all groups.
+        round_ = self.session.state.round
+        problems = self.session.draw("prover", number * len(roles), len(roles), f"prover-{round_}")
+        orders = [self.session.order(problems[group], roles[group], group, self.size) for group in groups]
         return self._forked(orders, number, of or "")
 
     def _forked(self, orders: list[GroupOrder], *place: int | str) -> list[GroupOrder]:
@@ -210,7 +117,7 @@ class ProverOrders:
             left = [problem for problem in session.problems("prover") if problem.id not in asked]
             place = ("prover-refill", role.value, number, attempt)
             generator = generator_for(session.seed, session.state.round, *place)
-            for position in self.problems.draw(left, role, min(count, len(left)), generator):
+            for position in generator.permutation(len(left))[:count].tolist():
                 orders.append(session.order(left[position], role, len(before) + len(orders), self.size))
         return self._forked(orders, number, "refill", attempt)
 
@@ -244,7 +151,6 @@ def prover_orders(session: Session, interaction: Interaction[Any] = DIRECT) -> P
         training.groups,
         session.rollout.group_size,
         session.game.sneaky_share,
-        ShuffledProblems() if training.curriculum == "none" else Curriculum(),
         training_deadline(session.rollout.deadline, training),
         interaction,
     )

@@ -227,19 +227,17 @@ class GameBatches(Batches):
         with span("credit"):
             rewards_N, outcomes, earned = await self.session.players.off_loop(partial(self.pay, rollouts, scores_N))
         rows_N = np.arange(len(rollouts))
-        return ScoredGroups(groups, scores_N, rewards_N, outcomes.aligned_N, rows_N, outcomes.similarity_N, earned)
+        return ScoredGroups(groups, scores_N, rewards_N, rows_N, outcomes.similarity_N, earned)
 
     def _credit(
         self, scored: ScoredGroups, trained: Sequence[Rollout]
     ) -> tuple[list[Rollout], Float32, dict[str, float]]:
-        """The rollouts to train on, of all voices, their advantages float32 [M], and metrics. All rollouts of the
-        prover count for the curriculum."""
+        """The rollouts to train on, of all voices, their advantages float32 [M], and metrics."""
         everything = scored.rollouts
         metrics = {"zero_signal": zero_signal_groups(scored.rewards_N, *groups_and_roles(everything))}
         if scored.similarity_N is not None:
             sneaky_N = np.array([r.role is Role.SNEAKY for r in everything])
             metrics["similarity"] = mean_of(scored.similarity_N, sneaky_N)
-        metrics |= self.orders.problems.observe(everything, scored.aligned_N)
         (_, first), *others = self.credits.items()
         voices, advantages_M, of_credit = _observed(first, trained, scored.rewards_N[scored.trained_M])
         advantages = [advantages_M]
@@ -275,7 +273,7 @@ class GameBatches(Batches):
         players = self.session.players
         cache = {} if self.groups.ahead else await players.off_loop(self.scorer.cache_state)
         tensors, updates = await self.verifier.state()
-        own = {"done": self.done, "problems": self.orders.problems.state(), "verifier": updates}
+        own = {"done": self.done, "verifier": updates}
         learned = {seat: credit.state() for seat, credit in self.credits.items()}
         return {**cache, **tensors}, own | {"groups": self.groups.state(), "credit": learned}
 
@@ -284,7 +282,6 @@ class GameBatches(Batches):
         if not self.groups.ahead:
             self.scorer.load_cache_state(rest)
         self.done = progress["done"]
-        self.orders.problems.load_state(progress["problems"])
         for seat, credit in self.credits.items():
             credit.load_state(progress["credit"][seat])
         rest = {name: tensor for name, tensor in rest.items() if not name.startswith("scores.")}

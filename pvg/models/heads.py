@@ -28,7 +28,7 @@ from pvg.models.logprobs import (
     completion_logprobs,
     finish_logits,
     refuse_without_head,
-    shared_prompt_outputs,
+    shared_prompt_logprobs,
 )
 from pvg.models.shared_prompts import last_hidden, longest_packed, rows_of
 from pvg.models.tokenizer import Tokenizer
@@ -284,7 +284,7 @@ class ImplicitHead(VerifierModel):
         another width are summed in another order, and the result must be the same bits."""
         if self._packed:
             rows, starts_B = rows_of(input_ids_BL, lengths_B), prompt_lengths_B.cpu().numpy()
-            logprobs_BL = shared_prompt_outputs(module, rows, starts_B).logprobs_BL
+            logprobs_BL = shared_prompt_logprobs(module, rows, starts_B)
         else:
             logprobs_BL = completion_logprobs(module, input_ids_BL, lengths_B, prompt_lengths_B)
         return logprobs_BL.sum(1, dtype=torch.float64).float()

@@ -1,8 +1,7 @@
 """Log-probs of completion tokens, without the [tokens, vocabulary] matrix of a whole batch.
 
 The output head is applied only to hidden states that predict completion tokens, one chunk at a time. The gradient is in
-closed form, d log p(t) / d logits = onehot(t) - p and d H / d logits = -p (log p + H) with the entropy H of p, so the
-backward pass needs only the logits. A single chunk is kept for it; several are recomputed.
+closed form, d log p(t) / d logits = onehot(t) - p, so the backward pass needs only the logits. A single chunk is kept for it; several are recomputed.
 
 Invariant: the logits equal those of the model's own forward, including what a model does after the head (a soft cap, a
 scale). A model whose logits cannot be reproduced is refused, never scored wrongly."""
@@ -58,11 +57,9 @@ def token_logprobs(
     targets_N: Tensor,
     finish: LogitTransform,
     chunk: int,
-    *,
-    entropies: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> Tensor:
     """log p(targets_N), float32 [N] in nats, under the softmax of the finished logits, computed for `chunk` tokens at a
-    time; and with `entropies` the entropy of each softmax, float32 [N] in nats, which costs one more pass.
+    time.
 
     Under autocast the matrix products use its dtype, forward and backward. The softmax is always float32.
     """
@@ -70,9 +67,9 @@ def token_logprobs(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_VD.dtype
     with torch.autocast(kind, enabled=False):
         found = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype, entropies
+            hidden_ND, weight_VD, bias_V, targets_N, finish, chunk, dtype
         )
-        return cast("tuple[Tensor, Tensor | None]", found)
+        return cast(Tensor, found)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -86,30 +83,22 @@ class _TokenLogprobs(torch.autograd.Function):
         finish: LogitTransform,
         chunk: int,
         dtype: torch.dtype,
-        with_entropies: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Tensor:
         ctx.finish, ctx.chunk, ctx.dtype = finish, chunk, dtype
-        ctx.set_materialize_grads(False)  # None for unused outputs
-        logprobs, sums, entropies, kept = [], [], [], None
+        logprobs, sums, kept = [], [], None
         head = _cast_head(weight_VD, bias_V, dtype)
         for hidden_CD, targets_C in zip(torch.split(hidden_ND, chunk), torch.split(targets_N, chunk), strict=True):
             logits_CV = _head_logits(hidden_CD, *head, finish)
             sums.append(logits_CV.logsumexp(dim=1))
             logprobs.append(logits_CV.gather(1, targets_C[:, None])[:, 0] - sums[-1])
-            if with_entropies:
-                entropies.append(_entropies(logits_CV - sums[-1][:, None]))
             if len(hidden_ND) <= chunk and any(ctx.needs_input_grad):
                 kept = logits_CV
-        entropies_N = torch.cat(entropies) if with_entropies else None
-        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, torch.cat(sums), entropies_N, kept)
-        return torch.cat(logprobs), entropies_N
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, torch.cat(sums), kept)
+        return torch.cat(logprobs)
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor | None, slope_N: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        """`slope_N` is the gradient by the entropies."""
-        hidden_ND, weight_VD, bias_V, targets_N, sums_N, entropies_N, kept = ctx.saved_tensors
-        if grad_N is None:
-            grad_N = torch.zeros_like(sums_N)
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, sums_N, kept = ctx.saved_tensors
         finish, chunk, dtype = ctx.finish, ctx.chunk, ctx.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grad_hidden = []
@@ -117,15 +106,9 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_V = torch.zeros(weight_VD.shape[0], dtype=torch.float32, device=weight_VD.device) if wants_bias else None
         head = cast_VD, _ = _cast_head(weight_VD, bias_V, dtype)
         parts = (hidden_ND, targets_N, sums_N, grad_N)
-        for number, (hidden_CD, targets_C, sums_C, grad_C) in enumerate(
-            zip(*(torch.split(part, chunk) for part in parts), strict=True)
-        ):
+        for hidden_CD, targets_C, sums_C, grad_C in zip(*(torch.split(part, chunk) for part in parts), strict=True):
             logits_CV = _head_logits(hidden_CD, *head, finish) if kept is None else kept
-            if slope_N is None:
-                slope_CV = (logits_CV - sums_C[:, None]).exp_().mul_(-grad_C[:, None])
-            else:
-                places = slice(number * chunk, (number + 1) * chunk)
-                slope_CV = _slope(logits_CV - sums_C[:, None], grad_C, slope_N[places], entropies_N[places])
+            slope_CV = (logits_CV - sums_C[:, None]).exp_().mul_(-grad_C[:, None])
             slope_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])
             slope_CV = finish.backward(slope_CV, logits_CV)
             if grad_V is not None:
@@ -142,19 +125,8 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.cat(grad_hidden) if wants_hidden else None,
             None if grad_VD is None else grad_VD.to(weight_VD.dtype),
             None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
-            *[None] * 5,
+            *[None] * 4,
         )
-
-
-def _entropies(logprobs_CV: Tensor) -> Tensor:
-    """-sum p log p [C]; may overwrite `logprobs_CV`. Terms where p underflows to 0 are 0."""
-    return cast(Tensor, torch.special.entr(logprobs_CV.exp_())).sum(dim=1)
-
-
-def _slope(logprobs_CV: Tensor, grad_C: Tensor, slope_C: Tensor, entropies_C: Tensor) -> Tensor:
-    """-p (g + s (log p + H)), without the target's onehot. g: gradient by the log-prob; s: gradient by H."""
-    inner_CV = (logprobs_CV + entropies_C[:, None]).mul_(slope_C[:, None]).add_(grad_C[:, None])
-    return inner_CV.mul_(logprobs_CV.exp_()).neg_()
 
 
 def _cast_head(weight_VD: Tensor, bias_V: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -186,15 +158,6 @@ _CHECKED = "_pvg_logits_checked"
 _WITHOUT_HEAD = "_pvg_without_head"
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutputs:
-    """Outputs of B rows, float32 [B, L] in nats, 0 outside the completions. `logprobs_BL` [b, t] is log p(token t |
-    tokens < t). `entropies_BL` [b, t] is the entropy of p(. | tokens < t), or None if not requested."""
-
-    logprobs_BL: Tensor
-    entropies_BL: Tensor | None
-
-
 def completion_logprobs(
     module: nn.Module,
     input_ids_BL: Tensor,
@@ -213,22 +176,6 @@ def completion_logprobs(
     Raises ConfigurationError if the model's logits cannot be reproduced,
     and ValueError for inconsistent lengths.
     """
-    return completion_outputs(
-        module, input_ids_BL, lengths_B, prompt_lengths_B, temperature=temperature, logits_chunk=logits_chunk
-    ).logprobs_BL
-
-
-def completion_outputs(
-    module: nn.Module,
-    input_ids_BL: Tensor,
-    lengths_B: Tensor,
-    prompt_lengths_B: Tensor,
-    *,
-    temperature: float = 1.0,
-    logits_chunk: int | None = None,
-    entropies: bool = False,
-) -> CompletionOutputs:
-    """`completion_logprobs`, and with `entropies` also these, differentiable too. Raises the same errors."""
     check_logits(module)
     model = cast(Any, module)
     hidden_BLD = model.get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
@@ -239,11 +186,11 @@ def completion_outputs(
     hidden_ND = hidden_BLD[rows_N, columns_N - 1]
     targets_N = input_ids_BL[rows_N, columns_N]
 
-    found = _chunked_outputs(module, hidden_ND, targets_N, temperature, logits_chunk, entropies)
-    return _laid_out(*found, rows_N, columns_N, input_ids_BL.shape)
+    logprobs_N = _chunked_logprobs(module, hidden_ND, targets_N, temperature, logits_chunk)
+    return _laid_out(logprobs_N, rows_N, columns_N, input_ids_BL.shape)
 
 
-def shared_prompt_outputs(
+def shared_prompt_logprobs(
     module: nn.Module,
     sequences: Sequence[Int32],
     prompt_lengths: NDArray[Any],
@@ -251,11 +198,10 @@ def shared_prompt_outputs(
     temperature: float = 1.0,
     logits_chunk: int | None = None,
     fused_layers: bool = True,
-    entropies: bool = False,
     prompts_alone: bool = False,
-) -> CompletionOutputs:
-    """The result of `completion_logprobs` on the padded rows, with what they have in common computed once; with
-    `entropies` also these. All are differentiable. `prompts_alone`: no row shares tokens after its prompt.
+) -> Tensor:
+    """The result of `completion_logprobs` on the padded rows, with what they have in common computed once.
+    Differentiable. `prompts_alone`: no row shares tokens after its prompt.
 
     Also raises ConfigurationError for a model that cannot share prompts (pvg.models.shared_prompts).
     """
@@ -263,9 +209,9 @@ def shared_prompt_outputs(
     device = next(module.parameters()).device
     packed = pack_rows(sequences, prompt_lengths, device, prompts_alone=prompts_alone)
     hidden_MD = predicting(module, packed, fused_layers)
-    found = _chunked_outputs(module, hidden_MD, packed.targets_M, temperature, logits_chunk, entropies)
+    logprobs_M = _chunked_logprobs(module, hidden_MD, packed.targets_M, temperature, logits_chunk)
     places = (packed.rows_W, packed.columns_W)
-    return _laid_out(*found, *places, (len(sequences), packed.longest), packed.picks_W)
+    return _laid_out(logprobs_M, *places, (len(sequences), packed.longest), packed.picks_W)
 
 
 def predicting(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Tensor:
@@ -277,21 +223,16 @@ def predicting(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Ten
 
 def _laid_out(
     logprobs_M: Tensor,
-    entropies_M: Tensor | None,
     rows_W: Tensor,
     columns_W: Tensor,
     shape: Sequence[int],
     picks_W: Tensor | None = None,
-) -> CompletionOutputs:
-    """`picks_W`: which of the M values each of the W positions has; None: one each. The gradients of a value that
-    several have are summed."""
-
-    def on_positions(values_M: Tensor) -> Tensor:
-        empty_BL = torch.zeros(tuple(shape), dtype=torch.float32, device=values_M.device)
-        values_W = values_M if picks_W is None else values_M.index_select(0, picks_W)
-        return empty_BL.index_put((rows_W, columns_W), values_W)
-
-    return CompletionOutputs(on_positions(logprobs_M), None if entropies_M is None else on_positions(entropies_M))
+) -> Tensor:
+    """logprobs_BL, 0 elsewhere. `picks_W`: which of the M values each of the W positions has; None: one each. The
+    gradients of a value that several have are summed."""
+    empty_BL = torch.zeros(tuple(shape), dtype=torch.float32, device=logprobs_M.device)
+    logprobs_W = logprobs_M if picks_W is None else logprobs_M.index_select(0, picks_W)
+    return empty_BL.index_put((rows_W, columns_W), logprobs_W)
 
 
 def mark_without_head(module: nn.Module, why: str) -> None:
@@ -349,19 +290,14 @@ def check_logits(module: nn.Module) -> None:
     module.__dict__[_CHECKED] = True
 
 
-def _chunked_outputs(
-    module: nn.Module,
-    hidden_ND: Tensor,
-    targets_N: Tensor,
-    temperature: float,
-    logits_chunk: int | None,
-    entropies: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [N], and entropies [N] if requested."""
+def _chunked_logprobs(
+    module: nn.Module, hidden_ND: Tensor, targets_N: Tensor, temperature: float, logits_chunk: int | None
+) -> Tensor:
+    """Log-probs [N]."""
     head = cast(Any, module).get_output_embeddings()
     tokens = chunk_tokens(head.weight.shape[0], device_bytes(head.weight.device), logits_chunk)
     finish = replace(_finish_of(module), temperature=temperature)
-    return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens, entropies=entropies)
+    return token_logprobs(hidden_ND, head.weight, head.bias, targets_N, finish, tokens)
 
 
 def chunk_tokens(vocabulary: int, gpu_bytes: int, logits_chunk: int | None = None) -> int:

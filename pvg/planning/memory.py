@@ -238,7 +238,7 @@ def _live_bytes(shape: ModelShape, layers: int, groups: int, forward: Pass) -> t
                     if forward.shared:
                         packed = pack_rows(rows, starts, "cpu")
                         hidden_ND, targets_N = predicting(module, packed, forward.fused), packed.targets_M
-                    else:  # as completion_outputs, whose number of tokens depends on numbers
+                    else:  # as completion_logprobs, whose number of tokens depends on numbers
                         ids_BL, _ = pad_right(rows, 0)
                         with _one_sequence_per_row():
                             hidden_ND = module.get_decoder()(input_ids=ids_BL, use_cache=False).last_hidden_state

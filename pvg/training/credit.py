@@ -40,7 +40,7 @@ class ValueTracker:
     which is also a moving average for rewards of any sign. rho = 2^(-D / half_life), clamped. D is how far the policy
     has moved since the problem's last rollout: in pvg, the number of versions published since. A problem without
     rollouts in a role starts at the role's level, a moving average over batches, with the weight of `PRIOR` rollouts.
-    The curriculum (pvg.game.orders) tracks success rates with this class."""
+    """
 
     def __init__(self, half_life: float = HALF_LIFE) -> None:
         self._half_life = half_life
@@ -52,11 +52,6 @@ class ValueTracker:
         problem, role = key
         seen = self._seen[role].get(problem)
         return self._levels.get(role, math.nan) if seen is None else seen[0]
-
-    def has_seen(self, key: Key) -> bool:
-        """Whether the problem has a rollout in the role."""
-        problem, role = key
-        return problem in self._seen[role]
 
     def observe(self, keys: Sequence[Key], rewards_N: Float32 | Float64, versions_N: Int32) -> Float64:
         """float64 [N]: v of each row before these rewards; then learns the rewards in row order.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, MissingRequirementError, counted
 from pvg.models.compute import autocast
-from pvg.models.logprobs import CompletionOutputs, check_logits, completion_outputs, shared_prompt_outputs
+from pvg.models.logprobs import check_logits, completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import Trie, pad_right, row_batches, token_budget_batches
 from pvg.models.shared_prompts import check_packing, check_window
 from pvg.records import Float32
@@ -93,13 +93,6 @@ def forward_batches(batch: PolicyBatch, rows: NDArray[np.int64], settings: Forwa
 def batch_logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
     """logprobs_BL float32, nats, of all rows in one forward pass: at completion tokens, 0 elsewhere. Differentiable.
     Uses the caller's autocast."""
-    return batch_outputs(module, batch, settings).logprobs_BL
-
-
-def batch_outputs(
-    module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, *, entropies: bool = False
-) -> CompletionOutputs:
-    """`batch_logprobs`, and with `entropies` the exact entropies of the tokens' distributions."""
     if settings.router_replay:
         from pvg.models.routing import replayed_experts
 
@@ -108,33 +101,31 @@ def batch_outputs(
             check_packing(module, settings.fused_layers)
         experts_TMK = _experts_by_position(batch, settings.shared_prompts).to(next(module.parameters()).device)
         with replayed_experts(module, experts_TMK):
-            return _outputs(module, batch, settings, entropies)
-    return _outputs(module, batch, settings, entropies)
+            return _logprobs(module, batch, settings)
+    return _logprobs(module, batch, settings)
 
 
-def _outputs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings, entropies: bool) -> CompletionOutputs:
+def _logprobs(module: nn.Module, batch: PolicyBatch, settings: ForwardSettings) -> Tensor:
     if settings.shared_prompts:
-        return shared_prompt_outputs(
+        return shared_prompt_logprobs(
             module,
             batch.sequences,
             batch.prompt_lengths,
             temperature=settings.temperature,
             logits_chunk=settings.logits_chunk,
             fused_layers=settings.fused_layers,
-            entropies=entropies,
             prompts_alone=settings.router_replay,  # the same tokens may have other experts in another completion
         )
     device = next(module.parameters()).device
     ids_BL, lengths_B = pad_right(batch.sequences, settings.pad_id, device)
     prompt_lengths_B = torch.from_numpy(batch.prompt_lengths.astype(np.int64)).to(device)
-    return completion_outputs(
+    return completion_logprobs(
         module,
         ids_BL,
         lengths_B,
         prompt_lengths_B,
         temperature=settings.temperature,
         logits_chunk=settings.logits_chunk,
-        entropies=entropies,
     )
 
 

@@ -1,6 +1,6 @@
 """Policy losses: a per-token objective, importance weights, and an aggregation expressed as row weights.
 
-    loss = sum over rows n of  w_n  sum over completion tokens t of  (-rho_nt objective_nt + beta kl_nt - c entropy_nt)
+    loss = sum over rows n of  w_n  sum over completion tokens t of  (-rho_nt objective_nt + beta kl_nt)
 
 Invariant: the row weights depend on the whole batch. `PolicyObjective.prepare` fixes them before the batch is split, so
 losses and gradients of any micro-batches add up to those of the unsplit batch.
@@ -33,12 +33,11 @@ from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.errors import ConfigurationError, TrainingDivergedError
 from pvg.extensions import is_reference, resolve
-from pvg.models.logprobs import CompletionOutputs
 from pvg.records import Float32
 from pvg.telemetry.metrics import Metrics
 from pvg.training.batch import PolicyBatch
 from pvg.training.credit import Credit, normalised
-from pvg.training.forward import ForwardSettings, batch_outputs, forward_batches, recompute_logprobs
+from pvg.training.forward import ForwardSettings, batch_logprobs, forward_batches, recompute_logprobs
 
 # The KL penalty against a reference policy, and its adaptive coefficient.
 
@@ -401,8 +400,7 @@ class PolicyObjective:
         batch = micro_batch
         assert batch.row_weights_N is not None, "prepare the batch before computing its loss"
         device = next(module.parameters()).device
-        outputs = batch_outputs(module, batch, self._forward, entropies=self._section.entropy_bonus > 0.0)
-        logprobs_BL = outputs.logprobs_BL
+        logprobs_BL = batch_logprobs(module, batch, self._forward)
         mask_BL = _tensor(batch.completion_mask(), device)
         if batch.sampled_masks is not None:  # ignore the log-probs of tokens that an environment wrote
             logprobs_BL = logprobs_BL.masked_fill(~mask_BL, 0.0)
@@ -423,13 +421,10 @@ class PolicyObjective:
         if self.needs_reference:
             assert reference_BL is not None
             cost_BL = cost_BL + self.kl * kl_penalty(logprobs_BL, reference_BL)
-        if (bonus := self._section.entropy_bonus) > 0.0:
-            assert outputs.entropies_BL is not None
-            cost_BL = cost_BL - bonus * outputs.entropies_BL
         weights_B1 = _tensor(batch.row_weights_N, device)[:, None]
         loss = (weights_B1 * cost_BL * mask_BL).sum()
         trained = int(batch.completion_lengths_N.sum())
-        metrics = _metrics(loss, outputs, logprobs_BL - sampled_BL, reference_BL, mask_BL, trained, terms)
+        metrics = _metrics(loss, logprobs_BL, logprobs_BL - sampled_BL, reference_BL, mask_BL, trained, terms)
         if moved_BL is not None:
             metrics.merge(importance_metrics(moved_BL, mask_BL, trained, *bounds))
         tokens = int(batch.lengths_N.sum())
@@ -456,7 +451,7 @@ class PolicyObjective:
 @torch.no_grad()
 def _metrics(
     loss: Tensor,
-    outputs: CompletionOutputs,
+    logprobs_BL: Tensor,
     log_ratios_BL: Tensor,
     reference_BL: Tensor | None,
     mask_BL: Tensor,
@@ -464,9 +459,9 @@ def _metrics(
     terms: ObjectiveTerms,
 ) -> Metrics:
     """loss (sum), and over the `tokens` of the mask: entropy (the estimate -mean log pi), ratio_mean and ratio_max
-    (before the clip), clipped (share whose gradient the clip changed), kl (mean of k3; with a reference), entropy_exact
-    (if configured). The caller adds padding, the share of positions without a token."""
-    logprobs_BL, ratios_BL = outputs.logprobs_BL, log_ratios_BL.exp()
+    (before the clip), clipped (share whose gradient the clip changed), kl (mean of k3; with a reference). The
+    caller adds padding, the share of positions without a token."""
+    ratios_BL = log_ratios_BL.exp()
     values = {
         "sum loss": loss,
         "mean entropy": -_total(logprobs_BL, mask_BL),
@@ -476,8 +471,6 @@ def _metrics(
     }
     if reference_BL is not None:
         values["mean kl"] = _total(k3(logprobs_BL, reference_BL), mask_BL)
-    if outputs.entropies_BL is not None:
-        values["mean entropy_exact"] = _total(outputs.entropies_BL, mask_BL)
     return _gathered(values, tokens)
 
 

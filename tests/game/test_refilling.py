@@ -51,7 +51,7 @@ class Orders:
         rewards = [[1.0, float(g.rollouts[0].group not in self.live)] for g in groups]
         rewards_N = np.array(rewards, dtype=np.float32).reshape(-1)
         rows = len(rewards_N)
-        return ScoredGroups(groups, rewards_N, rewards_N, np.zeros(rows, dtype=bool), np.arange(rows))
+        return ScoredGroups(groups, rewards_N, rewards_N, np.arange(rows))
 
     def run(self) -> tuple[ScoredGroups, dict[str, float]]:
         async def work() -> tuple[ScoredGroups, float, dict[str, float]]:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from pvg.game import prover_phase
 from pvg.game.prover_phase import StopRule
 from pvg.game.roles import assign_roles
 from pvg.records import Role
-from pvg.seeds import draw_cyclic, draw_weighted, generator_for, seed_for
+from pvg.seeds import draw_cyclic, generator_for, seed_for
 from pvg.telemetry.alerts import Alerts
 
 
@@ -49,46 +47,6 @@ def test_the_endless_shuffle_is_stateless_and_fair(count, start, size, seed):
     assert draw_cyclic(count, start, size, seed) == whole[start:]
     for epoch in range(len(whole) // count):
         assert sorted(whole[epoch * count : (epoch + 1) * count]) == list(range(count))
-
-
-@given(
-    st.lists(st.floats(0.0, 1e6, allow_subnormal=False), min_size=1, max_size=20).filter(
-        lambda weights: max(weights) > 0
-    ),
-    st.integers(0, 70),
-    st.integers(0, 99),
-)
-def test_weighted_draws_repeat_nothing_while_others_remain(weights, size, seed):
-    weights_P = np.array(weights)
-    drawn = draw_weighted(weights_P, size, generator_for(seed))
-    assert len(drawn) == size
-    assert drawn == draw_weighted(weights_P, size, generator_for(seed))
-    allowed = set(np.flatnonzero(weights_P > 0).tolist())
-    for start in range(0, size, len(allowed)):
-        turn = drawn[start : start + len(allowed)]
-        assert len(set(turn)) == len(turn)
-        assert set(turn) <= allowed
-
-
-@pytest.mark.slow
-def test_weighted_draws_follow_the_weights_in_every_place():
-    # The probability of an order: each draw by its share of what is left. Weights 1, 2, 5, so (2, 1, 0) has 5/8 * 2/3.
-    weights_P, draws = np.array([1.0, 2.0, 5.0, 0.0]), 6000
-    expected = {(a, b, c): weights_P[a] / 8 * weights_P[b] / (8 - weights_P[a]) for a, b, c in permutations(range(3))}
-    found = [draw_weighted(weights_P, 5, generator_for(7, number)) for number in range(draws)]
-    orders = Counter(tuple(drawn[:3]) for drawn in found)
-    assert sum(orders.values()) == draws == sum(orders[order] for order in expected)
-    chi_square = sum((orders[o] - draws * p) ** 2 / (draws * p) for o, p in expected.items())
-    assert chi_square < 20.5  # the 99.9th percentile of 5 degrees of freedom
-    again = Counter(drawn[3] for drawn in found)  # the first draw after all have come follows the weights anew
-    chi_square = sum((again[p] - draws * w / 8) ** 2 / (draws * w / 8) for p, w in ((0, 1), (1, 2), (2, 5)))
-    assert chi_square < 13.8  # and of 2
-
-
-@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, -0.5]])
-def test_weights_that_nothing_can_be_drawn_by_are_refused(weights):
-    with pytest.raises(ValueError, match="above 0"):
-        draw_weighted(np.array(weights), 1, generator_for(0))
 
 
 def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one(monkeypatch):

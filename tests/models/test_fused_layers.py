@@ -9,7 +9,7 @@ from pvg.models import shared_prompts
 from pvg.models.adapters import attach_adapters
 from pvg.models.heads import ScalarHead
 from pvg.models.language_model import LanguageModel
-from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
+from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import pack_rows, packed_attention, pad_right
 from pvg.models.shared_prompts import fused_hidden, knows, packed_hidden
 from pvg.training.trainer import checkpoint_layers
@@ -31,7 +31,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_ma
 
 
 def shared_prompt_logprobs(*given, **how):
-    return shared_prompt_outputs(*given, **how).logprobs_BL
+    return shared_prompt_logprobs(*given, **how)
 
 
 def build(kind="llama"):

@@ -14,7 +14,7 @@ from pvg.models import packing
 from pvg.models.adapters import attach_adapters
 from pvg.models.heads import ImplicitHead, ScalarHead
 from pvg.models.language_model import LanguageModel
-from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
+from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import Trie, pack_rows, pad_right, row_batches
 from pvg.models.shared_prompts import check_packing
 from pvg.training.trainer import checkpoint_layers
@@ -48,7 +48,7 @@ def build(family="llama", **others):
 
 
 def shared_prompt_logprobs(*given, **how):
-    return shared_prompt_outputs(*given, **how).logprobs_BL
+    return shared_prompt_logprobs(*given, **how)
 
 
 def rows_of(groups, seed=0):

@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_autograd(finish, chunk):
     inputs = given()
     weights_N = torch.linspace(-1.0, 2.0, 7)
     expected = by_autograd(*inputs, finish)
-    found, _ = token_logprobs(*inputs, finish, chunk)
+    found = token_logprobs(*inputs, finish, chunk)
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad((weights_N * expected).sum(), inputs[:3])
     for _ in range(2):  # what is kept for the backward pass is not written into
@@ -51,35 +51,10 @@ def test_under_autocast_only_the_products_are_bfloat16():
     inputs = given()
     expected = by_autograd(*inputs, LogitTransform())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, _ = token_logprobs(*inputs, LogitTransform(), 3)
+        found = token_logprobs(*inputs, LogitTransform(), 3)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
     assert not torch.equal(found, expected)
     gradients = torch.autograd.grad(found.sum(), inputs[:3])
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     torch.testing.assert_close(gradients, torch.autograd.grad(expected.sum(), inputs[:3]), rtol=0.05, atol=0.1)
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-@pytest.mark.parametrize("finish", FINISHES)
-def test_entropies_and_their_gradients_are_those_of_autograd(finish, chunk):
-    inputs = given()
-    hidden_ND, weight_VD, bias_V, targets_N = inputs
-    logprobs_NV = all_by_autograd(hidden_ND, weight_VD, bias_V, finish)
-    wanted_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=1)
-    found_N, entropies_N = token_logprobs(*inputs, finish, chunk, entropies=True)
-    assert torch.equal(found_N, token_logprobs(*inputs, finish, chunk)[0])
-    torch.testing.assert_close(entropies_N, wanted_N)
-    by_logprob, by_entropy = torch.linspace(-1.0, 2.0, 7), torch.linspace(0.5, -1.5, 7)
-    expected_N = logprobs_NV.gather(1, targets_N[:, None])[:, 0]
-    for first, second in ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0)):
-        wanted = torch.autograd.grad(
-            (first * by_logprob * expected_N + second * by_entropy * wanted_N).sum(), inputs[:3], retain_graph=True
-        )
-        found = torch.autograd.grad(
-            (first * by_logprob * found_N + second * by_entropy * entropies_N).sum(), inputs[:3], retain_graph=True
-        )
-        torch.testing.assert_close(found, wanted)
-    # Where nothing is made of one of them, it has no gradient at all.
-    (alone,) = torch.autograd.grad(entropies_N.sum(), inputs[:1], retain_graph=True)
-    torch.testing.assert_close(alone, torch.autograd.grad(wanted_N.sum(), inputs[:1])[0])

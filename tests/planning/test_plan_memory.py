@@ -432,9 +432,9 @@ def test_a_long_row_with_a_large_vocabulary_takes_less_than_trl(
         checkpoint_layers(module.eval())
         with attention_as_on_a_gpu(), LiveBytes(module) as live:
             with torch.no_grad(), autocast("bfloat16", cpu):
-                logprobs.shared_prompt_outputs(module, row, start)
+                logprobs.shared_prompt_logprobs(module, row, start)
             with autocast("bfloat16", cpu):
-                found_BL = logprobs.shared_prompt_outputs(module, row, start).logprobs_BL
+                found_BL = logprobs.shared_prompt_logprobs(module, row, start)
             found_BL.sum().backward()  # type: ignore[no-untyped-call]
         weights = sum(weight.nbytes for weight in module.parameters())
     assert weights + live.peak < most * 2**30

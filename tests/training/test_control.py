@@ -1,11 +1,18 @@
-"""The adaptive coefficient of the KL, by hand."""
+"""The adaptive coefficient of the KL, by hand and in a trainer."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 import orjson
 import pytest
+import torch
+from table_policy import TablePolicy
+from test_policy_losses import PROBABILITIES, hand_batch, objective
 
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Training
 from pvg.training.losses import PolicyObjective, adapted_kl
+from pvg.training.trainer import OptimizerSettings, Trainer
 
 
 def test_the_kl_controller_by_hand() -> None:
@@ -34,3 +41,47 @@ def test_a_step_sees_what_the_step_before_measured() -> None:
     for each in (control, resumed):
         each.adapt({"kl": 0.2})
     assert control.state() == resumed.state()
+
+
+class Endless:
+    """The same batch again and again."""
+
+    def __init__(self, batch):
+        self._batch = batch
+
+    async def next_batch(self):
+        return self._batch
+
+
+def adapting(kl_target):
+    return {"kl": {"coefficient": 0.05, "target": kl_target}}
+
+
+def trainer(steps, executor, **settings_):
+    """After `steps` steps on the batch by hand, with a reference, and what they reported."""
+    batch = hand_batch([[-1.0, -2.0], [-0.5]])
+    found = Trainer(
+        TablePolicy(PROBABILITIES),
+        objective("grpo", **({"kl": 0.05} | settings_)),
+        OptimizerSettings(learning_rate=0.1),
+        Endless(batch),
+        executor=executor,
+    )
+    return found, [asyncio.run(found.step()).metrics for _ in range(steps)]
+
+
+def test_a_trainers_coefficient_follows_what_its_steps_measure_and_resume():
+    adapted = adapting(1e-3)
+    with ThreadPoolExecutor(1) as executor:
+        _, fixed = trainer(2, executor)
+        assert "kl_coefficient" not in fixed[0]
+        whole, metrics = trainer(6, executor, **adapted)
+        assert metrics[0]["kl_coefficient"] == 0.05
+        assert metrics[1]["kl_coefficient"] == pytest.approx(0.05 * 1.02)  # far over the target
+        first, _ = trainer(3, executor, **adapted)
+        resumed, _ = trainer(0, executor, **adapted)
+        resumed.load_state(*first.state())
+        again = [asyncio.run(resumed.step()).metrics for _ in range(3)]
+        assert again == metrics[3:]
+        for name, tensor in whole.state()[0].items():
+            assert torch.equal(tensor, resumed.state()[0][name])

@@ -33,7 +33,7 @@ def repeated_batch() -> PolicyBatch:
 
 def computed(model: torch.nn.Module, shares: bool, batch: PolicyBatch) -> tuple[float, torch.Tensor, list[int]]:
     """Loss, gradient, and how many tokens each forward pass embedded."""
-    section = Training(kl={"coefficient": 0.1}, entropy_bonus=0.1, shared_prompts=shares)
+    section = Training(kl={"coefficient": 0.1}, shared_prompts=shares)
     objective = PolicyObjective(section, Rollouts(max_tokens=8), pad_id=0)
     model.zero_grad()
     objective(model, objective.prepare(batch))  # the checks of a model, which come once, embed tokens too

@@ -224,15 +224,15 @@ def test_agrees_with_the_slow_reference(loss, seed, rows):
 @pytest.mark.parametrize("importance", ["none", "truncated", "masked", "decoupled"])
 @pytest.mark.parametrize("loss", NAMES)
 @settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10_000), entropy_bonus=st.sampled_from([0.0, 0.3]), data=st.data())
-def test_any_split_adds_up_to_the_unsplit_batch(loss, importance, seed, entropy_bonus, data):
+@given(seed=st.integers(0, 10_000), data=st.data())
+def test_any_split_adds_up_to_the_unsplit_batch(loss, importance, seed, data):
     policy = random_policy(seed)
     batch = random_batch(policy, seed, 8, 5, 9)
     if importance == "decoupled":
         batch = replace(batch, proximal_logprobs=batch.reference_logprobs)
     parts_N = np.array(data.draw(st.lists(st.integers(0, 4), min_size=8, max_size=8)))
     parts = [np.flatnonzero(parts_N == part) for part in np.unique(parts_N)]
-    weighing = {"importance": importance, "bounds": (0.8, 1.1), "entropy_bonus": entropy_bonus}
+    weighing = {"importance": importance, "bounds": (0.8, 1.1)}
     priced = objective(loss, kl=0.1, max_tokens=9, **weighing)
     whole, whole_gradient, whole_metrics = evaluate(priced, policy, batch)
     split, split_gradient, split_metrics = evaluate(priced, policy, batch, parts)

@@ -87,7 +87,7 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 # --- the same training ------------------------------------------------------------------------------------------------
 
 ADAPTERS = {"adapters": {"rank": 3}}
-PADDED = {"shared_prompts": False, "gradient_checkpointing": True, "entropy_bonus": 0.001}
+PADDED = {"shared_prompts": False, "gradient_checkpointing": True}
 AUDITED = """
 import sys
 def seen(event, arguments):
