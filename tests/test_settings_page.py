@@ -43,7 +43,7 @@ def test_a_setting_says_its_range() -> None:
     assert ranges["game.sneaky_share"] == "0 to 1"
     assert ranges["training.learning_rate"] == "above 0"
     assert ranges["cluster.trainer_ranks"] == "2 to 64"  # may be left out
-    assert ranges["rollout.top_p"] == "above 0 and at most 1"
+    assert ranges["serving.gpu_memory_utilization"] == "above 0 and at most 1"
     assert ranges["models.precision"] == ""
     assert ranges["task.warmup"] == "0 to 1,000,000"
     numbers = [each for each in settings() if each.type.startswith(("integer", "number"))]

@@ -199,12 +199,6 @@ class Rollouts(Section):
     )
     max_tokens: Count = Field(48, description="Maximum number of tokens of a solution. A longer one is cut off.")
     temperature: Positive = Field(1.0, description="Sampling temperature. Higher values give more varied solutions.")
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1.0, description="Nucleus sampling: smallest probability mass that is kept. 1: all tokens."
-    )
-    top_k: Annotated[int, Field(ge=0)] = Field(
-        0, description="Only this many most likely tokens are sampled. 0: all tokens."
-    )
     concurrency: Count = Field(1024, description="Maximum number of requests in flight.")
     logprobs: Literal["sampled", "recomputed"] = Field(
         "sampled", description="Log-probs of the sampler: as sampled, or computed again by the trainer."

@@ -118,14 +118,9 @@ def _attacks(experiment: AllSections) -> Iterator[str]:
 
 
 def _old_logprobs(experiment: AllSections) -> Iterator[str]:
-    """What rollout.logprobs cannot do: "sampled" after a cut distribution, and "recomputed" with older weights."""
+    """What rollout.logprobs = "recomputed" cannot do: older weights."""
     training, rollout = experiment.training, experiment.rollout
     if rollout.logprobs == "sampled":
-        if (rollout.top_p < 1.0 or rollout.top_k > 0) and training.steps > 0:
-            yield (
-                "rollout.top_p < 1 or rollout.top_k > 0 samples from a cut distribution, but the trainer computes the "
-                'whole one; set rollout.logprobs = "recomputed", or rollout.top_p to 1 and rollout.top_k to 0'
-            )
         return
     only = "rollout.logprobs = 'recomputed' uses only the newest weights; set it to 'sampled'"
     if rollout.prefetch.kind != "none":

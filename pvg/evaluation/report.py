@@ -435,8 +435,6 @@ def notes(experiment: Experiment) -> list[str]:
     untrained = "sneaky" if share == 0.0 else "helpful"
     unearned = [kind for kind in experiment.evaluate.attacks if kind not in attack_kinds(experiment)]
     found = {
-        "Solutions are sampled from a part of the distribution (rollout.top_p, rollout.top_k), so the estimate of the "
-        "KL is biased.": rollout.top_p < 1.0 or rollout.top_k > 0,
         f"verifier.loss = {loss!r} does not fix the offset of a score, so sigmoid(score) is not a probability. The "
         "fitted calibration is one if the log-odds are linear in the score.": (
             loss != "cross_entropy" and not experiment.verifier.verdict_tokens

@@ -256,8 +256,8 @@ def _set_generation(model: LanguageModel, finished: FinishedRound) -> None:
         max_new_tokens=rollout.max_tokens,
         do_sample=True,
         temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=max(0, rollout.top_k),
+        top_p=1.0,
+        top_k=0,
     )
 
 

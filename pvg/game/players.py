@@ -141,8 +141,6 @@ class Players:
             max_tokens=rollout.max_tokens,
             stop_ids=self.base.tokenizer.end_ids,
             temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
         )
         self.scoring = self._scoring_executor()
         self.grading = ThreadPoolExecutor(1, "pvg-grade")

@@ -79,7 +79,7 @@ async def train_verifier(session: Session) -> None:
 
 def verdict_rollouts(rollout: Rollouts, tokens: int) -> Rollouts:
     """How verdicts are sampled for training."""
-    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "deadline": NoDeadline(), "logprobs": "sampled"}
+    plain = {"temperature": 1.0, "deadline": NoDeadline(), "logprobs": "sampled"}
     return rollout.model_copy(update={**plain, "max_tokens": tokens})
 
 

@@ -112,8 +112,6 @@ class _State:
     tokens_RC: Tensor
     logprobs_RC: Tensor
     temperature_R1: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
 
     @classmethod
     def empty(cls, rows: int, columns: int, stops: int, device: torch.device) -> _State:
@@ -132,8 +130,6 @@ class _State:
             tokens_RC=zeros(rows, columns + 1, dtype=torch.int32),
             logprobs_RC=zeros(rows, columns + 1, dtype=torch.float32),
             temperature_R1=zeros(rows, 1, dtype=torch.float32) + 1.0,
-            top_k_R=zeros(rows),
-            top_p_R=zeros(rows, dtype=torch.float64) + 1.0,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -177,7 +173,7 @@ class DeviceRows(RunningRows):
         self._state: _State | None = None
         self._cache: LeanCache | None = None
         self._deepest = 0  # no running row's position is above
-        self._how = (False, 0, False)  # tempered, largest top-k, nucleus: of the running rows
+        self._tempered = False  # whether a running row has another temperature than 1
 
     @torch.inference_mode()
     def turn(self, jobs: Sequence[DecodingJob], dropped_N: NDArray[np.bool_]) -> TurnResult:
@@ -209,12 +205,7 @@ class DeviceRows(RunningRows):
         prefixes = {place: request.known_ids[:-1] for place, request in zip(places, requests, strict=True)}
         prefill_rows(self._decoder, self._cache, prefixes)
         self._deepest = max(slot.position for slot in self._slots.values())
-        samplings = [slot.request.sampling for slot in self._slots.values()]
-        self._how = (
-            any(s.temperature != 1.0 for s in samplings),
-            max(s.top_k for s in samplings),
-            any(s.top_p < 1.0 for s in samplings),
-        )
+        self._tempered = any(slot.request.sampling.temperature != 1.0 for slot in self._slots.values())
 
     def _make_room(self, requests: Sequence[GenerationRequest]) -> None:
         """Grow cache and state if these requests are longer than all before. They never shrink."""
@@ -251,26 +242,18 @@ class DeviceRows(RunningRows):
         known = [request.known_ids for request in requests]
         facts = np.array(
             [
-                (
-                    place,
-                    int(ids[-1]),
-                    len(ids) - 1,
-                    request.tokens_resumed,
-                    request.sampling.max_tokens,
-                    request.sampling.top_k,
-                )
+                (place, int(ids[-1]), len(ids) - 1, request.tokens_resumed, request.sampling.max_tokens)
                 for place, ids, request in zip(places, known, requests, strict=True)
             ],
             dtype=np.int64,
         )
         facts_NX = torch.from_numpy(np.concatenate([facts, stops], axis=1)).to(device)
-        rows_N, token_N, position_N, count_N, limit_N, top_k_N = facts_NX[:, :6].unbind(1)
-        settings = RowSettings.of(samplings, device)
+        rows_N, token_N, position_N, count_N, limit_N = facts_NX[:, :5].unbind(1)
         uniform_NC = torch.from_numpy(uniform_numbers(requests, self._columns)).to(device)
         state.token_R[rows_N], state.position_R[rows_N], state.count_R[rows_N] = token_N, position_N, count_N
-        state.limit_R[rows_N], state.top_k_R[rows_N], state.stop_RS[rows_N] = limit_N, top_k_N, facts_NX[:, 6:]
+        state.limit_R[rows_N], state.stop_RS[rows_N] = limit_N, facts_NX[:, 5:]
         state.uniform_RC[rows_N, : self._columns] = uniform_NC
-        state.temperature_R1[rows_N], state.top_p_R[rows_N] = settings.temperature_R1, settings.top_p_R
+        state.temperature_R1[rows_N] = RowSettings.of(samplings, device).temperature_R1
         state.live_R[rows_N], state.stopped_R[rows_N] = True, False
         for place, request in zip(places, requests, strict=True):
             if (begun := request.resumed_from) is not None:
@@ -299,11 +282,7 @@ class DeviceRows(RunningRows):
         rows = _bucket(max(self._slots) + 1, self._max_rows)
         columns = min(_rounded(self._deepest + 1), self._cache.columns)
         self._deepest += 1
-        advance = partial(self._advance, rows, columns)
-        if self._how[2]:  # choosing the nucleus reads from the device
-            advance()
-        else:
-            self.graphs.run((rows, columns, self._how), advance)
+        self.graphs.run((rows, columns, self._tempered), partial(self._advance, rows, columns))
 
     def _advance(self, rows: int, columns: int) -> None:
         """One step of the first `rows` rows, of which none is at a column above `columns`."""
@@ -314,7 +293,7 @@ class DeviceRows(RunningRows):
             tensor[:rows] for tensor in (state.token_R, state.position_R, state.count_R, state.live_R)
         )
         logits_RV = self._decoder.step(token_R, position_R, cache, columns)
-        settings = RowSettings(state.temperature_R1[:rows], state.top_k_R[:rows], state.top_p_R[:rows], *self._how)
+        settings = RowSettings(state.temperature_R1[:rows], self._tempered)
         drawn_R, logprobs_R = draw(logits_RV, settings, state.uniform_RC[:rows].gather(1, count_R[:, None])[:, 0])
         last = state.tokens_RC.shape[1] - 1
         column_R1 = torch.where(live_R, count_R, last)[:, None]

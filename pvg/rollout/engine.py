@@ -32,13 +32,11 @@ GATHER_TURNS = 256
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. `top_k = 0` and `top_p = 1` mean no cut. Any token of `stop_ids` ends a completion."""
+    """Sampling settings. Any token of `stop_ids` ends a completion."""
 
     max_tokens: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +236,6 @@ def _complaint(request: GenerationRequest) -> str:
         f"the temperature is {sampling.temperature}, but must be above 0 (a tiny one is greedy)": not (
             math.isfinite(sampling.temperature) and sampling.temperature > 0.0
         ),
-        f"top_p is {sampling.top_p}, but must be above 0 and at most 1": not 0.0 < sampling.top_p <= 1.0,
-        f"top_k is {sampling.top_k}, but must be 0 (no cut) or more": sampling.top_k < 0,
         f"the seed is {request.seed}, but must not be negative": request.seed < 0,
         "the prompt has no tokens": prompt.ndim != 1 or len(prompt) == 0,
         "resumed_from has all tokens already": request.tokens_resumed >= max(sampling.max_tokens, 1),

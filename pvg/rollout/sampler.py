@@ -1,10 +1,10 @@
-"""From logits to tokens: temperature, then top-k, then top-p, and one uniform random number per token.
+"""From logits to tokens: temperature, and one uniform random number per token.
 
 `draw` materializes the probabilities of the vocabulary, and searches their sums block by block: cumulative sums of all
 tokens would need more memory traffic.
 
-Invariants: the log-probs, in float32, belong to exactly the distribution that is sampled from, renormalized after the
-cuts. A row's result depends only on its own logits, settings and numbers.
+Invariants: the log-probs, in float32, belong to exactly the distribution that is sampled from. A row's result depends
+only on its own logits, settings and numbers.
 
 The random numbers of a request are those of numpy's Philox generator with its seed as the key.
 """
@@ -21,25 +21,17 @@ from torch import Tensor
 
 from pvg.rollout.engine import GenerationRequest, Sampling
 
-# Nearly every nucleus is within this many tokens. Sorting the whole vocabulary would cost more than the model.
-NUCLEUS_CANDIDATES = 256
 # `draw` sums probabilities over blocks of this many tokens, then within one block.
 BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """The settings of R rows: `temperature_R1` float32, `top_k_R` int64 (0: no cut), `top_p_R` float64 (1: no cut).
-
-    `tempered`, `largest_k` and `nucleus` cover all rows of the original batch. They tell which work can be skipped.
-    """
+    """The settings of R rows: `temperature_R1` float32. `tempered` covers all rows of the original batch: without it the
+    division can be skipped."""
 
     temperature_R1: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
     tempered: bool
-    largest_k: int
-    nucleus: bool
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], device: torch.device) -> RowSettings:
@@ -47,22 +39,11 @@ class RowSettings:
         temperature_R = np.maximum([s.temperature for s in samplings], np.finfo(np.float32).tiny)
         return cls(
             temperature_R1=torch.tensor(temperature_R, dtype=torch.float32, device=device)[:, None],
-            top_k_R=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
-            top_p_R=torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=device),
             tempered=bool((temperature_R != 1.0).any()),
-            largest_k=max(s.top_k for s in samplings),
-            nucleus=any(s.top_p < 1.0 for s in samplings),
         )
 
     def select(self, rows_K: Tensor) -> RowSettings:
-        return RowSettings(
-            self.temperature_R1[rows_K],
-            self.top_k_R[rows_K],
-            self.top_p_R[rows_K],
-            self.tempered,
-            self.largest_k,
-            self.nucleus,
-        )
+        return RowSettings(self.temperature_R1[rows_K], self.tempered)
 
 
 def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArray[np.float64]:
@@ -78,8 +59,8 @@ def uniform_numbers(requests: Sequence[GenerationRequest], count: int) -> NDArra
     return numbers_NT
 
 
-def cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """The logits divided by their temperatures; -inf for cut tokens.
+def tempered(logits_RV: Tensor, settings: RowSettings) -> Tensor:
+    """The logits divided by their temperatures.
 
     The row's largest logit is subtracted before the division by the temperature. So as the temperature nears 0,
     quotients tend to -inf, never to inf - inf, and sampling becomes greedy (tokens that tie for the maximum share
@@ -88,52 +69,14 @@ def cut(logits_RV: Tensor, settings: RowSettings) -> Tensor:
     if settings.tempered:
         logits_RV = logits_RV.float()
         logits_RV = (logits_RV - logits_RV.amax(dim=-1, keepdim=True)) / settings.temperature_R1
-    if settings.largest_k > 0 or settings.nucleus:
-        logits_RV = logits_RV.float()
-        threshold_R1 = cut_threshold(logits_RV, settings)
-        logits_RV = logits_RV.masked_fill(logits_RV < threshold_R1, -torch.inf)
     return logits_RV
-
-
-def cut_threshold(logits_RV: Tensor, settings: RowSettings) -> Tensor:
-    """threshold_R1: the smallest logit that survives top-k, then top-p of the renormalized rest.
-
-    Top-k keeps the k largest. Top-p keeps the smallest set of largest ones whose probabilities sum to at least top_p.
-    Both cuts keep all tokens whose logits equal the threshold, so ties need no order.
-    """
-    vocabulary = logits_RV.shape[-1]
-    width = min(vocabulary, max(settings.largest_k, NUCLEUS_CANDIDATES if settings.nucleus else 1))
-    threshold_R1, complete = _threshold_among(logits_RV, settings, width)
-    if not complete:
-        threshold_R1, _ = _threshold_among(logits_RV, settings, vocabulary)
-    return threshold_R1
-
-
-def _threshold_among(logits_RV: Tensor, settings: RowSettings, width: int) -> tuple[Tensor, bool]:
-    """The threshold according to the `width` largest logits of each row, and whether those were enough to determine
-    it."""
-    candidates_RW = logits_RV.topk(width, dim=-1).values
-    k_R1 = settings.top_k_R.clamp(min=1, max=width)[:, None]
-    top_k_R1 = candidates_RW.gather(1, k_R1 - 1).masked_fill(settings.top_k_R[:, None] == 0, -torch.inf)
-    if not settings.nucleus:
-        return top_k_R1, True
-
-    kept_RV = logits_RV.masked_fill(logits_RV < top_k_R1, -torch.inf)
-    total_R1 = kept_RV.logsumexp(dim=-1, keepdim=True).double()
-    mass_RW = (candidates_RW.double() - total_R1).exp().masked_fill(candidates_RW < top_k_R1, 0.0)
-    sums_RW = mass_RW.cumsum(dim=-1)
-    uncut_R1 = settings.top_p_R[:, None] >= 1.0
-    last_R1 = (sums_RW - mass_RW < settings.top_p_R[:, None]).sum(dim=-1, keepdim=True).clamp(min=1) - 1
-    top_p_R1 = candidates_RW.gather(1, last_R1).masked_fill(uncut_R1, -torch.inf)
-    enough_R1 = uncut_R1 | (sums_RW[:, -1:] >= settings.top_p_R[:, None]) | (candidates_RW[:, -1:] <= top_k_R1)
-    return torch.maximum(top_k_R1, top_p_R1), width == logits_RV.shape[-1] or bool(enough_R1.all())
 
 
 def draw(logits_RV: Tensor, settings: RowSettings, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """tokens_R int64 by inversion, and their logprobs_R float32: the first token whose cumulative probability exceeds
     the row's number, `uniform_R` float64 in [0, 1). Never a token of probability 0. Rows of NaN give an arbitrary valid
     token."""
-    probabilities_RV = torch.softmax(cut(logits_RV, settings), dim=-1, dtype=torch.float32)
+    probabilities_RV = torch.softmax(tempered(logits_RV, settings), dim=-1, dtype=torch.float32)
     vocabulary = probabilities_RV.shape[-1]
     if vocabulary <= 2 * BLOCK:
         tokens_R1, _, _ = _inverted(probabilities_RV, uniform_R[:, None])

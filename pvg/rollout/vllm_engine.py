@@ -235,7 +235,7 @@ def open_vllm_engine(
             runner="generate",
             shape=base.shape,
             max_length=experiment.completion_room() + 1,
-            processed_logprobs=rollout.temperature != 1.0 or rollout.top_p < 1.0 or rollout.top_k > 0,
+            processed_logprobs=rollout.temperature != 1.0,
             lora_rank=experiment.training.adapters.rank if weights.transport.kind == "lora" else 0,
             on_cluster=experiment.server_cluster is not None,
         ),

@@ -53,8 +53,8 @@ def generation(request: GenerationRequest, *, salt: str, model: str | None, stre
     parameters: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_p": 1.0,  # the whole distribution, whatever the server's defaults are
+        "top_k": 0,
         "stop_token_ids": list(sampling.stop_ids),
         "ignore_eos": True,  # only the request's own stop tokens count
         "logprobs": 0,

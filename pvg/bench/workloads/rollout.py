@@ -202,8 +202,8 @@ class RolloutWorkload:
             "prompts": digest_of(order.prompt_ids for order in orders),
             "max_tokens": rollout.max_tokens,
             "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
+            "top_p": 1.0,  # fixed: so that `pvg compare` takes reports of versions with this setting
+            "top_k": 0,
             "seed": self._workload.seed,
         }
         return found | ({"fixed_length": True} if self._workload.fixed_length else {})
@@ -281,7 +281,7 @@ def dispatcher(players: Players, *, fixed_length: bool) -> Dispatcher:
     """The players' dispatcher. `fixed_length`: no completion ends before rollout.max_tokens."""
     rollout, tokenizer = players.rollout, players.base.tokenizer
     stops = () if fixed_length else tokenizer.end_ids
-    sampling = Sampling(rollout.max_tokens, stops, rollout.temperature, rollout.top_p, rollout.top_k)
+    sampling = Sampling(rollout.max_tokens, stops, rollout.temperature)
     return Dispatcher(players.engine, players.task, tokenizer, sampling, rollout.concurrency, players.grading)
 
 
