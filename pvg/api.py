@@ -67,9 +67,8 @@ def play(
 ) -> Run:
     """Play a whole game and return its run.
 
-    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. On a CPU without
-    instructions for bfloat16, a setting that the experiment's file sets to bfloat16 becomes float32. `name` is the name
-    of the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer`
+    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. `name` is the name of
+    the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer`
     receives every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
     with `Run(path).resume()`.
 
@@ -79,17 +78,17 @@ def play(
     from pvg.hub import fetch_all, pinned
     from pvg.planning.plan import fitted_here
     from pvg.store.run_players import pinned_players
-    from pvg.telemetry.cpu import precision_warnings, without_slow_bfloat16
+    from pvg.telemetry.cpu import precision_warnings
     from pvg.workers.choice import with_workers
 
     watching = observer or SilentObserver()
     if not isinstance(experiment, Experiment):
-        chosen, note = without_slow_bfloat16(load_experiment(experiment, settings), frozenset(settings or ()))
+        chosen = load_experiment(experiment, settings)
     elif settings:
         raise UsageError("Settings cannot be changed in an Experiment.", "Give its name or its file instead.")
     else:
-        chosen, note = experiment, ""
-    for line in [note] if note else precision_warnings(chosen):
+        chosen = experiment
+    for line in precision_warnings(chosen):
         watching.noticed(line)
     sources = pinned_players(pinned(chosen.sources(), watching.noticed))
     chosen = with_workers(chosen.with_sources(sources))

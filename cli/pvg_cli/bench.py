@@ -95,8 +95,8 @@ def bench(
     given = [*(overrides or []), *([] if beside is None else [f"beside={beside}"])]
     urls = [url for words in server or [] for url in words.split(",")]
     plan = plan_bench(profile, given, sweep=sweep, ablate=ablate, interleave=interleave, server_urls=urls, serve=serve)
-    for notice in filter(None, [plan.base.note, *(f"warning: {w}." for w in precision_warnings(plan.base.experiment))]):
-        say(notice)
+    for warning in precision_warnings(plan.base.experiment):
+        say(f"warning: {warning}.")
     path = _output(out, plan)
     try:
         result = run_plan(plan, command=command_line(), on_sample=_on_sample, on_server=say)

@@ -285,7 +285,7 @@ def check_machine(runs: Path) -> Iterator[CheckResult]:
         yield CheckResult("bfloat16", "ok", "the CPU has instructions for it")
         return
     found = "the CPU has no instructions for it, or they are unknown; without them it is 10 to 100 times slower"
-    yield CheckResult("bfloat16", "notice", found, "A new run on such a CPU computes in float32.")
+    yield CheckResult("bfloat16", "notice", found, "Leave models.precision and models.dtype out.")
 
 
 def check_gpu(runs: Path) -> Iterator[CheckResult]:

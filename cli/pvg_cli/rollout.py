@@ -44,7 +44,6 @@ def rollout(
 
     The prover writes rollout.group_size solutions per problem and role.
     """
-    from pvg.config.load import chosen_keys
     from pvg.telemetry.cpu import precision_warnings
     from pvg_cli.driving import drive_run
     from pvg_cli.output import stderr
@@ -53,7 +52,7 @@ def rollout(
 
     settings = [*(overrides or []), *metrics_port_override(metrics_port)]
     resolved = resolve(experiment, settings, cluster)
-    plan = plan_new(resolved, run_name, suffix="-samples", chosen=chosen_keys(settings))
+    plan = plan_new(resolved, run_name, suffix="-samples")
     resolved = plan.experiment
     for warning in precision_warnings(resolved):
         say(f"warning: {warning}.")

@@ -28,7 +28,6 @@ from pvg.extensions import check_references
 from pvg.reporting.run_summary import has_ended, unfinished_runs
 from pvg.store.run_directory import RunDirectory, free_name, refuse_name, refuse_no_folder, refuse_samples
 from pvg.store.run_players import pinned_players, pinned_players_as
-from pvg.telemetry.cpu import as_the_run_computes, without_slow_bfloat16
 from pvg.workers.choice import cluster_settings, with_workers
 from pvg_cli.boundary import say
 
@@ -90,15 +89,9 @@ class RunPlan:
     extended: bool = False  # a run that gets more rounds than it was planned with
 
 
-def plan_new(
-    experiment: Experiment, name: str | None, suffix: str = "", *, chosen: Collection[str] = frozenset()
-) -> RunPlan:
+def plan_new(experiment: Experiment, name: str | None, suffix: str = "") -> RunPlan:
     """Plan a new run: `name`, or the experiment's name with -2, -3 ... if that run exists. Pins hub ids,
-    players of other runs, and the number of workers. Computes in float32 where this CPU has no bfloat16, except for
-    the `chosen` settings, which the user has set."""
-    experiment, note = without_slow_bfloat16(experiment, chosen)
-    if note:
-        say(note)
+    players of other runs, and the number of workers."""
     experiment = with_workers(experiment.with_sources(located(experiment.sources())))
     root = experiment.store.root
     refuse_no_folder(root, OTHER_FOLDER)
@@ -159,9 +152,6 @@ def plan_resume(
     wanted = given or load_experiment(run.experiment_file, _settings(run.experiment_file, overrides, cluster))
     if not more_rounds and has_ended(state, own):
         _refuse_complete(run, own.game.rounds, clean)
-    wanted, note = as_the_run_computes(wanted, own, chosen_keys(overrides))
-    if note:
-        say(note)
     experiment = with_workers(wanted.with_sources(located(wanted.sources(), own.sources())), own)
     experiment = fitted_as(own, experiment, chosen_keys(overrides))
     # Only if asked for: the experiment's file may have more rounds than the run was started with.

@@ -79,7 +79,7 @@ def study(  # noqa: PLR0917  (each is an option)
 
     Ctrl-C stops the games at commit points. The same command resumes the study, and keeps complete games.
     """
-    from pvg.study.plan import load_study, with_precision
+    from pvg.study.plan import load_study
     from pvg.study.playing import StudyFolder, progress_of, refuse_other_settings
     from pvg.study.results import csv_text
     from pvg.study.text import markdown_text
@@ -90,9 +90,8 @@ def study(  # noqa: PLR0917  (each is an option)
         _list(as_json)
         return
     command = _command(name, overrides or [], runs, seeds=seeds, processes=processes, threads=threads)
-    given = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
-    plan, notes = with_precision(given, playing=not only_table)
-    for note in (*given.notes, *notes):
+    plan = load_study(name, overrides or [], runs=runs, seeds=seeds, processes=processes, threads=threads)
+    for note in plan.notes:
         say(note)
     folder = StudyFolder(plan.folder)
     refuse_other_settings(plan.cells)

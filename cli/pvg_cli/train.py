@@ -92,7 +92,7 @@ def train(
         chosen = chosen_keys(settings)
         again = launch is not None and bool(launch.store)
         with redirect_stderr(io.StringIO()) if again else nullcontext():  # the launcher has said all of it
-            plan = _planned(name, settings, run_name, resume, cluster, chosen, clean=not dry_run)
+            plan = _planned(name, settings, run_name, resume, cluster, clean=not dry_run)
         if launch is not None:
             from pvg.workers.launch import refuse_other_counts
 
@@ -152,7 +152,6 @@ def _planned(
     run_name: str | None,
     resume: str | None,
     cluster: str | None,
-    chosen: Collection[str],
     *,
     clean: bool,
 ) -> RunPlan:
@@ -163,7 +162,7 @@ def _planned(
     if resume is not None:
         plan = plan_resume(name, settings, resume, cluster, clean=clean)
     else:
-        plan = plan_new(resolve(name, settings, cluster), run_name, chosen=chosen)
+        plan = plan_new(resolve(name, settings, cluster), run_name)
     for warning in [*plan.experiment.warnings(), *precision_warnings(plan.experiment, resumed=plan.resume)]:
         say(f"warning: {warning}.")
     return plan

@@ -1,7 +1,6 @@
 """Studies: a grid of experiments times seeds, played as ordinary runs, and their joint results.
 
     plan = load_study("quick")                    # pvg.study.plan: validated arms, seeds, cells
-    plan, notes = with_precision(plan)            # pvg.study.plan: float32 on a CPU without bfloat16
     play_cells(plan.todo(...), ...)               # pvg.study.playing: one `pvg train` process per cell
     results = collect(plan, command)              # pvg.study.results: means, intervals, comparisons, trends
 

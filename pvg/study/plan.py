@@ -26,7 +26,6 @@ from pvg.config.load import (
     assign,
     build_experiment,
     chooses_task,
-    chosen_keys,
     did_you_mean,
     find_experiment,
     find_named,
@@ -44,13 +43,6 @@ from pvg.inputs import read_text
 from pvg.store.run_directory import RUN_NAME, RunDirectory, as_run_name
 from pvg.store.run_players import run_sources
 from pvg.study.measures import DEFAULT_MEASURES, StudyMeasure, measures_named
-from pvg.telemetry.cpu import (
-    as_the_run_computes,
-    bfloat16_settings,
-    float32_settings,
-    in_float32,
-    without_slow_bfloat16,
-)
 from pvg.telemetry.waits import usable_cores
 
 OF_AN_EVALUATION = ("evaluate", "serving", "telemetry")  # sections that `pvg evaluate` may set for a complete run
@@ -217,15 +209,14 @@ class StudyFile(Section):
 @dataclass(frozen=True, slots=True)
 class Arm:
     """An arm: one set of settings. `settings`: what it sets itself. `experiment`: all settings without seed and folder.
-    `evaluated`: the same with the settings of [evaluate]; None without one. `chosen`: the keys that the study's file or
-    --set give, and not the file of the experiment. `note`: one line if another task drops settings, otherwise empty."""
+    `evaluated`: the same with the settings of [evaluate]; None without one. `note`: one line if
+    another task drops settings, otherwise empty."""
 
     name: str
     source: str
     settings: dict[str, Any]
     experiment: Experiment
     evaluated: Experiment | None = None
-    chosen: frozenset[str] = frozenset()
     note: str = ""
 
 
@@ -414,7 +405,7 @@ def _resolve(
             f"`pvg train {source} -s {key}={named} --dry-run` prints it with one.",
         )
     evaluated = None if file.evaluate is None else as_evaluated(experiment, file.evaluate.changes, origin, overrides)
-    return Arm(name, source, settings, experiment, evaluated, frozenset({*origins, *chosen_keys(overrides)}), note)
+    return Arm(name, source, settings, experiment, evaluated, note)
 
 
 def _unpinned(sources: Mapping[str, str]) -> dict[str, str]:
@@ -467,46 +458,6 @@ def _explained(error: ValidationError, path: Path) -> ConfigurationError:
     model: type[Section] = TABLES.get(place[0], StudyFile) if len(place) > 1 else StudyFile
     known = [info.alias or name for name, info in model.model_fields.items()]
     return validation_mistake(first, ".".join(place), known, str(path))
-
-
-# --- precision: float32 on a CPU without instructions for bfloat16 ----------------------------------------------------
-
-
-def with_precision(plan: StudyPlan, *, playing: bool = True) -> tuple[StudyPlan, list[str]]:
-    """The plan with the precision that its games have or get on this machine, and one line for each change. What the
-    study's file or --set sets is kept.
-
-    A study decides once about each setting: an arm with a game keeps the precision of this game, also on another
-    machine, and an arm without one follows the games of the others. `playing`: whether games may follow; if not, arms
-    without a game stay as they are. Raises ConfigurationError for two arms that differ only by bfloat16, which one of
-    them has lost.
-    """
-    begun = {arm.name: game for arm in plan.arms if (game := _first_game(plan, arm)) is not None}
-    lost, kept = set[str](), set[str]()  # settings with bfloat16 in an experiment's file, by the games that exist
-    for arm in (arm for arm in plan.arms if arm.name in begun):
-        lost.update(float32_settings(arm.experiment, begun[arm.name], arm.chosen))
-        kept.update(set(bfloat16_settings(arm.experiment)) - arm.chosen)
-
-    def changed(experiment: Experiment, arm: Arm) -> tuple[Experiment, str]:
-        if arm.name in begun:
-            return as_the_run_computes(experiment, begun[arm.name], arm.chosen)
-        if not playing:
-            return experiment, ""
-        follows = [key for key in bfloat16_settings(experiment) if key in lost - arm.chosen]
-        found, by_the_cpu = without_slow_bfloat16(in_float32(experiment, follows), kept | arm.chosen)
-        by_the_games = f"The study began with float32 for {', '.join(follows)}, so later games have it too."
-        return found, by_the_games if follows else by_the_cpu
-
-    arms: list[Arm] = []
-    notes: dict[str, None] = {}
-    for arm in plan.arms:
-        experiment, note = changed(arm.experiment, arm)
-        evaluated = arm.evaluated and changed(arm.evaluated, arm)[0]
-        arms.append(replace(arm, experiment=experiment, evaluated=evaluated))
-        notes[note] = None
-    if playing:
-        _refuse_doubles(arms, f"{plan.file}, in float32 instead of bfloat16,")
-    return replace(plan, arms=tuple(arms)), [note for note in notes if note]
 
 
 def _first_game(plan: StudyPlan, arm: Arm) -> Experiment | None:

@@ -34,7 +34,6 @@ from pvg.reporting.run_summary import status_of
 from pvg.store.atomic import make_directory, remove_temporaries, write_atomic
 from pvg.store.run_directory import exclusive
 from pvg.study.plan import Cell, StudyEvaluation, StudyPlan
-from pvg.telemetry.cpu import bfloat16_settings
 
 # A study on disk: its folder, the progress of each cell, and whether a cell's evaluation matches the study.
 
@@ -294,9 +293,7 @@ def play_cells(
 def train_command(cell: Cell, folder: StudyFolder) -> list[str]:
     """`pvg train` for a cell: a new run, or a resumed one."""
     how = ["--resume", str(cell.run.path)] if cell.run.experiment_file.is_file() else ["--name", cell.name]
-    # Otherwise `pvg train` would choose float32 on a CPU without bfloat16, and the study has chosen already.
-    kept = [word for key in bfloat16_settings(cell.experiment) for word in ("--set", f"{key}=bfloat16")]
-    return ["train", str(folder.of(cell, "toml")), *how, *kept, "--json"]
+    return ["train", str(folder.of(cell, "toml")), *how, "--json"]
 
 
 def evaluate_command(cell: Cell, evaluate: StudyEvaluation) -> list[str]:

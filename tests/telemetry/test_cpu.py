@@ -10,8 +10,7 @@ import pytest
 
 from pvg.config.experiment import Experiment
 from pvg.installation import usable_gpus
-from pvg.servers.command import served_dtype
-from pvg.telemetry.cpu import native_bfloat16, precision_warnings, without_slow_bfloat16
+from pvg.telemetry.cpu import native_bfloat16, precision_warnings
 
 
 def machine(root: Path, *lines: str) -> Path:
@@ -79,22 +78,11 @@ def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(
     assert precision_warnings(on_either, root) == []
 
 
-# --- float32 in place of bfloat16 -------------------------------------------------------------------------------------
+# --- the precision of a machine's kind ---------------------------------------------------------------------------------
 
 LORA: dict[str, Any] = {"adapters": {"rank": 16}}
 HALF: dict[str, Any] = {"models": {"precision": "bfloat16"}}
 WHOLE: dict[str, Any] = {"models": {"precision": "bfloat16", "dtype": "bfloat16"}, "training": LORA, "verifier": LORA}
-
-
-@pytest.mark.parametrize("settings", [HALF, WHOLE])
-def test_with_servers_nothing_changes(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """`pvg serve` starts them from the same file, perhaps on a machine with a GPU."""
-    root = machine(tmp_path, "flags\t\t: avx2")
-    experiment = Experiment(**settings, rollout={"engine": "vllm"})
-    assert served_dtype(experiment, "prover") == "bfloat16"
-    assert served_dtype(experiment, "verifier") == settings["models"].get("dtype", "float32")
-    assert without_slow_bfloat16(experiment, frozenset(), root) == (experiment, "")
-    assert precision_warnings(experiment, root) != []
 
 
 @pytest.mark.parametrize(

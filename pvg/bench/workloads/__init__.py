@@ -43,7 +43,6 @@ from pvg.config.load import (
 )
 from pvg.errors import ConfigurationError
 from pvg.extensions import called, is_reference, load, split_reference
-from pvg.telemetry.cpu import without_slow_bfloat16
 
 # A benchmark profile: a workload, its settings and its number of samples, read from TOML.
 
@@ -125,14 +124,13 @@ class SettingChange:
 @dataclass(frozen=True)
 class BenchSettings:
     """Everything that a workload needs. `origins`: where each changed key was set. `executor`: the workload's Players
-    compute in it, unless it is None. `note`: a line about settings of the experiment's file that pvg has changed."""
+    compute in it, unless it is None."""
 
     profile: Profile
     experiment: Experiment
     workload: Mapping[str, Any]
     origins: Mapping[str, str] = field(default_factory=dict)
     executor: Executor | None = None  # the compute thread that interleaved variants share
-    note: str = ""
 
     def plain(self) -> dict[str, Any]:
         """The resolved configuration of the profile and of the experiment, as JSON data."""
@@ -160,10 +158,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[SettingChange]:
 
 
 def settings_of(profile: Profile, origin: str, changes: Sequence[SettingChange]) -> BenchSettings:
-    """The settings of one variant. `origin`: the profile's file.
-
-    On a CPU without instructions for bfloat16, what the file of the experiment sets to bfloat16 becomes float32.
-    """
+    """The settings of one variant. `origin`: the profile's file."""
     own: dict[str, Any] = {}
     workload = dict(profile.workload)
     data = read_toml(find_experiment(profile.experiment), "experiment")
@@ -181,8 +176,7 @@ def settings_of(profile: Profile, origin: str, changes: Sequence[SettingChange])
         changed = Profile.model_validate(profile.model_dump(by_alias=True) | own)
     except ValidationError as error:
         raise _explained(error, OWN_KEYS, "", lambda key: origins.get(key, origin)) from None
-    experiment, note = without_slow_bfloat16(build_experiment(data, origin, origins), origins.keys())
-    return BenchSettings(changed, experiment, workload, origins, note=note)
+    return BenchSettings(changed, build_experiment(data, origin, origins), workload, origins)
 
 
 def workload_settings(kind: type[SettingsT], settings: BenchSettings) -> SettingsT:
