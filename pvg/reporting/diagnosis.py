@@ -25,7 +25,6 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
-from scipy.stats import spearmanr
 
 from pvg.config.experiment import Experiment
 from pvg.errors import UsageError, counted
@@ -45,10 +44,6 @@ STARVED_SHARE = 0.5  # of the steps' time; sampling and training in turns are ba
 STRAGGLING_SHARE = 2 / 3  # of the slowest group's wait: the slowest then takes three times as long as the middle one
 IDLE_WORKERS = 0.5  # of the time; two turns of equal length, the driver's and theirs, have this share
 UNBALANCED = 0.2  # between the busiest worker and the mean; samples of 5 s differ by half of this by chance
-LEAST_PAIRS = 20  # fewer updates with a known load show no relation
-RISES = 0.3  # rank correlation: below, load explains under a tenth of the order (0.3 squared)
-STANDARD_ERRORS = 2.0  # that a correlation must be away from 0; one over the root of n - 1 is its standard error
-FULL = 0.9  # of the machine's cores; with more free cores no thread has to wait
 OTHERS_CORES = 0.2  # cores that other programs use; less is the system itself
 TICK_S = 0.1  # between two samples of the event loop
 WORST = 3  # pieces of evidence per finding
@@ -93,29 +88,6 @@ class TimingSummary:
     p99: float
     max: float
     total: float
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCorrelation:
-    """A quantity and the load: Spearman's rank correlation, and the medians of both halves of the load."""
-
-    n: int
-    correlation: float
-    idle_load: float
-    busy_load: float
-    idle: float
-    busy: float
-
-    @property
-    def rises(self) -> bool:
-        return self.correlation >= max(RISES, STANDARD_ERRORS / math.sqrt(max(1, self.n - 1)))
-
-    def __str__(self) -> str:
-        """`0.3 s at 4 requests in flight, 7.9 s at 180 (rank correlation 0.81)`."""
-        return (
-            f"{short_seconds(self.idle)} at {self.idle_load:g} requests in flight, {short_seconds(self.busy)} at "
-            f"{self.busy_load:g} (rank correlation {self.correlation:.2f})"
-        )
 
 
 @dataclass(slots=True)
@@ -165,7 +137,6 @@ class RunTimes:
         self.most_workers = max((reading.metrics.get("up", 0.0) for reading in summary.workers), default=0.0)
         self.quantities: defaultdict[str, Quantity] = defaultdict(Quantity)
         self.phases: dict[str, dict[str, float]] = {}  # phase -> steps, step_s, train_s, idle_s
-        self.loads: list[float | None] = []  # requests in flight at each weight update
         self.truncated = any(step.metrics.get("truncated") for step in summary.steps)
         # Of the driver, and of its workers: sums over the windows; `longest_s` sums the longest wait of each window.
         self.cores: CoreTime | None = None
@@ -182,28 +153,6 @@ class RunTimes:
         others = self.quantities["other_cores"]
         return not others.n or others.mean >= OTHERS_CORES
 
-    def with_load(self, name: str) -> LoadCorrelation | None:
-        """How a quantity of the weight updates depends on the requests in flight. None with too few updates, or where
-        the load never changed."""
-        known = [
-            (load, x) for load, x in zip(self.loads, self.quantities[name].values, strict=True) if load is not None
-        ]
-        if len(known) < LEAST_PAIRS:
-            return None
-        loads, values = np.array(known).T
-        border = float(np.median(loads))
-        busy = loads > border if border < loads.max() else loads >= border
-        if busy.all():
-            return None
-        return LoadCorrelation(
-            n=len(known),
-            correlation=0.0 if np.ptp(values) == 0 else float(spearmanr(loads, values).statistic),
-            idle_load=float(np.median(loads[~busy])),
-            busy_load=float(np.median(loads[busy])),
-            idle=float(np.median(values[~busy])),
-            busy=float(np.median(values[busy])),
-        )
-
     # --- gathering ----------------------------------------------------------------------------------------------------
 
     def _note(self, name: str, value: float, where: str, numbers: Mapping[str, float]) -> None:
@@ -218,8 +167,7 @@ class RunTimes:
             if "weights_wall_s" in found:
                 times |= _chosen(found, "weights_wall_s", "weights_queue_s")
                 loading_s = found["weights_wall_s"] - found["weights_queue_s"]
-                times["weights_load_s"] = round(loading_s, 6)  # otherwise equal times differ, and have ranks
-                self.loads.append(found.get("weights_in_flight"))
+                times["weights_load_s"] = round(loading_s, 6)
             if step.budget.get("checkpoint"):
                 times["checkpoint_s"] = step.budget["checkpoint"]
             if "trainer_idle" in found:
@@ -270,7 +218,6 @@ class RunTimes:
             if self.machine_cores and reading.metrics.keys() >= {"cpu", "process_cpu"}:
                 busy, own = reading.metrics["cpu"] * self.machine_cores, reading.metrics["process_cpu"]
                 used = {"busy_cores": busy, "own_cores": own}
-                self._note("busy_cores", busy, self._moment(reading), used)
                 self._note("other_cores", max(0.0, busy - own), self._moment(reading), used)
 
     def _window(self, reading: SamplerReading) -> CoreTime | None:
@@ -326,18 +273,10 @@ class Criterion(NamedTuple):
 
 
 def front_end_queue(times: RunTimes) -> Criterion:
-    """Weight updates wait before the engine loads them, longer under higher load."""
+    """Weight updates wait before the engine loads them."""
     queue, wall = times.quantities["weights_queue_s"], times.quantities["weights_wall_s"]
     share = queue.total / max(wall.total, 1e-9)
-    says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading"
-    waits, loads = times.with_load("weights_queue_s"), times.with_load("weights_load_s")
-    if waits is None:
-        says += ". The record does not show how the wait depends on the load of generation."
-    elif waits.rises:
-        says += f"; the wait grows with the load of generation: {waits}"
-        says += f". Loading does not: {loads}." if loads is not None and not loads.rises else "."
-    else:
-        says += f". It does not grow with the load ({waits}): look at the network and at the event loop."
+    says = f"Weight updates spend {percent(share)} of their wall time waiting, not loading."
     own_engine = times.experiment.rollout.engine.kind == "torch"
     advice = ["fewer-rows"] if own_engine else ["fewer-requests"]
     words = "queue / wall time of the updates"
@@ -348,9 +287,7 @@ def engine_reload(times: RunTimes) -> Criterion:
     """The engine itself takes long to load the weights."""
     load, wall = times.quantities["weights_load_s"], times.quantities["weights_wall_s"]
     share = load.total / max(wall.total, 1e-9)
-    says = f"Loading weights takes the engine {short_seconds(load.median)} (median), {percent(share)} of an update"
-    related = times.with_load("weights_load_s")
-    says += f"; more under load: {related}." if related is not None and related.rises else "."
+    says = f"Loading weights takes the engine {short_seconds(load.median)} (median), {percent(share)} of an update."
     advice = ("smaller-weights", "weights-in-memory", "larger-batches", "more-minibatches")
     words = "loading / wall time of the updates"
     return Criterion(says, words, share, DOMINATES, load.total, advice, "weights_load_s")
@@ -417,12 +354,10 @@ def loop_lag(times: RunTimes) -> Criterion:
     return Criterion(says, "blocked time / time", share, LEAST_SHARE, times.lagged_s, advice, "lag_max_s")
 
 
-def shared_machine(times: RunTimes) -> Criterion | None:
+def shared_machine(times: RunTimes) -> Criterion:
     """Other programs use the cores while threads of pvg, or its workers, are ready to run. The kernel counts such waits
-    on Linux; elsewhere the cores that pvg used far below the cores that were busy show the same."""
+    on Linux."""
     found = [cores for cores in (times.cores, times.worker_cores) if cores is not None]
-    if not found:
-        return _shared_by_use(times)
     cores = reduce(add, found)
     longest_s = max(part.longest_s for part in found)  # driver and workers wait at the same time
     others = times.quantities["other_cores"]
@@ -438,20 +373,6 @@ def shared_machine(times: RunTimes) -> Criterion | None:
     )
     words = "time threads waited for a core / time they were ready to run"
     return Criterion(says, words, cores.share, SHARED, longest_s, _for_cores(times), "longest_wait_s")
-
-
-def _shared_by_use(times: RunTimes) -> Criterion | None:
-    busy, others = times.quantities["busy_cores"], times.quantities["other_cores"]
-    if 0 < times.usable_cores < times.machine_cores or busy.mean < FULL * times.machine_cores:
-        return None
-    share, own = others.total / max(busy.total, 1e-9), busy.mean - others.mean
-    says = (
-        f"{busy.mean:.1f} of {times.machine_cores:g} cores were busy, and pvg used {own:.1f} of them. Other programs "
-        "used the rest. Other times in this record are longer for the same reason."
-    )
-    words = "cores that other programs used / busy cores"
-    cost_s = share * times.seconds  # at most: with all cores, pvg might not have used them
-    return Criterion(says, words, share, SHARED, cost_s, _for_cores(times), "other_cores")
 
 
 def idle_workers(times: RunTimes) -> Criterion:
@@ -477,7 +398,7 @@ def unbalanced_workers(times: RunTimes) -> Criterion:
 class Question(NamedTuple):
     """A signature. `look` needs at least `least` values of one of the quantities `of`. `lacks`: what they are."""
 
-    look: Callable[[RunTimes], Criterion | None]
+    look: Callable[[RunTimes], Criterion]
     of: Sequence[str]
     lacks: str
     least: int = LEAST_EVENTS
@@ -498,9 +419,7 @@ SIGNATURES = {
     "starved-trainer": Question(starved_trainer, ["step_s"], "step with an idle time"),
     "stragglers": Question(stragglers, ["group_wait_max_s"], "step with waits of groups"),
     "loop-lag": Question(loop_lag, ["lag_max_s"], "measurements of the event loop", 1),
-    "shared-machine": Question(
-        shared_machine, ["longest_wait_s", "other_cores"], "how long threads waited, and which programs used cores", 1
-    ),
+    "shared-machine": Question(shared_machine, ["longest_wait_s"], "how long threads waited for cores", 1),
     "idle-workers": Question(idle_workers, ["busy"], "sample of the workers"),
     "unbalanced-workers": Question(unbalanced_workers, ["busy"], "sample of the workers"),
 }
@@ -533,7 +452,6 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     not_seen: dict[str, str]
     timings_s: dict[str, TimingSummary]
-    with_load: dict[str, LoadCorrelation]
     steps_s: dict[str, dict[str, float]]
     notes: tuple[str, ...]
 
@@ -554,16 +472,14 @@ def diagnose(run: RunDirectory, limits: LagLimits = LAG_LIMITS) -> Diagnosis:
     findings = [
         _finding(times, name, found)
         for name, found in looked.items()
-        if found and found.measured >= found.threshold and (found.urgent or times.share(found.cost_s) >= LEAST_SHARE)
+        if found.measured >= found.threshold and (found.urgent or times.share(found.cost_s) >= LEAST_SHARE)
     ]
-    related = {name: times.with_load(name) for name in ("weights_queue_s", "weights_load_s")}
     return Diagnosis(
         run=run.name,
         seconds=times.seconds,
         findings=tuple(sorted(findings, key=lambda finding: -finding.cost_s)),
         not_seen=unknown,
         timings_s={name: times.quantities[name].summary() for name in TIMINGS if times.quantities[name].n},
-        with_load={name: found for name, found in related.items() if found is not None},
         steps_s=times.phases,
         notes=tuple(times.summary.notes),
     )

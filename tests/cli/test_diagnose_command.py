@@ -26,7 +26,6 @@ def test_json_is_one_document_with_everything() -> None:
     assert finding["signature"] == "front-end-queue"
     assert len(finding["evidence"]) == 3
     assert document["timings_s"]["weights_queue_s"]["n"] == 40
-    assert document["with_load"]["weights_queue_s"]["busy"] == 3.6
 
 
 def test_what_is_found_fails_only_where_that_is_asked_for() -> None:
