@@ -41,7 +41,7 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "Look": {
         "report": ("report:report", "Show runs on the terminal and as one HTML page."),
         "watch": ("watch:watch", "Serve a live page of a run until Ctrl-C."),
-        "runs": ("run_folders:app", "List, show, tag and remove runs."),
+        "runs": ("run_folders:app", "List and remove runs."),
         "diagnose": ("diagnose:diagnose", "Find what slows a run down."),
     },
     "Measure": {

@@ -21,7 +21,6 @@ from pvg.reporting.run_summary import (
     RunSummary,
     Status,
     committed_state,
-    state_and_tags,
     state_word,
     status_of,
 )
@@ -172,7 +171,6 @@ class RunGlance:
     rounds_planned: int
     last_activity: float
     size_bytes: int
-    tags: list[str]
     process: int | None = None
     host: str = ""
     code_version: str = ""
@@ -192,7 +190,7 @@ def glance_at(run: RunDirectory) -> RunGlance:
         experiment, task, planned = settings.name, settings.task.kind, settings.game.rounds
     except PvgError as error:
         notes.append(str(error))
-    state, tags = state_and_tags(run, notes)
+    state = committed_state(run, notes)
     now = situation(run, state)
     return RunGlance(
         name=run.name,
@@ -206,7 +204,6 @@ def glance_at(run: RunDirectory) -> RunGlance:
         rounds_planned=planned,
         last_activity=_last_activity(run),
         size_bytes=folder_bytes(run.path),
-        tags=tags,
         process=now.process if now.state in ("running", "silent") else None,
         host=now.host,
         code_version=str(state.get("code_version", "")),
@@ -214,11 +211,10 @@ def glance_at(run: RunDirectory) -> RunGlance:
     )
 
 
-def list_runs(root: Path, tags: list[str]) -> list[RunGlance]:
-    """The runs in `root` that have all `tags`, the one with the newest activity first."""
+def list_runs(root: Path) -> list[RunGlance]:
+    """The runs in `root`, the one with the newest activity first."""
     found = [glance_at(RunDirectory(root / name)) for name in runs_in(root)]
-    chosen = [run for run in found if set(tags) <= set(run.tags)]
-    return sorted(chosen, key=lambda run: (-run.last_activity, run.name))
+    return sorted(found, key=lambda run: (-run.last_activity, run.name))
 
 
 def runs_table(runs: list[RunGlance], now: float) -> Table:
@@ -230,7 +226,6 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
         Column("state", wrap=False),
         Column("active", "right", wrap=False),
         Column("size", "right", wrap=False),
-        Column("tags"),
     ]
     table = Table(columns, narrow=True)
     for run in runs:
@@ -242,7 +237,6 @@ def runs_table(runs: list[RunGlance], now: float) -> Table:
             _state_cell(run),
             age(now - run.last_activity),
             byte_size(run.size_bytes),
-            " ".join(run.tags),
         )
     return table
 

@@ -20,7 +20,7 @@ from pvg.config.experiment import Experiment
 from pvg.errors import PvgError, counted, user_paths
 from pvg.reporting.formats import percent
 from pvg.store.atomic import DamagedFileError
-from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, has_only_samples, read_tags, runs_in
+from pvg.store.run_directory import SAMPLING_PHASE, RunDirectory, has_only_samples, runs_in
 from pvg.store.state import JsonLinesReader
 from pvg.telemetry.spans import total_seconds
 from pvg.telemetry.waits import SHARED
@@ -54,7 +54,7 @@ def state_word(
     state: RunState | None, status: Status, damaged: bool = False
 ) -> tuple[str, Literal["good", "warn", "bad"]]:
     """The word of a run's state, and its colour. `state`: None for a run that this process has just ended. `damaged`:
-    whether files are damaged that tell the state (pvg.reporting.run_summary.state_and_tags)."""
+    whether files are damaged that tell the state (pvg.reporting.run_summary.committed_state)."""
     known = SETTLED[status] if state is None else state
     if damaged and known != "removed":
         return "damaged", "bad"
@@ -142,7 +142,7 @@ class RunSummary:
     `budget` is seconds by part over all steps, largest first and `unaccounted` last. `busy` also counts overlapped
     work. `notes` are about files, `warnings` about settings. `machine`, `code_version` and `peak_memory` (bytes, of the
     largest process) are those of the last commit. `cores` of the newest process: its compute threads, and the usable
-    cores and all cores of its machine. `damaged`: files of its state are damaged (`state_and_tags`).
+    cores and all cores of its machine. `damaged`: files of its state are damaged.
     """
 
     name: str
@@ -213,7 +213,7 @@ def read_run(run: RunDirectory) -> RunSummary:
     """Summarise a run, finished or not. Raises ConfigurationError when its experiment.toml was damaged."""
     experiment = run.experiment()
     notes: list[str] = []
-    state, _ = state_and_tags(run, notes)
+    state = committed_state(run, notes)
     damaged = bool(notes)
     try:
         run.verify_journal(state, run.metrics)
@@ -294,7 +294,8 @@ def unfinished_runs(root: Path, experiment: str | None = None) -> list[RunDirect
 
 
 def committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
-    """The last commit; empty if there is none. Adds remarks on damaged files to `notes`."""
+    """The last commit; empty if there is none. Adds remarks on damaged files to `notes`. Every view of the run then
+    shows "damaged" as its state."""
     try:
         loaded = run.load_state()
     except PvgError as error:
@@ -303,17 +304,6 @@ def committed_state(run: RunDirectory, notes: list[str]) -> dict[str, Any]:
     if loaded.notice:
         notes.append(loaded.notice)
     return loaded.state or {}
-
-
-def state_and_tags(run: RunDirectory, notes: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The last commit and the tags; empty if there are none. Adds remarks to `notes` if their files are damaged. Every
-    view of the run then shows "damaged" as its state."""
-    state, tags = committed_state(run, notes), list[str]()
-    try:
-        tags = read_tags(run)
-    except PvgError as error:
-        notes.append(str(error))
-    return state, tags
 
 
 # The fields that a record of each kind has.

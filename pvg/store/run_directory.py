@@ -182,7 +182,6 @@ class RunDirectory:
     evaluation = _Inside("evaluation")
     report = _Inside("report.html")
     rollouts_page = _Inside("rollouts.html")
-    tags = _Inside("tags.json")
     lock_file = _Inside("lock")
 
     @classmethod
@@ -358,15 +357,14 @@ class RunDirectory:
         """Remove the temporary files of dead processes in the run's folder, its manifests and its code; returns their
         paths. Only for the process that holds the lock.
 
-        A living process may write a report without the lock, and a user may tag the run, so only old
-        temporary files of these are removed.
+        A living process may write a report without the lock, so only old temporary files of these are removed.
         """
         store = FileStateStore(self.state)
         removed = []
         journals = (self.metrics, self.spans, self.events)
         for path in (self.experiment_file, store.path, store.previous_path, *journals):
             removed += remove_temporaries(self.path, path.name)
-        for path in (self.report, self.rollouts_page, self.tags):
+        for path in (self.report, self.rollouts_page):
             removed += remove_temporaries(self.path, path.name, older_than_s=OLD_S)
         for folder in (self.manifest, self.code):
             removed += remove_temporaries(folder)
@@ -423,44 +421,9 @@ def half_removed(root: Path) -> dict[str, list[Path]]:
     return found
 
 
-# What users do with the folders of runs: tags, sizes, removal, and runs without a game.
+# What users do with the folders of runs: sizes, removal, and runs without a game.
 
 SAMPLING_PHASE = "init"  # the state a run stays in while `pvg rollout` fills it
-TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
-
-
-@user_paths()
-def read_tags(run: RunDirectory) -> list[str]:
-    """The tags of a run, in the order in which they were added. Raises StateError if the file is damaged."""
-    try:
-        found = orjson.loads(read_stored(run.tags))
-    except FileNotFoundError:
-        return []
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(tag, str) for tag in found):
-        raise StateError(f"{run.tags} is not a list of tags.", "Delete the file. Only the tags are lost.")
-    return found
-
-
-@user_paths()
-def write_tags(run: RunDirectory, tags: Sequence[str]) -> list[str]:
-    """Replace the tags of a run, without repetitions. A process that plays the run is not affected. Raises UsageError
-    for a text that cannot be a tag."""
-    for tag in tags:
-        if not TAG.fullmatch(tag):
-            raise UsageError(f"{tag!r} cannot be a tag.", "Use at most 40 letters, digits, dots, dashes, underscores.")
-    wanted = list(dict.fromkeys(tags))
-    if not wanted:
-        run.tags.unlink(missing_ok=True)
-        return wanted
-    try:
-        write_atomic(run.tags, orjson.dumps(wanted, option=orjson.OPT_APPEND_NEWLINE))
-    except OSError as error:
-        if error.filename and is_temporary(Path(error.filename)):
-            error.filename = str(run.path)  # a folder that cannot be written; its user does not know the temporary file
-        raise
-    return wanted
 
 
 def has_only_samples(state: Mapping[str, Any]) -> bool:

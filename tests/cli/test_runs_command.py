@@ -1,4 +1,4 @@
-"""`pvg runs`: list, show, tag and remove, on real run folders and with real processes."""
+"""`pvg runs`: list and remove, on real run folders and with real processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ run_folders.remove_run(RunDirectory(Path(sys.argv[1])), print)
 """
 
 
-def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
+def test_the_list_has_rounds_and_state_newest_first() -> None:
     played(RUNS, "old")
     os.utime(RUNS / "old/state.json", (1000, 1000))
     for name in ("experiment.toml", "metrics.jsonl"):
@@ -46,36 +46,21 @@ def test_the_list_has_rounds_state_and_tags_newest_first() -> None:
     half = begin(RUNS, "half")
     commit(half, state("train_prover", rounds=[{}], round=1))
     tell(half, {"kind": "run", "status": "interrupted", "seconds": 2.0})
-    assert pvg("runs", "tag", "old", "good", "paper", "good").out == "good paper\n"
     listed = pvg("runs", "list", "--json").document["runs"]
-    assert [(run["name"], run["state"], run["rounds_finished"], run["tags"]) for run in listed] == [
-        ("half", "stopped", 1, []),
-        ("old", "finished", 1, ["good", "paper"]),
+    assert [(run["name"], run["state"], run["rounds_finished"]) for run in listed] == [
+        ("half", "stopped", 1),
+        ("old", "finished", 1),
     ]
-    assert [run["name"] for run in pvg("runs", "--tag", "paper", "--json").document["runs"]] == ["old"]
     assert "stopped" in pvg("runs").out
-
-
-def test_tags_are_removed_and_mistakes_are_named() -> None:
-    played(RUNS)
-    pvg("runs", "tag", "first", "good", "bad")
-    assert pvg("runs", "tag", "first", "best", "--remove", "bad", "--json").document["tags"] == ["good", "best"]
-    called = pvg("runs", "tag", "first", "--remove", "goo")
-    assert called.code == 2
-    assert "Did you mean 'good'?" in called.err
-    assert pvg("runs", "tag", "first", "two words").code == 2
-    pvg("runs", "tag", "first", "--remove", "good", "--remove", "best")
-    assert not (RUNS / "first/tags.json").exists()
 
 
 def test_damaged_runs_are_listed_and_can_be_removed() -> None:
     played(RUNS)
     (RUNS / "first/experiment.toml").write_text("[broken")
-    (RUNS / "first/tags.json").write_text("{}")
     called = pvg("runs")
     assert "damaged" in called.out
-    assert "is not a list of tags" in called.err
-    assert len(pvg("runs", "show", "first", "--json").document["notes"]) == 2
+    (listed,) = pvg("runs", "--json").document["runs"]
+    assert len(listed["notes"]) == 1
     assert pvg("runs", "remove", "first", "--yes").code == 0
     assert list(RUNS.iterdir()) == []
 
@@ -107,7 +92,7 @@ def test_a_run_that_a_process_plays_is_not_removed_and_has_died_when_that_was_ki
 
 def test_a_folder_with_an_experiment_of_the_user_is_no_run() -> None:
     pvg("init", "mine")
-    for command in (("runs", "remove", "mine", "--yes"), ("runs", "tag", "mine", "good"), ("report", "mine")):
+    for command in (("runs", "remove", "mine", "--yes"), ("report", "mine")):
         called = pvg(*command)
         assert called.code == 2
         assert "mine is not a run." in called.err
