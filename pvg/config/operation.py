@@ -172,13 +172,7 @@ class LoraTransport(Section):
     kind: Literal["lora"] = "lora"
 
 
-class DeviceTransport(Section):
-    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL."""
-
-    kind: Literal["nccl"] = "nccl"
-
-
-TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, ByKind("filesystem")]
+TransportSection = Annotated[FileTransport | LoraTransport, ByKind("filesystem")]
 
 
 class Weights(Section):

@@ -210,13 +210,3 @@ def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
 
     with_servers(2, play, tmp_path)
 
-
-# --- opening ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_needs_a_gpu_says_so(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without a GPU: `CUDA_VISIBLE_DEVICES= make test`")
-    with pytest.raises(MissingRequirementError, match="CUDA") as caught:
-        open_transport(Weights(root=tmp_path, transport="nccl"), "run", None, "float32", SESSION)
-    assert "filesystem" in caught.value.remedy
