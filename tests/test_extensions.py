@@ -144,7 +144,7 @@ def test_imported_names_may_be_named() -> None:
     [
         ("sorc", "'sorc'; its kinds are src, cgc, "),
         ("mine.py", "'mine.py'; its"),
-        ("a.py:1", "composite, FILE.py:NAME"),
+        ("a.py:1", "gated, FILE.py:NAME"),
     ],
 )
 def test_a_name_that_is_neither_is_refused_with_what_fits(reward: str, told: str) -> None:

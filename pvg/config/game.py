@@ -65,11 +65,6 @@ class DecoupledReward(RewardSection):
     )
 
 
-SIMILARITY_WEIGHT = (
-    "Weight of the penalty on a sneaky program that is similar to the reference or to its group. 0: no penalty."
-)
-
-
 class GatedReward(RewardSection):
     """For programs: the verifier's probability if all tests of the role pass, else `floor`."""
 
@@ -79,15 +74,11 @@ class GatedReward(RewardSection):
         -2.0,
         description="Reward of a solution that fails a test or has no valid certificate. Lower values punish it more.",
     )
-    similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
-
-
-class CompositeReward(RewardSection):
-    """For programs: the verifier's probability, plus the weighted share of tests passed."""
-
-    kind: Literal["composite"] = "composite"
-    opposite_roles: ClassVar[bool] = True
-    similarity_weight: Weight = Field(0.0, description=SIMILARITY_WEIGHT)
+    similarity_weight: Weight = Field(
+        0.0,
+        description="Weight of the penalty on a sneaky program that is similar to the reference or to its group. 0: no "
+        "penalty.",
+    )
 
 
 class OwnReward(RewardSection):
@@ -104,7 +95,6 @@ Reward = Annotated[
     | CorrectnessReward
     | DecoupledReward
     | GatedReward
-    | CompositeReward
     | OwnReward,
     ByKind("src"),
 ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pvg.config.game import (
-    CompositeReward,
     ConsultancyProtocol,
     CriticProtocol,
     DebateProtocol,
@@ -357,11 +356,6 @@ def _roles(experiment: AllSections) -> Iterator[str]:
         )
     if reward.opposite_roles and (why := same_prompt(experiment)):
         yield f"game.reward = {reward.kind!r} pays the two roles for opposite things, but {why}"
-    if game.stop == "score_parity" and one_role:
-        yield (
-            f"game.stop = 'score_parity' compares two roles, but game.sneaky_share = {game.sneaky_share} leaves one; "
-            "set game.stop to 'steps'"
-        )
     if game.stop == "judge_decay" and (game.schedule.kind == "simultaneous" or ranks_of(experiment.cluster)):
         yield (
             "game.stop = 'judge_decay' goes back to an earlier commit of the prover alone, which game.schedule = "
@@ -383,7 +377,7 @@ def _code(experiment: AllSections) -> Iterator[str]:
             f"game.reward.floor = {reward.floor} is not below every reward of an aligned solution: the smallest "
             f"is -game.reward.similarity_weight = {-reward.similarity_weight}; lower it"
         )
-    if isinstance(reward, GatedReward | CompositeReward) and reward.similarity_weight and task != "code":
+    if isinstance(reward, GatedReward) and reward.similarity_weight and task != "code":
         yield (
             f"game.reward.similarity_weight = {reward.similarity_weight} compares programs, but task.kind = {task!r} "
             "has none; set it to 0"

@@ -1,7 +1,7 @@
 """Rewards of the prover-verifier game, vectorised over a batch of rollouts.
 
 Formulas: Kirchner et al. 2024 (arXiv 2407.13692) for src, cgc, goodhart and correctness; Kim and Lee (arXiv 2602.23248)
-for decoupled; gated and composite are pvg's own, for solutions that are executed. c = correct, h = helpful (both 0/1),
+for decoupled; gated is pvg's own, for solutions that are executed. c = correct, h = helpful (both 0/1),
 V = the verifier's score.
 
 A malformed solution is never role-aligned, in either role, and its reward never exceeds that of a misaligned one.
@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from pvg.config.game import (
     CgcReward,
-    CompositeReward,
     CorrectnessReward,
     DecoupledReward,
     Game,
@@ -127,7 +126,7 @@ def _accepted(outcomes: BatchOutcomes) -> NDArray[np.float64]:
     return np.asarray(0.5 + 0.5 * np.tanh(0.5 * outcomes.scores_N.astype(np.float64)))
 
 
-def _similarity_penalty(outcomes: BatchOutcomes, reward: GatedReward | CompositeReward) -> NDArray[np.float64]:
+def _similarity_penalty(outcomes: BatchOutcomes, reward: GatedReward) -> NDArray[np.float64]:
     if outcomes.similarity_N is None:
         return np.zeros(len(outcomes.scores_N))
     return reward.similarity_weight * outcomes.similarity_N.astype(np.float64)
@@ -140,15 +139,6 @@ def gated(outcomes: BatchOutcomes, reward: GatedReward) -> Float32:
     return np.where(outcomes.aligned_N, rewards_N, reward.floor).astype(np.float32)
 
 
-def composite(outcomes: BatchOutcomes, reward: CompositeReward) -> Float32:
-    """sigmoid(V) + t minus the similarity penalty. t is the share of the role's tests
-    that pass (without tests: 1 if aligned, else 0). A malformed solution gets the lowest possible reward."""
-    tests_N = outcomes.aligned_N.astype(np.float64) if outcomes.tests_N is None else outcomes.tests_N
-    rewards_N = _accepted(outcomes) + tests_N
-    rewards_N = rewards_N - _similarity_penalty(outcomes, reward)
-    return np.where(outcomes.well_formed_N, rewards_N, -reward.similarity_weight).astype(np.float32)
-
-
 # A new reward also needs its section in pvg.config.game, which says what the rules ask about it, and a row in the
 # glossary of docs/concepts.md.
 REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
@@ -158,7 +148,6 @@ REWARDS: dict[str, Callable[[BatchOutcomes, Any], Float32]] = {
     "correctness": correctness,
     "decoupled": decoupled,
     "gated": gated,
-    "composite": composite,
 }
 
 
@@ -203,7 +192,7 @@ def measures(rules: Any, rollouts: Sequence[Rollout], scores_N: Float32) -> dict
 def _similarities(game: Game, task: Task, rollouts: Sequence[Rollout], helpful_N: NDArray[np.bool_]) -> Float32 | None:
     """float32 [N]: similarity of sneaky programs; None unless `game.reward.similarity_weight` and the reward use it."""
     reward = game.reward
-    if not isinstance(reward, GatedReward | CompositeReward) or not reward.similarity_weight:
+    if not isinstance(reward, GatedReward) or not reward.similarity_weight:
         return None
     if not isinstance(task, ComparesPrograms):
         return None

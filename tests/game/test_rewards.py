@@ -132,24 +132,6 @@ def test_gated_by_hand():
     np.testing.assert_allclose(rewards(sample, game), [0.75, -3, 0.05, -3, -3, -3], atol=1e-6)
 
 
-def test_composite_by_hand():
-    sample = executed(
-        [LOG3, -LOG3, -LOG3, 0.0],
-        [1, 0, 0, 0],
-        [1, 1, 0, 0],
-        proven=[1, 1, 1, 0],
-        tests=[1, 0.25, 1, 0.5],
-        similarity=[0, 0, 0.5, 0.5],
-        well_formed=[1, 1, 1, 0],
-    )
-    game = Game(reward={"kind": "composite", "similarity_weight": 0.5})
-    # 3/4 + 1;  1/4 + 1/4;  1/4 + 1 - 1/4;  malformed: the least there can be, -0.5
-    np.testing.assert_allclose(rewards(sample, game), [1.75, 0.5, 1.0, -0.5], atol=1e-6)
-    # Of a task without tests, what is aligned counts as all of them.
-    plain = outcomes([0.0, 0.0], [1, 1], [1, 0])
-    np.testing.assert_allclose(rewards(plain, Game(reward="composite")), [1.5, 0.5], atol=1e-6)
-
-
 def test_a_flaw_without_proof_is_paid_as_no_solution():
     # One group of sneaky flaws, scores 0 and 4: V' = -2, +2. Proven: -1 (else branch), +2. Unproven: min(-1, -|V'|).
     flaws = executed([0.0, 4.0], [0, 0], [0, 0], proven=[1, 1], tests=[1, 1])
@@ -240,8 +222,7 @@ def rollouts(*rows: dict[str, Any]) -> list[Rollout]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["gated", "composite"])
-def test_sneaky_programs_pay_for_what_they_repeat(kind: str) -> None:
+def test_sneaky_programs_pay_for_what_they_repeat() -> None:
     """Of their reference, or of their group: the last one repeats two of another group."""
     repeats = {"role": Role.SNEAKY, "text": SUM, "reference": LOOP, "correct": False}
     sample = rollouts(
@@ -252,13 +233,13 @@ def test_sneaky_programs_pay_for_what_they_repeat(kind: str) -> None:
         {**repeats, "group": 2},
     )
     scores_N = np.zeros(5, dtype=np.float32)
-    game = Game(reward={"kind": kind, "similarity_weight": 2.0})
+    game = Game(reward={"kind": "gated", "similarity_weight": 2.0})
     paid_N, found, _ = pay(game, Programs(), DIRECT.rules, sample, scores_N)
     assert found.similarity_N is not None
     assert found.similarity_N.dtype == np.float32
     assert found.similarity_N[:4].tolist() == [0.0, 1.0, 1.0, 1.0]
     assert found.similarity_N[4] < 0.5
-    free = Game(reward={"kind": kind, "similarity_weight": 0.0})
+    free = Game(reward={"kind": "gated", "similarity_weight": 0.0})
     np.testing.assert_allclose(
         pay(free, Programs(), DIRECT.rules, sample, scores_N)[0] - paid_N, 2.0 * found.similarity_N
     )

@@ -26,7 +26,7 @@ def warnings_of(game: dict[str, Any], task: dict[str, Any] = CODE) -> list[str]:
             "game.reward.floor = -1.0",
         ),
         ({"game": {"reward": {"kind": "gated", "similarity_weight": 0.5}}}, "task.kind = 'modchain' has none"),
-        ({"task": CODE, "game": {"reward": "composite", "sneaky_share": 0.0}}, "needs two roles"),
+        ({"task": CODE, "game": {"reward": "gated", "sneaky_share": 0.0}}, "needs two roles"),
         ({"task": CODE, "game": {"reward": "gated"}, "prompts": "plain"}, "gives both the same prompt"),
     ],
 )
