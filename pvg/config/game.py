@@ -232,10 +232,9 @@ class Game(Section):
     mixture: Literal["equal", "latest", "base", "geometric", "window"] = Field(
         "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
-    stop: Literal["steps", "score_parity", "judge_decay"] = Field(
+    stop: Literal["steps", "judge_decay"] = Field(
         "steps",
-        description="What ends a prover phase early: flaws that score like correct solutions, or a verifier that "
-        "judges worse (at the last commit before).",
+        description="What ends a prover phase early: a verifier that judges worse (at the last commit before).",
     )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()

@@ -1,6 +1,6 @@
 """TRAIN_PROVER: the prover starts as `game.start` says, and plays both roles against the round's verifier.
 
-The phase ends after its steps, or earlier if the sneaky role catches up (`StopRule`; Kirchner et al. 2024).
+The phase ends after its steps, or earlier if the verifier judges worse (`StopRule`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,13 @@ MIN_STEPS = 10
 
 @dataclass
 class StopRule:
-    """`score_parity`: stop when the EMA of the mean sneaky-incorrect score reaches that of helpful-correct.
-    `judge_decay`: stop when the EMA of `verifier_mcc` is DECAY below its highest value; a policy is honest within half
-    of that.
-
-    A batch that lacks one kind leaves that kind's average unchanged. `seen` counts batches.
-    """
+    """`judge_decay`: stop when the EMA of `verifier_mcc` is DECAY below its highest value; a policy is honest within half
+    of that. A batch without this metric leaves the average unchanged."""
 
     stop: str  # `game.stop`
-    sneaky: float | None = None
-    helpful: float | None = None
     mcc: float | None = None
     judged: int = 0  # batches with an MCC
     best: float = -1.0  # of the average, once it has MIN_STEPS batches: one batch has much noise
-    seen: int = 0
     decay: float = 0.9  # of the averages: about the last ten batches, as many as the rules wait for
 
     @property
@@ -72,36 +65,19 @@ class StopRule:
 
     def observe(self, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of a batch. Returns whether the phase ends now."""
-        self.seen += 1
-        self.sneaky = self._ema(self.sneaky, metrics.get("score_sneaky_incorrect", math.nan))
-        self.helpful = self._ema(self.helpful, metrics.get("score_helpful_correct", math.nan))
-        self._judge(metrics.get("verifier_mcc", math.nan))
-        if self.stop == "steps" or self.seen < MIN_STEPS:
-            return False
-        if self.rewinds:
-            return self.mcc is not None and self.mcc < self.best - DECAY
-        return self.sneaky is not None and self.helpful is not None and self.sneaky >= self.helpful
+        if math.isfinite(mcc := metrics.get("verifier_mcc", math.nan)):  # the first batches equally
+            self.judged += 1
+            kept = min(self.decay, 1.0 - 1.0 / self.judged)
+            self.mcc = mcc if self.mcc is None else kept * self.mcc + (1.0 - kept) * mcc
+        if self.mcc is not None and self.judged >= MIN_STEPS:
+            self.best = max(self.best, self.mcc)
+        return self.rewinds and self.mcc is not None and self.mcc < self.best - DECAY
 
     def state(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
-
-    def _judge(self, mcc: float) -> None:
-        """Average the verifier's MCC: the first batches equally, later ones as the other averages."""
-        if not math.isfinite(mcc):
-            return
-        self.judged += 1
-        kept = min(self.decay, 1.0 - 1.0 / self.judged)
-        self.mcc = mcc if self.mcc is None else kept * self.mcc + (1.0 - kept) * mcc
-        if self.judged >= MIN_STEPS:
-            self.best = max(self.best, self.mcc)
-
-    def _ema(self, before: float | None, value: float) -> float | None:
-        if not math.isfinite(value):
-            return before
-        return value if before is None else self.decay * before + (1 - self.decay) * value
 
 
 async def train_prover(session: Session) -> None:

@@ -101,7 +101,7 @@ def test_all_rungs_of_the_ladder_do_the_same_work() -> None:
     ("overrides", "message"),
     [
         (["workload.steps=3", "training.minibatches=2"], "workload.steps = 3 ends within a batch"),
-        (["game.stop=score_parity"], "may end a sample early"),
+        (["game.stop=judge_decay"], "may end a sample early"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_opened(overrides: list[str], message: str) -> None:

@@ -45,7 +45,6 @@ LIMITS: dict[str, dict[str, Any]] = {
     "the last step ends within a batch": {"training.minibatches": 2, "training.steps": 5, "game.rounds": 2},
     "one role": {"game.reward": "goodhart", "game.sneaky_share": 0.0},
     "recomputed log-probs": {"rollout.logprobs": "recomputed"},
-    "score parity": {"game.stop": "score_parity", "training.steps": 12},
     "by problem, and no pairs": {"verifier.loss": "cross_entropy", **BY_PROBLEM, **ONE_ANSWER},
 }
 
@@ -179,7 +178,6 @@ def test_what_is_wrong_with_the_users_own_code_is_told_before_anything_is_commit
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"game.stop": "score_parity", "game.reward": "goodhart", "game.sneaky_share": 0.0}, "leaves one"),
         ({"models.dtype": "bfloat16"}, r"training\.adapters\.rank"),
         ({"models.dtype": "bfloat16", "training.adapters.rank": 2}, r"verifier\.adapters\.rank"),
     ],

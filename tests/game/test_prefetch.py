@@ -497,7 +497,7 @@ def test_nothing_is_left_running_when_the_phase_ends(tmp_path: Path, monkeypatch
         await close(self)
 
     monkeypatch.setattr(TorchEngine, "close", noting)
-    outcome, _ = played(changed({**AHEAD, "game.stop": "score_parity"}), tmp_path)
+    outcome, _ = played(changed({**AHEAD, "game.stop": "judge_decay"}), tmp_path)
     assert outcome.status == "complete"
     assert left == [0, 0]
 

@@ -49,21 +49,9 @@ def test_the_endless_shuffle_is_stateless_and_fair(count, start, size, seed):
         assert sorted(whole[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-def test_score_parity_stops_when_the_average_sneaky_score_reaches_the_helpful_one(monkeypatch):
-    monkeypatch.setattr(prover_phase, "MIN_STEPS", 2)
-    rule = StopRule("score_parity", decay=0.5)
-    # EMA by hand, decay 0.5: sneaky 0, then 0.5*0 + 0.5*3 = 1.5; helpful 2, then 0.5*2 + 0.5*2 = 2: not yet.
-    assert not rule.observe({"score_sneaky_incorrect": 0.0, "score_helpful_correct": 2.0})
-    assert not rule.observe({"score_sneaky_incorrect": 3.0, "score_helpful_correct": 2.0})
-    # A step without sneaky flaws leaves the average where it was.
-    assert not rule.observe({"score_sneaky_incorrect": math.nan, "score_helpful_correct": 2.0})
-    # 0.5*1.5 + 0.5*2.5 = 2.0 >= 2.0
-    assert rule.observe({"score_sneaky_incorrect": 2.5, "score_helpful_correct": 2.0})
-
-
 def test_a_stop_rule_of_fixed_steps_never_stops_early_and_resumes_exactly():
     rule = StopRule("steps")
-    assert not any(rule.observe({"score_sneaky_incorrect": 9.0, "score_helpful_correct": 0.0}) for _ in range(50))
+    assert not any(rule.observe({"verifier_mcc": mcc}) for mcc in (*[0.9] * 20, *[0.0] * 30))
     again = StopRule("steps")
     again.load_state(rule.state())
     assert again == rule

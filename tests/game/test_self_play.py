@@ -171,7 +171,7 @@ def test_starts_without_a_decision_are_an_error_of_one_line(tmp_path: Path, monk
         ("rollout", {"prefetch": "fresh"}, "rollout.prefetch"),
         ("training", {"dynamic_sampling": 2}, "training.dynamic_sampling"),
         ("training", {"loss": "spo"}, "compares with earlier solutions"),
-        ("game", {"stop": "score_parity"}, "game.stop"),
+        ("game", {"stop": "judge_decay"}, "game.stop"),
         ("task", {"game": "chess"}, "Known games"),
     ],
 )
