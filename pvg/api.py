@@ -67,8 +67,8 @@ def play(
 ) -> Run:
     """Play a whole game and return its run.
 
-    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. `name` is the name of
-    the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer`
+    `experiment` and `settings` are those of `load_experiment`; an `Experiment` is played as it is. `name` is the name
+    of the run's folder. Without one it is the experiment's name, with a number if that folder exists. `observer`
     receives every phase, step and alert. A call that is stopped or killed loses nothing that was committed: continue
     with `Run(path).resume()`.
 

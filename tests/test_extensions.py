@@ -141,11 +141,7 @@ def test_imported_names_may_be_named() -> None:
 
 @pytest.mark.parametrize(
     ("reward", "told"),
-    [
-        ("sorc", "'sorc'; its kinds are src, cgc, "),
-        ("mine.py", "'mine.py'; its"),
-        ("a.py:1", "gated, FILE.py:NAME"),
-    ],
+    [("sorc", "'sorc'; its kinds are src, cgc, "), ("mine.py", "'mine.py'; its"), ("a.py:1", "gated, FILE.py:NAME")],
 )
 def test_a_name_that_is_neither_is_refused_with_what_fits(reward: str, told: str) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -48,7 +48,9 @@ def report(
     no_html: Annotated[bool, typer.Option("--no-html", help="Do not write a page.")] = False,
     timeline: Annotated[
         Path | None,
-        typer.Option("--timeline", metavar="FILE", help="Also write what ran when to FILE.json.gz, for ui.perfetto.dev."),
+        typer.Option(
+            "--timeline", metavar="FILE", help="Also write what ran when to FILE.json.gz, for ui.perfetto.dev."
+        ),
     ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,

@@ -21,10 +21,7 @@ app = typer.Typer(invoke_without_command=True, help="List and remove runs. Witho
 
 @app.callback()
 def default(
-    ctx: typer.Context,
-    runs: RunsOption = Path("runs"),
-    as_json: JsonOption = False,
-    debug: DebugOption = False,
+    ctx: typer.Context, runs: RunsOption = Path("runs"), as_json: JsonOption = False, debug: DebugOption = False
 ) -> None:
     """List and remove runs. Without a command: list."""
     if ctx.invoked_subcommand is None:

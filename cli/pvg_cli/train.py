@@ -147,13 +147,7 @@ def _start_ranks(count: int, plan: RunPlan) -> NoReturn:
 
 
 def _planned(
-    name: str | None,
-    settings: list[str],
-    run_name: str | None,
-    resume: str | None,
-    cluster: str | None,
-    *,
-    clean: bool,
+    name: str | None, settings: list[str], run_name: str | None, resume: str | None, cluster: str | None, *, clean: bool
 ) -> RunPlan:
     """The run to play. Warns about its settings."""
     from pvg.telemetry.cpu import precision_warnings

@@ -89,13 +89,7 @@ class OwnReward(RewardSection):
 
 
 Reward = Annotated[
-    SrcReward
-    | CgcReward
-    | GoodhartReward
-    | CorrectnessReward
-    | DecoupledReward
-    | GatedReward
-    | OwnReward,
+    SrcReward | CgcReward | GoodhartReward | CorrectnessReward | DecoupledReward | GatedReward | OwnReward,
     ByKind("src"),
 ]
 
@@ -233,8 +227,7 @@ class Game(Section):
         "equal", description="Shares of the base and of earlier rounds in the verifier's data (pvg/game/orders.py)."
     )
     stop: Literal["steps", "judge_decay"] = Field(
-        "steps",
-        description="What ends a prover phase early: a verifier that judges worse (at the last commit before).",
+        "steps", description="What ends a prover phase early: a verifier that judges worse (at the last commit before)."
     )
     protocol: Protocol = DirectProtocol()
     schedule: Schedule = StackelbergSchedule()

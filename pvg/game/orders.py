@@ -1,7 +1,7 @@
 """Orders: the groups that prover training and the mint request from the engine, and whose solutions a mint has.
 
-The groups of batch k depend on the seed, the round and k: one endless shuffle of all problems serves both roles. Refills
-(`training.dynamic_sampling`) also depend on how many groups of each role are missing and on the attempt.
+The groups of batch k depend on the seed, the round and k: one endless shuffle of all problems serves both roles.
+Refills (`training.dynamic_sampling`) also depend on how many groups of each role are missing and on the attempt.
 `MIXTURES` divides a mint among the base prover and the provers of earlier rounds (`game.mixture`).
 """
 
@@ -21,7 +21,7 @@ from pvg.game.protocols import ProtocolParts, interaction_for
 from pvg.game.roles import PromptBuilder, assign_roles
 from pvg.game.session import Session
 from pvg.game.states import GameState
-from pvg.records import BASE_SOURCE, Group, Problem, Role, Rollout, source_of_round
+from pvg.records import BASE_SOURCE, Group, Problem, Role, source_of_round
 from pvg.rollout.dispatcher import GroupOrder, SampleCall
 from pvg.rollout.gathering import Deadline, training_deadline
 from pvg.rollout.interaction import DIRECT, Interaction

@@ -138,9 +138,7 @@ class Players:
         self.publisher = Publisher(self.engine, events=events)
         self._collector: CalmCollector | None = None
         sampling = Sampling(
-            max_tokens=rollout.max_tokens,
-            stop_ids=self.base.tokenizer.end_ids,
-            temperature=rollout.temperature,
+            max_tokens=rollout.max_tokens, stop_ids=self.base.tokenizer.end_ids, temperature=rollout.temperature
         )
         self.scoring = self._scoring_executor()
         self.grading = ThreadPoolExecutor(1, "pvg-grade")

@@ -46,8 +46,8 @@ MIN_STEPS = 10
 
 @dataclass
 class StopRule:
-    """`judge_decay`: stop when the EMA of `verifier_mcc` is DECAY below its highest value; a policy is honest within half
-    of that. A batch without this metric leaves the average unchanged."""
+    """`judge_decay`: stop when the EMA of `verifier_mcc` is DECAY below its highest value; a policy is honest within
+    half of that. A batch without this metric leaves the average unchanged."""
 
     stop: str  # `game.stop`
     mcc: float | None = None

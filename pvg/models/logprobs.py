@@ -1,7 +1,8 @@
 """Log-probs of completion tokens, without the [tokens, vocabulary] matrix of a whole batch.
 
 The output head is applied only to hidden states that predict completion tokens, one chunk at a time. The gradient is in
-closed form, d log p(t) / d logits = onehot(t) - p, so the backward pass needs only the logits. A single chunk is kept for it; several are recomputed.
+closed form, d log p(t) / d logits = onehot(t) - p, so the backward pass needs only the
+logits. A single chunk is kept for it; several are recomputed.
 
 Invariant: the logits equal those of the model's own forward, including what a model does after the head (a soft cap, a
 scale). A model whose logits cannot be reproduced is refused, never scored wrongly."""
@@ -51,12 +52,7 @@ class LogitTransform:
 
 
 def token_logprobs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    finish: LogitTransform,
-    chunk: int,
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, finish: LogitTransform, chunk: int
 ) -> Tensor:
     """log p(targets_N), float32 [N] in nats, under the softmax of the finished logits, computed for `chunk` tokens at a
     time.
@@ -222,11 +218,7 @@ def predicting(module: nn.Module, packed: PackedRows, fused_layers: bool) -> Ten
 
 
 def _laid_out(
-    logprobs_M: Tensor,
-    rows_W: Tensor,
-    columns_W: Tensor,
-    shape: Sequence[int],
-    picks_W: Tensor | None = None,
+    logprobs_M: Tensor, rows_W: Tensor, columns_W: Tensor, shape: Sequence[int], picks_W: Tensor | None = None
 ) -> Tensor:
     """logprobs_BL, 0 elsewhere. `picks_W`: which of the M values each of the W positions has; None: one each. The
     gradients of a value that several have are summed."""

@@ -16,14 +16,7 @@ import orjson
 
 from pvg.errors import PvgError
 from pvg.reporting.formats import byte_size
-from pvg.reporting.run_summary import (
-    RunState,
-    RunSummary,
-    Status,
-    committed_state,
-    state_word,
-    status_of,
-)
+from pvg.reporting.run_summary import RunState, RunSummary, Status, committed_state, state_word, status_of
 from pvg.reporting.table import Column, Table, TableCell
 from pvg.store.atomic import DamagedFileError, open_stored
 from pvg.store.lease import BEAT_S, WATCH_S, is_gone, newest_lease, read_driver, sees

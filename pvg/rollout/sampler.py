@@ -27,8 +27,8 @@ BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """The settings of R rows: `temperature_R1` float32. `tempered` covers all rows of the original batch: without it the
-    division can be skipped."""
+    """The settings of R rows: `temperature_R1` float32. `tempered` covers all rows of the original batch: without it
+    the division can be skipped."""
 
     temperature_R1: Tensor
     tempered: bool

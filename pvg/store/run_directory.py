@@ -18,13 +18,11 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from pvg.config.experiment import Experiment
 from pvg.config.load import build_experiment, did_you_mean, overridden
@@ -48,7 +46,6 @@ from pvg.store.atomic import (
     disk_full_explained,
     is_temporary,
     make_directory,
-    read_stored,
     remove_temporaries,
     sync_directory,
     write_atomic,

@@ -171,11 +171,7 @@ def test_a_sampler_that_is_not_the_trainer_is_weighted_over_the_steps_of_a_batch
 
 
 def test_rae_goes_with_rollouts_sampled_ahead(tmp_path: Path) -> None:
-    ahead = {
-        **RAE,
-        "rollout.prefetch": {"kind": "fresh", "batches": 1},
-        "training.importance": "truncated",
-    }
+    ahead = {**RAE, "rollout.prefetch": {"kind": "fresh", "batches": 1}, "training.importance": "truncated"}
     experiment = changed(ahead)
     outcome, run = played(experiment, tmp_path, stop_at=("train_prover", 5))
     assert outcome.status == "interrupted"

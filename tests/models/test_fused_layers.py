@@ -30,10 +30,6 @@ SIZES = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 16}
 
 
-def shared_prompt_logprobs(*given, **how):
-    return shared_prompt_logprobs(*given, **how)
-
-
 def build(kind="llama"):
     torch.manual_seed(0)
     model: torch.nn.Module

@@ -47,10 +47,6 @@ def build(family="llama", **others):
     return model_class(config_class(**(SIZES | others))).eval()
 
 
-def shared_prompt_logprobs(*given, **how):
-    return shared_prompt_logprobs(*given, **how)
-
-
 def rows_of(groups, seed=0):
     """Rows from (prompt length, completion lengths) of each group."""
     generator = np.random.default_rng(seed)

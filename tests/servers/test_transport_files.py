@@ -13,7 +13,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pvg.config.operation import Weights
-from pvg.errors import MissingRequirementError
 from pvg.servers import transports as delivering
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
@@ -209,4 +208,3 @@ def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
         assert servers[1].label == str(LABEL)  # the others were awaited
 
     with_servers(2, play, tmp_path)
-

@@ -78,7 +78,7 @@ def test_nothing_is_said_about_a_gpu_or_a_cpu_with_instructions(
     assert precision_warnings(on_either, root) == []
 
 
-# --- the precision of a machine's kind ---------------------------------------------------------------------------------
+# --- the precision of a machine's kind -------------------------------------------------------------------------------
 
 LORA: dict[str, Any] = {"adapters": {"rank": 16}}
 HALF: dict[str, Any] = {"models": {"precision": "bfloat16"}}
