@@ -29,6 +29,7 @@ from pvg.telemetry.spans import DRIVER
 PROCESS = 1
 GAME_LANE = 1  # thread number of the lane of phases and steps; tracks follow
 LANES = 1000  # lanes of one track have adjacent numbers, so that the viewer groups them
+SAMPLED = ("device", "loop", "alert")  # kinds of metrics.jsonl
 ROUNDING_S = 2e-6  # precision of seconds since 1970 as floats; a child may seem to end after its parent
 PLACE = ("round", "phase", "step")
 
@@ -56,7 +57,7 @@ def trace_events(
     """The events of the trace: phases and steps, spans by track, device samples and loop lag as counters, and alerts.
     `spans`: lines of a spans.jsonl. `metrics`: lines of a metrics.jsonl; other kinds are skipped."""
     ordered = sorted(spans, key=lambda span: (span["start_s"], span["depth"], -span["end_s"]))
-    samples = [record for record in metrics if record.get("kind") in ("device", "loop", "alert")]
+    samples = [record for record in metrics if record.get("kind") in SAMPLED and "time" in record]
     first_s = min([span["start_s"] for span in ordered[:1]] + [record["time"] for record in samples], default=0.0)
     yield _named("process_name", name, 0)
     yield from _game(ordered, first_s)
