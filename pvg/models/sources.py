@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -149,9 +150,10 @@ def open_without_weights(section: ModelSection) -> WeightlessModel:
         with naming_the_run(section.source, saved):
             return replace(open_without_weights(saved.section), name=saved.name)
     place, name = located(section.source)
-    arguments = {"gguf_file": place.name} if place.is_file() else {}
     with without_progress_bars():
-        return _read_without_weights(place.parent if place.is_file() else place, name, arguments)
+        config, fast, settings = _gguf_header(place) if place.is_file() else _directory_header(place)
+    rows = config.get_text_config().vocab_size
+    return WeightlessModel(name, Tokenizer(fast, name, settings, rows), context_of(config))
 
 
 def weight_bytes(section: ModelSection) -> int:
@@ -162,17 +164,37 @@ def weight_bytes(section: ModelSection) -> int:
     return sum(file.stat().st_size for file in ([place] if place.is_file() else place.glob("*.safetensors")))
 
 
-def _read_without_weights(place: Path, name: str, arguments: dict[str, str]) -> WeightlessModel:
-    with _explained(place):
-        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
+Header = tuple[PreTrainedConfig, PreTrainedTokenizerBase, GenerationConfig]
+
+
+def _directory_header(directory: Path) -> Header:
+    with _explained(directory):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         _refuse_architecture(config)
-        fast = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False, **arguments)
+        fast = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         try:
-            settings = GenerationConfig.from_pretrained(place, local_files_only=True)
+            settings = GenerationConfig.from_pretrained(directory, local_files_only=True)
         except OSError:  # missing or damaged; transformers does the same when it opens the model
             settings = GenerationConfig.from_model_config(config)
-        rows = config.get_text_config().vocab_size
-        return WeightlessModel(name, Tokenizer(fast, name, settings, rows), context_of(config))
+    return config, fast, settings
+
+
+def _gguf_header(file: Path) -> Header:
+    """Copies of what is in a GGUF file besides weights. transformers parses it for seconds, so it is read once."""
+    found = file.stat()
+    return copy.deepcopy(_parsed_header(file, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=4)
+def _parsed_header(file: Path, *changes: int) -> Header:
+    """`changes`: what tells this content from others of the same path in this process."""
+    arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    with _explained(file):
+        config = AutoConfig.from_pretrained(file.parent, **arguments)
+        _refuse_architecture(config)
+        fast = AutoTokenizer.from_pretrained(file.parent, **arguments)
+    end_as_configured(fast, config)
+    return config, fast, GenerationConfig.from_model_config(config)
 
 
 def _refuse_architecture(config: PreTrainedConfig) -> None:
@@ -264,20 +286,17 @@ def _refuse_misfits(directory: Path, module: PreTrainedModel, loading: dict[str,
 
 
 def _read_gguf(file: Path, dtype: torch.dtype, name: str) -> tuple[PreTrainedModel, Tokenizer]:
+    config, fast, _ = _gguf_header(file)
     arguments: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
-    unpacking = {}
     if hasattr(transformers, "GgufConfig"):  # releases without it have no packed weights
-        unpacking["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    packed = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **arguments, **unpacking)
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    packed = AutoModelForCausalLM.from_pretrained(
+        file.parent, config=copy.deepcopy(config), dtype=torch.float32, **arguments
+    )
     # The loaded model counts as quantized and cannot be saved. A new one with its weights can.
-    config = copy.deepcopy(packed.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
     module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     module.load_state_dict(packed.state_dict())
     module.generation_config = packed.generation_config
-    fast = AutoTokenizer.from_pretrained(file.parent, **arguments)
-    end_as_configured(fast, packed.config)
     return module, Tokenizer(fast, name, module.generation_config)
 
 
