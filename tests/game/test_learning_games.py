@@ -67,7 +67,7 @@ def test_stopped_and_resumed_it_ends_like_the_uninterrupted_run(name: str, tmp_p
     outcome, _ = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 1 + 3 * batch))
     assert outcome.status == "interrupted"
     state = progress(tmp_path / "stopped")
-    assert bool(state["credit"]) == (experiment.training.loss.kind == "rae")
+    assert bool(state["credit"]["prover"]) == (experiment.training.loss.kind == "rae")
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
     steps = prover_steps(whole)

@@ -27,7 +27,7 @@ def test_spo_stopped_and_resumed_ends_like_the_uninterrupted_run(tmp_path: Path)
     outcome, stopped = played(experiment, tmp_path / "stopped", stop_at=("train_prover", 5))
     assert outcome.status == "interrupted"
     state = state_of(stopped)
-    seen = state["progress"]["batches"]["credit"]["seen"]
+    seen = state["progress"]["batches"]["credit"]["prover"]["seen"]
     assert sum(map(len, seen.values())) > 16  # more than one batch has been learnt
     played(experiment, tmp_path / "stopped", resume=True)
     assert differences(fingerprint(tmp_path / "stopped"), fingerprint(tmp_path / "whole")) == []
