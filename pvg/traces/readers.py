@@ -29,7 +29,7 @@ from pvg.config.training import ModelSection
 from pvg.errors import ConfigurationError, UsageError
 from pvg.models import open_model, pick_device
 from pvg.models.language_model import LanguageModel
-from pvg.models.logprobs import completion_logprobs, shared_prompt_outputs
+from pvg.models.logprobs import completion_logprobs, shared_prompt_logprobs
 from pvg.models.packing import lengths_of, pad_right, row_batches, token_budget_batches
 from pvg.models.shared_prompts import check_packing, check_window
 from pvg.records import Int32
@@ -102,6 +102,7 @@ class TraceReader:
 BUDGET = 16_384  # tokens of a forward pass; what rows have in common counts once
 ROOM = 32  # tokens for a cue and an answer
 ROWS = 64  # completions that are written together
+GREEDY = 1e-9  # the temperature at which the most probable token is drawn
 
 
 class LocalReader(TraceReader):
@@ -167,7 +168,7 @@ class LocalReader(TraceReader):
             for part in split:
                 some = [rows[row] for row in part]
                 if shared:
-                    logprobs_BL = shared_prompt_outputs(module, some, starts_N[part]).logprobs_BL
+                    logprobs_BL = shared_prompt_logprobs(module, some, starts_N[part])
                 else:
                     ids_BL, lengths_B = pad_right(some, self._model.tokenizer.pad_id, self._model.device)
                     starts_B = torch.from_numpy(starts_N[part]).to(self._model.device)
@@ -183,7 +184,7 @@ class LocalReader(TraceReader):
             for number, ask in enumerate(asks[first : first + ROWS], start=first):
                 ids = np.concatenate([*self._asked(ask), tokenizer.plain(ask.cue)])
                 if room := min(max_tokens, max(0, self._model.max_length - len(ids))):
-                    sampling = Sampling(room, tokenizer.end_ids, top_k=1)
+                    sampling = Sampling(room, tokenizer.end_ids, GREEDY)
                     requests.append(GenerationRequest(str(number), ids, sampling, seed=0))
             for done in await asyncio.gather(*map(self._engine.generate, requests)):
                 found[int(done.request_id)] = tokenizer.decode(tokenizer.without_end(done.token_ids))
