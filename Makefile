@@ -144,7 +144,7 @@ models: $(STAMP)  ## train the embedded models again (minutes; the results are c
 	"$(BIN)/python" -m pvg.models.embedded_training all
 
 bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; nothing else should run)
-	for profile in rollout trainer e2e verifier; do \
+	for profile in rollout trainer e2e verifier sync; do \
 	  "$(BIN)/pvg" bench --profile $$profile --out "$(REPORTS)/$$profile.json" || exit 1; done
 	for profile in rollout trainer e2e verifier; do \
 	  "$(BIN)/pvg" bench --profile $$profile --ablate --out "$(REPORTS)/$$profile-ablation.json" || exit 1; done
@@ -153,6 +153,7 @@ bench: $(STAMP)  ## run every benchmark and write docs/benchmarks.md (1 hour; no
 	"$(BIN)/python" -m benchmarks.make_page
 
 bench-vllm: $(STAMP) $(VLLM_STAMP)  ## start vLLM servers and run their benchmarks (15 minutes on a CPU)
+	"$(BIN)/pvg" bench --profile sync --serve --out "$(REPORTS)/sync-vllm.json"
 	for swept in rollout.concurrency=8,32,128,256 serving.max_num_seqs=16,64,256; do \
 	  "$(BIN)/pvg" bench --profile rollout --serve --sweep $$swept \
 	    --out "$(REPORTS)/rollout-vllm-$$(echo $${swept%%=*} | sed 's/.*\.//; s/_/-/g').json" || exit 1; done

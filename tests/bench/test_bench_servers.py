@@ -35,6 +35,7 @@ pytestmark = pytest.mark.slow
 KEY = "the-key-of-the-benchmarks"
 URL = "http://127.0.0.1:9"
 TINY = ("task.problems=64", "task.test_problems=8", "rollout.max_tokens=8")
+SYNC = (*TINY, "warmup=0", "workload.streams=6", "workload.updates=3", "training.groups=2")
 ROLLOUT = (*TINY, "workload.rollouts=16", "rollout.concurrency=16", "workload.prompt_tokens=40")
 
 
@@ -72,6 +73,32 @@ def on_server(
     return asyncio.run(run())
 
 
+# --- updates among streams -------------------------------------------------------------------------------------------
+
+
+def test_updates_meet_all_streams_in_flight_and_their_tokens_come_one_by_one(tmp_path: Path) -> None:
+    def look(workload: Any, measured: list[dict[str, float]], server: FakeVllm) -> None:
+        derived = workload.derived()
+        assert derived["updates"] == 3
+        assert derived["in_flight_min"] == 6
+        assert derived["versions_served"] > 0.5
+        for name in ("wall", "rpc", "queue", "arrival", "pause", "load", "resume", "stage"):
+            p50, p95, p99 = (derived[f"{name}_p{percentile}_ms"] for percentile in (50, 95, 99))
+            assert 0 <= p50 <= p95 <= p99
+        assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"]
+        work = workload.work()
+        assert work["updates"] == {"idle": 3, "loaded": 3}
+        assert (work["streams"], work["completion_tokens"], work["streamed"]) == (6, 8, True)
+        assert server.received["bench/00000/00000"] > 2  # before, among and after the updates
+        assert server.aborted.total() == 0
+        assert server.label.endswith("/12")  # each of six updates in two samples
+        workload.loaded[0].updates[0].timing.parts.pop("load_ms")  # as if the reply was lost: what it took is unknown
+        with pytest.raises(ServerUnavailableError, match="was lost"):
+            workload.derived()
+
+    on_server("sync-vllm", tmp_path, (*SYNC, "warmup=1"), look, samples=2)
+
+
 # --- rollouts --------------------------------------------------------------------------------------------------------
 
 
@@ -101,11 +128,11 @@ def planned(profile: str, *overrides: str, **how: Any) -> BenchPlan:
 
 
 def test_on_servers_another_profile_takes_its_place() -> None:
-    plan = planned("rollout")
-    assert plan.base.profile.name == "rollout-vllm"
+    plan = planned("sync")
+    assert plan.base.profile.name == "sync-vllm"
     assert plan.base.experiment.rollout.engine.kind == "vllm"
     assert plan.base.experiment.serving.servers == (URL,)
-    assert plan_bench("rollout").base.profile.name == "rollout"
+    assert plan_bench("sync").base.profile.name == "sync"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def offered(line: str, folder: Path | None = None) -> list[str]:
     ("line", "expected"),
     [
         ("pvg trai", ["train"]),
-        ("pvg bench --profile tr", ["trainer"]),
+        ("pvg bench --profile sy", ["sync", "sync-vllm"]),
         ("pvg train -s game.ro", ["game.rounds="]),
         ("pvg config explain game.t", ["game.test", "game.test.problems", "game.test.samples"]),
     ],

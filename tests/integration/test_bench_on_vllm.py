@@ -1,4 +1,4 @@
-"""`pvg bench` on a real vLLM: rollouts on a server that pvg starts."""
+"""`pvg bench` on a real vLLM: updates among streams, and rollouts on a server that pvg starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 import pytest
-from served_games import PVG
+from served_games import PVG, serving
 from vllm_servers import vllm_python
 
 LIMIT_S = 600.0
@@ -24,6 +24,22 @@ def bench(folder: Path, *arguments: str) -> Any:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return orjson.loads(done.stdout)
+
+
+def test_updates_among_streams(tmp_path: Path) -> None:
+    settings = ["workload.streams=12", "workload.updates=4", "repeats=1", "warmup=0"]
+    with serving(tmp_path) as server:
+        words = [word for setting in settings for word in ("-s", setting)]
+        report = bench(tmp_path, "--profile", "sync", "--server", server.url, *words)
+    assert report["environment"]["vllm"]
+    assert report["config"]["servers"]["model"] == "modchain-prover"
+    for variant in report["variants"]:
+        derived = variant["derived"]
+        assert derived["updates"] == 4
+        assert derived["in_flight_min"] == 12
+        assert derived["versions_served"] > 0.5  # the weights of most updates gave tokens
+        assert derived["wall_p50_ms"] >= derived["rpc_p50_ms"] > derived["load_p50_ms"] > 0
+        assert derived["queue_p99_ms"] >= derived["arrival_p50_ms"] >= 0
 
 
 @pytest.mark.timeout(900)

@@ -291,10 +291,10 @@ def _lazily(module: str) -> MakeWorkload:
     return make
 
 
-WORKLOADS: WorkloadTable = {name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier")}
+WORKLOADS: WorkloadTable = {name: _lazily(name) for name in ("rollout", "trainer", "e2e", "verifier", "sync")}
 
 # Workloads that can run on vLLM servers (`--server URL`, `--serve`).
-SERVED = frozenset({"rollout", "e2e"})
+SERVED = frozenset({"rollout", "sync", "e2e"})
 
 
 def make_workload(settings: BenchSettings, table: WorkloadTable = WORKLOADS) -> Workload:
