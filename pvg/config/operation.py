@@ -172,7 +172,13 @@ class LoraTransport(Section):
     kind: Literal["lora"] = "lora"
 
 
-TransportSection = Annotated[FileTransport | LoraTransport, ByKind("filesystem")]
+class DeviceTransport(Section):
+    """EXPERIMENTAL: no GPU has run it. pvg sends weights from GPU to GPU, by NCCL."""
+
+    kind: Literal["nccl"] = "nccl"
+
+
+TransportSection = Annotated[FileTransport | LoraTransport | DeviceTransport, ByKind("filesystem")]
 
 
 class Weights(Section):

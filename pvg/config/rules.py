@@ -587,6 +587,8 @@ def _switch_warnings(experiment: AllSections) -> Iterator[str]:
             "models.dtype = 'bfloat16' rounds small updates of adapters away where the prover samples with merged "
             "weights; set it to 'float32', or use vLLM servers with weights.transport = 'lora'"
         )
+    if experiment.weights.transport.kind == "nccl":
+        yield "weights.transport = 'nccl' is experimental: no GPU has run it; the tested one is 'filesystem'"
 
 
 def _staleness_warnings(experiment: AllSections) -> Iterator[str]:

@@ -243,7 +243,7 @@ def open_vllm_engine(
         connections,
         events,
         session=session,
-        transport=open_transport(weights, run, executor, dtype, session),
+        transport=open_transport(weights, run, executor, dtype, session, base.device),
     )
     shared = None
     if experiment.servers_rest and base.device.type == "cuda":

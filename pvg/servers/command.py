@@ -340,6 +340,7 @@ def server_spec(
     """
     check_heads(folder, interpreter)
     if purpose == "prover":
+        check_transport(experiment, interpreter)
         check_experts(experiment, interpreter)
     name = model_name(experiment, purpose, folder)
     runner: Literal["generate", "pooling"] = "pooling" if kind_for(experiment, purpose) == "classifier" else "generate"
@@ -390,6 +391,16 @@ def check_heads(folder: Path, interpreter: Interpreter) -> None:
         )
 
 
+def check_transport(experiment: Experiment, interpreter: Interpreter) -> None:
+    """Raises ConfigurationError for a weight transport that the server's device does not support."""
+    transport = experiment.weights.transport.kind
+    if transport == "nccl" and interpreter.device == "cpu":
+        raise ConfigurationError(
+            f"weights.transport = 'nccl' copies from GPU to GPU, but {interpreter.python} has vLLM's CPU build.",
+            "Set weights.transport to 'filesystem'.",
+        )
+
+
 def check_experts(experiment: Experiment, interpreter: Interpreter) -> None:
     """Raises ConfigurationError if routed experts are requested but the server cannot report them."""
     if experiment.training.router_replay and interpreter.device == "cpu":
@@ -433,6 +444,8 @@ def _generation(experiment: Experiment, purpose: Purpose) -> list[str]:
     if purpose == "prover" and transport == "lora" and rank > 0:
         arguments += ["--enable-lora", "--max-lora-rank", str(_lora_rank(rank))]
         arguments += ["--max-loras", str(LIVE_ADAPTERS), "--max-cpu-loras", str(KEPT_ADAPTERS)]
+    if purpose == "prover" and transport == "nccl":
+        arguments += ["--weight-transfer-config", '{"backend":"nccl"}']
     return arguments
 
 

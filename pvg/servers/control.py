@@ -1,4 +1,4 @@
-"""`ControlClient`: a trainer's calls to one server other than generation: weights, sleep, status.
+"""`ControlClient`: a trainer's calls to one server other than generation: weights, pause, resume, status.
 
     control = ControlClient("http://127.0.0.1:8000", pool)
     info = await control.info()
@@ -54,6 +54,7 @@ class ServerInfo:
     paused: bool
     gpus: str  # UUIDs of its GPUs, with commas, if it can sleep; else empty
     asleep: bool
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,13 @@ class ControlClient:
         """Unload the adapter with that label. It is not an error if it is not loaded."""
         await self._call("POST", "/pvg/adapters/unload", {"label": str(label)}, self._timeout_s, trace)
 
+    async def pause(self, trace: str = "") -> Reply:
+        """Stop between two engine steps. Requests in flight are kept."""
+        return await self._call("POST", "/pause?mode=keep", None, self._timeout_s, trace)
+
+    async def resume(self, trace: str = "") -> Reply:
+        return await self._call("POST", "/resume", None, self._timeout_s, trace)
+
     async def sleep(self, level: int) -> None:
         """Free the server's GPU memory. Level 1 keeps the weights in the machine's memory; level 2 drops them."""
         await self._call("POST", "/pvg/sleep", {"level": level}, self._timeout_s)
@@ -139,6 +147,10 @@ class ControlClient:
         before the requests have ended."""
         body = {"request_ids": [f"{GENERATION_ID}{name}" for name in request_ids]}
         await self._call("POST", "/inference/v1/abort_requests", body, self._probe_timeout_s)
+
+    async def call(self, path: str, body: Mapping[str, Any] | None, trace: str = "") -> Reply:
+        """POST to another of vLLM's RL routes."""
+        return await self._call("POST", path, body, self._timeout_s, trace)
 
     async def _update(self, path: str, body: Mapping[str, Any], label: WeightLabel, trace: str) -> DeliveryTiming:
         started, sent_ns = time.perf_counter(), time.time_ns()

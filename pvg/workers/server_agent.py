@@ -26,6 +26,7 @@ from pvg.workers.ray_cluster import hello
 LOOK_S = 1.0  # between two looks into the server's log
 MOST_LINES = 20  # of the log, at a time
 LONGEST_LINE = 500
+NEEDS_FOLDER = ("filesystem", "lora")  # transports through `weights.root`
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -104,12 +105,13 @@ class ServerAgent:
 
 
 def check_folder(weights: Weights, mark: str) -> None:
-    """Raises MissingRequirementError if this node does not have the driver's `weights.root`."""
-    if not (weights.root / mark).exists():
+    """Raises MissingRequirementError if this node does not have the driver's `weights.root`, but the transport needs
+    it."""
+    if weights.transport.kind in NEEDS_FOLDER and not (weights.root / mark).exists():
         raise MissingRequirementError(
             f"The folder {weights.root} is not the driver's, but weights.transport = {weights.transport.kind!r} sends "
             "weights through it.",
-            "Set weights.root to a folder that all nodes share",
+            "Set weights.root to a folder that all nodes share. Only 'nccl', which is experimental, needs none",
         )
 
 

@@ -122,7 +122,7 @@ def test_a_server_that_dies_asleep_comes_back_and_one_that_cannot_wake_is_given_
             assert completion.spans == (VersionSpan(0, 0),)
         await until(lambda: len(d.up()) == 2 and asleep(d) == [False, False])
         assert [event["server"] for event in d.events.named("server.away")][-1] == d.proxies[1].url
-        # Adapters do not wake a server.
+        # `nccl` writes into the engine's memory, and does not wake the server itself.
         assert d.servers[1].paths.count("/pvg/wake") == 2
 
     shared(use, tmp_path)

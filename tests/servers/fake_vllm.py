@@ -56,7 +56,8 @@ FREE = {"/health", "/ping", "/version", "/v1/models", "/metrics", "/inference/v1
 SIMPLE = (
     *("/health", "/pvg/info", "/is_paused", "/weight_info", "/pause", "/resume", "/pvg/adapters/unload"),
     *("/pvg/sleep", "/pvg/wake"),
-    "/inference/v1/abort_requests",
+    *("/inference/v1/abort_requests", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/update_weight_version", "/shutdown_weight_transfer_engine"),
 )
 CLOSED = ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
 
@@ -75,6 +76,7 @@ class FakeOptions:
     max_num_seqs: int = 256
     max_model_len: int = 2048
     max_lora_rank: int = 0
+    world_size: int = 1
     shape: str = ""
     model: str = "fake"  # its name in requests
     runner: str = "generate"
@@ -258,6 +260,8 @@ class FakeVllm:
             self._wake()
         elif request.path == "/pvg/adapters/unload":
             self.adapters.pop(body["label"], None)
+        elif request.path in ("/finish_weight_update", "/update_weight_version"):
+            (self.label,) = body.values()
         answers: dict[str, Callable[[], Any]] = {
             "/pvg/info": self.info,
             "/is_paused": lambda: {"is_paused": self.paused},
@@ -269,7 +273,7 @@ class FakeVllm:
     def info(self) -> dict[str, Any]:
         names = ("protocol", "runner", "max_model_len", "max_num_seqs", "max_lora_rank", "logprobs_mode", "model")
         return {
-            **{name: getattr(self.options, name) for name in (*names, "shape")},
+            **{name: getattr(self.options, name) for name in (*names, "shape", "world_size")},
             **{"boot": self.boot, "label": self.label, "paused": self.paused},
             **{"gpus": self.options.gpus, "asleep": self.asleep},
             **{"vllm": "0.32.0", "dtype": "float32", "prefix_caching": True},

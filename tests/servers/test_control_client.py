@@ -81,7 +81,7 @@ def test_info_says_what_the_server_is() -> None:
         info = await control.info()
         assert info.url == control.url == server.url
         assert (info.boot, info.label, info.paused) == (server.boot, "default", False)
-        assert (info.runner, info.dtype, info.max_lora_rank) == ("generate", "float32", 0)
+        assert (info.runner, info.dtype, info.max_lora_rank, info.world_size) == ("generate", "float32", 0, 1)
         await server.restart()
         assert (await control.info()).boot != info.boot
 
@@ -97,11 +97,12 @@ def test_a_wrong_key_is_told_with_what_mends_it_and_changes_nothing(key: str, tm
             control.info(),
             control.load_weights(name, WeightLabel(SESSION, 1), "t"),
             control.unload_adapter(WeightLabel(SESSION, 1), "t"),
+            control.pause(),
         ]
         for call in calls:
             with pytest.raises(ConfigurationError, match=rf"{server.url} refuses the control key\. .*PVG_CONTROL_KEY"):
                 await call
-        assert server.label == "default"
+        assert (server.label, server.info()["paused"]) == ("default", False)
 
     drive(use, tmp_path, key=key)
 

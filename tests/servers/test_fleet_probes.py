@@ -20,7 +20,7 @@ from pvg.telemetry.waits import LoopLagMonitor
 
 URL = "http://server"
 TIMEOUT_S = 8.0
-INFO = ServerInfo(URL, "boot", "0", "model", "", "generate", "float32", 64, 8, True, "", 0, "", False, "", False)
+INFO = ServerInfo(URL, "boot", "0", "model", "", "generate", "float32", 64, 8, True, "", 0, "", False, "", False, 1)
 Fault = Callable[[str, str], ServerFault]
 
 

@@ -46,6 +46,7 @@ class Engine:
             lora_config=SimpleNamespace(max_lora_rank=16),
             scheduler_config=SimpleNamespace(max_num_seqs=64),
             cache_config=SimpleNamespace(enable_prefix_caching=True),
+            parallel_config=SimpleNamespace(world_size_across_dp=1),
         )
 
     async def get_weight_version(self) -> str:

@@ -51,6 +51,9 @@ def spec_for(
     return server_spec(experiment, purpose, interpreter, folder, log=tmp_path / "log", port=8123, host=host)
 
 
+NCCL = ("weights.transport=nccl",)
+
+
 def value(spec: ServerSpec, option: str) -> str:
     return spec.command[spec.command.index(option) + 1]
 
@@ -69,7 +72,7 @@ def test_a_prover_on_a_cpu(tmp_path: Path) -> None:
     assert value(spec, "--generation-config") == "vllm"
     assert value(spec, "--middleware") == "pvg_vllm.middleware.PvgMiddleware"
     assert value(spec, "--worker-extension-cls") == "pvg_vllm.worker.PvgWorker"
-    assert not {"--enable-lora", "--runner", "--max-model-len"} & set(spec.command)
+    assert not {"--enable-lora", "--weight-transfer-config", "--runner", "--max-model-len"} & set(spec.command)
 
 
 def test_a_gpu_gets_its_share_and_its_graphs(tmp_path: Path) -> None:
@@ -118,6 +121,15 @@ def test_a_provers_server_tells_the_experts_of_its_tokens_where_it_can(tmp_path:
         assert "VLLM_USE_V2_MODEL_RUNNER" not in other.environment
     with pytest.raises(ConfigurationError, match="the CPU build without it"):
         spec_for(tmp_path, asked)
+
+
+def test_device_transports_are_refused_on_a_cpu_where_they_are_needed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'nccl' copies from GPU to GPU.*CPU build") as caught:
+        spec_for(tmp_path, *NCCL)
+    assert "filesystem" in caught.value.remedy
+    assert spec_for(tmp_path, *NCCL, purpose="verifier")  # which gets its weights in files
+    spec = spec_for(tmp_path, *NCCL, interpreter=GPU)
+    assert orjson.loads(value(spec, "--weight-transfer-config")) == {"backend": "nccl"}
 
 
 def test_a_scalar_verifier_is_a_classifier_and_an_implicit_one_a_generator(tmp_path: Path) -> None:

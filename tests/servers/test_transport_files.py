@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from pvg.config.operation import Weights
+from pvg.errors import MissingRequirementError
 from pvg.servers import transports as delivering
 from pvg.servers.control import ControlClient, DeliveryTiming
 from pvg.servers.pool import ConnectionBroken, RefusedRequest, ReplyTimeout, ServerUnreachable
@@ -208,3 +209,14 @@ def test_a_defect_is_no_outcome(tmp_path: Path) -> None:
         assert servers[1].label == str(LABEL)  # the others were awaited
 
     with_servers(2, play, tmp_path)
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_a_gpu_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU: `CUDA_VISIBLE_DEVICES= make test`")
+    with pytest.raises(MissingRequirementError, match="CUDA") as caught:
+        open_transport(Weights(root=tmp_path, transport="nccl"), "run", None, "float32", SESSION)
+    assert "filesystem" in caught.value.remedy

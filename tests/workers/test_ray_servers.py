@@ -231,11 +231,12 @@ def test_only_servers_on_other_machines_listen_to_the_network():
     assert address_for("10.0.0.1", "10.0.0.1") == address_for("127.0.0.1", "127.0.0.1") == "127.0.0.1"
 
 
-def test_a_node_without_the_driver_s_folder_is_refused(tmp_path):
+def test_a_node_without_the_driver_s_folder_is_refused_unless_the_transport_needs_none(tmp_path):
     (tmp_path / "here").touch()
     check_folder(Weights(root=tmp_path), "here")
     with pytest.raises(MissingRequirementError, match=r"is not the driver's, but weights.transport = 'filesystem'"):
         check_folder(Weights(root=tmp_path), "elsewhere")
+    check_folder(Weights.model_validate({"root": tmp_path, "transport": {"kind": "nccl"}}), "x")
 
 
 def test_a_node_s_vllm_must_be_for_what_ray_reserves():

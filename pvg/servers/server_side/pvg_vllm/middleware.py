@@ -311,6 +311,7 @@ class Routes:
             "paused": await engine.is_paused(),
             "gpus": self._gpus,
             "asleep": self._asleep,
+            "world_size": config.parallel_config.world_size_across_dp,
         }
 
     async def sleep(self, call: RouteCall) -> dict[str, Any]:

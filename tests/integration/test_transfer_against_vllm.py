@@ -1,15 +1,18 @@
-"""Both transports, files and adapters, against a real vLLM."""
+"""Every transport against a real vLLM: files and adapters in earnest; of what needs a GPU the names and signatures that
+are used."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
 import torch
-from vllm_servers import EMBEDDED, Server, generate, language_model, log_probs, perturbed, prompts, started
+from vllm_servers import EMBEDDED, Server, generate, language_model, log_probs, perturbed, prompts, started, vllm_python
 
 from pvg.config.operation import Weights
 from pvg.config.training import ModelSection
@@ -20,6 +23,63 @@ from pvg.servers.transports.files import AdapterTransport
 from pvg.servers.transports.opening import open_transport
 
 TOLERANCE = 2e-3  # nats, in float32; a wrong version is off by more than 1
+
+NAMES_AND_SIGNATURES = """
+import dataclasses, inspect
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary, ncclUniqueId
+from vllm.distributed.weight_transfer.base import ParamMeta, VLLMWeightSyncClient, WeightSource
+from vllm.distributed.weight_transfer.nccl_common import (
+    NCCLWeightTransferInitInfo, uid_init_process_group, worker_init_payload,
+)
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+class Client:
+    def init_weight_transfer_engine(self, init_info): ...
+    def start_weight_update(self): ...
+    def update_weights(self, update_info): ...
+    def finish_weight_update(self, weight_version=None): ...
+
+# What we do with it, with the values we do it with.
+assert isinstance(Client(), VLLMWeightSyncClient)
+engine = NCCLTrainerWeightTransferEngine(client=Client(), source=object())
+assert engine.model_update_group is None and engine.is_sender and engine.packed is True
+assert engine.packed_buffer_size_bytes > 0 and engine.packed_num_buffers > 0
+assert parameters(engine.send_weights) == [] and parameters(engine.shutdown) == []
+engine.shutdown()
+unique_id = bytes(ncclUniqueId())
+assert len(unique_id) == NCCL_UNIQUE_ID_BYTES
+assert hasattr(NCCLLibrary, "ncclGetUniqueId")
+assert parameters(uid_init_process_group) == ["nccl_unique_id_bytes", "rank", "world_size", "device"]
+import base64
+info = NCCLWeightTransferInitInfo(
+    rank_offset=1, world_size=3, nccl_unique_id_b64=base64.b64encode(unique_id).decode(), packed=True,
+    packed_buffer_size_bytes=1024, packed_num_buffers=2,
+)
+assert info.nccl_unique_id_bytes == unique_id
+payload = worker_init_payload(info)
+assert payload["rank_offset"] == 1 and "master_address" not in payload
+assert NCCLWeightTransferInitInfo(**{**payload, "rank_offset": 2}).rank_offset == 2
+assert [field.name for field in dataclasses.fields(ParamMeta)] == ["name", "dtype", "shape"]
+assert {name for name in vars(WeightSource) if not name.startswith("_")} >= {"metadata", "held_names", "groups"}
+print("as expected")
+"""
+
+
+def test_vllm_has_what_is_used(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [vllm_python(), "-c", NAMES_AND_SIGNATURES],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+        cwd=tmp_path,
+        env={"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == "as expected"
 
 
 @pytest.fixture(scope="module")
