@@ -104,7 +104,7 @@ def measure(  # noqa: PLR0917  (each is an option)
     if reader is not None and "//" not in reader:
         from pvg_cli.runs import fetch
 
-        fetch({"reader": reader}, ["reader"])
+        fetch({"models.prover.source": reader}, ["models.prover.source"])
     announce_loading()
     folder = out or Path("measures") / "-vs-".join(each.name for each in loaded)
     opened = partial(_opened, reader, model, key_variable)

@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from cli.calling import pvg
+from cli.calling import SMALL, pvg
 
 from pvg.tasks.modchain import chain_problem, clean_trace
 
@@ -50,6 +50,20 @@ def test_two_sources_are_compared_and_the_second_call_reads_nothing_again(files)
     again = pvg("measure", "clean.jsonl", "empty.jsonl", *READER, "--json")
     assert (files / "measures/clean-vs-empty/results.jsonl").read_bytes() == kept
     assert again.document["comparison"] == called.document["comparison"]
+
+
+def test_a_run_is_read_by_the_model_that_it_started_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert pvg("train", "--name", "mine", *SMALL, "-s", "game.test.samples=4").code == 0
+    called = pvg("measure", "mine/base", "mine/round-0", "--measures", "cir,sr", "--json")
+    assert called.code == 0, called.err
+    document = called.document
+    assert document["reader"] == "modchain-prover"
+    assert [source["name"] for source in document["sources"]] == ["mine-base", "mine-round-0"]
+    assert document["sources"][0]["problems"] == document["comparison"][0]["difference"]["problems"] == 4
+    assert {"mcc", "accepted", "separability"} < document["sources"][1]["measures"].keys()
+    assert "mcc" in pvg("measure", "mine", "--json", "--measures", "sr").document["sources"][0]["measures"]
+    assert pvg("measure", "mine/round-7").code == 2
 
 
 def test_texts_cannot_change_the_page(files):

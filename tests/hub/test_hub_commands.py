@@ -161,3 +161,11 @@ def test_a_dataset_out_of_reach_is_named_with_what_works_without_a_network(
     assert called.code == 3
     assert "hf:tiny/sums" in called.err
     assert "-s task.path=DIR" in called.err
+
+
+def test_a_reader_of_traces_may_be_a_model_of_the_hub(hub: Hub, here: Path, model: dict[str, bytes]) -> None:
+    hub.add("tiny/prover", model)
+    Path("t.jsonl").write_text('{"prompt": "H1+2+3+4+5?", "text": "1+2=3;3+3=6;6+4=0;0+5=5;A5", "truth": "5"}\n')
+    called = pvg("measure", "t.jsonl", "--reader", "hf:tiny/prover", "--measures", "cir", "--json")
+    assert called.code == 0, called.err
+    assert called.document["sources"][0]["measures"]["cir"]["value"] > 0
