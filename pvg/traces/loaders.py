@@ -14,6 +14,7 @@ import math
 import os
 import re
 import struct
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,18 +39,8 @@ from pvg.tasks.data import json_rows, parquet_rows
 # --- one trace --------------------------------------------------------------------------------------------------------
 
 Message = tuple[str, str]  # role and content; the role "" marks a raw text, which the trace continues
-# Announcements of a final answer, as (what is before the answer, answer, what closes it). The last one counts.
-MARKERS = tuple(
-    re.compile(pattern, re.DOTALL)
-    for pattern in (
-        r"(?P<cue><answer>\s*)(?P<answer>[^<]{1,2000}?)(?P<end>\s*</answer>)",
-        r"(?P<cue>\\boxed ?\{)(?P<answer>(?:[^{}\n]|\{(?:[^{}\n]|\{[^{}\n]*\})*\}){1,400})(?P<end>\})",
-        r"(?P<cue>####[ \t]*)(?P<answer>[^\n#]{1,400}?)(?P<end>)(?=[ \t]*(?:\n|$))",
-        r"(?P<cue>(?i:\banswer(?:[ \t]+is:?|[ \t]*[:=]))[ \t*_`$]*)(?P<answer>[^\s*_`$\\<][^\n<\\]{0,200}?)"
-        r"(?P<end>)(?=[*_`$]*(?:\.[*_`$]*(?:\s|$)|[ \t]*(?:\n|$)))",
-        r"(?<=;)(?P<cue>A)(?P<answer>\d{1,4})(?P<end>)(?=\s*$)",  # modchain
-    )
-)
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+MARKERS = tuple(re.compile(pattern, re.DOTALL) for pattern in TABLE["markers"])
 THOUGHT = "</think>"
 PLAIN_CUE = "\n\nThe final answer is"  # for a trace whose answer has no marker
 STEP_NOTE = re.compile(r"\bstep (\d+)\b")
@@ -75,16 +66,13 @@ def parts_of(text: str, pattern: re.Pattern[str] | None = None, answer: str | No
                 found = match
     if found is None:
         return None if answer is None else TraceParts(text.rstrip(), PLAIN_CUE, f" {answer}", "")
-    name = "answer" if pattern is None else 1
-    begin, end = found.span(name)
-    start, closing = found.start(), "" if pattern is not None else found["end"]
-    if (thought := text.rfind(THOUGHT, 0, start)) >= 0:
-        start = thought
-    while start and text[start - 1].isspace():
-        start -= 1
-    while begin > start and text[begin - 1] == " ":
-        begin -= 1
-    return TraceParts(text[:start], text[start:begin], text[begin:end], closing)
+    begin, end = found.span("answer" if pattern is None else 1)
+    start = max(text.rfind(THOUGHT, 0, found.start()), 0) or found.start()
+    start, stop = len(text[:start].rstrip()), begin + len(text[begin:end].rstrip())
+    begin = max(start, min(stop, end - len(text[begin:end].lstrip())))
+    begin -= text[begin - 1 : begin] == " " and begin > start
+    closing = text[stop : found.end()] if pattern is None and found["end"] else ""
+    return TraceParts(text[:start], text[start:begin], text[begin:stop], closing)
 
 
 def steps_in(reasoning: str) -> list[tuple[int, int]]:
@@ -162,28 +150,15 @@ class LoadedTraces:
 
 # --- from rows --------------------------------------------------------------------------------------------------------
 
-# Field of a trace -> names of columns that mean it, the likeliest first.
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "problem": ("problem", "question", "prompt", "input", "query", "instruction"),
-    "text": ("text", "completion", "response", "generation", "trace", "output", "solution", "reasoning"),
-    "truth": ("truth", "answer", "target", "reference", "ground_truth", "gold", "expected_answer"),
-    "answer": ("final_answer", "predicted_answer", "prediction", "extracted_answer"),
-    "correct": ("correct", "is_correct", "accuracy_reward", "correct_answer", "exact_match"),
-    "step": ("step", "global_step", "round"),
-    "role": ("role",),
-    "verdict": ("verdict", "judge_score", "verifier_score", "accepted"),
-    "flaw": ("flaw", "first_wrong_step"),
-    "named": ("named", "named_step"),
-}
-FIELD_REMEDY = "Name the column: --field {}=COLUMN"
+COLUMNS: dict[str, list[str]] = TABLE["columns"]
 
 
 def read_fields(given: Sequence[str]) -> dict[str, str]:
-    """`--field problem=question` as a mapping. Raises UsageError."""
+    """`--field problem=question` as a mapping; `--field correct=` leaves a field out. Raises UsageError."""
     found = {}
     for text in given:
         name, sign, column = text.partition("=")
-        if not sign or name not in COLUMNS or not column:
+        if not sign or name not in COLUMNS:
             raise UsageError(f"--field {text}: not FIELD=COLUMN.", f"FIELD is one of {', '.join(COLUMNS)}.")
         found[name] = column
     return found
@@ -217,24 +192,22 @@ def _traces_of(
 
 
 def _columns_of(row: Mapping[str, object], fields: Mapping[str, str], where: str) -> dict[str, str]:
-    found = dict(fields)
-    for column in fields.values():
-        if column not in row:
-            raise ConfigurationError(f"{where}: there is no column {column!r}.", f"It has {listed(list(row))}.")
+    found = {name: column for name, column in fields.items() if column}
+    if lost := next((column for column in found.values() if column not in row), ""):
+        raise ConfigurationError(f"{where}: there is no column {lost!r}.", f"It has {listed(list(row))}.")
     for name, names in COLUMNS.items():
         free = [column for column in names if column in row and column not in found.values()]
-        if name not in found and free:
+        if name not in fields and free:
             found[name] = free[0]
-    for name in ("problem", "text"):
-        if name not in found:
-            remedy = FIELD_REMEDY.format(name)
-            raise ConfigurationError(f"{where}: no column has the {name} of a trace.", f"{remedy}. {listed(list(row))}")
+    if lost := next((name for name in ("problem", "text") if name not in found), ""):
+        remedy = f"Name it: --field {lost}=COLUMN. There are {listed(list(row))}."
+        raise ConfigurationError(f"{where}: no column has the {lost} of a trace.", remedy)
     return found
 
 
 def _wrong(value: object, column: str, where: str, wanted: str) -> ConfigurationError:
-    shown = shortened(repr(value))
-    return ConfigurationError(f"{where}: {column!r} is {shown}, not {wanted}.", "Correct it, or use --field.")
+    remedy = "Correct it, name another column (--field FIELD=COLUMN), or leave the field out (--field FIELD=)."
+    return ConfigurationError(f"{where}: {column!r} is {shortened(repr(value))}, not {wanted}.", remedy)
 
 
 def _text(value: object, column: str, where: str) -> str:
@@ -289,13 +262,12 @@ def _number(wanted: str, holds: Callable[[float], bool]) -> Callable[[object, st
     return read
 
 
-WHOLE = _number("a whole number", float.is_integer)
 # How the value of each field of COLUMNS is read.
 KINDS: dict[str, Callable[[object, str, str], Any]] = {
     "problem": _messages,
     "text": _text,
     **dict.fromkeys(("truth", "answer", "role"), _word),
-    **dict.fromkeys(("step", "flaw", "named"), WHOLE),
+    **dict.fromkeys(("step", "flaw", "named"), _number("a whole number", float.is_integer)),
     "correct": _number("0 or 1, so it does not say what is correct", lambda value: value in (0.0, 1.0)),
     "verdict": _number("a probability or a verdict between 0 and 1", lambda value: 0.0 <= value <= 1.0),
 }
@@ -323,16 +295,9 @@ def load_traces(source: str, fields: Mapping[str, str], runs: Path, pattern: re.
     return LoadedTraces(place.stem if file else place.resolve().name, files[0].suffix, traces, said)
 
 
-FOLDERS = (
-    *("completions_*.parquet", "completions/completions_*.parquet"),
-    *("traces.jsonl", "rollouts/step_*/train/effective/traces.jsonl", "results.jsonl"),
-    *("*.eval", "*.jsonl", "*.parquet"),
-)
-
-
 def _files_in(folder: Path) -> list[Path]:
     """The files of a folder that TRL, verifiers, prime-rl or inspect-ai wrote."""
-    for pattern in FOLDERS:
+    for pattern in TABLE["folders"]:
         if found := sorted(folder.glob(pattern)):
             return found
     raise UsageError(f"{folder} has no traces that pvg knows.", "Name a file: .jsonl, .parquet or .eval")

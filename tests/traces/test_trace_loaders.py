@@ -70,6 +70,15 @@ def test_any_text_is_cut_without_loss(text):
     assert "".join(text[slice(*place)] for place in places).split() == text.split()
 
 
+def test_hostile_texts_take_linear_time():
+    """Each of them would take hours with a pattern that tries all ways to divide a run of spaces."""
+    for text in ("<answer>" + " " * 500_000, "####" + " " * 500_000 + "x" * 500, "answer is" + " *" * 300_000):
+        assert parts_of(text) is None
+    for text in ("\\boxed{{" * 50_000, "answer is " * 20_000, ". " * 100_000, "a;" * 100_000, " " * 300_000 + "x"):
+        parts_of(text)
+        steps_in(text)
+
+
 @pytest.mark.parametrize(
     ("text", "steps"),
     [
@@ -210,6 +219,10 @@ def test_a_huge_line_is_read(tmp_path):
 def test_an_unknown_field_or_column_is_refused(tmp_path):
     with pytest.raises(UsageError, match="FIELD=COLUMN"):
         read_fields(["nonsense=1"])
+    partly = lines(tmp_path, {**GOOD, "accuracy_reward": 0.5}, name="partly.jsonl")
+    with pytest.raises(ConfigurationError, match="0 or 1"):
+        load(partly)
+    assert load(partly, "correct=").traces[0].known is None
     with pytest.raises(ConfigurationError, match="'missing'"):
         load(lines(tmp_path, GOOD), "truth=missing")
 
