@@ -35,6 +35,7 @@ from pvg.records import BASE_SOURCE, Int32, Problem, Role, Rollout, source_of_ro
 from pvg.rollout.interaction import (
     Decider,
     Fork,
+    GameStart,
     PlayedGame,
     SampleCall,
     SeatDecision,
@@ -99,7 +100,7 @@ async def _matches(session: Session, source: str, reference: str, opponent: Deci
     test, game = session.game.test, play_task(session).game
     pool = session.test_problems()
     chosen = draw_cyclic(len(pool), 0, min(test.problems, len(pool)), seed_for(session.seed, "evaluation"))
-    starts = [game_start(game, pool[index]) for index in chosen]
+    starts = await _started(session, [pool[index] for index in chosen])
     seats = [(number, seat) for number, start in enumerate(starts) for seat in game.values(start.state)]
     call = SampleCall(
         session.state.round,
@@ -131,6 +132,16 @@ async def _matches(session: Session, source: str, reference: str, opponent: Deci
             results[number].append(points(final, seat))
             gains[number].append(final[seat] - game.values(match.states[0])[seat])
     return match_metrics(results, gains)
+
+
+async def _started(session: Session, problems: Sequence[Problem]) -> list[GameStart[Any]]:
+    """The starts of the games, off the event loop if a server makes them."""
+    game = play_task(session).game
+
+    def start() -> list[GameStart[Any]]:
+        return [game_start(game, problem) for problem in problems]
+
+    return await session.players.off_loop(start) if getattr(game, "waits", False) else start()
 
 
 def match_metrics(results: Sequence[Sequence[float]], gains: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -389,7 +400,7 @@ class PlayBatches(Batches):
         generator = generator_for(session.seed, round_, "play-starts", number)
         problems = session.draw("prover", number * training.groups, training.groups, f"prover-{round_}")
         warmups = generator.integers(section.warmup + 1, size=training.groups).tolist()
-        starts = [game_start(self.game, problem) for problem in problems]
+        starts = await _started(session, problems)
         seats: list[str | None] = [None] * len(starts)
         against: list[dict[str, Decider]] = [{} for _ in starts]
         if self.opponent is not None:

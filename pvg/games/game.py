@@ -358,10 +358,10 @@ def _closed_on_error(environment: SteppedEnvironment) -> Iterator[None]:
 
 class ReplayedGame:
     """A `Game`. `open_environment` makes a new environment, which `reset` starts. Threads may share the game: they take
-    turns."""
+    turns. `waits`: `start` and `step` wait for a server, so an event loop must call them in a thread."""
 
-    def __init__(self, name: str, open_environment: Callable[[], SteppedEnvironment]) -> None:
-        self.name = name
+    def __init__(self, name: str, open_environment: Callable[[], SteppedEnvironment], *, waits: bool = False) -> None:
+        self.name, self.waits = name, waits
         self._open = open_environment
         self._live: OrderedDict[ReplayedState, SteppedEnvironment] = OrderedDict()
         self._opener: SteppedEnvironment | None = None

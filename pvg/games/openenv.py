@@ -10,11 +10,9 @@ import asyncio
 import atexit
 import math
 import re
-import threading
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -23,6 +21,7 @@ import orjson
 from pvg.errors import Closing, ConfigurationError, PvgError, ServerUnavailableError, one_line
 from pvg.games.game import LostSessionError, NoRoomError, ReplayedGame, Shown
 from pvg.inputs import has_place
+from pvg.telemetry.waits import in_background
 
 if TYPE_CHECKING:
     import aiohttp
@@ -200,7 +199,7 @@ def open_openenv(name: str) -> ReplayedGame:
         raise ConfigurationError(f"{name!r} does not name one field for {wrong[0]}.", "Write ?prompt=NAME&action=NAME.")
     prompt, action = fields.get("prompt", [PROMPT])[0], fields.get("action", [ACTION])[0]
     OpenEnvClient(url)  # checks the URL
-    return ReplayedGame(f"{PREFIX}{name}", lambda: OpenEnvEnvironment(url, prompt, action))
+    return ReplayedGame(f"{PREFIX}{name}", lambda: OpenEnvEnvironment(url, prompt, action), waits=True)
 
 
 class OpenEnvEnvironment:
@@ -256,13 +255,5 @@ def _close_all() -> None:
         client.close()
 
 
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of all clients of this process, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="openenv", daemon=True).start()
-    return loop
-
-
 def _run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+    return in_background(work).result()

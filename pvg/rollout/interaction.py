@@ -387,7 +387,7 @@ class _Hall(Generic[S]):
                 self.decided(table, seat, rules.parse(table.states[-1], seat, text))
         for place, table in enumerate(tables):
             if not (table.cut or table.full):
-                self.advance(table)
+                await asyncio.to_thread(self.advance, table) if getattr(rules, "waits", False) else self.advance(table)
             if place % TABLES_AT_A_TIME == TABLES_AT_A_TIME - 1:
                 await asyncio.sleep(0)
 

@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -258,6 +259,19 @@ def run_to_end(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         return run()
     with ThreadPoolExecutor(1, "pvg-loop") as thread:
         return thread.submit(run).result()
+
+
+@cache
+def _background() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="pvg-background", daemon=True).start()
+    return loop
+
+
+def in_background(work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Run `work` in the background event loop of this process, which is in a daemon thread. For callers in any thread
+    whose connections or models belong to one event loop. `work` must not block."""
+    return asyncio.run_coroutine_threadsafe(work, _background())
 
 
 # --- lag --------------------------------------------------------------------------------------------------------------
