@@ -8,12 +8,12 @@ The work is divided into shards by fixed rules, so results do not depend on when
 kinds of work, except while duties are `divided`: then some only train, and the others only sample and score.
 
 A worker process serves one or more shards, each with its own models and weights. So the number of processes may
-change during a run (pvg.workers.scaling), and no result does: who computes a shard changes, never what is computed. A
-shard moves to another process when its old one has answered what it was sent; new requests wait for the new one.
+change during a run (pvg.workers.scaling), and no result does: who computes a shard changes, never what is computed.
 
 If a worker ends or hangs, a new process takes over its shards. It gets what its predecessor had: the models and weights
 that the predecessor had confirmed, then every request without an answer, in the same order. So nothing is lost, nothing
-counts twice, and the bits are those of a run without the loss. A shard that moves is filled in the same way.
+counts twice, and the bits are those of a run without the loss. A shard moves to another worker in the same way: the new
+one repeats what the old one has not answered.
 
 A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes; on another machine, whose
 processor time is not known, if it answers no ping for PROBES_UNSEEN probes. A worker that waits for a
@@ -47,12 +47,11 @@ if TYPE_CHECKING:
 PROBE_S = 2.0
 PROBES_MISSED = 3
 PROBES_UNSEEN = 8  # of a process whose processor time this machine cannot tell, before it hangs
-# A shard that loses its worker so often before the worker is ready, or with the same request, would lose the next one.
-MOST_ATTEMPTS = 6
+MOST_LOSSES = 6  # of workers with the same request: the next one would be lost too
 # Places that are asked, and workers that are probed, in one turn of the event loop: 1,000 at once would block it.
 AT_ONCE = 32
 # Requests that change what a worker knows. A new worker gets those that its predecessor had confirmed.
-STATE = frozenset({"open", "load", "close", "policy"})
+STATE = frozenset({"start", "open", "load", "close", "policy"})
 TRAINING = frozenset({"gradient", "logprobs"})
 LOOK_S = 0.2  # between two looks at what waits
 REFUSED_S = 60.0  # after a process could not be started, before pvg tries again to add one
@@ -68,9 +67,6 @@ class Member(Protocol):
     def names(self) -> dict[str, Any]:
         """Which process it is, for the event log."""
         ...
-
-    @property
-    def closed(self) -> bool: ...
 
     def send(self, frame: Frame) -> None:
         """Frames arrive in the order of the calls. One for a process that has ended is lost."""
@@ -136,29 +132,27 @@ class WorkerFailedError(Exception):
 
 @dataclass(eq=False)
 class _Request:
-    """A request in flight. `parts` receives the frames that come before the answer. `sent_to`: the process that has it
-    now."""
+    """What a shard's worker has been asked for. `parts` receives the frames that come before the answer. `known`: an
+    earlier worker has confirmed it, and every new one must. `losses`: workers that have ended without an answer."""
 
+    shard: _Shard
     frame: Frame
     future: asyncio.Future[Frame]
     parts: Callable[[Frame], None] | None
-    attempts: int = 0
-    sent_to: Member | None = None
+    known: bool = False
+    losses: int = 0
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, and those that take its place when it ends. `used`: it has shards, or gets or loses them.
-    `leaving`: it finishes its work, gets no more, and is not replaced."""
+    """A worker process, and those that take its place when it ends. `used`: it has shards or is to get some. Otherwise
+    its process ends, and is not replaced."""
 
     number: int
     member: Member | None = None
     serving: asyncio.Task[None] | None = None
     used: bool = False
-    leaving: bool = False
-    deaths: int = 0  # since all its shards were ready
     restarts: int = 0
-    why: str = ""  # its last process ended
     lost_at: float | None = None  # when its last process ended, until another one is ready
     missed: int = 0  # probes since it answered or computed
     hangs: bool = False
@@ -167,38 +161,21 @@ class _Worker:
 
 @dataclass(eq=False)
 class _Shard:
-    """One of the W shards. `worker` is to serve it, `member` is the process that serves it. `sending`: this process has
-    been sent all that it must know."""
+    """One of the W shards, and what every worker that serves it must know."""
 
     number: int
     worker: _Worker
-    member: Member | None = None
-    sending: bool = False
-    ready: asyncio.Future[Frame] | None = None  # its first process has opened its models, or a later one
-    setup: set[int] = field(default_factory=set)  # what its process must know and has not confirmed
-    pending: dict[int, _Request] = field(default_factory=dict)
-    confirmed: dict[tuple[str, int], Frame] = field(default_factory=dict)  # what a new process must be sent
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # an answer came, or its process ended
+    known: dict[tuple[str, int], _Request] = field(default_factory=dict)
 
-    @property
-    def computing(self) -> list[_Request]:
-        return [request for request in self.pending.values() if request.frame.kind not in STATE]
-
-    @property
-    def settled(self) -> bool:
-        """Whether its process has answered everything that it was sent."""
-        if self.member is None:
-            return True
-        return not self.setup and all(request.sent_to is not self.member for request in self.pending.values())
-
-    def confirm(self, frame: Frame) -> None:
-        """Its process has done what `frame` asked for."""
-        slot = frame.fields.get("slot", 0)
-        if frame.kind == "close":
-            self.confirmed.pop(("open", slot), None)
-            self.confirmed.pop(("load", slot), None)
-        elif frame.kind in STATE:
-            self.confirmed[frame.kind, slot] = frame
+    def confirm(self, request: _Request) -> None:
+        """Its worker has done what `request` asked for."""
+        kind, slot = request.frame.kind, request.frame.fields.get("slot", 0)
+        if kind == "close":
+            self.known.pop(("open", slot), None)
+            self.known.pop(("load", slot), None)
+        elif kind in STATE:
+            self.known[kind, slot] = request
+            request.known, request.losses = True, 0
 
 
 @dataclass
@@ -241,7 +218,7 @@ class WorkerPool:
         self._events = supply.events = events or SilentEvents()
         self._workers = [_Worker(number) for number in range(self._highest)]
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
-        self._asked: dict[int, _Shard] = {}  # by the number of a request without an answer
+        self._unanswered: dict[int, _Request] = {}  # by number, in the order of the calls
         self._slots: dict[int, _Slot] = {}
         self._policy, self._adapter = supply.weights(), supply.weights()
         # A policy waits for the rows that run, and the other models must not wait for it.
@@ -260,9 +237,8 @@ class WorkerPool:
 
     def measured(self) -> dict[str, float]:
         """The metrics of `workers` (pvg.telemetry.catalogue) since the last call."""
-        up = [
-            worker.member is not None and not any(shard.setup for shard in self._of(worker)) for worker in self._workers
-        ]
+        opening = self._opening()
+        up = [worker.member is not None and worker not in opening for worker in self._workers]
         return self._meter.sample(up, [worker.restarts for worker in self._workers])
 
     async def start(self) -> None:
@@ -270,11 +246,10 @@ class WorkerPool:
         the models raises in a process."""
         allow_open_files(self, self._highest, "worker", "cluster.workers")
         started = time.perf_counter()
-        for shard in self._shards:
-            shard.ready = _future()
+        ready = [self.submit(shard.number, self._start) for shard in self._shards]
         self._watch(self._probe(), "worker probes")  # a worker may hang from its first moment on
         await asyncio.gather(*(self._begin(worker) for worker in self._workers[: self._lowest]))
-        await asyncio.gather(*(shard.ready for shard in self._shards if shard.ready is not None))
+        await asyncio.gather(*ready)
         if self._lowest < self._highest:
             self._watch(self._scale(), "number of workers")
         self._events.event("workers", event="up", workers=self._lowest, ms=(time.perf_counter() - started) * 1e3)
@@ -314,18 +289,18 @@ class WorkerPool:
         raises the worker's PvgError, WorkerFailedError, or WorkerLostError if workers end again and again."""
         if self._failed is not None:
             raise self._failed
-        found = self._shards[shard]
-        request = _Request(self._numbered(found, frame), _future(), parts)
-        found.pending[request.frame.fields["id"]] = request
-        if found.sending:
-            self._send(found, request)
+        self._numbers += 1
+        numbered = Frame(frame.kind, {**frame.fields, "id": self._numbers})
+        request = _Request(self._shards[shard], numbered, asyncio.get_running_loop().create_future(), parts)
+        self._unanswered[self._numbers] = request
+        self.tell(shard, numbered)
         return request.future
 
     def tell(self, shard: int, frame: Frame) -> None:
         """Send a frame that has no answer. A process that is being replaced does not get it."""
-        found = self._shards[shard]
-        if found.member is not None:
-            found.member.send(Frame(frame.kind, {**frame.fields, "shard": shard}))
+        worker = self._shards[shard].worker
+        if worker.member is not None:
+            worker.member.send(Frame(frame.kind, {**frame.fields, "shard": shard, "worker": worker.number}))
 
     async def ask(self, shards: range, frame: Frame) -> list[Frame]:
         """The answers for these shards. Cancelling the caller does not cancel the requests."""
@@ -335,17 +310,6 @@ class WorkerPool:
             if number % AT_ONCE == 0:
                 await asyncio.sleep(0)
         return list(await asyncio.gather(*answers))
-
-    def _numbered(self, shard: _Shard, frame: Frame) -> Frame:
-        self._numbers += 1
-        self._asked[self._numbers] = shard
-        return Frame(frame.kind, {**frame.fields, "id": self._numbers, "shard": shard.number})
-
-    def _send(self, shard: _Shard, request: _Request) -> None:
-        assert shard.member is not None
-        request.attempts += 1
-        request.sent_to = shard.member
-        shard.member.send(request.frame)
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
@@ -395,37 +359,36 @@ class WorkerPool:
     def _of(self, worker: _Worker) -> list[_Shard]:
         return [shard for shard in self._shards if shard.worker is worker]
 
+    def _opening(self) -> set[_Worker]:
+        """The workers that do not know yet what they must know."""
+        requests = self._unanswered.values()
+        return {one.shard.worker for one in requests if one.known or one.frame.kind == "start"}
+
     async def _begin(self, worker: _Worker) -> None:
         """Start a process for a worker, and fill its shards."""
         worker.used = True
-        for shard in self._of(worker):
-            for request in shard.pending.values():
-                if request.attempts >= MOST_ATTEMPTS and not request.future.done():
-                    raise self._lost(worker, f"with the same request ({request.frame.kind})")
         member = await self._supply.start()
         worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
         self._meter.begin(worker.number)
         worker.serving = asyncio.create_task(self._guarded(self._serve(worker, member)), name=f"worker {worker.number}")
         for shard in self._of(worker):
-            self._fill(shard, member)
+            self._fill(shard)
 
-    def _fill(self, shard: _Shard, member: Member) -> None:
-        """Let a process serve a shard: send what its predecessor had confirmed and what it has not answered."""
-        for number in [*shard.setup, *(number for number, request in shard.pending.items() if request.future.done())]:
-            self._asked.pop(number, None)
-            shard.pending.pop(number, None)
-        shard.member = member
-        shard.changed.set()
-        start = Frame("start", {**self._start.fields, "number": shard.worker.number})
-        known = [start, *shard.confirmed.values()]
-        shard.setup = set()
-        for frame in known:
-            numbered = self._numbered(shard, frame)
-            shard.setup.add(numbered.fields["id"])
-            member.send(numbered)
-        for request in shard.pending.values():
-            self._send(shard, request)
-        shard.sending = True
+    def _fill(self, shard: _Shard) -> None:
+        """Send a shard's new worker what its predecessor had confirmed, and what it has not answered."""
+        own = {number: one for number, one in self._unanswered.items() if one.shard is shard}
+        for number, request in own.items():
+            if request.future.done():  # it is known, or its caller has left
+                del self._unanswered[number]
+        self._unanswered |= {request.frame.fields["id"]: request for request in shard.known.values()}
+        for request in [*shard.known.values(), *(one for one in own.values() if not one.future.done())]:
+            self.tell(shard.number, request.frame)
+
+    def _give(self, shard: _Shard, worker: _Worker) -> None:
+        """Let another worker serve a shard, as if its old one had ended. One that has no process gets it later."""
+        self.tell(shard.number, Frame("leave"))
+        shard.worker = worker
+        self._fill(shard)
 
     def _watch(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._watching.append(asyncio.create_task(self._guarded(work), name=name))
@@ -441,101 +404,69 @@ class WorkerPool:
         """Take a process's frames until it ends; then replace it."""
         while (frame := await member.receive()) is not None:
             worker.missed = 0
-            self._take(worker, member, frame)
-        self._left(worker, member)
+            self._take(worker, frame)
+        self._leave(worker, member)
         if self._closing:
             return
-        ended = time.perf_counter()
+        ended, left = time.perf_counter(), [one for one in self._unanswered.values() if one.shard.worker is worker]
         why = await self._supply.reason(member)
-        worker.why = "it did not answer, so pvg killed it" if worker.hangs else why
-        requests = sum(len(shard.pending) for shard in self._of(worker))
-        self._events.event(
-            "workers", event="lost", worker=worker.number, **member.names, why=worker.why, requests=requests
-        )
-        if worker.leaving:
+        why = "it did not answer, so pvg killed it" if worker.hangs else why
+        self._events.event("workers", event="lost", worker=worker.number, **member.names, why=why, requests=len(left))
+        if not worker.used:
             return
         worker.lost_at = worker.lost_at or ended
-        worker.deaths += 1
         worker.restarts += 1
-        if worker.deaths >= MOST_ATTEMPTS:
-            raise self._lost(worker, "before it was ready")
+        for request in left:
+            request.losses += 1
+            if request.losses == MOST_LOSSES:
+                raise WorkerLostError(
+                    f"Worker {worker.number} ended {MOST_LOSSES} times with the same request ({request.frame.kind}): "
+                    f"{why}.",
+                    "Play without workers: -s cluster=none",
+                )
         await self._begin(worker)
 
-    def _left(self, worker: _Worker, member: Member) -> None:
+    def _leave(self, worker: _Worker, member: Member) -> None:
         """A process serves nothing any more."""
         member.close()
         worker.member = None
-        for shard in self._shards:
-            if shard.member is member:
-                shard.member, shard.sending = None, False
-                shard.changed.set()
 
-    def _lost(self, worker: _Worker, when: str) -> WorkerLostError:
-        return WorkerLostError(
-            f"Worker {worker.number} ended {MOST_ATTEMPTS} times {when}: {worker.why}.",
-            "Play without workers: -s cluster=none",
-        )
-
-    def _take(self, worker: _Worker, member: Member, frame: Frame) -> None:
+    def _take(self, worker: _Worker, frame: Frame) -> None:
         if frame.kind == "pong":
             self._meter.report(worker.number, frame.fields)
             return
         if frame.kind == "event":
             self._events.event(frame.fields["tag"], **{**frame.fields["event"], "worker": worker.number})
             return
-        number = frame.fields["id"]
-        shard = self._asked.get(number)
-        if shard is None or shard.member is not member:  # another process serves the shard by now
+        request = self._unanswered.get(frame.fields["id"])
+        if request is None or request.shard.worker is not worker:  # another worker serves the shard by now
             return
-        request = shard.pending.get(number)
         if frame.kind == "completed":
-            if request is not None and request.parts is not None:
+            if request.parts is not None:
                 request.parts(frame)
             return
-        del self._asked[number]
-        shard.changed.set()
-        if number in shard.setup:
-            self._take_setup(shard, frame)
-        elif request is not None:
-            self._take_answer(shard, request, frame)
-
-    def _take_answer(self, shard: _Shard, request: _Request, frame: Frame) -> None:
-        del shard.pending[frame.fields["id"]]
+        del self._unanswered[frame.fields["id"]]
         if frame.kind == "done":
-            shard.confirm(request.frame)
-        if request.future.done():  # the caller has left
-            return
-        if frame.kind == "done":
-            request.future.set_result(frame)
-        else:
-            request.future.set_exception(error_of(frame))
-
-    def _take_setup(self, shard: _Shard, frame: Frame) -> None:
-        if frame.kind != "done":
+            request.shard.confirm(request)
+        if not request.future.done():  # otherwise the caller has left, or has its answer
+            if frame.kind == "done":
+                request.future.set_result(frame)
+            else:
+                request.future.set_exception(error_of(frame))
+        elif request.known and frame.kind != "done":
             self._fail(error_of(frame))
-            return
-        shard.setup.discard(frame.fields["id"])
-        if shard.setup:
-            return
-        worker = shard.worker
-        if not any(other.setup for other in self._of(worker)):
-            worker.deaths = 0
-            if worker.lost_at is not None:
-                ms, worker.lost_at = (time.perf_counter() - worker.lost_at) * 1e3, None
-                self._events.event("workers", event="replaced", worker=worker.number, ms=ms)
-        if shard.ready is not None and not shard.ready.done():
-            shard.ready.set_result(frame)
+        if worker.lost_at is not None and worker not in self._opening():
+            ms, worker.lost_at = (time.perf_counter() - worker.lost_at) * 1e3, None
+            self._events.event("workers", event="replaced", worker=worker.number, ms=ms)
 
     def _fail(self, error: BaseException) -> None:
         """Fail every request, now and from now on. The first error counts."""
         self._failed = self._failed or error
-        for shard in self._shards:
-            waiting = [request.future for request in shard.pending.values()]
-            shard.pending = {}
-            for future in [*waiting, shard.ready]:
-                if future is not None and not future.done():
-                    future.set_exception(self._failed)
-                    future.exception()  # marks it as retrieved: its caller may have left
+        waiting, self._unanswered = [request.future for request in self._unanswered.values()], {}
+        for future in waiting:
+            if not future.done():
+                future.set_exception(self._failed)
+                future.exception()  # marks it as retrieved: its caller may have left
 
     async def _probe(self) -> None:
         """Probe each worker every PROBE_S, a few at a time. Raises WorkerLostError if no process can be replaced any
@@ -581,25 +512,23 @@ class WorkerPool:
 
     def _moment(self) -> Moment:
         """What waits now: the work of all shards but one of each process."""
-        used, busy, working, waiting = set[int](), set[int](), set[int](), list[_Request]()
-        for worker in self._workers:
-            if not worker.used:
-                continue
-            used.add(worker.number)
-            if shards := [shard for shard in self._of(worker) if shard.computing]:
-                busy.add(worker.number)
-                working |= {shard.number for shard in shards}
-                waiting += [request for shard in shards[1:] for request in shard.computing]
-        blocks = [r.frame.fields["requests"] for r in waiting if r.frame.kind == "generate"]
+        work: dict[int, dict[int, list[Frame]]] = {}  # by worker and shard
+        for request in self._unanswered.values():
+            if request.frame.kind not in STATE:
+                shards = work.setdefault(request.shard.worker.number, {})
+                shards.setdefault(request.shard.number, []).append(request.frame)
+        waiting = [frame for shards in work.values() for frames in [*shards.values()][1:] for frame in frames]
+        blocks = [frame.fields["requests"] for frame in waiting if frame.kind == "generate"]
         groups = [len({request.group for request in block}) for block in blocks]
-        training = any(request.frame.kind in TRAINING for request in waiting)
-        parts = len(waiting) - len(groups)
-        return Moment(sum(groups), parts, training, frozenset(used), frozenset(busy), frozenset(working))
+        training = any(frame.kind in TRAINING for frame in waiting)
+        used = frozenset(worker.number for worker in self._workers if worker.used)
+        working = frozenset(shard for shards in work.values() for shard in shards)
+        return Moment(sum(groups), len(waiting) - len(groups), training, used, frozenset(work), working)
 
     async def add(self, why: str, busy: Mapping[int, float]) -> None:
-        """Start one more process, which gets shards of the others, each as soon as it is settled. `busy`: for each
-        shard, the part of the time in which it had work. A process that cannot be started is reported only: the run
-        continues with the others. Call neither `add` nor `remove` meanwhile."""
+        """Start one more process, which gets shards of the others. `busy`: for each shard, the part of the time when
+        it had work. A process that cannot be started is reported only: the run continues with the others. Call neither
+        `add` nor `remove` meanwhile."""
         worker = next(worker for worker in self._workers if not worker.used)
         began = time.perf_counter()
         try:
@@ -611,57 +540,32 @@ class WorkerPool:
             return
         others = [other for other in self._workers if other.used and other is not worker]
         served = {other.number: [shard.number for shard in self._of(other)] for other in others}
-        moving = [self._shards[number] for number in shards_to_take(served, busy)]
-        for shard in moving:
-            shard.worker = worker
-        await asyncio.gather(*(self._move(shard) for shard in moving))
+        for number in shards_to_take(served, busy):
+            self._give(self._shards[number], worker)
         self._tell_change("added", worker, why, began)
 
     async def remove(self, number: int, why: str) -> None:
-        """End a process when it has answered what it was sent; the others get its shards. There must be others."""
+        """End a process; the others get its shards. There must be others."""
         worker, began = self._workers[number], time.perf_counter()
-        worker.leaving = True
-        moving = self._of(worker)
-        for shard in moving:
-            others = [other for other in self._workers if other.used and not other.leaving]
-            shard.worker = min(others, key=lambda other: len(self._of(other)))
-        await asyncio.gather(*(self._move(shard) for shard in moving))
-        await self._end(worker)
-        worker.used = worker.leaving = False
-        self._tell_change("removed", worker, why, began)
-
-    async def _end(self, worker: _Worker) -> None:
-        """End the process of a worker that has no shards any more."""
+        worker.used, worker.lost_at = False, None
+        for shard in self._of(worker):
+            others = [other for other in self._workers if other.used]
+            self._give(shard, min(others, key=lambda other: len(self._of(other))))
         assert worker.serving is not None
         if worker.member is None:  # it has died, and may be being replaced
             await asyncio.gather(worker.serving, return_exceptions=True)
         if (member := worker.member) is not None:
             worker.serving.cancel()
             await asyncio.gather(worker.serving, return_exceptions=True)
-            self._left(worker, member)
+            self._leave(worker, member)
             await self._supply.retire(member)
-
-    async def _move(self, shard: _Shard) -> None:
-        """Give a shard to its new worker, once its process has answered what it was sent."""
-        old, shard.sending = shard.member, False
-        while shard.member is old and not shard.settled:
-            shard.changed.clear()
-            await shard.changed.wait()
-        if old is not None and not old.closed:
-            old.send(Frame("leave", {"shard": shard.number}))
-        # A worker that is being replaced fills its shards itself.
-        if shard.worker.member is not None and shard.member is not shard.worker.member:
-            self._fill(shard, shard.worker.member)
+        self._tell_change("removed", worker, why, began)
 
     def _tell_change(self, what: str, worker: _Worker, why: str, began: float) -> None:
         workers = sum(other.used for other in self._workers)
         ms = (time.perf_counter() - began) * 1e3
         self._events.event("workers", event=what, worker=worker.number, workers=workers, why=why, ms=ms)
         self.changed(workers, f"{what} worker {worker.number}: {why}")
-
-
-def _future() -> asyncio.Future[Frame]:
-    return asyncio.get_running_loop().create_future()
 
 
 def error_of(frame: Frame) -> Exception:

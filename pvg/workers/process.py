@@ -141,7 +141,7 @@ class Worker:
 
     def _start(self, frame: Frame) -> Frame:
         self.experiment = _experiment(frame.fields["experiment"])
-        self._device = own_device(frame.fields["device"], frame.fields["number"])
+        self._device = own_device(frame.fields["device"], frame.fields["worker"])
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             allow_tf32(self._device, self.experiment.models.compute_dtype)

@@ -43,6 +43,10 @@ def test_workers_that_join_leave_and_die_at_random_change_no_bit(
         """In place of the decisions."""
         while True:
             await asyncio.sleep(chance.uniform(0.0, 0.4))
+            if chance.random() < 0.5:  # otherwise nothing would ever be finished on a slow machine
+                while pool._opening():  # noqa: ASYNC110 - nothing tells it
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)
             used = [worker.number for worker in pool._workers if worker.used]
             member = pool._workers[chance.choice(used)].member
             if chance.random() < 0.2 and member is not None:

@@ -132,7 +132,7 @@ def test_a_game_with_workers_that_only_train_survives_kills_of_both_kinds(
         if divided := pool.training != pool.sampling:
             seen[frame.kind] += 1
         kinds.add((place, f"{frame.kind}{' divided' if divided else ''}"))
-        member = pool._shards[place].member
+        member = pool._shards[place].worker.member
         if divided and frame.kind in ("generate", "gradient") and seen[frame.kind] in (2, 5) and member is not None:
             os.kill(member.pid, signal.SIGKILL)
         return future

@@ -37,8 +37,8 @@ def pid_of(pool: WorkerPool, number: int) -> int:
 
 def shared_out(pool: WorkerPool) -> list[int]:
     """How many shards each process serves."""
-    members = [shard.member for shard in pool._shards]
-    return sorted(members.count(member) for member in set(members))
+    workers = [shard.worker.number for shard in pool._shards]
+    return sorted(workers.count(number) for number in set(workers))
 
 
 async def within(pool_of: tuple[int, int], work: Callable[[WorkerPool, RecordedEvents], Awaitable[None]]) -> None:
@@ -56,7 +56,7 @@ def test_shards_move_between_processes_while_they_sample(monkeypatch: pytest.Mon
 
     async def changing(pool: WorkerPool, events: RecordedEvents) -> None:
         expected = await sampled(pool, 0)  # one process computes all shards
-        asked = asyncio.create_task(sampled(pool, 1))  # it is finished where it was begun
+        asked = asyncio.create_task(sampled(pool, 1))
         await asyncio.sleep(0.02)
         await pool.add("chance", {})
         assert (used(pool), shared_out(pool)) == ([0, 1], [2, 2])
@@ -93,10 +93,11 @@ async def killed_while_they_move(pool: WorkerPool, _: RecordedEvents) -> None:
     for number, victims in enumerate([(3,), (0, 1, 2), (0, 1, 2, 3)]):
         asked = asyncio.create_task(sampled(pool, 10 + number))
         await asyncio.sleep(0.02)
+        pids = [pid_of(pool, victim) for victim in victims]
         leaving = asyncio.create_task(pool.remove(3, "chance"))
         await asyncio.sleep(0)
-        for victim in victims:
-            os.kill(pid_of(pool, victim), signal.SIGKILL)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         await leaving
         assert used(pool) == [0, 1, 2]
         assert await asked == expected

@@ -33,7 +33,7 @@ QUICK = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, 
 
 
 def nodes_of(pool: WorkerPool) -> list[str]:
-    return sorted(place.member.names["node"] for place in pool._shards if place.member is not None)
+    return sorted(shard.worker.member.names["node"] for shard in pool._shards if shard.worker.member is not None)
 
 
 async def results(supply: Supply) -> list[list[bytes]]:

@@ -192,7 +192,7 @@ async def sampled(pool: WorkerPool, number: int) -> list[bytes]:
 
 
 def workers_of(pool: WorkerPool) -> list[int]:
-    return [place.member.pid for place in pool._shards if place.member is not None]
+    return [shard.worker.member.pid for shard in pool._shards if shard.worker.member is not None]
 
 
 async def killed_while_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ async def killed_twice_before_it_is_ready(pool: WorkerPool, expected: list[bytes
     await asyncio.sleep(0.02)
     first = workers_of(pool)[0]
     os.kill(first, signal.SIGKILL)
-    while (second := pool._shards[0].member) is None or second.pid == first:  # noqa: ASYNC110 - nothing tells it
+    while (second := pool._shards[0].worker.member) is None or second.pid == first:  # noqa: ASYNC110 - nothing tells it
         await asyncio.sleep(0)
     os.kill(second.pid, signal.SIGKILL)
     assert await asked == newer
@@ -316,7 +316,7 @@ def test_a_worker_has_no_second_set_of_the_layers_with_adapters():
                 await asyncio.sleep(0.001)
             assert answers[-1].kind == "done", answers[-1].fields
 
-        await ask("start", experiment=chosen.plain(), device="cpu", number=0)
+        await ask("start", experiment=chosen.plain(), device="cpu", worker=0)
         live = LiveBytes(worker.base.module)
         await asyncio.wrap_future(executor.submit(live.__enter__))
         await ask("policy", version=1, trace="t", adapted=True, place=shared.place)
@@ -336,13 +336,14 @@ async def killed_after_its_last_completion(pool: WorkerPool, events: RecordedEve
     again: the next block would join its rows, and rows of different ages round differently."""
     victim, take = pool._shards[0], pool._take
 
-    def without_confirmation(worker, member: LocalMember, frame: Frame) -> None:
-        request = victim.pending.get(frame.fields.get("id"))
-        if frame.kind == "done" and request is not None and request.frame.kind == "generate":
+    def without_confirmation(worker, frame: Frame) -> None:
+        request = pool._unanswered.get(frame.fields.get("id", 0))
+        generated = request is not None and request.shard is victim and request.frame.kind == "generate"
+        if frame.kind == "done" and generated:
             del pool._take  # type: ignore[attr-defined]
-            os.kill(member.pid, signal.SIGKILL)
+            os.kill(worker.member.pid, signal.SIGKILL)
         else:
-            take(worker, member, frame)
+            take(worker, frame)
 
     pool._take = without_confirmation  # type: ignore[method-assign]
     replaced = len(events.of("replaced"))
@@ -380,7 +381,7 @@ def test_workers_that_end_again_and_again_are_an_error_that_says_why(last):
     with pytest.raises(WorkerLostError, match="exit code 1: no memory") as raised:
         asked(supply)
     assert "cluster=none" in raised.value.remedy
-    assert supply.started == pool_module.MOST_ATTEMPTS
+    assert supply.started == pool_module.MOST_LOSSES
 
 
 def test_a_supply_that_can_start_no_more_workers_ends_the_requests(monkeypatch):
@@ -579,7 +580,7 @@ async def main():
     supply = LocalSupply()
     pool = WorkerPool(build_experiment({"cluster": {"kind": "local", "workers": 2}}), 2, supply)
     await pool.start()
-    print(supply._nursery.pid, *(place.member.pid for place in pool._shards), flush=True)
+    print(supply._nursery.pid, *(shard.worker.member.pid for shard in pool._shards), flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())
