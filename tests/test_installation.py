@@ -121,8 +121,11 @@ def test_python_m_pvg_is_the_command_and_no_process_runs_files_of_the_current_fo
     for name in ("json", "random", "types", "orjson", "numpy", "queue", "pvg"):
         Path(f"{name}.py").write_text("raise SystemExit('the script of the user was run')")
     assert set(digests_elsewhere(Experiment().task)) == {"train", "test"}
-    with LocalSupply() as supply:
+    supply = LocalSupply()
+    try:
         assert asyncio.run(supply.start()).pid
+    finally:
+        supply.end()
     assert command.ask(Path(sys.executable), "here") is None  # no vLLM, and no script
     Path("types.py").unlink()  # Python itself loads this one for -m
     Path("pvg.py").unlink()

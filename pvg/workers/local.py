@@ -30,6 +30,8 @@ import tempfile
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+import psutil
+
 from pvg.errors import MissingRequirementError
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, receive, send
@@ -62,10 +64,6 @@ class LocalMember:
         """Which process it is, for the event log."""
         return {"pid": self.pid}
 
-    @property
-    def closed(self) -> bool:
-        return self.writer.is_closing()
-
     def send(self, frame: Frame) -> None:
         send(self.writer, frame)
 
@@ -89,17 +87,16 @@ def kill(pid: int) -> None:
 
 
 def cpu_s(pid: int) -> float | None:
-    """The processor time that a process has used; None if the system does not tell."""
+    """The processor time that a process has used; None if it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            user, system = file.read().rpartition(b")")[2].split()[11:13]
-    except (OSError, ValueError):
+        used = psutil.Process(pid).cpu_times()
+    except psutil.Error:
         return None
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return float(used.user + used.system)
 
 
 class LocalSupply:
-    """Owns the nursery. One task at a time asks it. Leave it as a context manager, or `close` it."""
+    """Owns the nursery. One task at a time asks it. `close` it."""
 
     def __init__(self) -> None:
         self._messages: IO[bytes] = tempfile.TemporaryFile(prefix="pvg-workers-")  # noqa: SIM115 - `end` closes it
@@ -124,61 +121,41 @@ class LocalSupply:
         self._patience_s = START_S
         self._broken = False
 
-    async def start(self) -> LocalMember:
-        """As `fork`, with a connection to this process."""
+    async def start(self, successor: bool = False) -> LocalMember:
+        """Fork a worker. Raises MissingRequirementError if that fails in a new nursery too."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                pid = await self.fork(theirs)
+                pid = await self._forked(theirs)
         except BaseException:
             ours.close()
             raise
         return LocalMember(pid, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
 
-    async def fork(self, connection: socket.socket) -> int:
-        """Fork a worker that serves the other end of `connection`; returns its process id. The caller closes its own
-        copy of the socket. Raises MissingRequirementError if that fails in a new nursery too."""
-        async with self._lock:
-            try:
-                if not self._broken:
-                    return await self._forked(connection)
-            except (OSError, TimeoutError):
-                pass  # the nursery was killed, or hangs: the next one tells what is wrong
-            self._end()
-            self._begin()
-            try:
-                return await self._forked(connection)
-            except (OSError, TimeoutError) as error:
-                why = (
-                    self._last_words()
-                    or str(error)
-                    or f"the first process did not answer within {self._patience_s:g} s"
-                )
-                raise MissingRequirementError(
-                    f"No worker process could be started: {why}.", "Play without workers: -s cluster=none"
-                ) from None
-
     async def _forked(self, connection: socket.socket) -> int:
-        pid = await self._ask("fork", connection)
-        if pid < 0:
-            raise OSError(-pid, os.strerror(-pid))
-        return pid
+        async with self._lock:
+            for again in (False, True):
+                if again or self._broken:  # the nursery was killed, or hangs: the next one tells what is wrong
+                    self._end()
+                    self._begin()
+                try:
+                    if (pid := await self._ask("fork", connection)) > 0:
+                        return pid
+                    error: Exception = OSError(-pid, os.strerror(-pid))
+                except (OSError, TimeoutError) as failure:
+                    error = failure
+        why = self._last_words() or str(error) or f"the first process did not answer within {self._patience_s:g} s"
+        raise MissingRequirementError(
+            f"No worker process could be started: {why}.", "Play without workers: -s cluster=none"
+        )
 
     async def reason(self, member: Member) -> str:
-        """Why a worker ended, in words. Kills it if it has only closed its connection."""
-        return await self.end_of(member.pid)
-
-    async def retire(self, member: Member) -> None:
-        """End a worker that serves nothing any more."""
-        await self.end_of(member.pid)
-
-    async def end_of(self, pid: int) -> str:
-        """As `reason`, for the worker with this process id."""
-        kill(pid)
+        """Why a worker ended, in words. Ends one that still runs."""
+        kill(member.pid)
         async with self._lock:
             try:
-                status = NOT_A_CHILD if self._broken else await self._ask(f"wait {pid}")
-            except (OSError, TimeoutError):  # it was killed, or hangs; `fork` replaces it
+                status = NOT_A_CHILD if self._broken else await self._ask(f"wait {member.pid}")
+            except (OSError, TimeoutError):  # it was killed, or hangs; `start` replaces it
                 status = NOT_A_CHILD
         if status == NOT_A_CHILD:
             return "its parent process was killed"
@@ -205,12 +182,6 @@ class LocalSupply:
         self._end()
         self._messages.close()
 
-    def __enter__(self) -> LocalSupply:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
     def _end(self) -> None:
         self._control.close()
         if self._patience_s == START_S:  # it has not answered yet: it imports torch, and has no workers
@@ -236,16 +207,11 @@ class LocalSupply:
         self._patience_s, self._broken = ANSWER_S, False
         return int(answer)
 
-    def printed(self, since: int) -> tuple[str, int]:
-        """The output of the nursery and the workers from byte `since` on, at most its last TAIL_BYTES; and the
-        number of all bytes."""
-        size = os.fstat(self._messages.fileno()).st_size
-        since = max(since, size - TAIL_BYTES)
-        return os.pread(self._messages.fileno(), size - since, since).decode(errors="replace").strip(), size
-
     def _last_words(self) -> str:
-        lines = self.printed(0)[0].splitlines()
-        return lines[-1] if lines else ""
+        """The last line that the nursery or a worker has printed."""
+        file = self._messages.fileno()
+        start = max(0, os.fstat(file).st_size - TAIL_BYTES)
+        return os.pread(file, TAIL_BYTES, start).decode(errors="replace").strip().rpartition("\n")[2]
 
 
 # --- the nursery ------------------------------------------------------------------------------------------------------

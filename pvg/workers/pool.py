@@ -105,12 +105,12 @@ class Supply(Protocol):
 
     events: Events
 
-    async def start(self) -> Member: ...
+    async def start(self, successor: bool = False) -> Member:
+        """`successor`: of a process that has ended."""
+        ...
 
-    async def reason(self, member: Member) -> str: ...
-
-    async def retire(self, member: Member) -> None:
-        """End a process that serves nothing any more."""
+    async def reason(self, member: Member) -> str:
+        """Why a process has ended, in words. Ends one that still runs."""
         ...
 
     def check(self) -> None:
@@ -367,7 +367,7 @@ class WorkerPool:
     async def _begin(self, worker: _Worker) -> None:
         """Start a process for a worker, and fill its shards."""
         worker.used = True
-        member = await self._supply.start()
+        member = await self._supply.start(successor=worker.lost_at is not None)
         worker.member, worker.missed, worker.cpu_s, worker.hangs = member, 0, 0.0, False
         self._meter.begin(worker.number)
         worker.serving = asyncio.create_task(self._guarded(self._serve(worker, member)), name=f"worker {worker.number}")
@@ -558,7 +558,7 @@ class WorkerPool:
             worker.serving.cancel()
             await asyncio.gather(worker.serving, return_exceptions=True)
             self._leave(worker, member)
-            await self._supply.retire(member)
+            await self._supply.reason(member)
         self._tell_change("removed", worker, why, began)
 
     def _tell_change(self, what: str, worker: _Worker, why: str, began: float) -> None:

@@ -123,20 +123,17 @@ class RaySupply:
         self.client = RayClient(most, address)
         self._needs = {"num_cpus": 1, "num_gpus": gpus}
         self._nodes: set[str] = set()  # those that a worker has run on
-        self._vacant = 0  # workers that have ended, and have no successor yet
         self._watching: asyncio.Task[None] | None = None
 
-    async def start(self) -> Member:
+    async def start(self, successor: bool = False) -> Member:
         """Start a worker. Raises MissingRequirementError if the cluster has no room or cannot run pvg."""
         if self._watching is None:
             self.client.events = self.events
             self._watching = asyncio.create_task(self.client.watch())
         self.ray = await self.client.connection()
-        may_share = self._vacant > 0 and not self._needs["num_gpus"]
-        self._vacant -= self._vacant > 0
         try:
             async with patience(self.events, "room for a worker on the Ray cluster", ROOM_S):
-                if may_share:
+                if successor and not self._needs["num_gpus"]:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(GRACE_S):
                             return await self._started(self._needs)
@@ -178,15 +175,10 @@ class RaySupply:
         return member
 
     async def reason(self, member: Member) -> str:
-        """Why a worker ended, in words. Kills it if Ray only cannot reach it."""
+        """Why a worker ended, in words. Ends one that still runs."""
         assert isinstance(member, RayMember)
         member.close()
-        self._vacant += 1
         return cause_of(member.error)
-
-    async def retire(self, member: Member) -> None:
-        """End a worker that serves nothing any more."""
-        member.close()
 
     def check(self) -> None:
         """Raises WorkerLostError if the cluster's head has ended."""

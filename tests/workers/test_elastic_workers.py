@@ -139,7 +139,7 @@ def test_workers_come_when_groups_wait_and_go_when_they_have_nothing_to_do(monke
 class FullMachine(DyingSupply):
     """Starts one process only."""
 
-    async def start(self) -> LocalMember:
+    async def start(self, successor: bool = False) -> LocalMember:
         if self.started:
             raise MissingRequirementError("No worker process could be started: no memory.", "Wait.")
         return await super().start()

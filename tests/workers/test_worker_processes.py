@@ -13,8 +13,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -443,7 +444,7 @@ def test_a_worker_that_hangs_from_its_first_moment_on_is_replaced(monkeypatch):
     class StopsFirst(LocalSupply):
         stopped = 0
 
-        async def start(self) -> LocalMember:
+        async def start(self, successor: bool = False) -> LocalMember:
             member = await super().start()
             if not self.stopped:
                 self.stopped = member.pid
@@ -479,10 +480,18 @@ nurse(socket.socket(fileno=int(sys.argv[2])))
 """
 
 
+@contextmanager
+def ended(supply: LocalSupply) -> Iterator[LocalSupply]:
+    try:
+        yield supply
+    finally:
+        supply.end()
+
+
 def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one(monkeypatch):
     async def run() -> None:
         monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
-        with LocalSupply() as supply:
+        with ended(LocalSupply()) as supply:
             member = await supply.start()
             supply._patience_s = 0.1
             os.kill(supply._nursery.pid, signal.SIGSTOP)
@@ -505,7 +514,7 @@ def test_a_wait_for_the_process_that_starts_workers_says_so_and_ends(monkeypatch
         os.kill(supply._nursery.pid, signal.SIGSTOP)
 
     async def run() -> None:
-        with LocalSupply() as supply:
+        with ended(LocalSupply()) as supply:
             supply.events = events
             await supply.start()
 
@@ -522,7 +531,7 @@ def test_a_worker_is_not_mixed_up_with_one_that_was_started_too_late(monkeypatch
     async def run() -> None:
         monkeypatch.setattr("pvg.workers.local.NURSERY", LIGHT_NURSERY)
         monkeypatch.setattr("pvg.workers.local.START_S", 0.0)
-        with LocalSupply() as supply:
+        with ended(LocalSupply()) as supply:
             with pytest.raises(MissingRequirementError, match="the first process did not answer within 0 s"):
                 await supply.start()
             monkeypatch.setattr("pvg.workers.local.START_S", 120.0)

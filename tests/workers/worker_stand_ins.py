@@ -34,7 +34,7 @@ class DyingSupply:
         self.started = 0
         self._workers: list[asyncio.Task[None]] = []
 
-    async def start(self) -> LocalMember:
+    async def start(self, successor: bool = False) -> LocalMember:
         self.started += 1
         ours, theirs = socket.socketpair()
         self._workers.append(asyncio.create_task(self._work(*await asyncio.open_unix_connection(sock=theirs))))
@@ -47,9 +47,6 @@ class DyingSupply:
 
     async def reason(self, member: LocalMember) -> str:
         return "exit code 1: no memory"
-
-    async def retire(self, member: LocalMember) -> None:
-        return
 
     def check(self) -> None:
         return
