@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from pvg.workers.ranks import ModelInRanks, RankGroup
     from pvg.workers.ray_servers import RayServers
     from pvg.workers.ray_supply import RaySupply
-    from pvg.workers.scoring import ScoringCopies
     from pvg.workers.training import ModelInWorkers
 
 T = TypeVar("T")
@@ -328,14 +327,6 @@ class Players:
         sampled ahead. Open the phase and its models inside."""
         return nullcontext() if self.workers is None else self.workers.divided()
 
-    def scoring_copies(self, verifier: ScoringModel) -> list[ScoringCopies]:
-        """The workers' copies of a verifier, to prepare before its first score; none without workers."""
-        if self.workers is None:
-            return []
-        from pvg.workers.scoring import ScoringCopies
-
-        return [ScoringCopies(self._slots, verifier)]
-
     def prover_workers(
         self, training: Training, rollout: Rollouts, learner: nn.Module
     ) -> ModelInWorkers[PolicyBatch] | None:
@@ -399,8 +390,7 @@ class Players:
         elif self.workers is not None:
             from pvg.workers.scoring import WorkerBackend
 
-            references = ScoreCache(CACHE_ENTRIES)
-            backend = WorkerBackend(self._slots.of(verifier), template.key, references, section.micro_batch_tokens)
+            backend = WorkerBackend(self._slots, verifier, section.micro_batch_tokens)
         return VerifierScorer(
             verifier,
             template,

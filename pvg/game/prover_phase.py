@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from pvg.config.game import SimultaneousSchedule
 from pvg.config.rollout import SamplingAhead
 from pvg.game.groups import CarriedGroups, FreshGroups, Refill
 from pvg.game.orders import ProverOrders, RunWithPlayers, WeightsReader, interaction_of, prover_orders
-from pvg.game.parts import Batches, BatchLogprobs, Helper, TrainingStop
+from pvg.game.parts import Batches, BatchLogprobs, TrainingStop
 from pvg.game.rewards import credit_of, pay
 from pvg.game.round import GameBatches, TrainingPhase
 from pvg.game.session import Session
@@ -120,14 +120,9 @@ def open_prover_phase(
 ) -> TrainingPhase:
     """The training of `learner` against `verifier`, a model or what scores already, from the last commit on.
     `current`: what it does meanwhile. `stop_rule`: None takes the rule of the game. The caller owns both."""
-    helpers: Sequence[Helper] = ()
-    if isinstance(verifier, VerifierScorer):
-        scorer = verifier
-    else:
-        scorer = session.players.scorer(verifier, beside_trainer=True)
-        helpers = session.players.scoring_copies(verifier)
+    scorer = verifier if isinstance(verifier, VerifierScorer) else session.players.scorer(verifier, beside_trainer=True)
     batches = partial(open_batches, session, scorer, current)
-    return open_phase(session, info, learner, batches, stop_rule, helpers)
+    return open_phase(session, info, learner, batches, stop_rule)
 
 
 def open_phase(
@@ -136,10 +131,8 @@ def open_phase(
     learner: LanguageModel,
     open_batches: Callable[[PolicyObjective, BatchLogprobs], Batches],
     stop_rule: TrainingStop | None = None,
-    helpers: Sequence[Helper] = (),
 ) -> TrainingPhase:
-    """The training of `learner` on batches for its objective, from the last commit on. `helpers`: processes to prepare
-    besides those that train."""
+    """The training of `learner` on batches for its objective, from the last commit on."""
     training, players = session.training, session.players
     objective = PolicyObjective(training, session.rollout, learner.tokenizer.pad_id, players.models.compute_dtype)
     learner.require_gradients()
@@ -170,7 +163,7 @@ def open_phase(
         trainer,
         StopRule(session.game.stop) if stop_rule is None else stop_rule,
         Alerts(two_roles=0 < session.game.sneaky_share < 1),
-        [*helpers, *(helper for helper in (logprobs, workers, ranks) if helper is not None)],
+        [helper for helper in (logprobs, workers, ranks) if helper is not None],
     )
 
 

@@ -187,10 +187,10 @@ class TorchBackend:
         """Does nothing: the forward passes use the model itself."""
 
     def submit(self, inputs: Sequence[ScoreInput]) -> asyncio.Future[ScoredBatch]:
-        return submit_in(self._executor, self._forward, inputs)
+        return submit_in(self._executor, self.forward, inputs)
 
-    def _forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
-        """Runs in the executor's thread."""
+    def forward(self, inputs: Sequence[ScoreInput]) -> ScoredBatch:
+        """One pass. Call it in the executor's thread."""
         precise = scoring_autocast(self._precision, self._model.device)
         with torch.inference_mode(), span("score_service", device=True), precise:
             packed = pad_batch(

@@ -178,14 +178,6 @@ class _Shard:
             request.known, request.losses = True, 0
 
 
-@dataclass
-class _Slot:
-    """An open model: the shards that have it, and its weights."""
-
-    shards: range
-    memory: SharedWeights
-
-
 class WorkerPool:
     """Belongs to one event loop. Call `start` first and `close` last.
 
@@ -219,16 +211,19 @@ class WorkerPool:
         self._workers = [_Worker(number) for number in range(self._highest)]
         self._shards = [_Shard(number, self._workers[number * self._lowest // count]) for number in range(count)]
         self._unanswered: dict[int, _Request] = {}  # by number, in the order of the calls
-        self._slots: dict[int, _Slot] = {}
-        self._policy, self._adapter = supply.weights(), supply.weights()
-        # A policy waits for the rows that run, and the other models must not wait for it.
-        self._changing = asyncio.Lock()
+        self._memories: list[SharedWeights] = []
+        self._policy, self._adapter = self.weights(), self.weights()
         self._changing_policy = asyncio.Lock()
         self._numbers = 0
         self._closing = False
         self._failed: BaseException | None = None
         self._watching: list[asyncio.Task[None]] = []
         self._meter = LoadMeter(self._highest)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it can do nothing more."""
+        return self._failed is not None
 
     @property
     def restarts(self) -> int:
@@ -267,7 +262,7 @@ class WorkerPool:
                 worker.member.close()
         await self._supply.close()
         open_files.pop(self, None)
-        for memory in [*(slot.memory for slot in self._slots.values()), self._policy, self._adapter]:
+        for memory in self._memories:
             memory.close()
 
     @contextmanager
@@ -313,31 +308,15 @@ class WorkerPool:
 
     # --- models and weights -------------------------------------------------------------------------------------------
 
-    async def open(self, fields: Mapping[str, Any], shards: range | None = None) -> int:
-        """Open a model in the workers of these shards, None: in all; returns its slot. Load its weights before its
-        first use."""
+    def weights(self) -> SharedWeights:
+        """Memory for the weights of one model, until `close`."""
+        self._memories.append(self._supply.weights())
+        return self._memories[-1]
+
+    def slot(self) -> int:
+        """A number for a model in the workers."""
         self._numbers += 1
-        chosen = range(self.count) if shards is None else shards
-        number, slot = self._numbers, _Slot(chosen, self._supply.weights())
-        self._slots[number] = slot
-        await self.ask(slot.shards, Frame("open", {**fields, "slot": number}))
-        return number
-
-    async def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy weights into the model of a slot, in every worker that has it. Goes on if the caller is cancelled."""
-        await asyncio.shield(asyncio.create_task(self._load(slot, tensors)))
-
-    async def _load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        async with self._changing:
-            found = self._slots[slot]
-            place = await found.memory.write(tensors)
-            await self.ask(found.shards, Frame("load", {"slot": slot, "place": place}))
-
-    async def close_slot(self, slot: int) -> None:
-        """Close the model of a slot in every worker that has it. Does nothing if the pool has failed."""
-        if self._failed is None:
-            await self.ask(self._slots[slot].shards, Frame("close", {"slot": slot}))
-        self._slots.pop(slot).memory.close()
+        return self._numbers
 
     async def load_policy(self, update: WeightUpdate) -> list[Frame]:
         """Load a new version of the sampled policy in every worker, each between two of its batches. Of a policy with
@@ -566,6 +545,47 @@ class WorkerPool:
         ms = (time.perf_counter() - began) * 1e3
         self._events.event("workers", event=what, worker=worker.number, workers=workers, why=why, ms=ms)
         self.changed(workers, f"{what} worker {worker.number}: {why}")
+
+
+class ModelCopies:
+    """Copies of one model in the workers of some shards. They open at their first use."""
+
+    def __init__(
+        self, pool: WorkerPool, shards: range, fields: Mapping[str, Any], tensors: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """`fields`: how a worker opens the model. `tensors`: its weights now."""
+        self._pool, self._shards, self._fields, self._tensors = pool, shards, fields, tensors
+        self._memory = pool.weights()
+        self._slot: int | None = None
+        self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have
+        self._loading = asyncio.Lock()
+
+    def weights_changed(self) -> None:
+        self._changes += 1
+
+    async def ready(self) -> int:
+        """The slot of the copies, once all have the model's weights. Goes on if the caller is cancelled."""
+        return await asyncio.shield(asyncio.create_task(self._ready()))
+
+    async def _ready(self) -> int:
+        async with self._loading:
+            if self._slot is None:
+                slot = self._pool.slot()
+                await self._pool.ask(self._shards, Frame("open", {**self._fields, "slot": slot}))
+                self._slot = slot
+            if self._sent != self._changes:
+                changes, place = self._changes, await self._memory.write(self._tensors())
+                await self._pool.ask(self._shards, Frame("load", {"slot": self._slot, "place": place}))
+                self._sent = changes
+            return self._slot
+
+    async def close(self) -> None:
+        """Close the copies, and free their memory. A second call does nothing."""
+        async with self._loading:
+            if self._slot is not None and not self._pool.failed:
+                await self._pool.ask(self._shards, Frame("close", {"slot": self._slot}))
+            self._slot, self._sent = None, -1
+            self._memory.close()
 
 
 def error_of(frame: Frame) -> Exception:

@@ -36,7 +36,6 @@ from pvg.models import open_model
 from pvg.models.compute import allow_tf32
 from pvg.models.heads import ScoreScales, VerifierEnsemble, VerifierModel
 from pvg.models.language_model import LanguageModel, LowRankAdapter
-from pvg.models.packing import pad_batch
 from pvg.models.sources import open_learner, open_verifier
 from pvg.rollout import EngineSetup, open_engine
 from pvg.rollout.engine import Completion, CutShort, Engine, EngineStats, PartialCompletion
@@ -47,7 +46,7 @@ from pvg.telemetry.waits import CoreWaits
 from pvg.training.losses import PolicyObjective
 from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, checkpoint_layers, trainable_parameters
 from pvg.verifier.losses import PairObjective
-from pvg.verifier.scorer import ScoringModel
+from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
 from pvg.workers.shared import MappedTensors
 
@@ -290,35 +289,24 @@ class Worker:
     # --- computing, in the thread -------------------------------------------------------------------------------------
 
     def _score(self, frame: Frame) -> Frame:
-        """Scores and, if the head needs them, references of padded batches."""
         model = self._models[frame.fields["slot"]]
         assert not isinstance(model, TrainedModel)
-        sequences, prompts_N = frame.fields["ids"], frame.fields["prompt_lengths"]
-        known_N = frame.fields["references"]
-        scores_N = np.empty(len(sequences), np.float32)
-        references_N = np.zeros(len(sequences), np.float32)
-        with torch.inference_mode():
-            for rows in frame.fields["batches"]:
-                packed = pad_batch(
-                    [sequences[row] for row in rows],
-                    prompts_N[rows].tolist(),
-                    model.tokenizer.pad_id,
-                    self._device,
-                    token_budget=frame.fields["token_budget"],
-                    max_length=model.max_length,
-                )
-                reference_B = None
-                if model.needs_reference:
-                    if known_N is not None and np.isfinite(known_N[rows]).all():
-                        own = known_N[rows].tolist()
-                        height = len(packed.lengths_B)
-                        filled = own + own[:1] * (height - len(own))
-                        reference_B = torch.tensor(filled, dtype=torch.float32, device=self._device)
-                    else:
-                        reference_B = model.reference(*packed)
-                    references_N[rows] = reference_B[: len(rows)].cpu().numpy()
-                scores_N[rows] = model(*packed, reference_B)[: len(rows)].cpu().numpy()
-        return Frame("done", {"scores": scores_N, "references": references_N})
+        sequences, starts = frame.fields["ids"], frame.fields["prompt_lengths"]
+        inputs = [
+            ScoreInput(ids, start, digest_of(ids, start), "") for ids, start in zip(sequences, starts, strict=True)
+        ]
+        backend = TorchBackend(
+            model,
+            "",
+            ScoreCache(len(inputs)),
+            token_budget=frame.fields["token_budget"],
+            executor=self._executor,
+            precision=self.experiment.models.compute_dtype,
+        )
+        batches, scores_N = backend.batches(list(map(len, sequences))), np.empty(len(inputs), np.float32)
+        for rows in batches:
+            scores_N[rows] = backend.forward([inputs[row] for row in rows.tolist()]).scores
+        return Frame("done", {"scores": scores_N, "passes": len(batches)})
 
     def _logprobs(self, frame: Frame) -> Frame:
         """Log-probs of a batch's completions, under the base prover or the policy in training."""

@@ -11,7 +11,7 @@ whose weights in the loss are fixed, and return sums.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -30,10 +30,9 @@ from pvg.training.trainer import GradientWorkers, PartGradient
 from pvg.verifier.data import VerifierBatch
 from pvg.verifier.losses import clusters
 from pvg.workers.frames import Frame
-from pvg.workers.pool import WorkerPool
+from pvg.workers.pool import ModelCopies, WorkerPool
 
 BatchT = TypeVar("BatchT")
-T = TypeVar("T")
 Int64 = NDArray[np.int64]
 
 
@@ -104,7 +103,7 @@ def pair_shards(batch: VerifierBatch, shards: int) -> list[VerifierBatch]:
 # --- the models -------------------------------------------------------------------------------------------------------
 
 
-class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
+class ModelInWorkers(ModelCopies, GradientWorkers[BatchT], Generic[BatchT]):
     """A model in training, in the shards that train when it is created. `parameters` are the trainer's own, by name;
     the workers get them before they compute with them. `gradients` blocks: call it from a thread, not from
     the event loop."""
@@ -118,55 +117,28 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
     ) -> None:
         """`fields`: how a worker opens the model, which it does before its first work. `cut`: a batch into at most so
         many shards."""
-        self._pool = pool
-        self._shards = pool.training
-        self._fields = fields
-        self._parameters = parameters
+        super().__init__(
+            pool, pool.training, fields, lambda: {name: tensor.detach() for name, tensor in parameters.items()}
+        )
         self._cut = cut
-        self._slot: int | None = None
-        self._changes, self._sent = 0, -1  # the weights' changes, and how many of them the workers have
-        self._loading = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-
-    async def close(self) -> None:
-        """Close the workers' copies. A second call does nothing."""
-        if self._slot is not None:
-            slot, self._slot = self._slot, None
-            await self._pool.close_slot(slot)
-
-    def weights_changed(self) -> None:
-        self._changes += 1
 
     def shards(self, batch: BatchT) -> list[BatchT]:
         return self._cut(batch, len(self._shards))
 
     async def prepare(self) -> None:
         """Open the workers' copies before their first work."""
-        await self._ready()
-
-    async def _ready(self) -> int:
-        """The slot of the workers' copies, with the current parameters."""
-        async with self._loading:
-            if self._slot is None:
-                self._slot = await self._pool.open(self._fields, self._shards)
-            if self._sent != self._changes:
-                changes = self._changes
-                await self._pool.load(self._slot, {name: tensor.detach() for name, tensor in self._parameters.items()})
-                self._sent = changes
-            return self._slot
+        await self.ready()
 
     def gradients(self, parts: Sequence[Sequence[BatchT]], state: Mapping[str, Any]) -> list[PartGradient]:
-        answers = self._wait(self._submit("gradient", parts, {"state": state}))
-        return [_part(answer) for answer in answers]
+        asked = self._asked("gradient", [{"state": state, "micro_batches": list(part)} for part in parts])
+        return [_part(answer) for answer in asyncio.run_coroutine_threadsafe(asked, self._loop).result()]
 
     async def logprobs(self, of: Literal["base", "learner"], batch: PolicyBatch) -> list[Float32]:
         """As `PolicyObjective.recompute`, under the base prover or the policy in training."""
-        slot = await self._ready()
         rows = policy_rows(batch, len(self._shards))
         parts = [batch.select(own) for own in rows]
-        frames = [Frame("logprobs", {"slot": slot, "of": of, "batch": part}) for part in parts]
-        asked = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
-        answers = await asyncio.gather(*asked)
+        answers = await self._asked("logprobs", [{"of": of, "batch": part} for part in parts])
         found: list[Float32] = [np.zeros(0, dtype=np.float32)] * len(batch)
         for answer, part, own in zip(answers, parts, rows, strict=True):
             values = np.split(answer.fields["logprobs"], np.cumsum(part.completion_lengths_N)[:-1])
@@ -174,14 +146,12 @@ class ModelInWorkers(GradientWorkers[BatchT], Generic[BatchT]):
                 found[row] = logprobs
         return found
 
-    async def _submit(self, kind: str, parts: Sequence[Sequence[BatchT]], fields: Mapping[str, Any]) -> list[Frame]:
-        slot = await self._ready()
-        frames = [Frame(kind, {**fields, "slot": slot, "micro_batches": list(part)}) for part in parts]
-        answers = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
-        return list(await asyncio.gather(*answers))
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    async def _asked(self, kind: str, parts: Sequence[Mapping[str, Any]]) -> list[Frame]:
+        """The answers of one shard for each part."""
+        slot = await self.ready()
+        frames = [Frame(kind, {**fields, "slot": slot}) for fields in parts]
+        asked = [self._pool.submit(shard, frame) for shard, frame in zip(self._shards, frames, strict=False)]
+        return list(await asyncio.gather(*asked))
 
 
 def _part(answer: Frame) -> PartGradient:
