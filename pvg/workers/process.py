@@ -48,7 +48,7 @@ from pvg.training.trainer import AdaptsCoefficients, Objective, accumulate, chec
 from pvg.verifier.losses import PairObjective
 from pvg.verifier.scorer import ScoreCache, ScoreInput, ScoringModel, TorchBackend, digest_of
 from pvg.workers.frames import Frame, receive, send
-from pvg.workers.shared import MappedTensors
+from pvg.workers.shared import tensors_at
 
 # A worker's engine queues a whole block; the driver bounds what it sends.
 UNBOUNDED = 10**9
@@ -203,7 +203,7 @@ class Worker:
 
     def _load(self, frame: Frame) -> None:
         """Copy the shared tensors of a slot into its model."""
-        tensors, model = MappedTensors(frame.fields["place"]).tensors, self._models[frame.fields["slot"]]
+        tensors, model = tensors_at(frame.fields["place"]), self._models[frame.fields["slot"]]
         if isinstance(model, TrainedModel):
             with torch.no_grad():
                 for name, parameter in trainable_parameters(model.module).items():
@@ -233,7 +233,7 @@ class Worker:
     def _policy_of(self, frame: Frame) -> Mapping[str, torch.Tensor]:
         """The whole policy's weights. Adapters that come alone are merged into those of the base that this worker has,
         one layer at a time as the engine copies them."""
-        tensors = MappedTensors(frame.fields["place"]).tensors
+        tensors = tensors_at(frame.fields["place"])
         if not frame.fields["adapted"]:
             return tensors
         from pvg.models.adapters import with_adapter
