@@ -35,7 +35,7 @@ from pvg.errors import PvgError, WorkerLostError, allow_open_files, open_files
 from pvg.telemetry.events import Events, SilentEvents
 from pvg.workers.frames import Frame
 from pvg.workers.load import LoadMeter
-from pvg.workers.scaling import DemandMeter, Moment, decide, shards_to_take
+from pvg.workers.scaling import Demand, Moment, decide, shards_to_take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -477,12 +477,12 @@ class WorkerPool:
     async def _scale(self) -> None:
         """Add and remove processes, one at a time, as `decide` says."""
         while True:
-            meter = DemandMeter(time.monotonic(), self.trained_s())
-            decision = None
+            demand, decision, at, trained_s = Demand(), None, time.monotonic(), self.trained_s()
             while decision is None:
                 await asyncio.sleep(LOOK_S)
-                meter.add(time.monotonic(), self._moment(), self.trained_s())
-                demand = meter.demand()
+                now, trained_now_s = time.monotonic(), self.trained_s()
+                demand.add(now - at, self._moment(), trained_now_s - trained_s)
+                at, trained_s = now, trained_now_s
                 decision = decide(demand, lowest=self._lowest, highest=self._highest)
             if decision.remove is None:
                 await self.add(decision.why, demand.shards)

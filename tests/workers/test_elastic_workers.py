@@ -132,7 +132,7 @@ def test_workers_come_when_groups_wait_and_go_when_they_have_nothing_to_do(monke
     asyncio.run(within((1, 2), busy_then_idle))
     assert [workers for workers, _ in changes] == [2, 1]
     assert "added worker 1: " in changes[0][1]
-    assert " waited for 0." in changes[0][1]
+    assert " waited for " in changes[0][1]
     assert changes[1][1].startswith("removed worker ")
 
 

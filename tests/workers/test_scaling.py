@@ -3,61 +3,64 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pvg.workers.scaling import (
-    IDLE_S,
-    MOST_BUSY,
-    WINDOW_S,
-    Decision,
-    Demand,
-    DemandMeter,
-    Moment,
-    decide,
-    shards_to_take,
-)
+from pvg.workers.scaling import IDLE_S, MOST_BUSY, WINDOW_S, Decision, Demand, Moment, decide, shards_to_take
 
 
 def moment(groups: int = 0, parts: int = 0, *, busy: tuple[int, ...] = (), training: bool = False) -> Moment:
     return Moment(groups, parts, training, frozenset({0, 1}), frozenset(busy), frozenset(busy))
 
 
+def seen(moments: list[Moment], trained_s: float = 0.0) -> Demand:
+    """One moment per second, in each of which the trainer worked for `trained_s`."""
+    demand = Demand()
+    for each in moments:
+        demand.add(1.0, each, trained_s)
+    return demand
+
+
 def test_what_waited_by_hand() -> None:
-    meter = DemandMeter(10.0, trained_s=100.0)
-    for number, (groups, busy) in enumerate([(50, (0,)), (8, (0, 1)), (12, (0,)), (0, (0,)), (4, (0,)), (0, ())], 1):
-        meter.add(10.0 + number, moment(groups, busy=busy), 100.0 + 0.5 * number)
-    # The first second is not part of the last 5, in which groups waited for 3 s, and the trainer worked for 2.5 s.
-    assert meter.demand() == Demand(6.0, 12, 0, 3.0, 0.5, {0: 5 / 6, 1: 1 / 6}, {0: 5 / 6, 1: 1 / 6})
-    assert decide(meter.demand(), lowest=1, highest=3) == Decision(
-        None, "12 groups waited for 3.0 of 5 s, and the trainer was idle for 50%"
+    moments = [moment(groups, busy=busy) for groups, busy in [(8, (0, 1)), (12, (0,)), (0, (0,)), (4, (0,)), (0, ())]]
+    found = seen(moments, trained_s=0.5)
+    assert (found.seen_s, found.what, found.waited, found.trainer_idle) == (5.0, "4 groups", pytest.approx(0.6), 0.5)
+    assert found.busy == found.shards == {0: pytest.approx(0.8), 1: pytest.approx(0.2)}
+    assert decide(found, lowest=1, highest=3) == Decision(
+        None, "work (4 groups) waited for 60% of the last 5 s, and the trainer was idle for 50%"
     )
 
 
 def test_a_trainer_whose_parts_wait_is_idle() -> None:
-    meter = DemandMeter(0.0)
-    for second in range(1, 6):
-        meter.add(second, moment(parts=3, busy=(0,), training=second > 2), trained_s=second)
-    assert meter.demand().trainer_idle == pytest.approx(0.6)
-    decision = decide(meter.demand(), lowest=1, highest=3)
-    assert decision is not None
-    assert decision.why == "3 parts of a step waited for 5.0 of 5 s, and the trainer was idle for 60%"
+    found = seen([moment(parts=3, busy=(0,), training=second > 2) for second in range(1, 6)], trained_s=1.0)
+    assert found.trainer_idle == pytest.approx(0.6)
+    assert found.what == "3 parts of a step"
 
 
-def demand(waited_s: float = 0.0, idle: float = 1.0, busy: tuple[float, ...] = (1.0, 1.0), seen_s: float = 99.0):
-    return Demand(seen_s, 4, 0, waited_s, idle, dict(enumerate(busy)), {})
+def test_what_is_long_ago_no_longer_counts() -> None:
+    busy, idle = [moment(5, busy=(0, 1))] * 60, [moment()] * 30
+    assert decide(seen(busy), lowest=1, highest=2) is None
+    found = seen(busy + idle)
+    assert found.waited < 0.01
+    assert decide(found, lowest=1, highest=2) == Decision(1, "it had work for 4% of about the last 30 s")
+    assert decide(seen(busy + idle[:20]), lowest=1, highest=2) is None
+
+
+def demand(waited: float = 0.0, idle: float = 1.0, busy: tuple[float, ...] = (1.0, 1.0), seen_s: float = 99.0):
+    return Demand(seen_s, "4 groups", waited, idle, dict(enumerate(busy)), {})
 
 
 @pytest.mark.parametrize(
     ("found", "decided"),
     [
-        (demand(waited_s=2.5, idle=0.2), "add"),
-        (demand(waited_s=2.4, idle=0.2), None),  # work waited, but not for half of the time
-        (demand(waited_s=2.5, idle=0.1), None),  # the trainer would not use more rollouts
-        (demand(waited_s=5.0, seen_s=4.9), None),  # too early after a change
-        (demand(waited_s=5.0, busy=(1.0, 1.0, 1.0)), None),  # there are as many as allowed
+        (demand(waited=0.5, idle=0.2), "add"),
+        (demand(waited=0.48, idle=0.2), None),  # work waited, but not for half of the time
+        (demand(waited=0.5, idle=0.1), None),  # the trainer would not use more rollouts
+        (demand(waited=1, seen_s=4.9), None),  # too early after a change
+        (demand(waited=1, busy=(1.0, 1.0, 1.0)), None),  # there are as many as allowed
         (demand(busy=(0.9, 0.04)), 1),
         (demand(busy=(0.04, 0.9)), 0),
         (demand(busy=(0.0, 0.0)), 1),  # the newer one of two
@@ -65,7 +68,7 @@ def demand(waited_s: float = 0.0, idle: float = 1.0, busy: tuple[float, ...] = (
         (demand(busy=(0.9, 0.06)), None),
         (demand(busy=(0.9, 0.0), seen_s=29.0), None),
         (demand(busy=(0.0,)), None),  # there are as few as allowed
-        (demand(waited_s=5.0, busy=(1.0, 0.0)), "add"),  # work that waits comes first
+        (demand(waited=1, busy=(1.0, 0.0)), "add"),  # work that waits comes first
     ],
 )
 def test_decisions_by_hand(found: Demand, decided: object) -> None:
@@ -77,9 +80,8 @@ SHARES = st.floats(0.0, 1.0)
 DEMANDS = st.builds(
     Demand,
     st.floats(0.0, 100.0),
-    st.integers(0, 50),
-    st.integers(0, 50),
-    st.floats(0.0, WINDOW_S),
+    st.just("work"),
+    SHARES,
     SHARES,
     st.lists(SHARES, min_size=1, max_size=6).map(lambda shares: dict(enumerate(shares))),
     st.just({}),
@@ -100,17 +102,9 @@ def test_every_decision_stays_within_the_limits_and_has_a_reason(found: Demand, 
         assert found.busy[decision.remove] <= MOST_BUSY
 
 
-@given(DEMANDS, st.floats(0.0, WINDOW_S), SHARES)
-def test_more_waiting_and_a_more_idle_trainer_never_end_a_worker(found: Demand, waited_s: float, idle: float) -> None:
-    worse = Demand(
-        found.seen_s,
-        found.groups,
-        found.parts,
-        max(found.waited_s, waited_s),
-        max(found.trainer_idle, idle),
-        found.busy,
-        {},
-    )
+@given(DEMANDS, SHARES, SHARES)
+def test_more_waiting_and_a_more_idle_trainer_never_end_a_worker(found: Demand, waited: float, idle: float) -> None:
+    worse = replace(found, waited=max(found.waited, waited), trainer_idle=max(found.trainer_idle, idle))
     before, after = (decide(demand, lowest=1, highest=6) for demand in (found, worse))
     if before is not None and before.remove is None:
         assert after is not None
@@ -135,7 +129,7 @@ def test_under_a_constant_load_the_number_of_workers_comes_to_rest(loads: list[f
                 loads[shard] * math.prod(1 - loads[other] for other in shards if other != shard) for shard in shards
             )
             busy[number], waits = 1 - idle, max(waits, 1 - idle - alone)
-        found = Demand(99.0, 1, 0, waits * WINDOW_S, 1.0, busy, dict(enumerate(loads)))
+        found = Demand(99.0, "work", waits, 1.0, busy, dict(enumerate(loads)))
         decision = decide(found, lowest=lowest, highest=len(loads))
         if decision is None:
             return
