@@ -22,8 +22,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -91,14 +91,10 @@ def launched(environment: Mapping[str, str]) -> Launch | None:
             lost=environment.get(WHY, ""),
             launcher=int(environment[PARENT]) if own else 0,
         )
-    except KeyError as error:
+    except (KeyError, ValueError) as error:
         raise UsageError(
-            f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but its variable {error.args[0]} is not set.",
-            f"To play alone, {ALONE}",
-        ) from None
-    except ValueError as error:
-        raise UsageError(
-            f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but one of its variables is no number: {error}.",
+            f"TORCHELASTIC_RUN_ID says that torchrun has started pvg, but one of its variables is missing or wrong: "
+            f"{error}.",
             f"To play alone, {ALONE}",
         ) from None
     if launch.processes == 1:
@@ -149,16 +145,34 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
     driver, or of another rank that fails. `run`: the folder of the run. SIGINT and SIGTERM go to the driver. Raises
     WorkerLostError if ranks are lost again and again without a commit, and StoppedAtStart if one is lost after a
     signal. No process outlives the call."""
-    attempts, losses, why, commit = 0, 0, "", _commit(run)
-    with tempfile.TemporaryDirectory(prefix="pvg-ranks-") as folder, _forwarded() as forward:
+    attempts, losses, why, commit, stopping = 0, 0, "", _commit(run), False
+    processes: list[subprocess.Popen[bytes]] = []  # the driver first
+
+    def forward(number: int, _: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+        for driver in processes[:1]:
+            driver.send_signal(number)
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pvg-ranks-"))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, forward))
         while True:
             attempts += 1
-            processes: list[subprocess.Popen[bytes]] = []
+            variables = {
+                "TORCHELASTIC_RUN_ID": "pvg",
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+                STORE: str(Path(folder) / f"store-{attempts}"),
+                RUN: str(run.absolute()),
+                WHY: why,
+                PARENT: str(os.getpid()),
+            }
             try:
-                for process in _started(count, arguments, run, Path(folder) / f"store-{attempts}", why):
-                    processes.append(process)
-                    forward.driver = processes[0]
-                    if forward.stopping:  # perhaps before there was a driver to send it to
+                for rank in range(count):
+                    processes.append(_started(arguments, {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+                    if stopping:  # perhaps before there was a driver to send it to
                         again = f"To resume it, use: pvg train --resume {run}" if commit else ""
                         raise StoppedAtStart(f"Stopped while the ranks of {run.name!r} started.", again)
                 code, why = _watched(processes)
@@ -166,9 +180,10 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
                 for process in processes:
                     process.kill()
                     process.wait()
+                processes.clear()
             if code is not None:
                 return code
-            if forward.stopping:
+            if stopping:
                 raise StoppedAtStart(f"{why} after the run was asked to stop.")
             before, commit = commit, _commit(run)
             losses = losses + 1 if commit == before else 1
@@ -180,49 +195,13 @@ def start_ranks(count: int, arguments: Sequence[str], run: Path, say: Callable[[
             say(f"{why}. All {count} ranks start again from the last commit.")
 
 
-def _started(
-    count: int, arguments: Sequence[str], run: Path, store: Path, why: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    shared = {
-        "TORCHELASTIC_RUN_ID": "pvg",
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        STORE: str(store),
-        RUN: str(run.absolute()),
-        WHY: why,
-        PARENT: str(os.getpid()),
-    }
-    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))}
-    for number in range(count):
-        yield subprocess.Popen(
-            [sys.executable, "-P", "-m", "pvg", *arguments],
-            env={**threads, **os.environ, **shared, "RANK": str(number), "LOCAL_RANK": str(number)},
-            start_new_session=True,  # Ctrl-C reaches only the launcher, which forwards it to the driver
-        )
-
-
-class _Forward:
-    """Sends signals to the driver, once it runs."""
-
-    def __init__(self) -> None:
-        self.driver: subprocess.Popen[bytes] | None = None
-        self.stopping = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.stopping = True
-        if self.driver is not None:
-            self.driver.send_signal(number)
-
-
-@contextmanager
-def _forwarded() -> Iterator[_Forward]:
-    forward = _Forward()
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield forward
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _started(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    threads = {"OMP_NUM_THREADS": str(max(1, usable_cores() // int(variables["WORLD_SIZE"])))}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "pvg", *arguments],
+        env={**threads, **os.environ, **variables},
+        start_new_session=True,  # Ctrl-C reaches only the launcher, which forwards it to the driver
+    )
 
 
 def _watched(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int | None, str]:

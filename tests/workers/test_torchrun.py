@@ -112,9 +112,9 @@ def test_only_several_processes_of_a_launcher_are_a_launch() -> None:
     with pytest.raises(UsageError, match="does not share its store") as raised:
         launched({**ENVIRONMENT, "TORCHELASTIC_USE_AGENT_STORE": "False"})
     assert "--rdzv-backend c10d" in raised.value.remedy
-    with pytest.raises(UsageError, match="one of its variables is no number"):
+    with pytest.raises(UsageError, match="missing or wrong: invalid literal"):
         launched({**ENVIRONMENT, "RANK": ""})
-    with pytest.raises(UsageError, match="variable WORLD_SIZE is not set") as raised:
+    with pytest.raises(UsageError, match="missing or wrong: 'WORLD_SIZE'") as raised:
         launched({name: text for name, text in ENVIRONMENT.items() if name != "WORLD_SIZE"})
     assert "env -u TORCHELASTIC_RUN_ID" in raised.value.remedy
 
