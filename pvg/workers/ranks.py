@@ -40,7 +40,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pvg.config.base import Section
 from pvg.config.rollout import Rollouts
 from pvg.config.training import Models, Training
 from pvg.errors import MissingRequirementError, PvgError, StoppedAtStart
@@ -65,7 +64,7 @@ from pvg.training.trainer import (
 )
 from pvg.workers.frames import Frame, packed, unpacked
 from pvg.workers.launch import ALONE, EXIT_LOST, Launch, RankLostError
-from pvg.workers.training import plain, policy_shards
+from pvg.workers.training import plain, policy_fields, policy_shards
 
 # What errors of a broken connection between ranks contain. torch has no type for them: all are RuntimeErrors.
 BROKEN = ("gloo/transport", "Gloo connectFullMesh", "NCCL", "Timed out waiting")
@@ -158,12 +157,7 @@ class RankGroup:
             assert self._part is not None
             if frame.kind == "gradient":
                 return self._collected(self._part.gradient(frame))
-            if frame.kind == "update":
-                norm = self._part.update(frame.fields, whole)
-                held = self._collected(Frame("held", {"bytes": self._part.bytes}))
-                return norm, [one.fields["bytes"] for one in held]
-            assert frame.kind == "moments"
-            return self._part.moments()
+            return self._part.update(frame.fields, whole) if frame.kind == "update" else self._part.moments()
 
     def _broadcast(self, frame: Frame) -> None:
         data = np.frombuffer(b"".join(packed(frame)), np.uint8).copy()
@@ -346,7 +340,6 @@ class _Part:
             for group in self._optimizer.param_groups:
                 group["lr"] = fields["rate"]
             self._optimizer.step()
-        self.bytes = self._held()
         self._root.zero_grad(set_to_none=True)
         if math.isfinite(found):
             with torch.no_grad():
@@ -364,12 +357,6 @@ class _Part:
             if not self._number:
                 found[name] = gathered.cpu()
         return found
-
-    def _held(self) -> int:
-        """The bytes of this rank's trained weights, their gradients and moments."""
-        tensors = [*self._parameters.values(), *optimizer_tensors(self._optimizer, self._parameters).values()]
-        tensors += [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        return sum(_local(tensor).nbytes for tensor in tensors)
 
 
 def _loss(root: nn.Module, micro_batch: PolicyBatch) -> tuple[Tensor, Metrics]:
@@ -419,7 +406,6 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         self._moments: Mapping[str, Tensor] = {}
         self._opened = False
         self._events = events
-        self.held_bytes: list[int] = []  # of each rank: trained weights, gradients and moments in the last step
 
     async def prepare(self) -> None:
         """Let the ranks open their parts before their first work."""
@@ -455,8 +441,7 @@ class ModelInRanks(TrainerRanks[PolicyBatch]):
         return losses, metrics
 
     def update(self, rate: float, clip: float) -> float:
-        norm, self.held_bytes = self._group.do("update", {"rate": rate, "clip": clip}, whole=self._parameters)
-        return float(norm)
+        return float(self._group.do("update", {"rate": rate, "clip": clip}, whole=self._parameters))
 
     def moments(self) -> dict[str, Tensor]:
         self._open()
@@ -485,9 +470,8 @@ def rank_fields(
     training: Training, rollout: Rollouts, models: Models, optimizer: OptimizerSettings, device: torch.device
 ) -> dict[str, Any]:
     """How a rank opens the prover, its loss and its optimizer."""
-    sections: dict[str, Section] = {"training": training, "rollout": rollout, "models": models}
-    fields = {name: plain(section) for name, section in sections.items()}
-    return {**fields, "optimizer": asdict(optimizer), "device": device.type}
+    own = {"models": plain(models), "optimizer": asdict(optimizer), "device": device.type}
+    return {**policy_fields(training, rollout), **own}
 
 
 def _shortest_row(parts: Sequence[Sequence[PolicyBatch]]) -> PolicyBatch:

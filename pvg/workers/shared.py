@@ -45,7 +45,7 @@ class SharedTensors:
         else:
             self._file, path = tempfile.mkstemp(prefix="pvg-weights-")
         os.ftruncate(self._file, size)
-        self.place = {"path": path, "size": size, "layout": layout}
+        self.place: dict[str, Any] = {"path": path, "size": size, "layout": layout}
         self._views = tensors_at(self.place)
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:

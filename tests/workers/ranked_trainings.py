@@ -28,7 +28,8 @@ from pvg.models.adapters import attach_adapters
 from pvg.telemetry.events import SilentEvents
 from pvg.training.batch import PolicyBatch
 from pvg.training.losses import PolicyObjective
-from pvg.training.trainer import OptimizerSettings, Trainer, trainable_parameters
+from pvg.training.trainer import OptimizerSettings, Trainer, optimizer_tensors, trainable_parameters
+from pvg.workers import ranks as ranks_module
 from pvg.workers.launch import Launch
 from pvg.workers.ranks import ModelInRanks, RankGroup, joined, rank_fields
 
@@ -126,8 +127,7 @@ async def train(job: Job, group: RankGroup | None) -> dict[str, Any]:
         state = await asyncio.get_running_loop().run_in_executor(executor, trainer.state)
         if model is not None:
             await model.close()
-    held = [] if model is None else model.held_bytes
-    return {"metrics": metrics, "state": state, "held": held, "error": error, "addresses": addresses()}
+    return {"metrics": metrics, "state": state, "error": error, "addresses": addresses()}
 
 
 def addresses() -> set[str]:
@@ -163,11 +163,24 @@ def main(file: str) -> int:
     number, count = int(os.environ["NUMBER"]), int(os.environ["COUNT"])
     os.environ["TORCHELASTIC_RUN_ID"] = "test"
     torch.set_num_threads(1)
+    moments, jobs = ranks_module._Part.moments, json.loads(Path(file).read_text())
+    saves = iter([job["save"] for job in jobs])
+
+    def noted(part: ranks_module._Part) -> dict[str, torch.Tensor]:
+        """Note the bytes of this rank's trained weights and moments at the end of a job."""
+        tensors = [*part._parameters.values(), *optimizer_tensors(part._optimizer, part._parameters).values()]
+        held = sum(ranks_module._local(tensor).nbytes for tensor in tensors)
+        Path(f"{next(saves)}.{number}").write_text(str(held))
+        return moments(part)
+
+    ranks_module._Part.moments = noted  # type: ignore[method-assign]
     with joined(Launch(number, count, number, count, store=os.environ["STORE"])) as group:
         if number:
             return group.serve()
-        for job in json.loads(Path(file).read_text()):
-            torch.save(asyncio.run(train(Job(**job), group)), job["save"])
+        for job in jobs:
+            found = asyncio.run(train(Job(**job), group))
+            found["held"] = [int(Path(f"{job['save']}.{rank}").read_text()) for rank in range(count)]
+            torch.save(found, job["save"])
     return 0
 
 
