@@ -29,7 +29,7 @@ import numpy as np
 import pvg
 from pvg.config.base import is_hub_id, is_run_id, parse_run_id
 from pvg.config.experiment import Experiment
-from pvg.config.operation import has_workers, ranks_of
+from pvg.config.operation import LocalCluster, has_workers, ranks_of
 from pvg.config.rollout import TorchSampling
 from pvg.errors import ConfigurationError, MissingRequirementError
 from pvg.hub import Say, fetch_config
@@ -452,6 +452,7 @@ def memory_of(
     if not isinstance(engine, TorchSampling) and (prompts := experiment.weights.canary_prompts):
         logits = FLOAT32 * LOGITS_COPIES * prompts * prompt_tokens * prover.vocabulary
         canary = prover.streamed(1) * BYTES[models.dtype] + logits
+    held |= {} if on_cpu else _driver_bytes(experiment, policy)
     yield MemoryPlan("train the prover", "trainer", {**held, **training}, positions, canary=canary)
 
     pairs = 2 * experiment.verifier.pairs * length
@@ -459,14 +460,14 @@ def memory_of(
     own = training_parts(scoring, positions, *lengths, gpu_bytes, accumulates=positions < pairs)
     start = {"verifier's initial weights": _frozen_verifier_bytes(experiment, scoring)}
     held = {**frozen, **({} if rests else copy), **start, "base prover": float(base) if always else 0.0}
-    held |= scoring.copy(KEPT_BYTES) if on_cpu else {}
+    held |= scoring.copy(KEPT_BYTES) if on_cpu else _driver_bytes(experiment, scoring)
     yield MemoryPlan("train the verifier", "trainer", {**held, **own}, positions)
 
     kv_row = float(length * prover.kv_bytes(sampling))
     if isinstance(engine, TorchSampling):
         rows = min(engine.max_rows, experiment.rollouts_per_batch)
         resident = {name: training[name] for name in ("trained weights", "optimizer")}
-        resident |= policy.copy(KEPT_BYTES) if on_cpu else {}
+        resident |= policy.copy(KEPT_BYTES) if on_cpu else _driver_bytes(experiment, policy)
         parts = {**frozen, **copy, "verifier": verifier_bytes, **resident, "KV cache": rows * kv_row}
         yield MemoryPlan("sample", "trainer", parts, 0, rows, kv_row)
     else:
@@ -474,6 +475,14 @@ def memory_of(
         weights = prover.parameters * sampling / share
         parts = {"weights of the server": weights, **context, "KV cache": slots * kv_row / share}
         yield MemoryPlan("sample", "server", parts, 0, slots, kv_row / share)
+
+
+def _driver_bytes(experiment: Experiment, model: ModelInTraining) -> dict[str, float]:
+    """What the driver of local workers has besides the first of them, on the GPU that they share: a context, and the
+    weights in training with their gradient. The optimizer's moments are only the driver's."""
+    if not isinstance(experiment.cluster, LocalCluster) or not has_workers(experiment.cluster) or model.gpus > 1:
+        return {}
+    return {"driver beside a worker": 2.0 * FLOAT32 * model.trained + CONTEXT_BYTES}
 
 
 def host_bytes(experiment: Experiment, prover: ModelShape, verifier: ModelShape) -> float:

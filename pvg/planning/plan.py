@@ -337,7 +337,7 @@ def not_modelled(experiment: Experiment) -> list[str]:
     ranks, protocol = ranks_of(experiment.cluster), experiment.game.protocol.kind
     on_gpu, workers = experiment.models.on_gpu, experiment.server_cluster is None and has_workers(experiment.cluster)
     found = {
-        "workers have copies of the models: the memory is that of one process": workers,
+        "workers have copies of the models: the memory is that of one process": workers and not on_gpu,
         "workers divide the cores: an estimated train_token_s is that of one process": workers and not on_gpu,
         f"the exchange of cluster.trainer_ranks = {ranks} is not modelled": ranks is not None and on_gpu,
         f"cluster.trainer_ranks = {ranks} is not modelled on CPUs": ranks is not None and not on_gpu,

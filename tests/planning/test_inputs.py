@@ -76,8 +76,7 @@ def test_the_gpus_of_a_server_divide_its_work() -> None:
         ("cpu", {"kind": "none"}, []),
         ("cpu", {"kind": "local", "workers": 4}, ["workers have copies", "workers divide the cores"]),
         ("cpu", {"kind": "local", "trainer_ranks": 8}, ["cluster.trainer_ranks = 8 is not modelled on CPUs"]),
-        ("cuda", {"kind": "local", "workers": 4}, ["workers have copies"]),
-        ("cuda", {"kind": "ray", "workers": 4}, ["workers have copies"]),
+        ("cuda", {"kind": "local", "workers": 4}, []),
         ("cuda", {"kind": "local", "trainer_ranks": 8}, ["the exchange of cluster.trainer_ranks = 8"]),
     ],
 )

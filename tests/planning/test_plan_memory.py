@@ -142,6 +142,23 @@ def test_gradients_of_earlier_micro_batches_stay_and_a_resting_engine_has_no_wei
     assert all(sampler in stage for stage in parts(cluster={"kind": "local", "workers": 2}))  # theirs never rests
 
 
+@pytest.mark.parametrize("rank", [0, 16])
+def test_the_driver_of_local_workers_has_what_is_trained_once_more_on_their_first_gpu(
+    rank: int, tmp_path: Path
+) -> None:
+    """Under Ray it has a GPU without a worker."""
+    found, totals = shape(QWEN_7B, tmp_path), {}
+    for kind in ("local", "ray"):
+        data = {"models": {"device": "cuda"}, "training": {"adapters": {"rank": rank}}}
+        chosen = build_experiment({**data, "cluster": {"kind": kind, "workers": 4}})
+        lengths = {"prompt_tokens": 64, "slots": 64}
+        plans = memory_of(chosen, found, found, **lengths, gpu_bytes=80e9)
+        totals[kind] = [sum(plan.parts.values()) for plan in plans]
+    trained = found.adapter_parameters(rank) if rank else found.parameters
+    more = [local - ray - (600 << 20) for local, ray in zip(totals["local"], totals["ray"], strict=True)]
+    assert more == pytest.approx([8.0 * trained, 8.0 * found.parameters, 8.0 * trained])
+
+
 def test_an_embedded_model_is_counted_from_its_weights() -> None:
     weights = ROOT / "pvg" / "models" / "embedded" / "modchain-prover" / "model.safetensors"
     with safe_open(weights, framework="numpy") as tensors:
