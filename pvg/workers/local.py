@@ -78,21 +78,16 @@ class LocalMember:
         kill(self.pid)
 
     def cpu_s(self) -> float | None:
-        return cpu_s(self.pid)
+        try:
+            used = psutil.Process(self.pid).cpu_times()
+        except psutil.Error:  # it has ended
+            return None
+        return float(used.user + used.system)
 
 
 def kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def cpu_s(pid: int) -> float | None:
-    """The processor time that a process has used; None if it has ended."""
-    try:
-        used = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return None
-    return float(used.user + used.system)
 
 
 class LocalSupply:

@@ -15,7 +15,7 @@ that the predecessor had confirmed, then every request without an answer, in the
 counts twice, and the bits are those of a run without the loss. A shard moves to another worker in the same way: the new
 one repeats what the old one has not answered.
 
-A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes; on another machine, whose
+A worker *hangs* if it answers no ping, and uses no processor time, for PROBES_MISSED probes; under Ray, where its
 processor time is not known, if it answers no ping for PROBES_UNSEEN probes. A worker that waits for a
 core on a busy machine does not hang. A computation that never ends does not count as hanging.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PROBE_S = 2.0
 PROBES_MISSED = 3
-PROBES_UNSEEN = 8  # of a process whose processor time this machine cannot tell, before it hangs
+PROBES_UNSEEN = 8  # of a process whose processor time is not known
 MOST_LOSSES = 6  # of workers with the same request: the next one would be lost too
 # Places that are asked, and workers that are probed, in one turn of the event loop: 1,000 at once would block it.
 AT_ONCE = 32
@@ -83,7 +83,7 @@ class Member(Protocol):
         ...
 
     def cpu_s(self) -> float | None:
-        """The processor time that it has used; None if this machine cannot tell."""
+        """The processor time that it has used; None if that is not known."""
         ...
 
 

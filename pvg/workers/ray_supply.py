@@ -24,11 +24,9 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pvg.store.lease import this_boot, this_namespace
 from pvg.telemetry.device import processor
 from pvg.telemetry.events import Events, SilentEvents, patience
 from pvg.workers.frames import Frame, packed, unpacked
-from pvg.workers.local import cpu_s
 from pvg.workers.ray_cluster import ROOM_S, RayClient, cause_of, hello, refuse_other_versions, unfit_node
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ AGAIN_S = 1.0  # after a worker has ended before its first frame
 @dataclass(eq=False)
 class RayMember:
     """A worker on a node: a `Member` (pvg.workers.pool). `frames`: Ray's, of `WorkerActor.serve`. `gpus`: the
-    names of those that it uses. `seen`: this process can see it."""
+    names of those that it uses."""
 
     supply: RaySupply
     actor: Any
@@ -52,7 +50,6 @@ class RayMember:
     pid: int = 0
     node: str = "?"
     gpus: str = ""
-    seen: bool = False
     closed: bool = False
     error: BaseException | None = None  # why it has ended
     _sent: int = 0
@@ -92,7 +89,7 @@ class RayMember:
             self.kill()
 
     def cpu_s(self) -> float | None:
-        return cpu_s(self.pid) if self.seen else None
+        return None
 
 
 class RayObjects:
@@ -161,7 +158,7 @@ class RaySupply:
         except BaseException:
             member.close()
             raise
-        member.node, member.pid, member.seen = found["node"], found["pid"], found["seen"] == seen()
+        member.node, member.pid = found["node"], found["pid"]
         member.gpus = found["gpus"] if self._needs["num_gpus"] else ""
         if member.node not in self._nodes:
             self._nodes.add(member.node)
@@ -218,7 +215,7 @@ class WorkerActor:
 
     async def serve(self) -> AsyncIterator[bytes]:
         """The frames of the worker, without end; first "hello", which says where it runs. Raises what `take` raises."""
-        yield _bytes(Frame("hello", {**hello(), "seen": seen()}))
+        yield _bytes(Frame("hello", hello()))
         opening = asyncio.create_task(self._open())
         while True:
             frame = await self._frames.get()
@@ -260,8 +257,3 @@ class WorkerActor:
 
 def _bytes(frame: Frame) -> bytes:
     return b"".join(packed(frame))
-
-
-def seen() -> list[str]:
-    """Equal for two processes that can see each other."""
-    return [this_boot(), this_namespace()]
